@@ -1,0 +1,357 @@
+"""What each replica reads: the same rows on any number of instances."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from strategies.datasets import DistributedDataset, InputContext, Masked, Position
+
+TOTAL = 8
+
+
+def instances(total, count):
+    """The blocks of replicas that `count` instances drive."""
+    local = total // count
+    return [range(i * local, (i + 1) * local) for i in range(count)]
+
+
+def read(source, *, total=TOTAL, local=None, epochs=1, batch_size=3, **options):
+    local = range(total) if local is None else local
+    dataset = DistributedDataset(
+        source, batch_size=batch_size, total_replicas=total, local_replicas=local, **options
+    )
+    return [batch for epoch in range(epochs) for batch in dataset.epoch(epoch)]
+
+
+def per_replica(batches, local, batch_size=3):
+    """{replica: its elements in order}."""
+    return {
+        r: [int(x) for batch in batches for x in batch[j * batch_size : (j + 1) * batch_size]]
+        for j, r in enumerate(local)
+    }
+
+
+class Shards:
+    """Elements r, r + n, ... for shard r of n; without lengths unless `sized`."""
+
+    def __init__(self, elements, sized=False):
+        self.elements = elements
+        self.sized = sized
+
+    def shard(self, n, i):
+        own = self.elements[i::n]
+        return own if self.sized else Unsized(own)
+
+
+class Unsized:
+    def __init__(self, elements):
+        self.elements = elements
+
+    def __iter__(self):
+        return iter(self.elements)
+
+
+class Values:
+    def __init__(self, *values):
+        self.values = values
+
+
+KINDS = {
+    "arrays": lambda n: np.arange(n),
+    "iterable": lambda n: Unsized(range(n)),
+    "list": lambda n: list(range(n)),
+    "shards": lambda n: Shards(range(n)),
+    "sized shards": lambda n: Shards(range(n), sized=True),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("length", [24, 77, 101])
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("kind", ["arrays", "iterable", "list", "sized shards"])
+def test_a_replica_reads_the_same_elements_on_any_number_of_instances(kind, count, length, remainder):
+    def rows(local):
+        batches = read(KINDS[kind](length), local=local, epochs=2, remainder=remainder, prefetch=0)
+        values = [b.values if remainder == "pad" else b for b in batches]
+        masks = [b.mask if remainder == "pad" else np.ones(len(b), bool) for b in batches]
+        return per_replica(values, local), per_replica(masks, local)
+
+    values, masks = {}, {}
+    for local in instances(TOTAL, count):
+        own_values, own_masks = rows(local)
+        values |= own_values
+        masks |= own_masks
+    assert (values, masks) == rows(range(TOTAL))
+
+
+@pytest.mark.parametrize("total", [1, 3, 6, 7])
+def test_numbers_that_are_no_powers_of_two(total):
+    expected = per_replica(read(np.arange(101), total=total, batch_size=5), range(total), 5)
+    for local in instances(total, total):
+        assert per_replica(read(np.arange(101), total=total, local=local, batch_size=5), local, 5) == {
+            local[0]: expected[local[0]]
+        }
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_element_is_read_at_most_once_per_epoch(kind):
+    elements = np.concatenate(read(KINDS[kind](77)))
+    assert len(elements) == len(set(elements)) == 72
+    assert set(elements) <= set(range(77))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_padding_reads_every_element_exactly_once_where_the_mask_is_true(kind):
+    batches = read(KINDS[kind](77), remainder="pad")
+    assert all(isinstance(batch, Masked) and batch.mask.dtype == bool for batch in batches)
+    assert {batch.values.shape for batch in batches} == {batch.mask.shape for batch in batches} == {(24,)}
+    seen = np.concatenate([batch.values[batch.mask] for batch in batches])
+    assert sorted(seen) == list(range(77))
+
+
+def test_a_global_batch_is_cut_out_of_one_permutation_in_replica_order():
+    batches = read(np.arange(100), total=4, batch_size=5)
+    order = np.concatenate(batches)
+    assert len(batches) == 5
+    assert sorted(order) == list(range(100))
+    assert list(order) != sorted(order)
+    local = read(np.arange(100), total=4, local=range(1, 3), batch_size=5)
+    assert [list(b) for b in local] == [list(b[5:15]) for b in batches]
+
+
+def test_the_permutation_never_changes():
+    assert list(read(np.arange(8), total=1, batch_size=8, seed=3)[0]) == [0, 4, 7, 1, 5, 6, 3, 2]
+
+
+def test_without_shuffling_elements_come_in_order():
+    assert list(np.concatenate(read(np.arange(50), total=2, batch_size=5, shuffle=False))) == list(range(50))
+
+
+def test_epochs_and_seeds_give_different_orders():
+    dataset = DistributedDataset(np.arange(64), batch_size=64, total_replicas=1, local_replicas=range(1))
+    orders = [tuple(next(dataset.epoch(e))) for e in (0, 1, 2, 0)]
+    assert len(set(orders)) == 3
+    assert orders[0] == orders[3]
+    assert tuple(read(np.arange(64), total=1, batch_size=64, seed=1)[0]) not in orders
+
+
+def test_leaves_of_a_pytree_stay_together():
+    x = np.arange(60, dtype=np.float32).reshape(30, 2)
+    for batch in read({"x": x, "more": (x[:, 0].astype(np.int8), x[:, 1:])}, total=2, batch_size=4):
+        assert batch["x"].shape == (8, 2)
+        assert batch["x"].dtype == np.float32
+        assert batch["more"][0].dtype == np.int8
+        np.testing.assert_array_equal(batch["x"][:, 0], batch["more"][0])
+        np.testing.assert_array_equal(batch["x"][:, 1:], batch["more"][1])
+
+
+def test_elements_may_be_pytrees():
+    elements = [{"image": np.full((2, 2), k), "label": k} for k in range(8)]
+    (first, _) = read(elements, total=2, batch_size=2)
+    assert first["image"].shape == (4, 2, 2)
+    assert list(first["label"]) == [0, 2, 1, 3]
+
+
+def test_one_iterable_per_local_replica():
+    batches = read(
+        Values([1, 2, 3, 4, 5], Unsized([10, 20, 30, 40])), total=4, local=range(2, 4), batch_size=2
+    )
+    assert [list(batch) for batch in batches] == [[1, 2, 10, 20], [3, 4, 30, 40]]
+
+
+@pytest.mark.parametrize(
+    ("length", "remainder", "steps", "dropped"),
+    [(24, "drop", 1, 0), (47, "drop", 1, 23), (48, "drop", 2, 0), (49, "pad", 3, 0), (5, "pad", 1, 0)],
+)
+@pytest.mark.parametrize("kind", ["arrays", "list"])
+def test_length_and_dropped_elements(kind, length, remainder, steps, dropped):
+    dataset = DistributedDataset(
+        KINDS[kind](length),
+        batch_size=3,
+        total_replicas=8,
+        local_replicas=range(8),
+        remainder=remainder,
+    )
+    assert (len(dataset), dataset.dropped) == (steps, dropped)
+    assert len(list(dataset.epoch(0))) == steps
+
+
+def test_steps_of_shards_follow_from_the_shortest_and_when_padding_from_the_longest():
+    class Uneven:
+        def shard(self, n, i):
+            return [i] * (4 + 3 * i)
+
+    assert [len(read(Uneven(), total=3, local=range(r, r + 1))) for r in range(3)] == [1, 1, 1]
+    assert [len(read(Uneven(), total=3, local=range(r, r + 1), remainder="pad")) for r in range(3)] == [4] * 3
+
+
+def test_lengths_of_shards_follow_from_the_source_where_only_that_has_one():
+    class Sized(Shards):
+        def __len__(self):
+            return len(self.elements)
+
+    dataset = DistributedDataset(Sized(range(30)), batch_size=3, total_replicas=4, local_replicas=range(2))
+    assert (len(dataset), dataset.dropped) == (2, 6)
+
+
+def test_dropped_elements_are_logged_once(caplog):
+    caplog.set_level(logging.INFO)
+    read(np.arange(77), epochs=3)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "5 of 77 elements are dropped in every epoch: they do not fill a global batch of 24"
+    )
+
+
+def test_a_source_without_length_has_none():
+    dataset = DistributedDataset(Unsized([1]), batch_size=1, total_replicas=1, local_replicas=range(1))
+    assert dataset.dropped is None
+    with pytest.raises(TypeError, match="does not tell how many"):
+        len(dataset)
+
+
+def test_a_length_that_promises_too_much_is_an_error():
+    class Liar(Unsized):
+        def __len__(self):
+            return 100
+
+    with pytest.raises(ValueError, match=r"replicas 0, 1 ended after 2 of 25 steps; len\(\) promised more"):
+        read(Liar(range(10)), total=2, batch_size=2)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_restored_position_continues_exactly(kind, prefetch):
+    def make():
+        return DistributedDataset(
+            KINDS[kind](80),
+            batch_size=2,
+            total_replicas=4,
+            local_replicas=range(4),
+            seed=5,
+            prefetch=prefetch,
+        )
+
+    whole = make()
+    expected = [(e, list(b)) for e in range(3) for b in whole.epoch(e)]
+    for consumed in range(len(expected)):
+        first = make()
+        stream = ((e, list(b)) for e in range(3) for b in first.epoch(e))
+        assert [next(stream) for _ in range(consumed)] == expected[:consumed]
+        stream.close()
+        position = first.position()
+        assert (position.epoch * 10 + position.step) == consumed
+        second = make()
+        second.restore(Position.from_dict(position.to_dict()))
+        assert second.position() == position
+        rest = [(e, list(b)) for e in range(position.epoch, 3) for b in second.epoch(e)]
+        assert rest == expected[consumed:]
+
+
+def test_a_position_is_at_the_next_epoch_once_the_loop_has_ended():
+    dataset = DistributedDataset(np.arange(4), batch_size=2, total_replicas=1, local_replicas=range(1))
+    inside = [(dataset.position().epoch, dataset.position().step) for _ in dataset.epoch(7)]
+    assert inside == [(7, 1), (7, 2)]
+    assert (dataset.position().epoch, dataset.position().step) == (8, 0)
+
+
+def test_only_the_restored_epoch_begins_late_and_only_once():
+    dataset = DistributedDataset(np.arange(40), batch_size=4, total_replicas=1, local_replicas=range(1))
+    next(dataset.epoch(1))
+    dataset.restore(dataset.position())
+    assert [len(list(dataset.epoch(e))) for e in (1, 2, 1)] == [9, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 1}, "saved with seed 0 and this data set has seed 1"),
+        ({"batch_size": 3}, "batch_size 2 .* batch_size 3"),
+        ({"total_replicas": 4}, "total_replicas 2 .* total_replicas 4"),
+        ({"source": np.arange(41)}, "length 40 .* length 41"),
+        ({"shuffle": False, "remainder": "pad"}, "shuffle True, remainder 'drop' .* False, remainder 'pad'"),
+    ],
+)
+def test_a_position_of_another_data_set_is_refused(change, words):
+    options = {"source": np.arange(40), "batch_size": 2, "total_replicas": 2, "local_replicas": range(2)}
+    position = DistributedDataset(**options).position()
+    with pytest.raises(ValueError, match=words):
+        DistributedDataset(**options | change).restore(position)
+
+
+def test_a_position_past_the_end_is_refused():
+    dataset = DistributedDataset(np.arange(40), batch_size=4, total_replicas=1, local_replicas=range(1))
+    late = Position.from_dict(dataset.position().to_dict() | {"step": 11})
+    with pytest.raises(ValueError, match="at step 11 of an epoch of 10 steps"):
+        dataset.restore(late)
+
+
+def test_a_dictionary_that_is_no_position_is_refused():
+    with pytest.raises(ValueError, match="is not a position of a data set; one has epoch, step, seed"):
+        Position.from_dict({"epoch": 1})
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "words"),
+    [
+        ({}, ValueError, "has no arrays"),
+        ({"x": np.zeros((0, 2))}, ValueError, "data set is empty"),
+        ([], ValueError, "data set is empty"),
+        ({"x": np.zeros(50), "y": np.zeros(49)}, ValueError, r"\['x'\] has 50, data set\['y'\] has 49"),
+        ({"x": np.zeros(50), "y": 3.0}, ValueError, r"data set\['y'\] is a scalar"),
+        ({"x": np.array([None, "a"])}, ValueError, "holds Python objects"),
+        (np.zeros(23), ValueError, "takes 24 elements .* has 23; use a batch_size of at most 2"),
+        (np.zeros(7), ValueError, "has 7; use at most 7 replicas"),
+        (list(range(23)), ValueError, "takes 24 elements"),
+        (Shards(range(23), sized=True), ValueError, "batch_size is 3 .* shard 7 of 8 has 2 elements"),
+        (Values([1], [2]), ValueError, "got 2 iterables for 8 local replicas"),
+        (iter([1, 2]), TypeError, "list_iterator, which can be gone through only once"),
+        (Values(*[iter([1])] * 8), TypeError, "data set of replica 0 is a list_iterator"),
+        ("abc", TypeError, "the data set is a str; use a pytree of arrays"),
+        (3, TypeError, "the data set is a int"),
+        (None, ValueError, "has no arrays"),
+    ],
+)
+def test_bad_sources_are_refused_when_the_data_set_is_made(source, error, words):
+    with pytest.raises(error, match=words):
+        DistributedDataset(source, batch_size=3, total_replicas=8, local_replicas=range(8))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size is 0; it must be at least 1"),
+        ({"batch_size": 2.0}, TypeError, "batch_size is 2.0; an integer"),
+        ({"batch_size": True}, TypeError, "batch_size is True"),
+        ({"total_replicas": -1}, ValueError, "total_replicas is -1"),
+        ({"local_replicas": range(0)}, ValueError, "local_replicas is empty"),
+        ({"local_replicas": range(1, 3)}, ValueError, r"\[2\] do not exist; replicas are numbered 0 to 1"),
+        ({"seed": -1}, ValueError, "seed is -1"),
+        ({"prefetch": -1}, ValueError, "prefetch is -1"),
+        ({"remainder": "keep"}, ValueError, "'keep' is unknown; use 'drop' or 'pad'"),
+    ],
+)
+def test_bad_arguments_are_refused(change, error, words):
+    options = {"batch_size": 1, "total_replicas": 2, "local_replicas": range(2)} | change
+    with pytest.raises(error, match=words):
+        DistributedDataset(np.zeros(8), **options)
+
+
+def test_elements_of_different_shapes_are_an_error():
+    with pytest.raises(ValueError, match="cannot be stacked .* same structure and shapes"):
+        read([np.zeros(2), np.zeros(3)], total=1, batch_size=2)
+
+
+def test_place_sees_every_batch_and_its_result_is_yielded():
+    assert read(np.arange(4), total=1, batch_size=2, shuffle=False, place=lambda b: b.sum()) == [1, 5]
+
+
+def test_global_batch_sizes_are_divided_by_the_replicas():
+    assert InputContext(2, 1, 6).get_per_replica_batch_size(48) == 8
+    with pytest.raises(ValueError, match="50 is not divisible by 6 replicas; use 48 or 54"):
+        InputContext(2, 1, 6).get_per_replica_batch_size(50)
+    with pytest.raises(ValueError, match="3 is not divisible by 6 replicas; use 6"):
+        InputContext(2, 1, 6).get_per_replica_batch_size(3)
+    with pytest.raises(ValueError, match="input_pipeline_id is 2 of 2 pipelines"):
+        InputContext(2, 2, 6)
