@@ -1,0 +1,108 @@
+"""Instances started by poprun: POPDIST_* names the replicas, Open MPI's variables the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from popdist.environments import open_mpi
+from popdist.environments.environment import Environment, quote, read_whole_number, require_all
+from popdist.errors import EnvironmentMismatchError
+from popdist.instance import Instance
+
+TOTAL = "POPDIST_NUM_TOTAL_REPLICAS"
+IPUS = "POPDIST_NUM_IPUS_PER_REPLICA"
+LOCAL = "POPDIST_NUM_LOCAL_REPLICAS"
+UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
+OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
+LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
+
+VARIABLES = (TOTAL, IPUS, LOCAL, UNIFORM, OFFSET, LOCAL_INSTANCE)
+"""Every variable that poprun sets, in the order in which its command names them."""
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """The variables of poprun, read."""
+
+    total: int
+    ipus: int
+    local: int
+    uniform: bool
+    offset: int
+    local_instance: int
+
+
+class PopRunEnvironment(Environment):
+    """poprun, or POPDIST_* set by hand for a single process that drives all replicas."""
+
+    def is_active(self, environ: Mapping[str, str]) -> bool:
+        """Whether any of poprun's variables is set."""
+        return any(name in environ for name in VARIABLES)
+
+    def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
+        """The instance; poprun's and Open MPI's variables have to agree on its index."""
+        require_all(environ, VARIABLES, "poprun")
+        replicas = _read(environ)
+        if num_replicas is not None and num_replicas != replicas.total:
+            raise EnvironmentMismatchError(
+                f"the program asks for {num_replicas} replicas, poprun started {replicas.total} "
+                f"({quote(environ, [TOTAL])}); give both the same number"
+            )
+        if open_mpi.is_set(environ):
+            return _one_of_many(replicas, open_mpi.read_process(environ), environ)
+        return _alone(replicas, environ)
+
+
+def _read(environ: Mapping[str, str]) -> _Replicas:
+    return _Replicas(
+        total=read_whole_number(environ, TOTAL, 1),
+        ipus=read_whole_number(environ, IPUS, 1),
+        local=read_whole_number(environ, LOCAL, 1),
+        uniform=bool(read_whole_number(environ, UNIFORM, 0)),
+        offset=read_whole_number(environ, OFFSET, 0),
+        local_instance=read_whole_number(environ, LOCAL_INSTANCE, 0),
+    )
+
+
+def _one_of_many(replicas: _Replicas, process: open_mpi.Process, environ: Mapping[str, str]) -> Instance:
+    agree = (
+        replicas.offset + replicas.local <= replicas.total
+        and replicas.local_instance == process.local_rank
+        and (not replicas.uniform or _is_block(replicas, process))
+    )
+    if not agree:
+        raise EnvironmentMismatchError(
+            "the variables of poprun and of Open MPI contradict each other: "
+            f"{quote(environ, (*VARIABLES, *open_mpi.VARIABLES))}; start the program with poprun"
+        )
+    return _instance(replicas, process.rank, process.size)
+
+
+def _is_block(replicas: _Replicas, process: open_mpi.Process) -> bool:
+    return (
+        process.size * replicas.local == replicas.total and process.rank * replicas.local == replicas.offset
+    )
+
+
+def _alone(replicas: _Replicas, environ: Mapping[str, str]) -> Instance:
+    if replicas.total != replicas.local or replicas.offset or replicas.local_instance:
+        raise EnvironmentMismatchError(
+            "the variables of poprun describe one instance of several, those of Open MPI are unset: "
+            f"{quote(environ, VARIABLES)}; start the program with poprun or unset them"
+        )
+    return _instance(replicas, index=0, count=1)
+
+
+def _instance(replicas: _Replicas, index: int, count: int) -> Instance:
+    return Instance(
+        index=index,
+        count=count,
+        local_replicas=replicas.local,
+        replica_offset=replicas.offset,
+        total_replicas=replicas.total,
+        local_index=replicas.local_instance,
+        ipus_per_replica=replicas.ipus,
+        uniform=replicas.uniform,
+        launcher="poprun",
+    )

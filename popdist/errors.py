@@ -1,0 +1,18 @@
+"""The errors of popdist, grouped by what the caller does next.
+
+PopDistError
+├── EnvironmentMismatchError  the launcher's variables are incomplete or contradict: fix how it is started
+└── InstanceError             an `Instance` was built from impossible numbers (also a ValueError)
+"""
+
+
+class PopDistError(Exception):
+    """Base of everything that popdist raises on purpose."""
+
+
+class EnvironmentMismatchError(PopDistError):
+    """The launcher's variables are incomplete or unreadable, or contradict each other or the program."""
+
+
+class InstanceError(PopDistError, ValueError):
+    """An instance cannot be described by these numbers."""

@@ -1,0 +1,97 @@
+"""What one instance knows about itself: which of how many it is, and which replicas it drives."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from popdist.errors import InstanceError
+
+Launcher = Literal["poprun", "mpirun", "single"]
+
+
+def this_host() -> str:
+    """The name of this machine, as the kernel knows it."""
+    return os.uname().nodename
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One process of a job and its block of replicas.
+
+    Attributes:
+        index: 0..count-1.
+        count: how many instances the job has.
+        local_replicas: how many replicas this instance drives.
+        replica_offset: the global index of its first replica.
+        total_replicas: the replicas of all instances.
+        local_index: index among the instances of the same host.
+        ipus_per_replica: devices that one replica spans.
+        uniform: whether all instances drive equally many replicas.
+        host: the machine it runs on.
+        launcher: who started it.
+
+    Raises:
+        InstanceError: the numbers contradict each other.
+    """
+
+    index: int
+    count: int
+    local_replicas: int
+    replica_offset: int
+    total_replicas: int
+    local_index: int
+    ipus_per_replica: int = 1
+    uniform: bool = True
+    host: str = field(default_factory=this_host)
+    launcher: Launcher = "single"
+
+    def __post_init__(self) -> None:
+        for name in ("count", "local_replicas", "total_replicas", "ipus_per_replica"):
+            self._require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        self._require(
+            0 <= self.index < self.count, f"index is {self.index}; it must lie in 0..{self.count - 1}"
+        )
+        self._require(
+            0 <= self.local_index < self.count,
+            f"local_index is {self.local_index}; it must lie in 0..{self.count - 1}",
+        )
+        last = self.replica_offset + self.local_replicas
+        self._require(
+            self.replica_offset >= 0 and last <= self.total_replicas,
+            f"replicas {self.replica_offset}..{last - 1} do not lie in 0..{self.total_replicas - 1}",
+        )
+        if self.uniform:
+            self._require_even_division()
+        self._require(
+            self.launcher in get_args(Launcher),
+            f"launcher is {self.launcher!r}; known launchers: {', '.join(get_args(Launcher))}",
+        )
+
+    def _require_even_division(self) -> None:
+        self._require(
+            self.local_replicas * self.count == self.total_replicas,
+            f"{self.count} instances with {self.local_replicas} replicas each "
+            f"do not make {self.total_replicas}",
+        )
+        self._require(
+            self.index * self.local_replicas == self.replica_offset,
+            f"instance {self.index} with {self.local_replicas} replicas starts at replica "
+            f"{self.index * self.local_replicas}, not {self.replica_offset}",
+        )
+
+    @staticmethod
+    def _require(holds: bool, message: str) -> None:
+        if not holds:
+            raise InstanceError(message)
+
+    @property
+    def local_replica_range(self) -> range:
+        """The global indices of this instance's replicas."""
+        return range(self.replica_offset, self.replica_offset + self.local_replicas)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is instance 0, the one that prints and writes files."""
+        return self.index == 0

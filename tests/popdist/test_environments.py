@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from popdist.environments import (
+    ENVIRONMENTS,
+    NoProgress,
+    OpenMPIEnvironment,
+    PopRunEnvironment,
+    ProgressPage,
+    SingleEnvironment,
+    detect_instance,
+    parse_progress,
+    thread_pool_setting,
+    thread_pool_size,
+)
+from popdist.environments.progress import DESCRIPTOR_VARIABLE, PAGE_BYTES, ProgressRecord, State, new_page
+from popdist.errors import EnvironmentMismatchError
+
+
+def mpirun_variables(rank=0, size=2, local_rank=None):
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank if local_rank is None else local_rank),
+    }
+
+
+def poprun_variables(index=1, count=2, total=6, ipus=1):
+    local = total // count
+    return mpirun_variables(index, count) | replica_variables(total, local, index * local, index, ipus)
+
+
+def replica_variables(total, local, offset=0, local_instance=0, ipus=1):
+    return {
+        "POPDIST_NUM_TOTAL_REPLICAS": str(total),
+        "POPDIST_NUM_LOCAL_REPLICAS": str(local),
+        "POPDIST_NUM_IPUS_PER_REPLICA": str(ipus),
+        "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "1",
+        "POPDIST_REPLICA_INDEX_OFFSET": str(offset),
+        "POPDIST_LOCAL_INSTANCE_INDEX": str(local_instance),
+    }
+
+
+class TestPopRun:
+    def test_the_index_is_the_offset_divided_by_the_local_replicas(self):
+        instance = detect_instance(poprun_variables(index=2, count=3, total=9, ipus=4))
+        assert (instance.index, instance.count) == (2, 3)
+        assert instance.local_replica_range == range(6, 9)
+        assert (instance.total_replicas, instance.ipus_per_replica, instance.local_index) == (9, 4, 2)
+        assert instance.launcher == "poprun"
+
+    @pytest.mark.parametrize("name", replica_variables(1, 1))
+    def test_a_half_set_environment_is_refused_naming_what_is_missing(self, name):
+        environ = poprun_variables()
+        del environ[name]
+        with pytest.raises(EnvironmentMismatchError, match=f"{name} unset.*set {name}"):
+            detect_instance(environ)
+
+    @pytest.mark.parametrize("name", mpirun_variables())
+    def test_half_of_open_mpi_is_refused(self, name):
+        environ = poprun_variables()
+        del environ[name]
+        with pytest.raises(EnvironmentMismatchError, match=f"{name} unset"):
+            detect_instance(environ)
+
+    @pytest.mark.parametrize("value", ["two", "", "-1", "1.5"])
+    def test_what_is_not_a_number_is_quoted(self, value):
+        environ = poprun_variables() | {"POPDIST_NUM_LOCAL_REPLICAS": value}
+        with pytest.raises(EnvironmentMismatchError, match=f"POPDIST_NUM_LOCAL_REPLICAS='{value}'"):
+            detect_instance(environ)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"OMPI_COMM_WORLD_RANK": "0"},
+            {"OMPI_COMM_WORLD_SIZE": "3"},
+            {"OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            {"POPDIST_REPLICA_INDEX_OFFSET": "2"},
+            {"POPDIST_REPLICA_INDEX_OFFSET": "5"},
+            {"POPDIST_NUM_TOTAL_REPLICAS": "8"},
+            {"POPDIST_NUM_LOCAL_REPLICAS": "2"},
+        ],
+    )
+    def test_contradictions_are_refused_quoting_both_sets(self, change):
+        with pytest.raises(EnvironmentMismatchError, match=r"POPDIST_NUM_TOTAL_REPLICAS=.*COMM_WORLD_RANK="):
+            detect_instance(poprun_variables() | change)
+
+    def test_the_program_must_ask_for_what_was_launched(self):
+        assert detect_instance(poprun_variables(total=6), num_replicas=6).total_replicas == 6
+        with pytest.raises(EnvironmentMismatchError, match="asks for 4 replicas, poprun started 6"):
+            detect_instance(poprun_variables(total=6), num_replicas=4)
+
+    def test_without_open_mpi_it_is_one_process_with_all_replicas(self):
+        instance = detect_instance(replica_variables(total=4, local=4))
+        assert (instance.count, instance.local_replicas) == (1, 4)
+
+    def test_without_open_mpi_it_cannot_be_one_of_several(self):
+        with pytest.raises(EnvironmentMismatchError, match="one instance of several"):
+            detect_instance(replica_variables(total=4, local=2))
+
+    def test_uneven_replicas_take_the_index_from_open_mpi(self):
+        environ = mpirun_variables(1, 2) | replica_variables(total=5, local=2, offset=3, local_instance=1)
+        instance = detect_instance(environ | {"POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "0"})
+        assert (instance.index, instance.uniform) == (1, False)
+        assert instance.local_replica_range == range(3, 5)
+
+
+class TestOpenMPI:
+    def test_one_replica_per_rank_by_default(self):
+        instance = detect_instance(mpirun_variables(rank=2, size=3, local_rank=1))
+        assert (instance.index, instance.count, instance.local_index) == (2, 3, 1)
+        assert instance.local_replica_range == range(2, 3)
+        assert instance.launcher == "mpirun"
+
+    def test_the_program_may_ask_for_more(self):
+        assert detect_instance(mpirun_variables(1, 2), num_replicas=6).local_replica_range == range(3, 6)
+
+    @pytest.mark.parametrize(("replicas", "ways_out"), [(5, "use 4 or 8"), (3, "use 4$"), (0, "use 4$")])
+    def test_replicas_are_divided_evenly(self, replicas, ways_out):
+        with pytest.raises(EnvironmentMismatchError, match=ways_out):
+            detect_instance(mpirun_variables(1, 4), num_replicas=replicas)
+
+    def test_a_rank_lies_below_the_size(self):
+        with pytest.raises(EnvironmentMismatchError, match="OMPI_COMM_WORLD_RANK=2"):
+            detect_instance(mpirun_variables(rank=2, size=2))
+
+
+class TestSingle:
+    @pytest.mark.parametrize(("asked", "replicas"), [(None, 1), (1, 1), (7, 7)])
+    def test_one_instance_drives_every_replica(self, asked, replicas):
+        instance = detect_instance({}, num_replicas=asked)
+        assert (instance.index, instance.count, instance.launcher) == (0, 1, "single")
+        assert instance.local_replica_range == range(replicas)
+
+    def test_no_replica_is_too_few(self):
+        with pytest.raises(EnvironmentMismatchError, match="asked for 0 replicas; use 1 or more"):
+            detect_instance({}, num_replicas=0)
+
+
+def test_the_launcher_that_says_most_is_asked_first():
+    assert [type(environment) for environment in ENVIRONMENTS] == [
+        PopRunEnvironment,
+        OpenMPIEnvironment,
+        SingleEnvironment,
+    ]
+
+
+def test_nothing_heavy_is_imported():
+    heavy = "{'numpy', 'mpi4py', 'jax', 'collectives', 'strategies'}"
+    program = f"import sys, popdist.environments; sys.exit(repr({heavy} & set(sys.modules) or ''))"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert finished.stderr in ("", "''\n")
+
+
+class TestThreadPool:
+    @pytest.mark.parametrize(("replicas", "threads"), [(1, 8), (8, 8), (9, 9), (64, 64)])
+    def test_its_size_depends_on_the_replicas_only(self, replicas, threads):
+        assert thread_pool_size(replicas) == threads
+        assert thread_pool_setting({}, replicas) == {"PJRT_NPROC": str(threads)}
+
+    def test_the_user_comes_first(self):
+        assert thread_pool_setting({"PJRT_NPROC": "2"}, 64) == {}
+
+
+@pytest.fixture
+def descriptor():
+    made = os.memfd_create("progress")
+    os.write(made, new_page())
+    yield made
+    os.close(made)
+
+
+def record_in(descriptor):
+    return parse_progress(os.pread(descriptor, PAGE_BYTES, 0))
+
+
+class TestProgress:
+    @pytest.fixture
+    def page(self, descriptor):
+        return ProgressPage.from_environ({DESCRIPTOR_VARIABLE: str(descriptor)})
+
+    def test_an_untouched_page_says_so(self, descriptor):
+        assert record_in(descriptor) == ProgressRecord()
+        assert parse_progress(b"") == ProgressRecord()
+        assert parse_progress(bytes(PAGE_BYTES)) == ProgressRecord()
+
+    def test_a_collective_is_noted_while_it_lasts(self, page, descriptor):
+        page.step(12)
+        page.enter(5, b"all_reduce 'gradients'")
+        inside = record_in(descriptor)
+        assert (inside.step, inside.number, inside.label) == (12, 5, "all_reduce 'gradients'")
+        assert inside.state == State.IN_COLLECTIVE
+        assert inside.is_inside
+        page.leave()
+        assert record_in(descriptor).state == State.RUNNING
+        assert record_in(descriptor).since_s >= inside.since_s > 0
+
+    def test_the_label_follows_the_collective(self, page, descriptor):
+        for label in (b"broadcast 'variables'", b"barrier", "all_reduce 'größe'".encode(), b"x" * 5000):
+            page.enter(1, label)
+            assert record_in(descriptor).label == label[:1024].decode()
+
+    def test_those_waited_for_are_forgotten_when_the_collective_ends(self, page, descriptor):
+        page.enter(1, b"barrier")
+        page.waiting_for([1, 3])
+        assert record_in(descriptor).waiting_for == (1, 3)
+        page.leave()
+        assert record_in(descriptor).waiting_for == ()
+
+    def test_more_instances_than_fit_are_cut_off(self, page, descriptor):
+        page.enter(1, b"barrier")
+        page.waiting_for(range(5000))
+        record = record_in(descriptor)
+        assert record.label == "barrier"
+        assert record.waiting_for == tuple(range(len(record.waiting_for)))
+
+    def test_leaving_remembers_an_unfinished_collective(self, page, descriptor):
+        page.enter(3, b"barrier")
+        page.waiting_for([0])
+        page.leaving()
+        page.leaving()
+        record = record_in(descriptor)
+        assert record.state == State.LEAVING_INSIDE
+        assert (record.is_leaving, record.is_inside, record.number, record.waiting_for) == (
+            True,
+            True,
+            3,
+            (0,),
+        )
+
+    def test_leaving_between_collectives(self, page, descriptor):
+        page.leaving()
+        assert record_in(descriptor).state == State.LEAVING
+        page.finished()
+        assert record_in(descriptor).state == State.FINISHED
+
+    @pytest.mark.parametrize("value", [None, "", "x", "-1", "999999", "0"])
+    def test_without_a_page_nothing_is_written(self, value):
+        environ = {} if value is None else {DESCRIPTOR_VARIABLE: value}
+        page = ProgressPage.from_environ(environ)
+        assert isinstance(page, NoProgress)
+        page.enter(1, b"")
+        page.waiting_for([1])
+        page.leave()
+        page.step(1)
+        page.leaving()
+        page.finished()
+
+    def test_a_page_belongs_to_one_living_process(self, page, descriptor):
+        program = (
+            "import os; from popdist.environments import *;"
+            "print(type(ProgressPage.from_environ(os.environ)).__name__)"
+        )
+        environ = os.environ | {DESCRIPTOR_VARIABLE: str(descriptor)}
+
+        def child():
+            command = [sys.executable, "-c", program]
+            return subprocess.check_output(command, env=environ, pass_fds=[descriptor], text=True).strip()
+
+        assert child() == "NoProgress"
+        os.pwrite(descriptor, (2**22 + 1).to_bytes(8, "little"), 8)  # an owner that is dead
+        assert child() == "ProgressPage"
