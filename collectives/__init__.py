@@ -1,0 +1,61 @@
+"""Collective operations on NumPy arrays whose sums do not depend on how replicas are spread over processes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from collectives.assembly import Settings
+from collectives.communicator import Communicator
+from collectives.errors import (
+    BrokenError,
+    BusyError,
+    ClosedError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    LayoutMismatchError,
+    MissingBackendError,
+    PeerLostError,
+    UnsupportedBufferError,
+)
+from collectives.named import Handle
+from collectives.waiting import Limits
+
+__all__ = [
+    "BACKENDS",
+    "BrokenError",
+    "BusyError",
+    "ClosedError",
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "Communicator",
+    "Handle",
+    "LayoutMismatchError",
+    "Limits",
+    "MissingBackendError",
+    "PeerLostError",
+    "Settings",
+    "UnsupportedBufferError",
+    "connect",
+]
+
+BACKENDS = ("single", "thread", "mpi")
+
+
+def connect(backend: str, settings: Settings | None = None, **options: Any) -> Communicator:
+    """Connect this rank with the others; a collective call, except for "single".
+
+    Args:
+        backend: one of BACKENDS, the name of a module in `collectives.backends`.
+        settings: limits, progress record and mechanism.
+        options: what the backend's own `connect` takes besides, e.g. `comm` for "mpi", `hub` and `rank` for "thread".
+
+    Raises:
+        ValueError: for an unknown backend.
+        MissingBackendError: if the library behind the backend is not installed.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"no backend is called {backend!r}; use one of {', '.join(BACKENDS)}")
+    module = importlib.import_module(f"collectives.backends.{backend}")
+    communicator: Communicator = module.connect(settings or Settings(), **options)
+    return communicator

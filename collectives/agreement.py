@@ -1,0 +1,42 @@
+"""How ranks agree before data moves: equal calls, or one error with the same text on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.calls import Call, describe_mismatch
+from collectives.errors import LayoutMismatchError
+from collectives.transport import Parts, Transport
+
+_TEXT = Call("message").fingerprint
+_TEXT_BYTES = 512
+
+
+def agree(transport: Transport, call: Call, arrays: Sequence[np.ndarray], count: int) -> Parts:
+    """Compare `call` with the calls of all ranks, sending `arrays` along where they are small.
+
+    Raises:
+        LayoutMismatchError: on every rank if one differs.
+    """
+    equal, parts = transport.exchange(call.fingerprint, arrays, count)
+    if not equal:
+        calls = [message.decode() for message in exchange_bytes(transport, str(call).encode())]
+        raise LayoutMismatchError(describe_mismatch(calls))
+    return parts
+
+
+def exchange_bytes(transport: Transport, message: bytes) -> list[bytes]:
+    """Give every rank `message`, of any length; the messages of all ranks, in rank order."""
+    _, parts = transport.exchange(_TEXT, (), len(message))
+    lengths = parts.counts
+    gathered = [bytearray() for _ in lengths]
+    for start in range(0, max(lengths), _TEXT_BYTES):
+        piece = np.zeros(_TEXT_BYTES, np.uint8)
+        mine = np.frombuffer(message[start : start + _TEXT_BYTES], np.uint8)
+        piece[: mine.size] = mine
+        _, parts = transport.exchange(_TEXT, [piece], 1)
+        for whole, part in zip(gathered, parts.arrays, strict=True):
+            whole += part.tobytes()
+    return [bytes(whole[:length]) for whole, length in zip(gathered, lengths, strict=True)]

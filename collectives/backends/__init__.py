@@ -1,0 +1,1 @@
+"""One file per backend; the name of a backend is the name of its file."""

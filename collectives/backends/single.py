@@ -1,0 +1,60 @@
+"""The backend of a program that runs alone: one rank, no waiting, nothing to install."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.assembly import Group, Settings
+from collectives.communicator import Communicator
+from collectives.memory import aligned_empty
+from collectives.named import NamedQueue
+from collectives.reduction import Reduction
+from collectives.transport import Parts, Transport
+
+
+class SingleTransport(Transport):
+    """One rank, which always agrees with itself."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
+        return True, Parts((count,), arrays)
+
+    def reduce(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        reduction.reduce(contributions, out, len(contributions))
+
+    def reduce_scatter(
+        self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        reduction.reduce([contribution], out, 1)
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        """Nobody else is there."""
+
+    def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out[0], block)
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        return aligned_empty(nbytes)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def connect(settings: Settings, instances: Sequence[int] = (0,)) -> Communicator:
+    """A communicator of this process alone."""
+    group = Group(0, ["rank 0"], instances)
+    queue = NamedQueue(SingleTransport(), group.watch(settings))
+    return Communicator(
+        SingleTransport(),
+        group.watch(settings),
+        queue,
+        settings.progress,
+        lambda ranks: connect(settings, instances),
+        "single",
+    )

@@ -1,0 +1,79 @@
+"""What a rank asks for: the description of one collective call, and the fingerprint by which calls are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+MISMATCH = "Tensor layouts did not match on all instances"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call as all ranks must make it.
+
+    Attributes:
+        operation: "all_reduce", "broadcast", ...
+        name: the tensor's name, "" when the caller gave none.
+        op: "sum", "mean", "min" or "max"; "" where nothing is reduced.
+        dtype: the tensor's dtype by name.
+        shape: the tensor's shape.
+        root: the sending rank of a broadcast, otherwise -1.
+    """
+
+    operation: str
+    name: str = ""
+    op: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    root: int = -1
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """64 bits that differ between different calls, the same in every process."""
+        return int.from_bytes(blake2b(str(self).encode(), digest_size=8).digest(), "little")
+
+    @cached_property
+    def label(self) -> bytes:
+        """The operation and the tensor's name, for progress records: `all_reduce 'gradients'`."""
+        return self.title.encode()
+
+    @cached_property
+    def title(self) -> str:
+        """The operation and the tensor's name."""
+        return f"{self.operation} {self.name!r}" if self.name else self.operation
+
+    def __str__(self) -> str:
+        facts = [self.op] if self.op else []
+        if self.dtype:
+            facts.append(f"{self.dtype}[{','.join(map(str, self.shape))}]")
+        if self.root >= 0:
+            facts.append(f"root {self.root}")
+        return f"{self.title} ({', '.join(facts)})" if facts else self.title
+
+
+def describe_mismatch(calls: Sequence[str]) -> str:
+    """The text of a layout mismatch: each different call with the ranks that made it.
+
+    Args:
+        calls: the call of every rank, in rank order.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call, []).append(rank)
+    parts = [f"{_rank_set(members)} called {call}" for call, members in ranks.items()]
+    return f"{MISMATCH}: {'; '.join(parts)}; make the same calls in the same order on every rank"
+
+
+def _rank_set(ranks: Sequence[int]) -> str:
+    """Ranks in words: `rank 3`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,0 +1,453 @@
+"""The communicator: the collectives as programs call them, over whatever transport."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from collectives.agreement import agree
+from collectives.calls import Call
+from collectives.dtypes import MOVABLE, REDUCIBLE
+from collectives.errors import (
+    BrokenError,
+    BusyError,
+    ClosedError,
+    LayoutMismatchError,
+    UnsupportedBufferError,
+)
+from collectives.named import Handle, NamedQueue
+from collectives.reduction import Reduction, normalise_op
+from collectives.transport import Parts, Transport
+from collectives.waiting import Progress, Watch
+
+logger = logging.getLogger(__name__)
+
+Finish = Callable[..., Any]  # (transport, parts, *arguments) -> the collective's result
+_CACHED_CALLS = 1024
+
+
+class Communicator:
+    """A group of ranks that call the same collectives.
+
+    **Contract.** Every rank calls the same collectives, with the same names, operations, dtypes, shapes and roots, in
+    the same order; each call returns when this rank has its result. Before any buffer is written the calls of all
+    ranks are compared: where they differ, all of them raise `LayoutMismatchError` with the same text, and the
+    communicator stays usable. After any other error raised while ranks wait for each other it is broken, and every
+    further call raises `BrokenError`. Wrong arguments raise before other ranks are involved.
+
+    Buffers are C-contiguous NumPy arrays; those that receive results are writable. They must not be changed while the
+    call runs. float16, bfloat16, float32, float64 and all integers can be reduced, bool as well can be moved. Sums are
+    taken in rank order, and within a rank in the order of its contributions, so they have the same bits however the
+    contributions are spread over ranks; 16-bit floats are added in float32. "mean" divides the sum once by the number
+    of contributions and truncates integers towards zero.
+
+    Synchronous calls come from one thread at a time. `start_...` begins a named collective that is matched by its
+    name: ranks and threads may start different names in different orders.
+
+    Every wait warns after `stall_warning_s` and raises `CollectiveTimeoutError` after `timeout_s`.
+
+    Made by `collectives.connect`; use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        watch: Watch,
+        named: NamedQueue,
+        progress: Progress,
+        make_subgroup: Callable[[Sequence[int]], Communicator],
+        mechanism: str,
+    ) -> None:
+        self.rank = transport.rank
+        self.size = transport.size
+        self.mechanism = mechanism
+        self._transport = transport
+        self._watch = watch
+        self._named = named
+        self._progress = progress
+        self._make_subgroup = make_subgroup
+        self._lock = threading.Lock()
+        self._number = 0
+        self._state: Exception | None = None
+        self._calls: dict[tuple[Any, ...], tuple[Call, Reduction]] = {}
+
+    # ---- synchronous collectives
+
+    def all_reduce(self, buffer: np.ndarray, op: str = "sum", *, name: str = "") -> np.ndarray:
+        """Reduce `buffer` over all ranks, in place; return it.
+
+        Args:
+            buffer: any shape; the result is the same on all ranks.
+            op: "sum", "mean", "min" or "max".
+            name: the tensor's name, for messages and for the comparison of calls.
+        """
+        call, reduction = self._describe("all_reduce", name, op, buffer)
+        flat = _flat(buffer, writable=True)
+        self._run(call, [flat], 1, _reduce, flat, reduction)
+        return buffer
+
+    def ordered_all_reduce(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray | None = None, op: str = "sum", *, name: str = ""
+    ) -> np.ndarray:
+        """Reduce the contributions of all ranks, in rank order and in their order within each rank.
+
+        Args:
+            contributions: this rank's arrays, one per local replica, of equal shape and dtype; they are not changed.
+                Ranks may contribute different numbers of arrays.
+            out: receives the result; may be one of the contributions, or memory from `allocate`. Default: a new array.
+            op: "sum", "mean" (over all contributions), "min" or "max".
+            name: the tensor's name.
+
+        Returns:
+            `out`.
+        """
+        if not contributions:
+            raise ValueError("ordered_all_reduce was called without contributions; give one array per local replica")
+        first = contributions[0]
+        call, reduction = self._describe("ordered_all_reduce", name, op, first)
+        arrays = [_flat(array) for array in contributions]
+        for array in contributions:
+            if array.dtype != first.dtype or array.shape != first.shape:
+                raise UnsupportedBufferError(
+                    f"contributions differ: {first.dtype}{list(first.shape)} and {array.dtype}{list(array.shape)}; "
+                    "all replicas contribute arrays of one shape and dtype"
+                )
+        if out is None:
+            out = np.empty(first.shape, first.dtype)
+        elif out.dtype != first.dtype or out.shape != first.shape:
+            raise UnsupportedBufferError(
+                f"out is {out.dtype}{list(out.shape)}, the contributions are {first.dtype}{list(first.shape)}; "
+                "give an array of the same shape and dtype"
+            )
+        self._run(call, arrays, len(arrays), _reduce, _flat(out, writable=True), reduction)
+        return out
+
+    def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
+        """Copy `buffer` of rank `root` into `buffer` of every other rank; return it."""
+        call, _ = self._describe("broadcast", name, "", buffer, self._check_root(root))
+        flat = _flat(buffer, writable=self.rank != root)
+        self._run(call, [flat], 1, _broadcast, flat, root)
+        return buffer
+
+    def all_gather(self, buffer: np.ndarray, out: np.ndarray | None = None, *, name: str = "") -> np.ndarray:
+        """Stack the buffers of all ranks: the result has shape (size, *buffer.shape).
+
+        Args:
+            buffer: any shape, the same on all ranks.
+            out: receives the result; default: a new array.
+            name: the tensor's name.
+        """
+        call, _ = self._describe("all_gather", name, "", buffer)
+        out = _result(out, (self.size, *buffer.shape), buffer.dtype)
+        flat = _flat(buffer)
+        self._run(call, [flat], 1, _all_gather, flat, _flat(out, writable=True))
+        return out
+
+    def reduce_scatter(
+        self, buffer: np.ndarray, out: np.ndarray | None = None, op: str = "sum", *, name: str = ""
+    ) -> np.ndarray:
+        """Reduce `buffer` over all ranks; each rank receives its one of `size` equal blocks of the first axis.
+
+        Args:
+            buffer: shape (size * k, ...); it is not changed.
+            out: receives the block, of shape (k, ...); default: a new array.
+            op: "sum", "mean", "min" or "max".
+            name: the tensor's name.
+
+        Raises:
+            ValueError: if the first axis cannot be divided by the number of ranks.
+        """
+        call, reduction = self._describe("reduce_scatter", name, op, buffer)
+        out = _result(out, self._block_shape(buffer), buffer.dtype)
+        flat = _flat(buffer)
+        self._run(call, [flat], 1, _reduce_scatter, flat, _flat(out, writable=True), reduction)
+        return out
+
+    def barrier(self, *, name: str = "") -> None:
+        """Return when all ranks have called it."""
+        call, _ = self._describe("barrier", name, "", None)
+        self._run(call, (), 0, _nothing)
+
+    # ---- asynchronous named collectives
+
+    def start_all_reduce(self, buffer: np.ndarray, op: str = "sum", *, name: str) -> Handle:
+        """Begin `all_reduce`; `wait` on the handle returns `buffer`."""
+        call, reduction = self._describe("all_reduce", name, op, buffer)
+        flat = _flat(buffer, writable=True)
+        return self._start(call, [flat], 1, buffer, _reduce, flat, reduction)
+
+    def start_ordered_all_reduce(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, op: str = "sum", *, name: str
+    ) -> Handle:
+        """Begin `ordered_all_reduce`; `wait` on the handle returns `out`."""
+        call, reduction = self._describe("ordered_all_reduce", name, op, contributions[0])
+        arrays = [_flat(array) for array in contributions]
+        return self._start(call, arrays, len(arrays), out, _reduce, _flat(out, writable=True), reduction)
+
+    def start_broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str) -> Handle:
+        """Begin `broadcast`; `wait` on the handle returns `buffer`."""
+        call, _ = self._describe("broadcast", name, "", buffer, self._check_root(root))
+        flat = _flat(buffer, writable=self.rank != root)
+        return self._start(call, [flat], 1, buffer, _broadcast, flat, root)
+
+    def start_all_gather(self, buffer: np.ndarray, out: np.ndarray | None = None, *, name: str) -> Handle:
+        """Begin `all_gather`; `wait` on the handle returns the stacked array."""
+        call, _ = self._describe("all_gather", name, "", buffer)
+        out = _result(out, (self.size, *buffer.shape), buffer.dtype)
+        flat = _flat(buffer)
+        return self._start(call, [flat], 1, out, _all_gather, flat, _flat(out, writable=True))
+
+    def start_reduce_scatter(
+        self, buffer: np.ndarray, out: np.ndarray | None = None, op: str = "sum", *, name: str
+    ) -> Handle:
+        """Begin `reduce_scatter`; `wait` on the handle returns this rank's block."""
+        call, reduction = self._describe("reduce_scatter", name, op, buffer)
+        out = _result(out, self._block_shape(buffer), buffer.dtype)
+        flat = _flat(buffer)
+        return self._start(call, [flat], 1, out, _reduce_scatter, flat, _flat(out, writable=True), reduction)
+
+    # ---- memory and groups
+
+    def allocate(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+        """An array for the results of `ordered_all_reduce`, aligned to 64 bytes; a collective call.
+
+        Where the ranks share memory it is one array for all of them: a large result is then written only once, and
+        this rank may read it until it takes part in the next reduction into the same array.
+        """
+        dtype = np.dtype(dtype)
+        call = Call("allocate", dtype=dtype.name, shape=tuple(shape))
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = self._run(call, (), 0, _allocate, nbytes)
+        return memory[:nbytes].view(dtype).reshape(shape)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+        """A communicator of some of the ranks, numbered in the given order; only they call this, with equal `ranks`.
+
+        Raises:
+            ValueError: if `ranks` repeats a rank, names one that does not exist, or leaves this one out.
+        """
+        members = list(ranks)
+        if len(set(members)) != len(members) or not all(0 <= rank < self.size for rank in members):
+            raise ValueError(f"ranks {members} do not form a group; name different ranks of 0 to {self.size - 1}")
+        if self.rank not in members:
+            raise ValueError(f"rank {self.rank} is not among {members}; only members of a group make it")
+        return self._make_subgroup(members)
+
+    # ---- life cycle
+
+    def close(self) -> None:
+        """Wait until all ranks close, then give everything back; a second call does nothing.
+
+        Raises:
+            LayoutMismatchError: on all ranks if one calls a collective instead.
+        """
+        if isinstance(self._state, ClosedError):
+            return
+        if self._state is not None:
+            self.abandon()
+            return
+        self._named.begin_close()
+        try:
+            self._run(Call("close"), (), 0, _nothing)
+            self._named.end_close()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Give everything back without waiting for other ranks; pending collectives fail."""
+        if not isinstance(self._state, ClosedError):
+            self._state = ClosedError(f"this communicator of {self.size} ranks has been closed")
+            self._named.abandon()
+            self._transport.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+    # ---- the one way through
+
+    def _run(self, call: Call, arrays: Sequence[np.ndarray], count: int, finish: Finish, *arguments: Any) -> Any:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(
+                f"{call.title} was called while {self._watch.call.title} runs in another thread; "
+                "call from one thread, or use the named start_... calls"
+            )
+        try:
+            if self._state is not None:
+                raise self._state
+            self._number = number = self._number + 1
+            self._watch.call = call
+            self._watch.number = number
+            self._progress.enter(number, call.label)
+            try:
+                parts = agree(self._transport, call, arrays, count)
+                return finish(self._transport, parts, arrays, *arguments)
+            except LayoutMismatchError:
+                raise
+            except BaseException as error:
+                self._state = BrokenError(f"{call.title} (collective {number}) failed before: {error}")
+                raise
+            finally:
+                self._progress.leave()
+        finally:
+            self._lock.release()
+
+    def _start(
+        self,
+        call: Call,
+        arrays: Sequence[np.ndarray],
+        count: int,
+        result: np.ndarray,
+        finish: Finish,
+        *arguments: Any,
+    ) -> Handle:
+        if not call.name:
+            raise ValueError(f"{call.operation} was started without a name; name it as on the other ranks")
+        if self._state is not None:
+            raise self._state
+
+        def run(transport: Transport) -> np.ndarray:
+            parts = agree(transport, call, arrays, count)
+            finish(transport, parts, arrays, *arguments)
+            return result
+
+        return self._named.start(call, run)
+
+    def _describe(
+        self, operation: str, name: str, op: str, buffer: np.ndarray | None, root: int = -1
+    ) -> tuple[Call, Reduction]:
+        if buffer is None:
+            key: tuple[Any, ...] = (operation, name)
+        else:
+            try:
+                key = (operation, name, op, buffer.dtype, buffer.shape, root)
+            except AttributeError:
+                raise UnsupportedBufferError(
+                    f"{operation} takes NumPy arrays, not {type(buffer).__name__}; convert it with np.asarray"
+                ) from None
+        found = self._calls.get(key)
+        if found is None:
+            if len(self._calls) >= _CACHED_CALLS:
+                self._calls.clear()
+            found = self._calls[key] = _new_call(operation, name, op, buffer, root)
+        return found
+
+    def _check_root(self, root: int) -> int:
+        if not 0 <= root < self.size:
+            raise ValueError(f"root is {root}, but the ranks are 0 to {self.size - 1}; name one of them")
+        return root
+
+    def _block_shape(self, buffer: np.ndarray) -> tuple[int, ...]:
+        if buffer.ndim == 0 or buffer.shape[0] % self.size:
+            raise ValueError(
+                f"reduce_scatter of shape {list(buffer.shape)} over {self.size} ranks; "
+                "the first axis must be a multiple of the number of ranks"
+            )
+        return (buffer.shape[0] // self.size, *buffer.shape[1:])
+
+
+def _new_call(
+    operation: str, name: str, op: str, buffer: np.ndarray | None, root: int
+) -> tuple[Call, Reduction]:
+    if buffer is None:
+        return Call(operation, name), Reduction("sum", np.dtype(np.float32))
+    dtype = buffer.dtype
+    reduces = operation in ("all_reduce", "ordered_all_reduce", "reduce_scatter")
+    op = normalise_op(op) if reduces else ""
+    if dtype not in (REDUCIBLE if reduces else MOVABLE):
+        raise UnsupportedBufferError(
+            f"{operation} of {dtype}: supported are float16, bfloat16, float32, float64 and the integers"
+            + ("" if reduces else ", and bool")
+        )
+    return Call(operation, name, op, dtype.name, buffer.shape, root), Reduction(op, dtype)
+
+
+def _flat(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
+    """The array as one dimension, the same memory."""
+    flags = array.flags
+    if not flags.c_contiguous or (writable and not flags.writeable):
+        need = "writable and C-contiguous" if writable else "C-contiguous"
+        raise UnsupportedBufferError(
+            f"a {array.dtype} array of shape {list(array.shape)} is not {need}; copy it first (np.array(x, order='C'))"
+        )
+    return array if array.ndim == 1 else array.reshape(-1)
+
+
+def _result(out: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype:
+        raise UnsupportedBufferError(
+            f"out is {out.dtype}{list(out.shape)}, the result is {dtype}{list(shape)}; give an array like that"
+        )
+    return out
+
+
+# ---- how each collective ends, once all ranks have agreed on it
+
+
+def _nothing(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray]) -> None:
+    pass
+
+
+def _allocate(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
+    return transport.allocate(nbytes)
+
+
+def _reduce(
+    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
+) -> None:
+    if parts.arrays:
+        reduction.reduce(parts.arrays, out, len(parts.arrays))
+    elif out.size:
+        transport.reduce(arrays, out, reduction, parts)
+
+
+def _reduce_scatter(
+    transport: Transport,
+    parts: Parts,
+    arrays: Sequence[np.ndarray],
+    flat: np.ndarray,
+    out: np.ndarray,
+    reduction: Reduction,
+) -> None:
+    if parts.arrays:
+        block = slice(transport.rank * out.size, (transport.rank + 1) * out.size)
+        reduction.reduce([array[block] for array in parts.arrays], out, parts.total)
+    elif out.size:
+        transport.reduce_scatter(flat, out, reduction, parts)
+
+
+def _broadcast(
+    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, root: int
+) -> None:
+    if parts.arrays:
+        if transport.rank != root:
+            np.copyto(flat, parts.arrays[root])
+    elif flat.size:
+        transport.broadcast(flat.view(np.uint8), root)
+
+
+def _all_gather(
+    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, out: np.ndarray
+) -> None:
+    rows = out.reshape(transport.size, -1)
+    if parts.arrays:
+        for row, array in zip(rows, parts.arrays, strict=True):
+            np.copyto(row, array)
+    elif flat.size:
+        transport.all_gather(flat.view(np.uint8), rows.view(np.uint8))

@@ -1,0 +1,51 @@
+"""The errors of the collectives, grouped by what the caller does next.
+
+    CollectiveError
+    ├── LayoutMismatchError     the ranks made different calls: a bug of the program; the communicator stays usable
+    ├── CollectiveTimeoutError  a rank did not come within `timeout_s`: the communicator is broken, end the program
+    ├── PeerLostError           a rank is gone: the communicator is broken, end the program or rebuild it
+    ├── BrokenError             an earlier call failed half-way: make a new communicator
+    ├── ClosedError             the communicator was closed: do not use it any more
+    ├── BusyError               two threads called at once: use the named asynchronous calls
+    ├── UnsupportedBufferError  dtype, memory layout or shape that no collective takes (also a TypeError)
+    └── MissingBackendError     an optional library is not installed: install it (also an ImportError)
+"""
+
+
+class CollectiveError(Exception):
+    """Base of everything that the collectives raise on purpose."""
+
+
+class LayoutMismatchError(CollectiveError):
+    """The ranks called different collectives, or the same one with different tensors.
+
+    Every rank raises it, with the same text; no buffer was touched; the communicator stays usable.
+    """
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """A wait lasted longer than `timeout_s`; the message says who waited for whom in which call."""
+
+
+class PeerLostError(CollectiveError):
+    """A rank of the communicator has failed or has gone."""
+
+
+class BrokenError(CollectiveError):
+    """An earlier call failed half-way, so the ranks are no longer in step."""
+
+
+class ClosedError(CollectiveError):
+    """The communicator has been closed."""
+
+
+class BusyError(CollectiveError):
+    """A synchronous collective was called while another thread was inside one."""
+
+
+class UnsupportedBufferError(CollectiveError, TypeError):
+    """A buffer whose dtype, shape or memory layout the called collective does not take."""
+
+
+class MissingBackendError(CollectiveError, ImportError):
+    """The library behind a backend is not installed."""

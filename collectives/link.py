@@ -1,0 +1,41 @@
+"""A link: what the ring needs from a network."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import numpy as np
+
+
+class Transfer(Protocol):
+    """A message on its way."""
+
+    def done(self) -> bool:
+        """Whether it has arrived, or its buffer may be used again; asking also drives the transfer on.
+
+        Raises:
+            PeerLostError: where the other rank is gone.
+        """
+
+
+class Link(ABC):
+    """Connects one rank with all the others; messages keep their order within a lane between two ranks.
+
+    Lanes are small numbers that both sides agree on. Buffers are contiguous, one-dimensional and of dtype uint8;
+    they belong to the link until the transfer is done.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
+        """Begin to send `data`; never waits for the receiver."""
+
+    @abstractmethod
+    def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
+        """Begin to receive the next message of `source` into the beginning of `into`, which is large enough."""
+
+    def close(self) -> None:  # noqa: B027 - most links hold nothing
+        """Give back what the link holds; never waits for other ranks."""

@@ -1,0 +1,245 @@
+"""Asynchronous collectives, matched by name: ranks and threads may issue them in different orders.
+
+One background thread per communicator works on a channel of its own. In rounds, every rank that has something pending
+tells the others what is new; what all ranks have announced is carried out, in the order of rank 0, by all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from collectives.agreement import exchange_bytes
+from collectives.calls import Call, describe_mismatch
+from collectives.errors import (
+    ClosedError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    LayoutMismatchError,
+    PeerLostError,
+)
+from collectives.transport import Transport
+from collectives.waiting import Watch
+
+logger = logging.getLogger(__name__)
+
+_IDLE_ROUND_S = 0.001  # pause after a round in which nobody had anything new
+
+Key = tuple[str, int]  # a tensor's name, and how often it was used before
+
+
+class Handle:
+    """A collective that was started; its buffers belong to it until `wait` has returned."""
+
+    def __init__(self, call: Call, run: Callable[[Transport], Any]) -> None:
+        self.call = call
+        self._run = run
+        self._finished = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._finished.is_set()
+
+    def wait(self) -> Any:
+        """Wait for the end; the result is that of the synchronous call.
+
+        Raises:
+            CollectiveError: as the synchronous call would. The limit is the communicator's `timeout_s`.
+        """
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _carry_out(self, transport: Transport) -> None:
+        self._result = self._run(transport)
+        self._finished.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._finished.set()
+
+
+@dataclass
+class _Pending:
+    """One name: this rank's handle, if it has started it, and who has announced what."""
+
+    handle: Handle | None = None
+    since: float = 0.0
+    next_warning: float = 0.0
+    announced: dict[int, str] = field(default_factory=dict)
+
+
+class NamedQueue:
+    """The named collectives of one rank.
+
+    Args:
+        transport: a channel of its own; nobody else may use it.
+        watch: how to wait on that channel.
+    """
+
+    def __init__(self, transport: Transport, watch: Watch) -> None:
+        self._transport = transport
+        self._watch = watch
+        self._condition = threading.Condition()
+        self._new: list[tuple[Key, Handle]] = []
+        self._issued: Counter[str] = Counter()
+        self._pending: dict[Key, _Pending] = {}
+        self._closing = False
+        self._closed_ranks: set[int] = set()
+        self._failure: CollectiveError | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, call: Call, run: Callable[[Transport], Any]) -> Handle:
+        """Queue a collective; `run` carries it out on the background thread once all ranks have started it."""
+        handle = Handle(call, run)
+        with self._condition:
+            if self._closing:
+                raise ClosedError(f"{call.title} was started after the communicator was closed")
+            if self._failure is not None:
+                raise self._failure
+            key = (call.name, self._issued[call.name])
+            self._issued[call.name] += 1
+            self._new.append((key, handle))
+            self._ensure_thread()
+            self._condition.notify()
+        return handle
+
+    def begin_close(self) -> None:
+        """Tell the others that nothing more will be started; does not wait."""
+        with self._condition:
+            self._closing = True
+            self._ensure_thread()
+            self._condition.notify()
+
+    def end_close(self) -> None:
+        """Wait until what was started has ended on all ranks."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Stop waiting for other ranks; what is pending fails."""
+        self._watch.cancelled = True
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="collectives-named", daemon=True)
+            self._thread.start()
+
+    # ---- the background thread
+
+    def _work(self) -> None:
+        try:
+            while self._await_work():
+                if not self._round():
+                    time.sleep(_IDLE_ROUND_S)
+        except BaseException as error:
+            self._fail_all(error)
+
+    def _await_work(self) -> bool:
+        """Wait until there is a reason for a round; whether there is one."""
+        with self._condition:
+            while not (self._new or self._closing or any(p.handle for p in self._pending.values())):
+                self._condition.wait()
+            everybody_closed = len(self._closed_ranks) == self._transport.size
+            return not (everybody_closed and not self._new)
+
+    def _round(self) -> bool:
+        """Exchange what is new, carry out what is complete; whether anything happened."""
+        with self._condition:
+            new, self._new = self._new, []
+            closing = self._closing
+        for key, handle in new:
+            self._admit(key, handle)
+        first = next((p.handle.call for p in self._pending.values() if p.handle), None)
+        self._watch.call = first or Call("close")
+        news = {"calls": [(*key, str(handle.call)) for key, handle in new], "closing": closing}
+        messages = [json.loads(text) for text in exchange_bytes(self._transport, json.dumps(news).encode())]
+        for rank, message in enumerate(messages):
+            for name, number, text in message["calls"]:
+                self._pending.setdefault((name, number), _Pending()).announced[rank] = text
+            if message["closing"]:
+                self._closed_ranks.add(rank)
+        happened = any(message["calls"] for message in messages)
+        self._carry_out_complete()
+        self._fail_orphans()
+        self._watch_stalls()
+        return happened
+
+    def _admit(self, key: Key, handle: Handle) -> None:
+        entry = self._pending.setdefault(key, _Pending())
+        entry.handle = handle
+        entry.since = time.monotonic()
+        entry.next_warning = entry.since + self._watch.limits.stall_warning_s
+
+    def _carry_out_complete(self) -> None:
+        size = self._transport.size
+        complete = [key for key, entry in self._pending.items() if len(entry.announced) == size]
+        for key in sorted(complete):  # the same order on all ranks
+            entry = self._pending.pop(key)
+            assert entry.handle is not None
+            calls = [entry.announced[rank] for rank in range(size)]
+            if len(set(calls)) > 1:
+                entry.handle._fail(LayoutMismatchError(describe_mismatch(calls)))
+                continue
+            self._watch.call = entry.handle.call
+            try:
+                entry.handle._carry_out(self._transport)
+            except BaseException as error:
+                entry.handle._fail(error)
+                raise
+
+    def _fail_orphans(self) -> None:
+        """Fail what a rank that has closed will never start."""
+        for key, entry in list(self._pending.items()):
+            gone = self._closed_ranks - entry.announced.keys()
+            if not gone:
+                continue
+            del self._pending[key]
+            if entry.handle is not None:
+                calls = [
+                    entry.announced.get(rank, "close" if rank in gone else "nothing yet")
+                    for rank in range(self._transport.size)
+                ]
+                entry.handle._fail(LayoutMismatchError(describe_mismatch(calls)))
+
+    def _watch_stalls(self) -> None:
+        now = time.monotonic()
+        limits, names = self._watch.limits, self._watch.names
+        for key, entry in list(self._pending.items()):
+            if entry.handle is None:
+                continue
+            missing = [names[rank] for rank in range(self._transport.size) if rank not in entry.announced]
+            facts = (
+                f"{names[self._transport.rank]} has waited {now - entry.since:.3g} s for {', '.join(missing)} "
+                f"in {entry.handle.call.title}"
+            )
+            if now - entry.since >= limits.timeout_s:
+                del self._pending[key]
+                entry.handle._fail(CollectiveTimeoutError(f"{facts}: gave up after timeout_s = {limits.timeout_s:g}"))
+            elif now >= entry.next_warning:
+                entry.next_warning += limits.stall_warning_s
+                logger.warning("%s", facts)
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._condition:
+            failure = PeerLostError(f"the named collectives have ended: {error}")
+            self._failure = error if isinstance(error, CollectiveError) else failure
+            handles = [handle for _, handle in self._new]
+            self._new = []
+        handles += [entry.handle for entry in self._pending.values() if entry.handle is not None]
+        self._pending.clear()
+        for handle in handles:
+            if not handle.done():
+                handle._fail(self._failure)

@@ -1,0 +1,125 @@
+"""The arithmetic of the ordered reduction: contributions are combined one after another, in the given order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from collectives.dtypes import accumulator_dtype
+
+OPERATIONS = ("sum", "mean", "min", "max")
+_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
+
+BLOCK_BYTES = 1 << 18  # several passes over a block stay in a core's cache
+
+
+def normalise_op(op: str) -> str:
+    """The reduction's name in lower case; `op` may be any of OPERATIONS in any case.
+
+    Raises:
+        ValueError: for any other name.
+    """
+    lower = str(op).lower()
+    if lower not in OPERATIONS:
+        raise ValueError(f"Unsupported reduce op: {op!r}; use one of {', '.join(OPERATIONS)}")
+    return lower
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduction of arrays of one dtype: `((c0 + c1) + c2) + ...`, for a mean divided once by the count.
+
+    16-bit floats are added in float32 and rounded once. A mean of integers is truncated towards zero, as in C.
+    """
+
+    op: str
+    dtype: np.dtype
+
+    @cached_property
+    def accumulator(self) -> np.dtype:
+        """The dtype of partial results."""
+        return accumulator_dtype(self.dtype, self.op)
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether partial results may be kept in an array of the result's dtype."""
+        return self.accumulator == self.dtype
+
+    @cached_property
+    def ufunc(self) -> np.ufunc:
+        """The NumPy function that combines two contributions."""
+        return _UFUNCS[self.op]
+
+    def fold(self, sources: Sequence[np.ndarray], into: np.ndarray) -> None:
+        """Combine `sources` in order into the partial result `into` (accumulator dtype, same shape, 1-D).
+
+        `into` may be one of the first two sources.
+        """
+        if len(sources) == 1:
+            if sources[0] is not into:
+                np.copyto(into, sources[0])
+            return
+        block = max(1, BLOCK_BYTES // into.itemsize)
+        if into.size <= block:
+            self._fold_block(sources, into)
+            return
+        for start in range(0, into.size, block):
+            window = slice(start, start + block)
+            self._fold_block([source[window] for source in sources], into[window])
+
+    def reduce(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
+        """Combine `sources` in order and finish the result into `out` (the reduction's dtype, 1-D).
+
+        Args:
+            sources: 1-D arrays of `out`'s size; the first may be a partial result (accumulator dtype).
+            out: may be one of the sources.
+            count: the number of replicas, for the mean.
+        """
+        block = max(1, BLOCK_BYTES // self.accumulator.itemsize)
+        if out.size <= block:
+            self._reduce_block(sources, out, count)
+            return
+        for start in range(0, out.size, block):
+            window = slice(start, start + block)
+            self._reduce_block([source[window] for source in sources], out[window], count)
+
+    def finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
+        """Turn the complete partial result `total` into the result `out`; they may be the same array."""
+        if self.op == "mean":
+            _divide(total, out, count)
+        elif total is not out:
+            out[...] = total
+
+    def _reduce_block(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
+        direct = self.is_direct and not any(np.may_share_memory(out, source) for source in sources[2:])
+        total = out if direct else np.empty(out.size, self.accumulator)
+        self.fold(sources, total)
+        self.finish(total, out, count)
+
+    def _fold_block(self, sources: Sequence[np.ndarray], into: np.ndarray) -> None:
+        combine = self.ufunc
+        first, second = sources[0], sources[1]
+        if first.dtype == second.dtype == into.dtype:
+            combine(first, second, into)
+        else:
+            into[...] = first
+            combine(into, second, into)
+        for source in sources[2:]:
+            combine(into, source, into)
+
+
+def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:
+    if total.dtype.kind not in "iu":
+        divisor = total.dtype.type(count)
+        if total.dtype == out.dtype:
+            np.divide(total, divisor, out=out)
+        else:
+            out[...] = total / divisor
+        return
+    wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
+    quotient, remainder = np.divmod(wide, wide.dtype.type(count))
+    quotient += (wide < 0) & (remainder != 0)
+    out[...] = quotient

@@ -1,0 +1,341 @@
+"""The ordered ring: partial sums travel from rank 0 to the last rank, and the result from there once round the ring.
+
+Rank 0 begins each chunk with the sum of its own replicas, every further rank adds its replicas one after another, and
+the last rank finishes the chunk and sends it on to 0, 1, ... Each link carries every byte at most twice; the chunks are
+pipelined and both passes overlap. Whoever owns the replicas, the sum is taken in their order.
+
+Small arrays never enter the ring: they travel with the exchange that precedes every collective, from every rank to
+every other one, and each rank adds all of them itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.link import Link, Transfer
+from collectives.memory import aligned_empty
+from collectives.reduction import Reduction
+from collectives.transport import Parts, Transport
+from collectives.waiting import Watch
+
+INLINE_BYTES = 1 << 16  # per rank and exchange
+CHUNK_BYTES = 1 << 18
+DEPTH = 4  # chunks under way on each lane
+_HEADER = np.dtype([("fingerprint", "<u8"), ("count", "<u8"), ("nbytes", "<u8")])
+_TOO_LARGE = (1 << 64) - 1
+_EXCHANGE, _PARTIALS, _RESULTS = 0, 1, 2  # lanes
+
+
+class RingTransport(Transport):
+    """Ranks that are connected by a link.
+
+    Args:
+        link: how messages travel.
+        watch: how to wait.
+        chunk_bytes: the size of a message in the pipelined passes.
+        inline_bytes: how much each rank may send to every other one along with an exchange.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        watch: Watch,
+        chunk_bytes: int = CHUNK_BYTES,
+        inline_bytes: int = INLINE_BYTES,
+    ) -> None:
+        self.rank = link.rank
+        self.size = link.size
+        self._link = link
+        self._watch = watch
+        self._chunk_bytes = chunk_bytes
+        self._inline_bytes = inline_bytes
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._parity = 0
+        room = _HEADER.itemsize + inline_bytes
+        self._buffers = np.zeros((2, self.size, room), np.uint8)
+        self._headers = [
+            [self._buffers[parity, rank, : _HEADER.itemsize].view(np.uint64) for rank in range(self.size)]
+            for parity in (0, 1)
+        ]
+
+    # ---- exchange
+
+    def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
+        # Two sets of buffers: the arrays of one exchange stay readable until the next but one has begun.
+        parity = self._parity = 1 - self._parity
+        buffers, headers = self._buffers[parity], self._headers[parity]
+        receives = [self._link.receive(buffers[other], other, _EXCHANGE) for other in self._others]
+        nbytes = sum(array.nbytes for array in arrays)
+        if nbytes > self._inline_bytes:
+            nbytes = _TOO_LARGE
+        headers[self.rank][:] = (fingerprint, count, nbytes)
+        end = _HEADER.itemsize
+        if nbytes != _TOO_LARGE:
+            for array in arrays:
+                buffers[self.rank][end : end + array.nbytes] = array.view(np.uint8)
+                end += array.nbytes
+        message = buffers[self.rank][:end]
+        sends = [self._link.send(message, other, _EXCHANGE) for other in self._others]
+        self._complete(receives, self._others)
+        self._complete(sends, self._others)
+        facts = [header.tolist() for header in headers]
+        if any(fact[0] != fingerprint for fact in facts):
+            return False, Parts((), ())
+        counts = tuple(fact[1] for fact in facts)
+        if not arrays or any(fact[2] == _TOO_LARGE for fact in facts):
+            return True, Parts(counts, ())
+        return True, Parts(counts, self._inline_views(buffers, counts, arrays[0]))
+
+    def _inline_views(
+        self, buffers: np.ndarray, counts: Sequence[int], like: np.ndarray
+    ) -> list[np.ndarray]:
+        start, step = _HEADER.itemsize, like.nbytes
+        return [
+            buffers[rank, start + number * step : start + (number + 1) * step].view(like.dtype)
+            for rank, count in enumerate(counts)
+            for number in range(count)
+        ]
+
+    def _complete(self, transfers: Sequence[Transfer], ranks: Sequence[int]) -> None:
+        """Wait until all transfers, each with the rank of the same place, are done."""
+        for transfer, rank in zip(transfers, ranks, strict=True):
+            if not transfer.done():
+                pending = deque(zip(transfers, ranks, strict=True))
+                self._watch.wait(lambda p=pending: _drain(p), lambda p=pending: [rank for _, rank in p])  # type: ignore[misc]
+                return
+
+    # ---- reductions
+
+    def reduce(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        chunks = _cut(0, out.size, self._chunk_elements(reduction))
+        destinations = range(self.size - 1)
+        self._flow(contributions, out, reduction, parts, [(chunk, destinations) for chunk in chunks])
+
+    def reduce_scatter(
+        self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        total = np.empty(contribution.size, contribution.dtype)
+        step = self._chunk_elements(reduction)
+        plan = [
+            (chunk, range(owner, owner + 1) if owner < self.size - 1 else range(0))
+            for owner in range(self.size)
+            for chunk in _cut(owner * out.size, (owner + 1) * out.size, step)
+        ]
+        self._flow([contribution], total, reduction, parts, plan)
+        np.copyto(out, total[self.rank * out.size : (self.rank + 1) * out.size])
+
+    def _chunk_elements(self, reduction: Reduction) -> int:
+        return max(1, self._chunk_bytes // reduction.accumulator.itemsize)
+
+    def _flow(
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray,
+        reduction: Reduction,
+        parts: Parts,
+        plan: Sequence[tuple[slice, range]],
+    ) -> None:
+        """Run both passes. The plan names, for each chunk, the ranks that need its result."""
+        last = self.size - 1
+        results = _ResultPass(self, out, plan) if self.rank < last else None
+        partials = _PartialPass(self, contributions, out, reduction, parts.total, plan)
+        stages: list[_PartialPass | _ResultPass] = [partials] if results is None else [results, partials]
+        while stages:
+            moved = False
+            for stage in tuple(stages):
+                moved |= stage.advance()
+                if stage.is_over:
+                    stages.remove(stage)
+            if stages and not moved:
+                self._watch.wait(
+                    lambda: any(stage.advance() for stage in stages),
+                    lambda: sorted({rank for stage in stages for rank in stage.waits_for()}),
+                )
+                stages = [stage for stage in stages if not stage.is_over]
+
+    # ---- copies
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        sends: deque[tuple[Transfer, int]] = deque()
+        for chunk in _cut(0, buffer.size, self._chunk_bytes):
+            if self.rank != root:
+                self._complete([self._link.receive(buffer[chunk], before, _RESULTS)], [before])
+            if after != root:
+                sends.append((self._link.send(buffer[chunk], after, _RESULTS), after))
+        if sends:
+            self._watch.wait(lambda: _drain(sends), lambda: [after])
+
+    def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out[self.rank], block)
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        for step in range(self.size - 1):
+            outgoing = out[(self.rank - step) % self.size]
+            incoming = out[(self.rank - step - 1) % self.size]
+            for chunk in _cut(0, block.size, self._chunk_bytes):
+                receive = self._link.receive(incoming[chunk], before, _RESULTS)
+                send = self._link.send(outgoing[chunk], after, _RESULTS)
+                self._complete([receive, send], [before, after])
+
+    # ---- memory
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        return aligned_empty(nbytes)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class _PartialPass:
+    """The first pass on one rank: take the partial sum of each chunk, add the own replicas, hand it on."""
+
+    def __init__(
+        self,
+        ring: RingTransport,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray,
+        reduction: Reduction,
+        replicas: int,
+        plan: Sequence[tuple[slice, range]],
+    ) -> None:
+        self._link = ring._link
+        self._contributions = contributions
+        self._out = out
+        self._reduction = reduction
+        self._replicas = replicas
+        self._plan = plan
+        self._is_first = ring.rank == 0
+        self._is_last = ring.rank == ring.size - 1
+        self._before = ring.rank - 1
+        self._after = (ring.rank + 1) % ring.size
+        longest = max((chunk.stop - chunk.start for chunk, _ in plan), default=0)
+        rows = min(DEPTH, len(plan))
+        self._sends: deque[tuple[Transfer, int]] = deque()
+        self._receives: deque[tuple[Transfer, np.ndarray]] = deque()
+        self._forwards_own = self._is_first and len(contributions) == 1 and reduction.is_direct
+        self._incoming = np.empty((0 if self._is_first else rows, longest), reduction.accumulator)
+        self._outgoing = np.empty(
+            (0 if self._is_last or self._forwards_own else rows, longest), reduction.accumulator
+        )
+        self._next = 0
+        self._posted = 0
+        self._post()
+
+    @property
+    def is_over(self) -> bool:
+        return self._next == len(self._plan) and not self._sends
+
+    def waits_for(self) -> list[int]:
+        """The ranks without which this pass cannot go on."""
+        if self._sends and (len(self._sends) == DEPTH or self._next == len(self._plan)):
+            return [self._after]
+        return [] if self._is_first or self._next == len(self._plan) else [self._before]
+
+    def advance(self) -> bool:
+        """Do what can be done at once; whether anything was."""
+        _drain(self._sends)
+        moved = False
+        while self._next < len(self._plan) and len(self._sends) < DEPTH and self._step():
+            moved = True
+        return moved or self.is_over
+
+    def _step(self) -> bool:
+        chunk, destinations = self._plan[self._next]
+        partial: list[np.ndarray] = []
+        if not self._is_first:
+            transfer, received = self._receives[0]
+            if not transfer.done():
+                return False
+            self._receives.popleft()
+            partial = [received]
+        mine = [contribution[chunk] for contribution in self._contributions]
+        if self._is_last:
+            self._reduction.reduce(partial + mine, self._out[chunk], self._replicas)
+            if destinations:
+                self._send(self._out[chunk], 0, _RESULTS)
+        elif self._forwards_own:
+            self._send(mine[0], self._after, _PARTIALS)
+        else:
+            total = self._outgoing[self._next % DEPTH][: chunk.stop - chunk.start]
+            self._reduction.fold(partial + mine, total)
+            self._send(total, self._after, _PARTIALS)
+        self._next += 1
+        self._post()
+        return True
+
+    def _send(self, data: np.ndarray, to: int, lane: int) -> None:
+        self._sends.append((self._link.send(data.view(np.uint8), to, lane), to))
+
+    def _post(self) -> None:
+        """Have receives waiting for the next partial sums."""
+        while not self._is_first and self._posted < min(len(self._plan), self._next + DEPTH):
+            chunk, _ = self._plan[self._posted]
+            row = self._incoming[self._posted % DEPTH][: chunk.stop - chunk.start]
+            self._receives.append((self._link.receive(row.view(np.uint8), self._before, _PARTIALS), row))
+            self._posted += 1
+
+
+class _ResultPass:
+    """The second pass on one rank: take the finished chunks that it needs, hand on those that others need."""
+
+    def __init__(self, ring: RingTransport, out: np.ndarray, plan: Sequence[tuple[slice, range]]) -> None:
+        self._link = ring._link
+        self._out = out
+        self._before = (ring.rank - 1) % ring.size
+        self._after = ring.rank + 1
+        self._plan = [
+            (chunk, destinations.stop - 1 > ring.rank)
+            for chunk, destinations in plan
+            if destinations and destinations.stop - 1 >= ring.rank
+        ]
+        self._sends: deque[tuple[Transfer, int]] = deque()
+        self._receives: deque[Transfer] = deque()
+        self._next = 0
+        self._posted = 0
+        self._post()
+
+    @property
+    def is_over(self) -> bool:
+        return self._next == len(self._plan) and not self._sends
+
+    def waits_for(self) -> list[int]:
+        """The ranks without which this pass cannot go on."""
+        return [self._before] if self._receives else [self._after]
+
+    def advance(self) -> bool:
+        """Do what can be done at once; whether anything was."""
+        _drain(self._sends)
+        moved = False
+        while self._receives and self._receives[0].done():
+            self._receives.popleft()
+            chunk, is_needed_after = self._plan[self._next]
+            if is_needed_after:
+                data = self._out[chunk].view(np.uint8)
+                self._sends.append((self._link.send(data, self._after, _RESULTS), self._after))
+            self._next += 1
+            self._post()
+            moved = True
+        return moved or self.is_over
+
+    def _post(self) -> None:
+        while self._posted < min(len(self._plan), self._next + DEPTH):
+            chunk, _ = self._plan[self._posted]
+            into = self._out[chunk].view(np.uint8)
+            self._receives.append(self._link.receive(into, self._before, _RESULTS))
+            self._posted += 1
+
+
+def _cut(start: int, stop: int, step: int) -> list[slice]:
+    return [slice(first, min(stop, first + step)) for first in range(start, stop, step)]
+
+
+def _drain(transfers: deque[tuple[Transfer, int]]) -> bool:
+    """Forget the transfers at the front that are done; whether none is left."""
+    while transfers and transfers[0][0].done():
+        transfers.popleft()
+    return not transfers

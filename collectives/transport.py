@@ -1,0 +1,92 @@
+"""What a backend has to provide: the exchange of small messages, and the large collectives behind it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from collectives.reduction import Reduction
+
+Bytes = np.ndarray  # one-dimensional, contiguous, dtype uint8
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What every rank contributed to an exchange.
+
+    Attributes:
+        counts: the number of arrays that each rank contributes (its local replicas).
+        arrays: the contributed arrays of all ranks in rank order, valid until the next exchange;
+            empty where they were too large to travel with the exchange.
+    """
+
+    counts: tuple[int, ...]
+    arrays: Sequence[np.ndarray]
+
+    @property
+    def total(self) -> int:
+        """The number of arrays that all ranks contribute together."""
+        return sum(self.counts)
+
+
+class Transport(ABC):
+    """Moves bytes between the ranks of one communicator; one call at a time, by one thread at a time.
+
+    Every collective begins with `exchange`, in which all ranks see what all the others ask for, and only when
+    everybody asks for the same thing does one of the other methods follow. Small arrays travel with the exchange.
+    All arrays are one-dimensional and contiguous. After an error the ranks may be out of step: do not go on.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
+        """Show all ranks `fingerprint`, `count` and `arrays`; see theirs.
+
+        Args:
+            fingerprint: 64 bits that stand for the call.
+            arrays: what may travel along, all of one dtype and size; the transport leaves large ones at home.
+            count: the number of arrays that this rank contributes, or any other number to tell the others.
+
+        Returns:
+            Whether all fingerprints are equal, and what all ranks contributed. Without equal fingerprints, or where
+            one rank's arrays were too large, `arrays` is empty.
+        """
+
+    @abstractmethod
+    def reduce(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        """Combine all contributions of all ranks in rank order into `out` on every rank.
+
+        `out` may be the first of the contributions, or an array that `allocate` returned.
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        """Combine the contributions in rank order; `out` receives this rank's one of `size` equal blocks."""
+
+    @abstractmethod
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        """Copy the bytes of `buffer` of rank `root` into `buffer` of all the other ranks."""
+
+    @abstractmethod
+    def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
+        """Put the `block` of every rank into row `rank` of `out`, of shape (size, block.size)."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Memory for results, as bytes; all ranks call it with the same size.
+
+        Where ranks share memory this is one array for all of them, which `reduce` then writes only once.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the transport holds; never waits for other ranks."""

@@ -1,0 +1,151 @@
+"""Waiting for other ranks: spin, then yield, then sleep; warn while it lasts, and give up at the limit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from collectives.calls import Call
+from collectives.errors import CollectiveTimeoutError, PeerLostError
+
+logger = logging.getLogger(__name__)
+
+SPINS = 4000  # polls of a flag, some 40 ns each, before the core is offered to others
+_YIELD_S = 0.001
+_FIRST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 0.001
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank waits for the others.
+
+    Attributes:
+        stall_warning_s: after this long, and then again and again, a warning says who is waited for.
+        timeout_s: after this long the wait raises `CollectiveTimeoutError`.
+    """
+
+    stall_warning_s: float = 30.0
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("stall_warning_s", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds")
+
+
+class Progress(Protocol):
+    """Where an instance notes what it is doing, so that a supervisor can tell without asking.
+
+    Called on the hot path, so every method has to return in well under a microsecond. Ranks are instances.
+    """
+
+    def enter(self, number: int, label: bytes) -> None:
+        """The `number`-th collective, called `label`, begins."""
+
+    def leave(self) -> None:
+        """The collective has ended."""
+
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        """The wait has become long; these instances have not come."""
+
+
+class NoProgress:
+    """Nobody watches."""
+
+    def enter(self, number: int, label: bytes) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        """Do nothing."""
+
+
+class Watch:
+    """The waits of one rank in one communicator.
+
+    Args:
+        rank: this rank.
+        names: what each rank is called in messages, e.g. "rank 1 (instance 5 on node-b)".
+        instances: the instance behind each rank, for the progress record.
+        limits: when to warn and when to give up.
+        progress: where long waits are noted.
+        spins: how often to poll before yielding; 0 where ranks share a core or an interpreter.
+
+    Attributes:
+        call: the call that waits; set by whoever begins one, as is `number`, its place in the sequence.
+        cancelled: set from another thread, it ends a long wait with `PeerLostError`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[str],
+        instances: Sequence[int],
+        limits: Limits,
+        progress: Progress,
+        spins: int = SPINS,
+    ) -> None:
+        self.rank = rank
+        self.names = names
+        self.limits = limits
+        self.spins = spins
+        self.call = Call("connect")
+        self.number = 0
+        self.cancelled = False
+        self._instances = instances
+        self._progress = progress
+
+    def wait(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Return as soon as `ready()` is true.
+
+        Args:
+            ready: polled; drives the transport where that needs driving.
+            missing: the ranks that have not come yet; asked only when the wait is long.
+
+        Raises:
+            CollectiveTimeoutError: after `limits.timeout_s`.
+        """
+        for _ in range(self.spins):
+            if ready():
+                return
+        started = time.monotonic()
+        while time.monotonic() - started < _YIELD_S:
+            os.sched_yield()
+            time.sleep(0)
+            if ready():
+                return
+        self._wait_long(ready, missing, started)
+
+    def _wait_long(
+        self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], started: float
+    ) -> None:
+        pause = _FIRST_SLEEP_S
+        next_warning = started + self.limits.stall_warning_s
+        give_up = started + self.limits.timeout_s
+        noted: Sequence[int] | None = None
+        while not ready():
+            if self.cancelled:
+                raise PeerLostError(f"{self._facts(time.monotonic() - started, missing())}: the wait was abandoned")
+            time.sleep(pause)
+            pause = min(_LONGEST_SLEEP_S, pause * 1.2)
+            now = time.monotonic()
+            if pause == _LONGEST_SLEEP_S and (ranks := missing()) != noted:
+                noted = ranks
+                self._progress.waiting_for([self._instances[rank] for rank in ranks])
+            if now >= give_up and not ready():
+                waited = f"timeout_s = {self.limits.timeout_s:g}"
+                raise CollectiveTimeoutError(f"{self._facts(now - started, missing())}: gave up after {waited}")
+            if now >= next_warning:
+                next_warning += self.limits.stall_warning_s
+                logger.warning("%s", self._facts(now - started, missing()))
+
+    def _facts(self, waited_s: float, missing: Sequence[int]) -> str:
+        others = ", ".join(self.names[rank] for rank in missing) or "nobody"
+        return f"{self.names[self.rank]} has waited {waited_s:.3g} s for {others} in {self.call.title} (collective {self.number})"
