@@ -25,7 +25,7 @@ from collectives.errors import (
 from collectives.named import Handle, NamedQueue
 from collectives.reduction import Reduction, normalise_op
 from collectives.transport import Parts, Transport
-from collectives.waiting import Progress, Watch
+from collectives.waiting import NoProgress, Progress, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +227,11 @@ class Communicator:
         memory = self._run(call, (), 0, _allocate, nbytes)
         return memory[:nbytes].view(dtype).reshape(shape)
 
+    @property
+    def calls_made(self) -> int:
+        """How many synchronous collectives this rank has begun."""
+        return self._number
+
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         """A communicator of some of the ranks, numbered in the given order; only they call this, with equal `ranks`.
 
@@ -254,6 +259,7 @@ class Communicator:
             self.abandon()
             return
         self._named.begin_close()
+        self._progress = NoProgress()  # the record keeps the last collective of the program
         try:
             self._run(Call("close"), (), 0, _nothing)
             self._named.end_close()
@@ -295,14 +301,14 @@ class Communicator:
             self._progress.enter(number, call.label)
             try:
                 parts = agree(self._transport, call, arrays, count)
-                return finish(self._transport, parts, arrays, *arguments)
+                result = finish(self._transport, parts, arrays, *arguments)
             except LayoutMismatchError:
                 raise
             except BaseException as error:
                 self._state = BrokenError(f"{call.title} (collective {number}) failed before: {error}")
                 raise
-            finally:
-                self._progress.leave()
+            self._progress.leave()  # not after a failure: the record then says where it was
+            return result
         finally:
             self._lock.release()
 

@@ -2,6 +2,7 @@
 
 PopDistError
 ├── EnvironmentMismatchError  the launcher's variables are incomplete or contradict: fix how it is started
+├── LifeCycleError            init, register, finalise in an impossible order: fix the program
 └── InstanceError             an `Instance` was built from impossible numbers (also a ValueError)
 """
 
@@ -16,3 +17,7 @@ class EnvironmentMismatchError(PopDistError):
 
 class InstanceError(PopDistError, ValueError):
     """An instance cannot be described by these numbers."""
+
+
+class LifeCycleError(PopDistError, RuntimeError):
+    """A call that does not fit what was initialised, registered or finalised so far."""

@@ -1,0 +1,70 @@
+"""Who am I, and how do the instances of a job act together: the PopDist interface.
+
+Importing it is cheap: NumPy, MPI and the collectives are loaded by `init`.
+"""
+
+from popdist.context import (
+    communicator,
+    finalizeBackend,
+    init,
+    initializeBackend,
+    instance,
+    isBackendInitialized,
+    progress,
+    registerBackend,
+    registerDefaultBackend,
+)
+from popdist.environments import thread_pool_size
+from popdist.errors import EnvironmentMismatchError, InstanceError, LifeCycleError, PopDistError
+from popdist.groups import defaultCommunicatorId, execute_on_instances, registerCommunicator, synchronize
+from popdist.instance import Instance
+from popdist.queries import (
+    checkNumIpusPerReplica,
+    getDeviceId,
+    getInstanceIndex,
+    getLocalInstanceIndex,
+    getNumInstances,
+    getNumIpusPerReplica,
+    getNumLocalReplicas,
+    getNumTotalReplicas,
+    getReplicaIndexOffset,
+    isPopdistEnvSet,
+)
+from popdist.tensors import allgather, allreduce, broadcast
+from popdist.version import __version__
+
+__all__ = [
+    "EnvironmentMismatchError",
+    "Instance",
+    "InstanceError",
+    "LifeCycleError",
+    "PopDistError",
+    "__version__",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "checkNumIpusPerReplica",
+    "communicator",
+    "defaultCommunicatorId",
+    "execute_on_instances",
+    "finalizeBackend",
+    "getDeviceId",
+    "getInstanceIndex",
+    "getLocalInstanceIndex",
+    "getNumInstances",
+    "getNumIpusPerReplica",
+    "getNumLocalReplicas",
+    "getNumTotalReplicas",
+    "getReplicaIndexOffset",
+    "init",
+    "initializeBackend",
+    "instance",
+    "isBackendInitialized",
+    "isPopdistEnvSet",
+    "progress",
+    "registerBackend",
+    "registerCommunicator",
+    "registerDefaultBackend",
+    "synchronize",
+    "thread_pool_size",
+]

@@ -1,0 +1,245 @@
+"""The life cycle of PopDist in this process: which instance it is, and the communicator of all instances.
+
+Semantics: Graphcore's PopDist, as its documentation and its users' programs show them. `init` may be repeated.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from popdist.environments import NoProgress, ProgressPage, detect_instance
+from popdist.errors import LifeCycleError
+from popdist.instance import Instance
+
+if TYPE_CHECKING:
+    from collectives import Communicator, Settings
+
+logger = logging.getLogger(__name__)
+
+ConnectBackend = Callable[["Settings", Instance], "Communicator"]
+
+
+@dataclass
+class _Process:
+    """What this process has set up so far."""
+
+    connect: ConnectBackend | None = None
+    num_replicas: int | None = None
+    instance: Instance | None = None
+    communicator: Communicator | None = None
+    progress: ProgressPage | NoProgress = NoProgress()
+    was_finalized: bool = False
+    failed_at: int | None = None  # how many collectives had been called when the program began to fail
+    watches_exit: bool = False
+
+
+_process = _Process()
+_group: ContextVar[Communicator | None] = ContextVar("popdist_group", default=None)
+
+
+def init(num_replicas: int | None = None) -> None:
+    """Join the instances of this job; works without a launcher (one instance) and may be called again.
+
+    At exit the instances wait for each other, and a program that fails does not.
+
+    Args:
+        num_replicas: the replicas of all instances, where the launcher has not fixed them (plain `mpirun`, or no
+            launcher). Default: what the launcher says, otherwise one per instance.
+
+    Raises:
+        EnvironmentMismatchError: if the launcher's variables are incomplete or contradict each other or the argument.
+    """
+    if _process.communicator is not None:
+        assert _process.instance is not None
+        if num_replicas not in (None, _process.instance.total_replicas):
+            raise LifeCycleError(
+                f"init was called for {num_replicas} replicas after it was called for "
+                f"{_process.instance.total_replicas}; the number of replicas is fixed once"
+            )
+        return
+    _process.num_replicas = num_replicas
+    if _process.connect is None:
+        registerDefaultBackend()
+    initializeBackend()
+
+
+def registerDefaultBackend() -> None:
+    """Choose MPI for several instances, nothing for one; `init` does it where no backend was registered."""
+    _register(_connect_default)
+
+
+def registerBackend(path: str | os.PathLike[str]) -> None:
+    """Choose a backend of one's own.
+
+    Args:
+        path: a Python file with `connect(settings, instance) -> collectives.Communicator`.
+
+    Raises:
+        LifeCycleError: if a backend is in use, or the file has no `connect`.
+    """
+    spec = importlib.util.spec_from_file_location("popdist_user_backend", Path(path))
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise LifeCycleError(f"{os.fspath(path)} is not a Python file; a backend is a file with connect(settings, instance)")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "connect", None)):
+        raise LifeCycleError(f"{os.fspath(path)} does not define connect(settings, instance); a backend needs it")
+    _register(module.connect)
+
+
+def initializeBackend() -> None:
+    """Connect the instances; after a backend was registered, and once.
+
+    Raises:
+        LifeCycleError: in any other order.
+    """
+    if _process.connect is None:
+        raise LifeCycleError("no backend is registered; call registerDefaultBackend first, or only init")
+    if _process.communicator is not None:
+        raise LifeCycleError("the backend is initialised already; init may be repeated, initializeBackend may not")
+    if _process.was_finalized:
+        raise LifeCycleError("the backend was finalised; MPI cannot be started again in the same process")
+    from collectives import Settings
+
+    instance = detect_instance(os.environ, _process.num_replicas)
+    progress = ProgressPage.from_environ(os.environ)
+    _process.communicator = _process.connect(Settings(progress=progress), instance)
+    _process.instance = instance
+    _process.progress = progress
+    _watch_exit()
+
+
+def finalizeBackend() -> None:
+    """Wait until all instances finalise, then disconnect; at exit this happens by itself.
+
+    Raises:
+        LifeCycleError: if the backend is not initialised.
+        LayoutMismatchError: if another instance calls a collective instead.
+    """
+    if _process.communicator is None:
+        raise LifeCycleError("the backend is not initialised, so it cannot be finalised")
+    communicator, _process.communicator = _process.communicator, None
+    _process.connect = None
+    _process.was_finalized = True
+    communicator.close()
+    _process.progress.finished()
+    _finalize_mpi()
+
+
+def isBackendInitialized() -> bool:
+    """Whether the instances are connected."""
+    return _process.communicator is not None
+
+
+def instance() -> Instance:
+    """This instance; before `init`, what the environment says."""
+    return _process.instance or detect_instance(os.environ, _process.num_replicas)
+
+
+def communicator() -> Communicator:
+    """The communicator of all instances, or inside `execute_on_instances` that of the named ones.
+
+    Raises:
+        LifeCycleError: before `init`.
+    """
+    current = _group.get() or _process.communicator
+    if current is None:
+        raise LifeCycleError("the instances are not connected yet; call popdist.init first")
+    return current
+
+
+def progress() -> ProgressPage | NoProgress:
+    """Where this instance notes what it is doing."""
+    return _process.progress
+
+
+# ---- the backends
+
+
+def _register(connect: ConnectBackend) -> None:
+    if _process.communicator is not None:
+        raise LifeCycleError("a backend is in use; register another one before init")
+    _process.connect = connect
+
+
+def _connect_default(settings: Settings, instance: Instance) -> Communicator:
+    import collectives
+
+    if instance.count == 1:
+        return collectives.connect("single", settings)
+    import mpi4py
+
+    mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
+    communicator = collectives.connect("mpi", settings)
+    if (communicator.rank, communicator.size) != (instance.index, instance.count):
+        raise LifeCycleError(
+            f"MPI says rank {communicator.rank} of {communicator.size}, the launcher says instance {instance.index} "
+            f"of {instance.count}; start the program with the mpirun that belongs to mpi4py's MPI library"
+        )
+    return communicator
+
+
+def _finalize_mpi() -> None:
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()
+
+
+# ---- the exit
+
+
+def _watch_exit() -> None:
+    """Arrange that a finished program waits for the others, and that a failed one does not."""
+    if _process.watches_exit:
+        return
+    _process.watches_exit = True
+    atexit.register(_leave)
+    previous_hook, previous_exit = sys.excepthook, sys.exit
+
+    def note_exception(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        _note_failure()
+        previous_hook(kind, error, trace)
+
+    def note_exit(status: Any = None) -> None:
+        if status not in (None, 0):
+            _note_failure()
+        previous_exit(status)
+
+    sys.excepthook = note_exception
+    sys.exit = note_exit  # type: ignore[assignment]  # the only place where the status is visible before the end
+
+
+def _note_failure() -> None:
+    if _process.communicator is not None:
+        _process.failed_at = _process.communicator.calls_made
+
+
+def _leave() -> None:
+    """Leave the job: together with the others if all went well, at once if not."""
+    communicator = _process.communicator
+    if communicator is None:
+        return
+    if _process.failed_at == communicator.calls_made:
+        communicator.abandon()
+        return
+    from collectives import CollectiveError
+
+    _process.progress.leaving()
+    try:
+        finalizeBackend()
+    except CollectiveError as error:
+        logger.debug("the instances did not end together: %s", error)

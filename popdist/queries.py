@@ -1,0 +1,70 @@
+"""The PopDist queries. All work without a launcher and then describe one instance with one replica."""
+
+from __future__ import annotations
+
+import os
+
+from popdist.context import instance
+from popdist.environments.poprun import TOTAL
+
+
+def isPopdistEnvSet() -> bool:
+    """Whether poprun started this process."""
+    return TOTAL in os.environ
+
+
+def getNumTotalReplicas() -> int:
+    """The replicas of all instances."""
+    return instance().total_replicas
+
+
+def getNumLocalReplicas() -> int:
+    """The replicas of this instance."""
+    return instance().local_replicas
+
+
+def getReplicaIndexOffset() -> int:
+    """The global index of this instance's first replica."""
+    return instance().replica_offset
+
+
+def getNumIpusPerReplica() -> int:
+    """The devices that one replica spans."""
+    return instance().ipus_per_replica
+
+
+def checkNumIpusPerReplica(num_ipus_per_replica: int) -> bool:
+    """Whether the job was launched with this many devices per replica."""
+    return getNumIpusPerReplica() == num_ipus_per_replica
+
+
+def getNumInstances() -> int:
+    """The instances of the job."""
+    return instance().count
+
+
+def getInstanceIndex() -> int:
+    """The index of this instance, 0 to `getNumInstances() - 1`."""
+    return instance().index
+
+
+def getLocalInstanceIndex() -> int:
+    """The index of this instance among those of its host."""
+    return instance().local_index
+
+
+def getDeviceId(ipusPerReplica: int = 0) -> int:
+    """The id of a device for this instance; the instances of one host get neighbouring ids.
+
+    Args:
+        ipusPerReplica: the devices that one replica needs; 0 stands for the launched number.
+
+    Raises:
+        ValueError: if the job was launched with another number.
+    """
+    if ipusPerReplica and not checkNumIpusPerReplica(ipusPerReplica):
+        raise ValueError(
+            f"a device for {ipusPerReplica} IPUs per replica was asked for, the job was launched with "
+            f"{getNumIpusPerReplica()}; give poprun --ipus-per-replica {ipusPerReplica}"
+        )
+    return getLocalInstanceIndex()
