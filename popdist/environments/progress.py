@@ -22,7 +22,9 @@ MAGIC = 0x31_4E55_5250_4F50  # "POPRUN1" as it lies in little-endian memory
 
 _LABEL_OFFSET = 3072
 _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
-(_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _WAITING) = range(9)
+(_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _WAITING) = (
+    range(10)
+)
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
 
@@ -94,6 +96,11 @@ class NoProgress:
 
     def finished(self) -> None:
         """Do nothing."""
+
+    @property
+    def is_released(self) -> bool:
+        """Always false: nobody says so."""
+        return False
 
 
 class ProgressPage:
@@ -171,6 +178,11 @@ class ProgressPage:
         """Note that every instance has agreed that the work is done, so that none waits for this one."""
         self._words[_WAITING_COUNT] = 0
         self._set_state(State.FINISHED)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the supervisor has said that waiting for the others in an exit handler is of no use any more."""
+        return bool(self._words[_RELEASED])
 
     def _set_state(self, state: State) -> None:
         self._words[_SINCE_NS] = time.monotonic_ns()

@@ -1,0 +1,79 @@
+"""poprun's own log lines: `HH:MM:SS.mmm <pid> POPRUN [E] text` on standard error."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+LEVEL_VARIABLE = "POPRUN_LOG_LEVEL"
+
+
+class Level(IntEnum):
+    """How much is said; a line is shown when its level is at most the log's."""
+
+    ERROR = 0
+    WARN = 1
+    INFO = 2
+    DEBUG = 3
+    TRACE = 4
+
+
+def level_from(verbosity: int, environ: Mapping[str, str]) -> Level:
+    """The level that `-v` (1) and `-vv` (2), or else the variable POPRUN_LOG_LEVEL, ask for."""
+    if verbosity:
+        return Level.INFO if verbosity == 1 else Level.DEBUG
+    name = environ.get(LEVEL_VARIABLE, "").upper()
+    return Level[name] if name in Level.__members__ else Level.WARN
+
+
+@dataclass(frozen=True)
+class Log:
+    """Formats lines and hands those that are wanted to the supervisor of the terminal.
+
+    Attributes:
+        level: what is shown.
+        descriptor: where to; standard error.
+    """
+
+    level: Level = Level.WARN
+    descriptor: int = 2
+
+    def error(self, text: str) -> None:
+        """Say why the command failed."""
+        self._write(Level.ERROR, text)
+
+    def warn(self, text: str) -> None:
+        """Say what is probably not meant."""
+        self._write(Level.WARN, text)
+
+    def info(self, text: str) -> None:
+        """Say what happens, at `-v`."""
+        self._write(Level.INFO, text)
+
+    def debug(self, text: str) -> None:
+        """Say how it happens, at `-vv`."""
+        self._write(Level.DEBUG, text)
+
+    def _write(self, level: Level, text: str) -> None:
+        if level <= self.level:
+            write_all(self.descriptor, format_line(level, text).encode(errors="surrogateescape"))
+
+
+def format_line(level: Level, text: str) -> str:
+    """One log line, with its newline; line breaks inside the text begin new log lines."""
+    now = time.time()
+    clock = time.strftime("%H:%M:%S", time.localtime(now))
+    head = f"{clock}.{int(now * 1000) % 1000:03d} {os.getpid()} POPRUN [{level.name[0]}] "
+    return "".join(f"{head}{line}\n" for line in text.splitlines() or [""])
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write everything; give up silently where nobody reads any more."""
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        return

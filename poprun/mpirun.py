@@ -1,0 +1,69 @@
+"""mpirun as a child process: started so that it cannot outlive poprun, its own output held back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+from poprun.processes import die_with_parent, send, start
+
+_KEPT_BYTES = 1 << 16
+
+
+class Mpirun:
+    """A running mpirun.
+
+    Attributes:
+        pid: its process.
+        status: its exit status, 128 + n after signal n; None while it runs.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.status: int | None = None
+        self._words = bytearray()
+        self.stdout, out = os.pipe()
+        self.stderr, err = os.pipe()
+        # Ctrl-C in a terminal reaches mpirun too; blocked, it leaves to poprun what happens then.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        self.pid = start(list(command), dict(environ), lambda: _prepare(out, err))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(out)
+        os.close(err)
+
+    def read(self, descriptor: int) -> bytes:
+        """What it has written; empty at the end, or when nothing is there. Standard error is kept too."""
+        data = os.read(descriptor, 65536)
+        if descriptor == self.stderr:
+            self._words += data
+            del self._words[:-_KEPT_BYTES]
+        return data
+
+    @property
+    def complaint(self) -> bytes:
+        """The end of its standard error so far."""
+        return bytes(self._words)
+
+    def reap(self) -> None:
+        """Take note of its end, and of the end of orphans that poprun has adopted."""
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self.pid:
+                    code = os.waitstatus_to_exitcode(status)
+                    self.status = code if code >= 0 else 128 - code
+        except ChildProcessError:
+            return
+
+    def send(self, number: int) -> None:
+        """Send it a signal while it runs."""
+        if self.status is None:
+            send(self.pid, number)
+
+
+def _prepare(out: int, err: int) -> None:
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    die_with_parent(signal.SIGTERM)

@@ -1,0 +1,105 @@
+"""The messages between poprun and its shims: a type, a length, and the content."""
+
+from __future__ import annotations
+
+import struct
+
+HELLO = 1
+"""shim: rank, program's pid, host; the first message."""
+STDOUT = 2
+"""shim: whole lines of the program's standard output, or a piece without line end that has waited."""
+STDERR = 3
+"""shim: the same for standard error."""
+ENDED = 4
+"""shim: how the program ended; all of its own output has been sent."""
+PROGRESS = 5
+"""shim: its clock, and a copy of the progress page."""
+TOLD = 6
+"""shim: mpirun has told it to stop, by this signal."""
+CLOSED = 7
+"""shim: no process of the instance is left."""
+
+REPORT = 64
+"""poprun: send PROGRESS."""
+SIGNAL = 65
+"""poprun: pass this signal to the program."""
+RELEASE = 66
+"""poprun: the program need not wait in its exit handlers any more."""
+STOP = 67
+"""poprun: end what is left of the instance and go."""
+
+_HEAD = struct.Struct("!BI")
+_HELLO = struct.Struct("!II")
+_ENDED = struct.Struct("!??id")
+_CLOCK = struct.Struct("!d")
+_NUMBER = struct.Struct("!I")
+
+
+def pack(kind: int, content: bytes = b"") -> bytes:
+    """One message."""
+    return _HEAD.pack(kind, len(content)) + content
+
+
+def pack_hello(rank: int, pid: int, host: str) -> bytes:
+    """A HELLO."""
+    return pack(HELLO, _HELLO.pack(rank, pid) + host.encode())
+
+
+def unpack_hello(content: bytes) -> tuple[int, int, str]:
+    """Rank, pid and host of a HELLO."""
+    rank, pid = _HELLO.unpack_from(content)
+    return rank, pid, content[_HELLO.size :].decode()
+
+
+def pack_ended(by_signal: bool, told: bool, number: int, at_s: float) -> bytes:
+    """An ENDED: exit status or signal number; whether the shim had been told to stop; when."""
+    return pack(ENDED, _ENDED.pack(by_signal, told, number, at_s))
+
+
+def unpack_ended(content: bytes) -> tuple[bool, bool, int, float]:
+    """What `pack_ended` was given."""
+    by_signal, told, number, at_s = _ENDED.unpack(content)
+    return by_signal, told, number, at_s
+
+
+def pack_progress(now_s: float, page: bytes) -> bytes:
+    """A PROGRESS: the shim's clock and the page."""
+    return pack(PROGRESS, _CLOCK.pack(now_s) + page)
+
+
+def unpack_progress(content: bytes) -> tuple[float, bytes]:
+    """Clock and page of a PROGRESS."""
+    return _CLOCK.unpack_from(content)[0], content[_CLOCK.size :]
+
+
+def pack_number(kind: int, number: int) -> bytes:
+    """A message that holds one number: SIGNAL or TOLD."""
+    return pack(kind, _NUMBER.pack(number))
+
+
+def unpack_number(content: bytes) -> int:
+    """The number in a SIGNAL or TOLD."""
+    number: int = _NUMBER.unpack(content)[0]
+    return number
+
+
+class MessageReader:
+    """Cuts a byte stream into messages."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """The messages that are complete now, as type and content."""
+        self._held += data
+        messages = []
+        start = 0
+        while len(self._held) - start >= _HEAD.size:
+            kind, length = _HEAD.unpack_from(self._held, start)
+            end = start + _HEAD.size + length
+            if end > len(self._held):
+                break
+            messages.append((kind, bytes(self._held[start + _HEAD.size : end])))
+            start = end
+        del self._held[:start]
+        return messages
