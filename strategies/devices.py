@@ -1,0 +1,143 @@
+"""The simulated devices on which an instance runs its replicas."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from popdist.environments import thread_pool_setting, thread_pool_size
+from popdist.environments.threads import VARIABLE as POOL_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+AXIS = "replica"
+
+
+@dataclass(frozen=True)
+class ReplicaDevices:
+    """Where the local replicas run: `width` at a time, in as many waves as that takes.
+
+    Attributes:
+        devices: one device per replica of a wave.
+        replicas: the global indices of the local replicas.
+    """
+
+    devices: tuple[jax.Device, ...]
+    replicas: range
+
+    @property
+    def width(self) -> int:
+        """The replicas that run at once."""
+        return len(self.devices)
+
+    @property
+    def waves(self) -> int:
+        """How often the program runs for one step of all local replicas."""
+        return len(self.replicas) // self.width
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether all local replicas run at once, so that they can wait for each other."""
+        return self.waves == 1
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The devices along the axis `AXIS`."""
+        return Mesh(np.array(self.devices), (AXIS,))
+
+    @cached_property
+    def split(self) -> NamedSharding:
+        """Each replica has its part of the first axis."""
+        return NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    @cached_property
+    def copied(self) -> NamedSharding:
+        """Each replica has all of it."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def compile(self, function: Callable[..., Any], is_split: Sequence[bool]) -> Callable[..., Any]:
+        """One program in which every replica of a wave runs `function`.
+
+        Args:
+            function: the program of one replica; its results are concatenated along their first axis.
+            is_split: for each argument whether the replicas get their parts of its first axis, or all of it.
+        """
+        specs = tuple(PartitionSpec(AXIS) if split else PartitionSpec() for split in is_split)
+        # With check_vma JAX would add up the gradients of what the replicas share, in an order of its own.
+        spread = jax.shard_map(
+            function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False
+        )
+        return jax.jit(spread)
+
+    def cut_into_waves(self, tree: Any) -> Iterator[Any]:
+        """The parts of a tree whose leaves have all local replicas along the first axis, one per wave."""
+        if self.waves == 1:
+            yield tree
+            return
+        for wave in range(self.waves):
+            yield jax.tree.map(lambda leaf, w=wave: np.split(np.asarray(leaf), self.waves)[w], tree)
+
+    def place(self, tree: Any) -> Any:
+        """Put a host tree, with all local replicas along the first axis of its leaves, on the devices.
+
+        In several waves it stays on the host until its wave comes.
+        """
+        return jax.device_put(tree, self.split) if self.waves == 1 else tree
+
+    def share(self, tree: Any) -> Any:
+        """Show a tree that lies on the first device to all devices; on CPU nothing is copied."""
+        if self.width == 1:
+            return tree
+        if self.devices[0].platform != "cpu":
+            return jax.device_put(tree, self.copied)
+        leaves, structure = jax.tree.flatten(tree)
+        # A view that `np.asarray` returns stays cached in the array, and would keep it from being donated later.
+        views = [np.from_dlpack(leaf) if leaf.size and _is_exportable(leaf) else np.array(leaf) for leaf in leaves]
+        aliases = [leaves] + [jax.device_put(views, device) for device in self.devices[1:]]
+        shared = [
+            jax.make_array_from_single_device_arrays(leaf.shape, self.copied, list(parts))
+            for leaf, *parts in zip(leaves, *aliases, strict=True)
+        ]
+        return structure.unflatten(shared)
+
+    def views(self, array: jax.Array) -> list[np.ndarray]:
+        """The parts of a split result as host arrays, one per replica; on CPU nothing is copied."""
+        if self.width == 1:
+            return [np.asarray(array)]
+        parts = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        return [np.asarray(part.data) for part in parts]
+
+
+def _is_exportable(leaf: jax.Array) -> bool:
+    return leaf.dtype.kind in "fiu" and leaf.dtype.isbuiltin == 1
+
+
+def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) -> ReplicaDevices:
+    """Find a device for each local replica; before JAX starts, simulate as many on the CPU as needed.
+
+    Args:
+        replicas: the local replicas.
+        total_replicas: the replicas of all instances; fixes the size of XLA's thread pool, so that replicas compute
+            the same bits wherever they run.
+        local_index: this instance's place on its host; with accelerators, whose turn begins there.
+    """
+    os.environ.update(thread_pool_setting(os.environ, total_replicas))
+    try:
+        jax.config.update("jax_num_cpu_devices", max(len(replicas), 1))
+    except RuntimeError:
+        logger.debug("JAX has started already, with %d devices", jax.local_device_count())
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu" and os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
+        logger.info("%s is %s: keep it the same everywhere", POOL_VARIABLE, os.environ[POOL_VARIABLE])
+    start = 0 if devices[0].platform == "cpu" else local_index * len(replicas)
+    width = max(width for width in range(1, len(replicas) + 1) if len(replicas) % width == 0 and width <= len(devices))
+    chosen = tuple(devices[(start + number) % len(devices)] for number in range(width))
+    return ReplicaDevices(chosen, replicas)

@@ -1,0 +1,23 @@
+"""The strategy of the instances that poprun or mpirun started."""
+
+from __future__ import annotations
+
+import popdist
+from strategies.strategy import Strategy
+
+
+class PopDistStrategy(Strategy):
+    """The replicas of all instances of the job, connected by MPI; calls `popdist.init`.
+
+    Works without a launcher too, as one instance.
+
+    Args:
+        add_ipu_cross_replica_reductions: if False, reductions inside functions that `run` compiles leave the values as
+            they are (the original's option of the same name).
+    """
+
+    def __init__(self, add_ipu_cross_replica_reductions: bool = True) -> None:
+        popdist.init()
+        super().__init__(
+            popdist.instance(), popdist.communicator(), popdist.progress(), add_ipu_cross_replica_reductions
+        )

@@ -1,0 +1,276 @@
+"""What all strategies are: replicas spread over instances, programs that run once per replica, and reductions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import Communicator
+from collectives.reduction import normalise_op
+from popdist.environments import NoProgress, ProgressPage
+from popdist.instance import Instance
+from strategies.datasets import DistributedDataset
+from strategies.devices import claim_devices
+from strategies.input_context import InputContext
+from strategies.per_replica import PerReplica
+from strategies.replica_context import CrossReplicaReducer, ReplicaContext, replica_context
+from strategies.sharding import Remainder
+
+Tree = TypeVar("Tree")
+
+_scope: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
+
+
+class Strategy:
+    """R replicas of one program, spread over instances; what they compute does not depend on how.
+
+    Programs use `IPUStrategy` or `PopDistStrategy`.
+
+    Args:
+        instance: which replicas this process drives.
+        communicator: connects the instances.
+        progress: where this instance notes what it is doing.
+        add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        communicator: Communicator,
+        progress: ProgressPage | NoProgress | None = None,
+        add_cross_replica_reductions: bool = True,
+    ) -> None:
+        self.instance = instance
+        self.communicator = communicator
+        self.progress = progress or NoProgress()
+        self.devices = claim_devices(instance.local_replica_range, instance.total_replicas, instance.local_index)
+        self.reducer = CrossReplicaReducer(
+            communicator, self.devices, instance.total_replicas, not add_cross_replica_reductions
+        )
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._program_numbers = itertools.count()
+
+    # ---- who is there
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R, the replicas of all instances."""
+        return self.instance.total_replicas
+
+    @property
+    def num_instances(self) -> int:
+        """n, the processes that drive them."""
+        return self.instance.count
+
+    @property
+    def instance_index(self) -> int:
+        """Which instance this is, 0 to n - 1."""
+        return self.instance.index
+
+    @property
+    def local_replicas(self) -> range:
+        """The global indices of this instance's replicas."""
+        return self.instance.local_replica_range
+
+    # ---- values
+
+    def per_replica(self, function: Callable[[int], Any]) -> PerReplica:
+        """`function(r)` for the global index r of each local replica."""
+        return PerReplica(tuple(function(replica) for replica in self.local_replicas))
+
+    def broadcast(self, tree: Tree) -> Tree:
+        """Instance 0's values on every instance, as JAX arrays.
+
+        Raises:
+            LayoutMismatchError: on all instances if the trees differ in names, shapes or dtypes; it names the leaf.
+        """
+        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+        received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf) for path, leaf in paths]
+        self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
+        return structure.unflatten(received)
+
+    def _broadcast_leaf(self, name: str, leaf: Any) -> jax.Array:
+        array = np.array(jnp.asarray(leaf), order="C")
+        self.communicator.broadcast(array, name=name)
+        return jax.device_put(array, self.devices.devices[0], may_alias=False)
+
+    def reduce(self, op: str, value: Any) -> Any:
+        """Reduce over all replicas of all instances, in replica order; the same result on every instance.
+
+        Args:
+            op: "sum", "mean", "min" or "max".
+            value: what `run` or `per_replica` returned, or one pytree that all local replicas share.
+
+        Returns:
+            A pytree of NumPy arrays.
+        """
+        op = normalise_op(op)
+        values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
+        trees = [jax.tree.flatten(one) for one in values]
+        structure = trees[0][1]
+        reduced = [
+            self.communicator.ordered_all_reduce([_host_array(leaf) for leaf in leaves], op=op, name=f"reduce/{number}")
+            for number, leaves in enumerate(zip(*(leaves for leaves, _ in trees), strict=True))
+        ]
+        return structure.unflatten(reduced)
+
+    # ---- programs
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run `function` once per local replica, compiled, all replicas in lockstep.
+
+        Args:
+            function: a JAX-traceable function; inside it `get_replica_context` gives the replica's index and
+                collectives over all replicas. Compiled once per function object and argument shapes.
+            args: pytrees; of a `PerReplica` each replica gets its value, other values all get whole.
+            kwargs: likewise.
+
+        Returns:
+            `PerReplica` with the results.
+
+        Raises:
+            TypeError: "Unsupported data type" for float64 arguments or results, unless JAX has 64 bits enabled.
+        """
+        kwargs = kwargs or {}
+        named = [*args, *kwargs.values()]
+        program = self._program(function, tuple(isinstance(value, PerReplica) for value in named), tuple(kwargs))
+        indices = np.array(self.local_replicas, np.int32)
+        stacked = [_stack(value.values) if isinstance(value, PerReplica) else _checked(value) for value in named]
+        results: list[Any] = []
+        for wave in range(self.devices.waves):
+            part = slice(wave * self.devices.width, (wave + 1) * self.devices.width)
+            mine = [
+                jax.tree.map(lambda leaf, p=part: leaf[p], value) if isinstance(given, PerReplica) else value
+                for given, value in zip(named, stacked, strict=True)
+            ]
+            results += self._run_wave(program, indices[part], mine)
+        return PerReplica(tuple(results))
+
+    def _run_wave(self, program: Callable[..., Any], indices: np.ndarray, values: list[Any]) -> list[Any]:
+        self.reducer.last_error = None
+        try:
+            result = jax.block_until_ready(program(indices, *values))
+        except jax.errors.JaxRuntimeError as error:
+            if self.reducer.last_error is not None:
+                raise self.reducer.last_error from error
+            raise
+        leaves, structure = jax.tree.flatten(result)
+        split = [[view[0] for view in self.devices.views(leaf)] for leaf in leaves]
+        return [structure.unflatten(parts) for parts in zip(*split, strict=True)] or [structure.unflatten([])] * len(
+            indices
+        )
+
+    def _program(
+        self, function: Callable[..., Any], is_split: tuple[bool, ...], names: tuple[str, ...]
+    ) -> Callable[..., Any]:
+        key = (function, is_split, names)
+        if key not in self._programs:
+            self._programs[key] = self.devices.compile(
+                self._for_one_replica(function, is_split, names), (True, *is_split)
+            )
+        return self._programs[key]
+
+    def _for_one_replica(
+        self, function: Callable[..., Any], is_split: tuple[bool, ...], names: tuple[str, ...]
+    ) -> Callable[..., Any]:
+        def one_replica(index: jax.Array, *values: Any) -> Any:
+            own = [
+                jax.tree.map(lambda leaf: leaf[0], value) if split else value
+                for value, split in zip(values, is_split, strict=True)
+            ]
+            first_named = len(own) - len(names)
+            with replica_context(self.new_context(index[0], "run")):
+                result = function(*own[:first_named], **dict(zip(names, own[first_named:], strict=True)))
+            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], result)
+
+        return one_replica
+
+    def new_context(self, replica_index: jax.Array, program: str) -> ReplicaContext:
+        """The context of a replica whose program is about to be traced.
+
+        Programs are numbered as they are traced, which happens in the same order on every instance.
+        """
+        return ReplicaContext(self.reducer, replica_index, f"{program}{next(self._program_numbers)}")
+
+    # ---- data
+
+    def distribute_dataset(
+        self,
+        source: Any,
+        batch_size: int,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        remainder: Remainder = "drop",
+        prefetch: int = 2,
+    ) -> DistributedDataset:
+        """Give each replica its part of a data set; see `DistributedDataset`.
+
+        Args:
+            source: a pytree of arrays, an object with `shard(n, i)`, an iterable, or `PerReplica` iterables.
+            batch_size: elements per replica and step.
+            seed: of the shuffle, the same on all instances.
+            shuffle: whether arrays are shuffled.
+            remainder: "drop" or "pad" what does not fill the last global batch.
+            prefetch: how many batches are prepared ahead.
+        """
+        return DistributedDataset(
+            source,
+            batch_size=batch_size,
+            total_replicas=self.num_replicas_in_sync,
+            local_replicas=self.local_replicas,
+            seed=seed,
+            shuffle=shuffle,
+            remainder=remainder,
+            prefetch=prefetch,
+            place=self.devices.place,
+        )
+
+    def distribute_datasets_from_function(self, function: Callable[[InputContext], Iterable[Any]]) -> Iterable[Any]:
+        """The data set that `function` makes for this instance, untouched.
+
+        Args:
+            function: called once per instance with its `InputContext`; returns an iterable of instance batches,
+                whose leaves have the batches of all local replicas one after another along the first axis.
+        """
+        return function(InputContext(self.num_instances, self.instance_index, self.num_replicas_in_sync))
+
+    @contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Make this the current strategy, which `get_strategy` returns."""
+        token = _scope.set(self)
+        try:
+            yield self
+        finally:
+            _scope.reset(token)
+
+
+def get_strategy() -> Strategy | None:
+    """The strategy whose scope this is, or None."""
+    return _scope.get()
+
+
+def _host_array(leaf: Any) -> np.ndarray:
+    return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
+
+
+def _checked(value: Any) -> Any:
+    """The value, if JAX will not silently change its precision."""
+    if not jax.config.jax_enable_x64:
+        for leaf in jax.tree.leaves(value):
+            if getattr(leaf, "dtype", None) == np.float64:
+                raise TypeError("Unsupported data type for input: float64; convert it to float32")
+    return value
+
+
+def _stack(values: Sequence[Any]) -> Any:
+    for value in values:
+        _checked(value)
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(jnp.asarray(leaf)) for leaf in leaves]), *values)

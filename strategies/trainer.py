@@ -1,0 +1,273 @@
+"""The training step: gradients per replica, one ordered all-reduce, one update per instance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from strategies.errors import NonFiniteGradientError
+from strategies.flat import FLOAT32, FlatLayout
+from strategies.replica_context import replica_context
+from strategies.strategy import Strategy
+
+LossFunction = Callable[[Any, Any, jax.Array], Any]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["variables", "optimizer_state"], meta_fields=["step"])
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that training changes.
+
+    Attributes:
+        variables: a pytree of arrays, the same bits on every instance.
+        optimizer_state: what the optimizer keeps.
+        step: how many updates were made.
+    """
+
+    variables: Any
+    optimizer_state: Any
+    step: int
+
+
+class Metrics(Mapping[str, float]):
+    """Means over all replicas, under "loss" and the names that the loss function gave."""
+
+    def __init__(self, names: tuple[str, ...], sums: np.ndarray, replicas: int) -> None:
+        self._names = names
+        self._sums = sums
+        self._replicas = replicas
+
+    def __getitem__(self, name: str) -> float:
+        try:
+            position = self._names.index(name)
+        except ValueError:
+            raise KeyError(name) from None
+        return float(self._sums[position] / np.float32(self._replicas))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Metrics({dict(self)})"
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step compiled for the shapes of one batch.
+
+    Attributes:
+        gradients: (variables, batch, replica indices, step) -> one buffer per dtype, the replicas behind each other.
+        update: (variables, optimizer state, sums of gradients) -> the same two, and a token that is ready when they are.
+        layout: of the buffers.
+        results: where the sums of the buffers go.
+        sums: the same memory as a pytree like the variables.
+        names: of the metrics.
+    """
+
+    gradients: Callable[..., Any]
+    update: Callable[..., Any]
+    layout: FlatLayout
+    results: tuple[np.ndarray, ...]
+    sums: Any
+    names: tuple[str, ...]
+
+
+class Trainer:
+    """Trains variables on all replicas of a strategy.
+
+    Each step runs `loss_fn` once per replica; the gradients leave XLA as views of its memory, one flat buffer per
+    dtype with the metrics in its tail; the buffers are added in replica order; one compiled update per instance applies
+    their mean. The variables have the same bits on every instance, and for every number of instances.
+
+    Args:
+        strategy: where the replicas are.
+        loss_fn: `(variables, batch, key) -> loss` or `-> (loss, {name: scalar})` for one replica and one micro-batch;
+            the loss is a scalar, the key differs for each replica and step.
+        optimizer: an optax gradient transformation.
+        seed: of the keys.
+        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        loss_fn: LossFunction,
+        optimizer: optax.GradientTransformation,
+        seed: int = 0,
+        check_numerics: bool = False,
+    ) -> None:
+        self._strategy = strategy
+        self._devices = strategy.devices
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._seed = seed
+        self._check_numerics = check_numerics
+        self._steps: dict[Any, _Step] = {}
+        self._indices = np.array(strategy.local_replicas, np.int32)
+        self._updated: jax.Array | None = None
+
+    def init(self, variables: Any) -> TrainState:
+        """The first state: instance 0's variables on every instance.
+
+        Args:
+            variables: a pytree of floating-point arrays, with the same shapes and dtypes on all instances.
+
+        Raises:
+            TypeError: if a variable is not of a floating-point dtype.
+            LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
+        """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise TypeError(
+                    f"variable {jax.tree_util.keystr(path)} is of dtype {jnp.result_type(leaf)}; only floating-point "
+                    "variables can be trained: keep others outside"
+                )
+        shared = self._strategy.broadcast(variables)
+        with jax.default_device(self._devices.devices[0]):
+            optimizer_state = jax.jit(self._optimizer.init)(shared)
+        return TrainState(shared, optimizer_state, 0)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One update; `state` is used up.
+
+        Args:
+            state: what `init` or `step` returned last.
+            batch: this instance's batch: a pytree whose leaves have the micro-batches of the local replicas one after
+                another along their first axis.
+
+        Returns:
+            The new state, and the metrics as means over all replicas.
+
+        Raises:
+            TypeError: if the loss is not a floating-point scalar.
+            ValueError: if the batch cannot be divided among the local replicas.
+            NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
+        """
+        self._strategy.progress.step(state.step)
+        step = self._compiled(state, batch)
+        contributions = self._gradients(step, state, batch)
+        if self._updated is not None:
+            self._updated.block_until_ready()  # the last update may still be reading the results
+        for dtype, arrays, result in zip(step.layout.sizes, contributions, step.results, strict=True):
+            self._strategy.communicator.ordered_all_reduce(arrays, result, name=f"gradients/{dtype}")
+        tail = step.layout.tail_view(step.results).copy()
+        if self._check_numerics:
+            self._raise_if_not_finite(state, tail[len(step.names) :])
+        variables, optimizer_state, self._updated = step.update(state.variables, state.optimizer_state, step.sums)
+        metrics = Metrics(step.names, tail, self._strategy.num_replicas_in_sync)
+        return TrainState(variables, optimizer_state, state.step + 1), metrics
+
+    def _gradients(self, step: _Step, state: TrainState, batch: Any) -> list[list[np.ndarray]]:
+        """For each dtype, each local replica's buffer."""
+        number = np.int32(state.step)
+        shared = self._devices.share(state.variables)
+        contributions: list[list[np.ndarray]] = [[] for _ in step.results]
+        parts = zip(
+            self._devices.cut_into_waves(batch), self._devices.cut_into_waves(self._indices), strict=True
+        )
+        for part, indices in parts:
+            buffers = step.gradients(shared, part, indices, number)
+            for of_dtype, buffer in zip(contributions, buffers, strict=True):
+                of_dtype += self._devices.views(buffer)
+        return contributions
+
+    # ---- compiling
+
+    def _compiled(self, state: TrainState, batch: Any) -> _Step:
+        leaves, structure = jax.tree.flatten(batch)
+        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = self._compile(state, batch)
+        return found
+
+    def _compile(self, state: TrainState, batch: Any) -> _Step:
+        micro_batch = jax.tree.map(self._micro_batch_shape, batch)
+        names, has_metrics = self._metric_names(state.variables, micro_batch)
+        variables = jax.tree.leaves(state.variables)
+        flags = len(variables) * self._strategy.num_replicas_in_sync if self._check_numerics else 0
+        layout = FlatLayout.of(variables, len(names) + flags)
+        allocate = self._strategy.communicator.allocate
+        results = tuple(allocate((size,), dtype) for dtype, size in layout.sizes.items())
+        return _Step(
+            gradients=self._devices.compile(
+                self._gradient_program(layout, names, has_metrics), (False, True, True, False)
+            ),
+            update=jax.jit(self._update, donate_argnums=(0, 1)),
+            layout=layout,
+            results=results,
+            sums=jax.tree.structure(state.variables).unflatten(layout.views(results)),
+            names=names,
+        )
+
+    def _micro_batch_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        local = len(self._indices)
+        if not leaf.ndim or leaf.shape[0] % local:
+            raise ValueError(
+                f"a batch of shape {list(leaf.shape)} for {local} local replicas; "
+                "its first axis must be a multiple of their number"
+            )
+        return jax.ShapeDtypeStruct((leaf.shape[0] // local, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    def _metric_names(self, variables: Any, micro_batch: Any) -> tuple[tuple[str, ...], bool]:
+        """What the loss function returns besides the loss; checks that all of it is scalar."""
+        result = jax.eval_shape(self._loss_for_shapes, variables, micro_batch)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            shape = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+            raise TypeError(f"the loss is {shape}; it must be a floating-point scalar: take jnp.mean of it")
+        for name, metric in metrics.items():
+            if getattr(metric, "shape", ()) != () or name == "loss":
+                raise TypeError(
+                    f"metric {name!r} is of shape {list(metric.shape)}; metrics are scalars with names other than 'loss'"
+                )
+        return ("loss", *metrics), isinstance(result, tuple)
+
+    def _loss_for_shapes(self, variables: Any, batch: Any) -> Any:
+        with replica_context(self._strategy.new_context(jnp.int32(0), "shapes")):
+            return self._loss_fn(variables, batch, jax.random.key(0))
+
+    def _gradient_program(self, layout: FlatLayout, names: tuple[str, ...], has_metrics: bool) -> Callable[..., Any]:
+        total = self._strategy.num_replicas_in_sync
+
+        def gradients(variables: Any, batch: Any, index: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
+            replica = index[0]
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), step), replica)
+            with replica_context(self._strategy.new_context(replica, "step")):
+                result, tree = jax.value_and_grad(self._loss_fn, has_aux=has_metrics)(variables, batch, key)
+            loss, metrics = result if has_metrics else (result, {})
+            leaves = jax.tree.leaves(tree)
+            tail = [jnp.asarray([loss, *(metrics[name] for name in names[1:])], jnp.float32)]
+            if self._check_numerics:
+                is_bad = jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
+                tail.append((is_bad[:, None] & (jnp.arange(total) == replica)).astype(jnp.float32).reshape(-1))
+            return layout.flatten(leaves, jnp.concatenate(tail))
+
+        return gradients
+
+    def _update(self, variables: Any, optimizer_state: Any, sums: Any) -> tuple[Any, Any, jax.Array]:
+        means = jax.tree.map(lambda leaf: leaf / self._strategy.num_replicas_in_sync, sums)
+        changes, optimizer_state = self._optimizer.update(means, optimizer_state, variables)
+        return optax.apply_updates(variables, changes), optimizer_state, jnp.zeros(())
+
+    def _raise_if_not_finite(self, state: TrainState, flags: np.ndarray) -> None:
+        if not flags.any():
+            return
+        leaf, replica = divmod(int(np.flatnonzero(flags)[0]), self._strategy.num_replicas_in_sync)
+        path, _ = jax.tree_util.tree_leaves_with_path(state.variables)[leaf]
+        replicas = np.flatnonzero(flags.reshape(-1, self._strategy.num_replicas_in_sync).any(axis=0)).tolist()
+        raise NonFiniteGradientError(
+            f"the gradient of variable {jax.tree_util.keystr(path)} on replica {replica} is not finite at step "
+            f"{state.step} (first of the replicas {replicas}); the step was not applied: lower the learning rate, "
+            "clip the gradients, or look at that replica's batch"
+        )
