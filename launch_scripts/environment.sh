@@ -1,0 +1,102 @@
+# shellcheck shell=sh
+# Sourced by the scripts next to it: finds Python, makes a virtual environment if none is active, installs the
+# project into it. A second start finds everything in place. Needs `here`, the folder of the script that sources it.
+#
+#   prepare EXTRA     afterwards `python`, `poprun` and `mpirun` are those of the environment
+#   run COMMAND...    prints the command and runs it; its exit status is the script's
+
+root=$(CDPATH='' cd -- "${here:?}/.." && pwd -P) || exit 1
+
+say() {
+    printf '%s\n' "$*" >&2
+}
+
+fail() {
+    say "error: $*"
+    exit 1
+}
+
+prepare() {
+    if environment=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} && [ -n "$environment" ]; then
+        [ -x "$environment/bin/python" ] ||
+            fail "the active environment $environment has no bin/python; deactivate it, or make it again"
+        is_recent "$environment/bin/python" ||
+            fail "the active environment $environment has a Python older than 3.11; deactivate it, or use another"
+    else
+        environment=$root/.venv
+        make_environment
+    fi
+    PATH=$environment/bin:$PATH
+    export PATH
+    install "$1"
+}
+
+# An environment's scripts name its place, so one that was moved or copied with the project is made again.
+make_environment() {
+    made_for=$(cat "$environment/made-for" 2>/dev/null || true)
+    if [ "$made_for" = "$environment" ] && is_recent "$environment/bin/python"; then
+        return
+    fi
+    python=$(find_python) || exit 1
+    say "Making a virtual environment in $environment with $python."
+    [ -z "$made_for" ] || rm -rf "$environment"
+    "$python" -m venv "$environment" >&2 ||
+        fail "$python cannot make a virtual environment; on Debian and Ubuntu install python3-venv first"
+    printf '%s\n' "$environment" >"$environment/made-for"
+}
+
+find_python() {
+    for python in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11 python; do
+        if is_recent "$python"; then
+            printf '%s\n' "$python"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3 sh $0"
+}
+
+is_recent() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+# Installs only when the metadata or the place changed since: the stamp says for what it was done.
+install() {
+    stamp=$environment/popdist-everywhere
+    wanted=$(cd -- "$root" && cksum setup.cfg pyproject.toml && pwd)
+    for extra in "$1" dev; do # dev holds all the others
+        if [ "$(cat "$stamp-$extra" 2>/dev/null)" = "$wanted" ]; then
+            return
+        fi
+    done
+    python -m pip --version >/dev/null 2>&1 ||
+        fail "the environment $environment has no pip; run: python -m ensurepip"
+    say "Installing the project and what it needs into $environment (a minute or two, once)."
+    (cd -- "$root" && python -m pip install --quiet --disable-pip-version-check --editable ".[$1]" >&2) ||
+        fail "pip could not install the project; is the package index reachable? What pip says is above"
+    printf '%s\n' "$wanted" >"$stamp-$1"
+}
+
+run() {
+    printf '+' >&2
+    for word in "$@"; do
+        case $word in
+            '' | *[!A-Za-z0-9_./:=,@%+-]*) printf " '%s'" "$(printf '%s' "$word" | sed "s/'/'\\\\''/g")" >&2 ;;
+            *) printf ' %s' "$word" >&2 ;;
+        esac
+    done
+    printf '\n' >&2
+    "$@"
+}
+
+# The program as a user in the present folder would name it.
+program() {
+    if [ "$(pwd -P)" = "$root" ]; then
+        printf '%s\n' "launch_scripts/$1"
+    else
+        printf '%s\n' "$root/launch_scripts/$1"
+    fi
+}
+
+is_root() {
+    [ "$(id -u)" -eq 0 ]
+}
