@@ -152,14 +152,18 @@ def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
 
 
 def _describe_blamed(blamed: Facts, facts: Sequence[Facts]) -> str:
-    waiting = [
-        each.index for each in facts if blamed.index in each.record.waiting_for and each.record.is_inside
-    ]
     how = "left the program" if blamed.ending is None else blamed.ending.describe()
-    if blamed.is_gone and waiting:
-        verb = "was" if len(waiting) == 1 else "were"
-        return f"{blamed.name} {how} too early: {list_instances(waiting)} {verb} still waiting for it"
-    return f"{blamed.name} {how}{_describe_place(blamed)}"
+    if not blamed.is_gone:
+        return f"{blamed.name} {how}{_describe_place(blamed)}"
+    waiting = [each.index for each in facts if each.index != blamed.index and _needs(each, blamed)]
+    return f"{blamed.name} {how} too early: {list_instances(waiting)} still needed it"
+
+
+def _needs(each: Facts, gone: Facts) -> bool:
+    waits = gone.index in each.record.waiting_for or (
+        not each.record.waiting_for and _has_not_come(gone, each)
+    )
+    return each.record.is_inside and waits
 
 
 def _describe_place(each: Facts) -> str:

@@ -76,6 +76,7 @@ class Link:
         if scheme != "unix":
             raise ValueError(f"the control address {address!r} is not a unix: address")
         self.is_open = True
+        self._path = path
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._reader = wire.MessageReader()
@@ -99,7 +100,17 @@ class Link:
         except OSError:
             data = b""
         self.is_open = self.is_open and bool(data)
+        if not self.is_open:
+            self._tidy()
         return self._reader.feed(data)
+
+    def _tidy(self) -> None:
+        """Remove the socket that a poprun killed during the start could not remove."""
+        for remove, path in ((os.unlink, self._path), (os.rmdir, os.path.dirname(self._path))):
+            try:
+                remove(path)
+            except OSError:
+                return
 
 
 class Guard:

@@ -10,8 +10,8 @@ class LineBuffer:
     """Holds the last, unfinished line of one stream.
 
     A piece without line end is let go when nothing has been added for `LONGEST_SILENCE_S`, so that a prompt
-    appears. Of a line that is redrawn with carriage returns, as progress bars do, everything but the newest state
-    is let go after the same time even without silence.
+    appears. Of a line that is redrawn with carriage returns, as progress bars do, everything but the newest
+    state is let go after the same time even without silence.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class LineBuffer:
         """What has waited long enough at this time."""
         if not self._held or now_s < self.deadline_s():
             return b""
-        if now_s - self._newest_s >= LONGEST_SILENCE_S:
+        if now_s >= self._newest_s + LONGEST_SILENCE_S:
             return self._take(len(self._held))
         self._oldest_s = now_s
         return self._take(max(self._held.rfind(b"\r"), 0))

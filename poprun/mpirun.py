@@ -57,6 +57,13 @@ class Mpirun:
         except ChildProcessError:
             return
 
+    def tidy(self, environ: Mapping[str, str]) -> None:
+        """Remove the session directory that it leaves behind when it is killed."""
+        if self.status is None or self.status > 128:
+            import shutil  # seldom needed
+
+            shutil.rmtree(f"{environ.get('TMPDIR') or '/tmp'}/ompi.{self.pid}", ignore_errors=True)
+
     def send(self, number: int) -> None:
         """Send it a signal while it runs."""
         if self.status is None:

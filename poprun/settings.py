@@ -71,7 +71,8 @@ class Settings:
             nearest = " or ".join(str(n) for n in (below, below + self.num_instances) if n)
             replicas, instances = _count(self.num_replicas, "replica"), _count(self.num_instances, "instance")
             raise UsageError(
-                f"asked for {replicas} on {instances}; replicas must divide evenly: use {nearest} (--num-replicas)"
+                f"asked for {replicas} on {instances}; "
+                f"replicas must divide evenly: use {nearest} (--num-replicas)"
             )
 
     @property

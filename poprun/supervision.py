@@ -96,6 +96,7 @@ class Supervisor:
                 self._advance(time.monotonic())
         finally:
             self._reception.close()
+        self._mpirun.tidy(environ)
         self._say(Level.INFO, f"mpirun ({self._mpirun.pid}) ended with exit status {self._mpirun.status}")
         return self._finish()
 

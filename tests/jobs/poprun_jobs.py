@@ -1,0 +1,179 @@
+"""Running poprun for tests, and looking for what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MARKER = "POPRUN_TEST_MARKER"
+LIMIT_S = 30.0
+
+MPI_HEAD = """\
+import os, signal, sys
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+rank = comm.rank
+comm.Barrier()
+"""
+PROGRESS_HEAD = """\
+import os, signal, sys
+from popdist.environments import ProgressPage
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+page = ProgressPage.from_environ(os.environ)
+"""
+
+
+@dataclass
+class Finished:
+    """What a poprun left in the hands of its caller."""
+
+    status: int
+    stdout: str
+    stderr: str
+    after_event_s: float
+
+    @property
+    def own_lines(self) -> list[str]:
+        """poprun's own error lines, without clock and process."""
+        return [
+            line.partition(" POPRUN [E] ")[2] for line in self.stderr.splitlines() if " POPRUN [E] " in line
+        ]
+
+    @property
+    def own_text(self) -> str:
+        return "\n".join(self.own_lines)
+
+
+@dataclass
+class Job:
+    """A poprun that is running; its environment carries a marker that all its descendants inherit."""
+
+    process: subprocess.Popen[bytes]
+    marker: str
+    streams: tuple[Stream, Stream] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.streams = (Stream(self.process.stdout), Stream(self.process.stderr))
+
+    def wait_for(self, text: str) -> None:
+        """Return as soon as the job has written this on its standard output."""
+        assert self.streams[0].wait_for(text.encode(), LIMIT_S), (
+            f"{text!r} did not come: {self.streams[1].text}"
+        )
+
+    def finish(self) -> Finished:
+        """Wait for the end; every process of the job has to be gone then."""
+        began = time.monotonic()
+        try:
+            self.process.wait(LIMIT_S)
+            seconds = time.monotonic() - began
+            assert leftovers(self.marker) == {}
+        finally:
+            end_all(self.marker)
+        for stream in self.streams:
+            stream.close()
+        return Finished(self.process.returncode, self.streams[0].text, self.streams[1].text, seconds)
+
+    def kill_and_count(self, within_s: float) -> dict[int, str]:
+        """SIGKILL poprun; what is left of the job after the limit."""
+        self.process.kill()
+        deadline = time.monotonic() + within_s
+        while (left := leftovers(self.marker)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        end_all(self.marker)
+        self.process.wait(LIMIT_S)
+        for stream in self.streams:
+            stream.close()
+        return left
+
+
+class Stream:
+    """Reads a pipe in the background."""
+
+    def __init__(self, pipe) -> None:
+        self._pipe = pipe
+        self._data = bytearray()
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while data := os.read(self._pipe.fileno(), 65536):
+            with self._changed:
+                self._data += data
+                self._changed.notify_all()
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+
+    def wait_for(self, data: bytes, limit_s: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: data in self._data or not self._is_open, limit_s)
+            return data in self._data
+
+    def close(self) -> None:
+        self._thread.join(LIMIT_S)
+        self._pipe.close()
+
+    @property
+    def text(self) -> str:
+        return self._data.decode()
+
+
+def start(*words: str, environ: dict[str, str] | None = None, cwd=None, root_allowed: bool = True) -> Job:
+    """Start `poprun` with these words; as root too."""
+    marker = uuid.uuid4().hex
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+    variables |= {"PYTHONPATH": paths, MARKER: marker} | (allowed if root_allowed else {}) | (environ or {})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "poprun", *words],
+        env=variables,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    return Job(process, marker)
+
+
+def run(*words: str, environ: dict[str, str] | None = None, cwd=None, root_allowed: bool = True) -> Finished:
+    """Run `poprun` with these words to its end."""
+    return start(*words, environ=environ, cwd=cwd, root_allowed=root_allowed).finish()
+
+
+def two(program: str, *options: str) -> list[str]:
+    """The words that run a Python program as two instances."""
+    return ["--num-instances", "2", "--num-replicas", "2", *options, sys.executable, "-c", program]
+
+
+def leftovers(marker: str) -> dict[int, str]:
+    """The living processes whose environment carries the marker."""
+    sought = f"{MARKER}={marker}".encode()
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if sought in (directory / "environ").read_bytes().split(b"\0"):
+                found[int(directory.name)] = (
+                    (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
+        except OSError:
+            continue
+    return found
+
+
+def end_all(marker: str) -> None:
+    for pid in leftovers(marker):
+        try:
+            os.kill(pid, 9)
+        except ProcessLookupError:
+            continue

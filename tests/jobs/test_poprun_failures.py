@@ -1,0 +1,220 @@
+"""When one instance fails the job is over within a second, nothing is left, and the right one is blamed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from poprun_jobs import MPI_HEAD, PROGRESS_HEAD, Finished, run, start, two
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
+
+WAIT_FOR_EVER = "signal.pause()\n"
+SAY_READY = "print('ready', rank, flush=True)\n"
+
+
+def check(finished: Finished, status: int, blamed: int, *facts: str, within_s: float | None = None) -> None:
+    assert finished.status == status, finished.stderr
+    assert 1 <= len(finished.own_lines) <= 15
+    assert finished.stderr.splitlines()[-1].endswith(finished.own_lines[-1])
+    assert finished.own_lines[0].startswith(f"instance {blamed} on host "), finished.stderr
+    for fact in facts:
+        assert fact in finished.own_text
+    if within_s is not None:
+        assert finished.after_event_s < within_s
+
+
+class TestPlainPrograms:
+    """Programs that know nothing of popdist."""
+
+    def test_an_exception_while_the_others_wait_in_mpi(self):
+        program = MPI_HEAD + (
+            "if rank == 1:\n    print('failing', flush=True)\n    raise ValueError('no such data')\n"
+            "comm.Barrier()\n"
+        )
+        job = start(*two(program))
+        job.wait_for("failing")
+        finished = job.finish()
+        check(finished, 1, 1, "ended with exit status 1", within_s=1.0)
+        assert finished.stderr.count("ValueError: no such data") == 1
+        assert "[1,1]<stderr>:Traceback (most recent call last):" in finished.stderr
+        assert "prterun" not in finished.stderr
+
+    @pytest.mark.parametrize("leave", ["sys.exit(3)", "os._exit(3)", "raise SystemExit(3)"])
+    def test_the_exit_status_is_that_of_the_instance(self, leave):
+        finished = run(*two(MPI_HEAD + f"if rank == 0:\n    {leave}\ncomm.Barrier()\n"))
+        check(finished, 3, 0, "ended with exit status 3")
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+    def test_a_signal_gives_128_and_its_number(self, number):
+        program = MPI_HEAD + f"if rank == 1:\n    os.kill(os.getpid(), {int(number)})\ncomm.Barrier()\n"
+        finished = run(*two(program))
+        check(finished, 128 + number, 1, f"was killed by {number.name}")
+
+    def test_mpi_abort_is_blamed_on_the_one_that_called_it(self):
+        finished = run(*two(MPI_HEAD + "if rank == 1:\n    comm.Abort(5)\ncomm.Barrier()\n"))
+        check(finished, 5, 1, "ended with exit status 5")
+
+    def test_the_others_do_not_have_to_use_mpi(self):
+        finished = run(
+            "--num-instances=3",
+            "--num-replicas=3",
+            "sh",
+            "-c",
+            "test $OMPI_COMM_WORLD_RANK != 2 && exec sleep 50",
+        )
+        check(finished, 1, 2, "ended with exit status 1")
+
+    def test_a_program_that_cannot_be_executed(self, tmp_path):
+        script = tmp_path / "broken"
+        script.write_text("#!/nonexistent/interpreter\n")
+        script.chmod(0o755)
+        finished = run(str(script))
+        check(finished, 127, 0, "ended with exit status 127")
+        assert f"cannot start {script}" in finished.stderr
+
+    def test_leaving_early_is_fine_when_nobody_waits(self):
+        program = "import os, sys\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': print(sum(range(10**7)))\n"
+        finished = run(*two(program))
+        assert (finished.status, finished.stderr) == (0, "")
+
+    def test_children_of_the_failed_and_of_the_others_are_ended(self):
+        program = (
+            "import os, subprocess, sys\n"
+            "subprocess.Popen(['sleep', '100'])\n"
+            "subprocess.Popen(['sh', '-c', 'setsid sleep 100 & exec sleep 100'], start_new_session=True)\n"
+            "if os.environ['OMPI_COMM_WORLD_RANK'] == '1': os._exit(9)\n"
+            "os.wait()\n"
+        )
+        check(run(*two(program)), 9, 1)
+
+    def test_children_that_a_successful_program_leaves_are_ended(self):
+        finished = run("sh", "-c", "sleep 100 & setsid sleep 100 & echo done")
+        assert (finished.status, finished.stdout) == (0, "[1,0]<stdout>:done\n")
+
+
+class TestProgramsThatKeepARecord:
+    """Programs that note their collectives, as popdist does."""
+
+    def test_the_collective_of_the_others_is_named(self):
+        program = PROGRESS_HEAD + (
+            "page.step(12)\n"
+            "if rank == 1:\n"
+            "    page.enter(4, b\"broadcast 'variables'\"); page.leave(); raise ValueError('bad')\n"
+            "page.enter(5, b\"all_reduce 'gradients'\"); page.waiting_for([1])\n" + WAIT_FOR_EVER
+        )
+        finished = run(*two(program))
+        check(finished, 1, 1, "in step 12, after collective 4, broadcast 'variables'")
+        assert "instance 0 was in collective 5, all_reduce 'gradients', step 12, waiting for instance 1" in (
+            finished.own_lines
+        )
+
+    def test_the_collective_of_the_failed_is_named(self):
+        program = PROGRESS_HEAD + (
+            "page.enter(7, b'barrier')\nif rank == 1: os.kill(os.getpid(), 9)\n" + WAIT_FOR_EVER
+        )
+        check(run(*two(program)), 137, 1, "was killed by SIGKILL, inside collective 7, barrier")
+
+    def test_exit_0_while_another_waits_is_a_failure(self):
+        program = PROGRESS_HEAD + (
+            "if rank == 0:\n    print('leaving', flush=True); os._exit(0)\n"
+            "page.enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
+        )
+        job = start(*two(program))
+        job.wait_for("leaving")
+        facts = "ended with exit status 0 too early: instance 1 still needed it"
+        check(job.finish(), 1, 0, facts, "instance 1 was in collective 5, barrier", within_s=1.0)
+
+    def test_waiting_in_an_exit_handler_while_another_waits_is_a_failure(self):
+        program = PROGRESS_HEAD + (
+            "if rank == 0:\n    page.leaving(); print('leaving', flush=True); signal.pause()\n"
+            "page.enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
+        )
+        job = start(*two(program))
+        job.wait_for("leaving")
+        facts = "left the program too early: instance 1 still needed it"
+        check(job.finish(), 1, 0, facts, within_s=1.0)
+
+    def test_one_that_is_released_from_its_exit_handler_shows_its_status(self):
+        program = PROGRESS_HEAD + (
+            "if rank == 0:\n    page.leaving()\n    while not page.is_released: pass\n    os._exit(3)\n"
+            "page.enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
+        )
+        check(run(*two(program)), 3, 0)
+
+    def test_one_that_fails_because_another_left_is_a_victim(self):
+        program = PROGRESS_HEAD + (
+            "page.enter(4, b'barrier'); page.leave()\n"
+            "if rank == 0:\n    page.leaving(); print('left', flush=True); os._exit(0)\n"
+            "page.enter(5, b'barrier')\n"
+            "while True:\n"
+            "    import time; time.sleep(0.05); raise RuntimeError('instance 0 is gone')\n"
+        )
+        check(run(*two(program)), 1, 0, "ended with exit status 0 too early")
+
+    def test_one_that_fails_because_another_was_killed_is_a_victim(self):
+        program = MPI_HEAD + (
+            "from popdist.environments import ProgressPage\n"
+            "page = ProgressPage.from_environ(os.environ)\n"
+            "page.enter(5, b'barrier')\n"
+            "page.waiting_for([1 - rank])\n"
+            "if rank == 1:\n    comm.send(os.getpid(), 0); signal.pause()\n"
+            "victim = comm.recv(source=1)\n"
+            "os.kill(victim, 9); raise RuntimeError('instance 1 is gone')\n"
+        )
+        check(run(*two(program)), 137, 1, "was killed by SIGKILL")
+
+    def test_an_error_of_ones_own_after_another_has_finished_is_ones_own(self):
+        program = PROGRESS_HEAD + (
+            "page.enter(1, b'barrier'); page.leave()\nif rank == 0: os._exit(0)\nraise ValueError('mine')\n"
+        )
+        check(run(*two(program)), 1, 1, "ended with exit status 1")
+
+
+def test_a_killed_shim_takes_its_program_with_it_and_is_blamed():
+    program = "import os, signal\nprint('shim', os.getppid(), flush=True)\nsignal.pause()\n"
+    job = start(sys.executable, "-c", program)
+    job.wait_for("\n")
+    os.kill(int(job.streams[0].text.split()[-1]), signal.SIGKILL)
+    check(job.finish(), 137, 0, "was lost", within_s=1.0)
+
+
+def test_a_killed_mpirun_is_a_failure():
+    program = (
+        "import os, signal\n"
+        "shim = os.getppid()\n"
+        "print('mpirun', open(f'/proc/{shim}/stat').read().rpartition(')')[2].split()[1], flush=True)\n"
+        "signal.pause()\n"
+    )
+    job = start(sys.executable, "-c", program)
+    job.wait_for("\n")
+    os.kill(int(job.streams[0].text.split()[-1]), signal.SIGKILL)
+    finished = job.finish()
+    assert finished.status != 0
+    assert "mpirun" in finished.own_text
+    assert finished.after_event_s < 1.5
+
+
+def test_when_mpirun_cannot_start_its_own_words_are_shown():
+    finished = run("--mpi-global-args", "--no-such-option-at-all", "echo", "x")
+    assert finished.status not in (0, 2)
+    assert "no-such-option-at-all" in finished.stderr
+    assert finished.own_lines[-1] == "instance 0 never started"
+
+
+def test_output_of_the_others_is_dropped_once_one_has_failed():
+    program = (
+        "import os, sys, time\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '0':\n"
+        "    print('last words', file=sys.stderr, flush=True); os._exit(4)\n"
+        "while True: print('x' * 50, flush=True)\n"
+    )
+    job = start(*two(program))
+    began = time.monotonic()
+    finished = job.finish()
+    check(finished, 4, 0)
+    assert finished.stderr.splitlines()[0] == "[1,0]<stderr>:last words"
+    assert time.monotonic() - began < 5

@@ -1,0 +1,186 @@
+"""What programs find when they start, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+
+import pytest
+from poprun_jobs import Finished, run, two
+
+from popdist.version import __version__
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
+
+TELL = (
+    "import json, os\n"
+    "print(json.dumps({'environ': dict(os.environ), 'cores': sorted(os.sched_getaffinity(0))}))\n"
+)
+
+
+def tell(*options: str, environ: dict[str, str] | None = None) -> list[dict]:
+    """What every instance tells about itself, in order."""
+    finished = run(*options, sys.executable, "-c", TELL, environ=environ)
+    assert finished.status == 0, finished.stderr
+    lines = sorted(finished.stdout.splitlines())
+    return [json.loads(line.partition(":")[2]) for line in lines]
+
+
+def popdist_variables(told: dict) -> dict[str, str]:
+    return {name: value for name, value in told["environ"].items() if name.startswith("POPDIST_")}
+
+
+class TestEnvironment:
+    def test_exactly_the_variables_of_popdist_are_set(self):
+        told = tell("--num-instances", "3", "--num-replicas", "6", "--ipus-per-replica", "4")
+        for index, each in enumerate(told):
+            assert popdist_variables(each) == {
+                "POPDIST_NUM_TOTAL_REPLICAS": "6",
+                "POPDIST_NUM_LOCAL_REPLICAS": "2",
+                "POPDIST_REPLICA_INDEX_OFFSET": str(2 * index),
+                "POPDIST_NUM_IPUS_PER_REPLICA": "4",
+                "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "1",
+                "POPDIST_LOCAL_INSTANCE_INDEX": str(index),
+            }
+            assert each["environ"]["OMPI_COMM_WORLD_RANK"] == str(index)
+            assert each["environ"]["OMPI_COMM_WORLD_SIZE"] == "3"
+            assert "POPRUN_CONTROL" not in each["environ"]
+
+    def test_the_thread_pool_depends_on_all_replicas(self):
+        assert tell("--num-replicas=12")[0]["environ"]["PJRT_NPROC"] == "12"
+        assert tell("--num-instances=2", "--num-replicas=2")[1]["environ"]["PJRT_NPROC"] == "8"
+        assert tell(environ={"PJRT_NPROC": "5"})[0]["environ"]["PJRT_NPROC"] == "5"
+        assert tell("--mpi-local-args", "-x PJRT_NPROC=6")[0]["environ"]["PJRT_NPROC"] == "6"
+
+    def test_offline_mode_takes_the_cpu(self):
+        assert "JAX_PLATFORMS" not in tell()[0]["environ"]
+        assert tell("--offline-mode", "on")[0]["environ"]["JAX_PLATFORMS"] == "cpu"
+
+    def test_users_add_variables_with_local_arguments(self):
+        told = tell("--mpi-local-args", "-x GREETING='hello, world' -x A=1", "--mpi-local-args=-x B=2")
+        assert [told[0]["environ"][name] for name in ("GREETING", "A", "B")] == ["hello, world", "1", "2"]
+
+    def test_the_users_environment_is_kept(self):
+        told = tell(environ={"SOME_SETTING": "kept as it is"})
+        assert told[0]["environ"]["SOME_SETTING"] == "kept as it is"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+class TestPinning:
+    def test_instances_have_cores_of_their_own(self):
+        first, second = (set(each["cores"]) for each in tell("--num-instances=2", "--num-replicas=2"))
+        assert first
+        assert second
+        assert not first & second
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ["--process-placement", "disabled"],
+            ["--mpi-global-args=--bind-to none"],
+            ["--num-instances=1"],
+        ],
+    )
+    def test_unless_the_user_says_otherwise(self, options):
+        for each in tell("--num-instances=2", "--num-replicas=2", *options):
+            assert set(each["cores"]) == os.sched_getaffinity(0)
+
+    def test_more_instances_than_cores_are_not_pinned(self):
+        count = len(os.sched_getaffinity(0)) + 1
+        for each in tell(f"--num-instances={count}", f"--num-replicas={count}"):
+            assert set(each["cores"]) == os.sched_getaffinity(0)
+
+
+class TestDryRun:
+    def test_it_prints_the_command_that_is_run(self):
+        words = [*two("print('ran')", "--mpi-local-args", "-x A='b c'"), "an argument"]
+        planned = run("--dry-run", *words)
+        assert planned.status == 0
+        done = run("-v", *words)
+        logged = next(line for line in done.stderr.splitlines() if "running command: " in line)
+        assert logged.partition("running command: ")[2] == planned.stdout.rstrip("\n")
+        assert "ran" not in planned.stdout.replace("print('ran')", "").replace("'\"'\"'ran'\"'\"'", "")
+        assert shlex.split(planned.stdout)[-1] == "an argument"
+
+    def test_it_needs_no_permission(self):
+        assert run("--dry-run", "echo", root_allowed=False).status == 0
+
+    def test_it_shows_the_topology_when_asked(self):
+        shown = run("--dry-run", "--num-replicas=2", "--print-topology=yes", "echo").stdout.splitlines()
+        assert shown[1] == "|  poprun topology  |"
+        assert "mpirun" in shown[-1]
+
+
+def refused(*words: str, **options) -> Finished:
+    finished = run(*words, **options)
+    assert finished.stdout == ""
+    assert len(finished.own_lines) == 1
+    assert len(finished.stderr.splitlines()) == 1
+    return finished
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--num-replicas", "6", "--num-instances", "4", "echo"], "use 4 or 8"),
+            (["--num-replicas=3", "--num-instances=4", "echo"], "use 4 "),
+            (["--num-replicas=0", "echo"], "--num-replicas is 0; use 1 or more"),
+            (["--num-instances=-2", "echo"], "--num-instances is -2; use 1 or more"),
+            (["--ipus-per-replica=0", "echo"], "--ipus-per-replica is 0; use 1 or more"),
+            (["--num-replicas=two", "echo"], "--num-replicas needs a whole number, got 'two'"),
+            (["--num-replica-s=2", "echo"], "unknown option --num-replica-s, did you mean --num-replicas"),
+            (
+                ["--only-output-from-instance=1", "echo"],
+                "--only-output-from-instance is 1, the job has 1 instance",
+            ),
+            (["--num-replicas=2"], "no program given"),
+            (["no-such-program"], "program 'no-such-program' is not in PATH"),
+            (["./no/such/program"], "program './no/such/program' does not exist"),
+            (["/tmp"], "program '/tmp' is a directory"),
+            (["--print-topology", "maybe", "echo"], "--print-topology needs yes or no"),
+            (["--process-placement", "sideways", "echo"], "use one of spreadnuma, disabled"),
+            (["--mpi-global-args", "-x 'A", "echo"], "check the quotes"),
+        ],
+    )
+    def test_each_is_refused_in_one_line_with_status_2(self, words, message):
+        finished = refused(*words)
+        assert finished.status == 2
+        assert message in finished.own_text
+
+    def test_a_script_that_is_not_executable(self, tmp_path):
+        (tmp_path / "train.py").touch()
+        for words in (["./train.py"], ["train.py"]):
+            finished = refused(*words, cwd=tmp_path)
+            assert finished.status == 2
+            assert "train.py" in finished.own_text
+            assert "start it with `python " in finished.own_text
+
+    def test_root_has_to_say_so(self):
+        if os.geteuid() != 0:
+            pytest.skip("only root is refused")
+        finished = refused("echo", root_allowed=False)
+        assert finished.status == 2
+        assert "--allow-run-as-root yes" in finished.own_text
+        assert "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1" in finished.own_text
+        assert run("--allow-run-as-root", "yes", "echo", root_allowed=False).status == 0
+
+
+class TestVersion:
+    def test_as_text_and_json(self):
+        assert run("--version").stdout == f"poprun {__version__}\n"
+        assert json.loads(run("--version", "--version-format", "json").stdout) == {"poprun": __version__}
+
+    def test_in_full(self):
+        versions = json.loads(run("--version", "--version-format=full-json").stdout)
+        assert {"poprun", "popdist", "python", "openmpi", "mpi4py", "numpy", "jax"} <= versions.keys()
+        assert f"mpi4py {versions['mpi4py']}" in run("--version", "--version-format=full-text").stdout
+
+
+def test_help_names_every_option():
+    shown = run("--help")
+    assert shown.status == 0
+    for name in ("num-replicas", "print-topology", "mpi-local-args", "offline-mode", "dry-run"):
+        assert f"--{name}" in shown.stdout

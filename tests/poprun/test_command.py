@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+
+from poprun.command import SHIM, Launch, build_command, exported_names, extra_variables
+from poprun.cores import Core
+from poprun.placement import place_instances
+from poprun.settings import Settings
+
+TWO_CORES = [Core(0, 0, 0, 0), Core(0, 0, 1, 1)]
+
+
+def command(cores=TWO_CORES, forwarded=("PATH",), extra=None, **options) -> list[str]:
+    settings = Settings(program=("python3", "train.py", "--lr=0.1"), **options)
+    launch = Launch(
+        settings=settings,
+        places=place_instances(settings, "h", cores),
+        mpirun="/opt/mpirun",
+        python="/opt/python",
+        extra=extra or {"PJRT_NPROC": "8"},
+        forwarded=forwarded,
+        oversubscribes=settings.num_instances > len(cores),
+    )
+    return build_command(launch)
+
+
+def test_the_order_is_that_of_the_original():
+    words = command(
+        num_replicas=4,
+        ipus_per_replica=2,
+        mpi_global_args=("--tag-output", "--timeout", "9"),
+        mpi_local_args=("-x", "A=1"),
+        allow_run_as_root=True,
+        forwarded=("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"),
+    )
+    assert words == [
+        "/opt/mpirun",
+        *("--tag-output", "--bind-to", "none", "--oversubscribe"),
+        *("--mca", "async_mpi_finalize", "1", "--mca", "osc", "^ucx"),
+        *("--tag-output", "--timeout", "9"),
+        "--allow-run-as-root",
+        *("-np", "1"),
+        *("-x", "POPDIST_NUM_TOTAL_REPLICAS=4"),
+        *("-x", "POPDIST_NUM_IPUS_PER_REPLICA=2"),
+        *("-x", "POPDIST_NUM_LOCAL_REPLICAS=4"),
+        *("-x", "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE=1"),
+        *("-x", "POPDIST_REPLICA_INDEX_OFFSET=0"),
+        *("-x", "POPDIST_LOCAL_INSTANCE_INDEX=0"),
+        *("-x", "PJRT_NPROC=8"),
+        *("-x", "PATH", "-x", "LD_LIBRARY_PATH", "-x", "PYTHONPATH", "-x", "POPRUN_CONTROL"),
+        *("-x", "A=1"),
+        *("/opt/python", "-I", "-S", str(SHIM), "any"),
+        *("python3", "train.py", "--lr=0.1"),
+    ]
+
+
+def contexts(words: list[str]) -> list[list[str]]:
+    """The application contexts, from their `-np` on."""
+    found: list[list[str]] = [[]]
+    for word in words[words.index("-np") :]:
+        if word == ":":
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found
+
+
+def test_every_instance_has_a_context_with_its_own_offset_cores_and_the_local_arguments():
+    found = contexts(command(num_instances=2, num_replicas=6, mpi_local_args=("-x", "A=1")))
+    assert len(found) == 2
+    for index, words in enumerate(found):
+        assert words[:2] == ["-np", "1"]
+        assert f"POPDIST_REPLICA_INDEX_OFFSET={3 * index}" in words
+        assert f"POPDIST_LOCAL_INSTANCE_INDEX={index}" in words
+        assert words[words.index(str(SHIM)) + 1] == str(index)
+        assert "A=1" in words
+
+
+def test_global_arguments_come_once():
+    words = command(num_instances=2, num_replicas=2, mpi_global_args=("--timeout", "9"))
+    assert words.count("--timeout") == 1
+    assert words.index("--timeout") < words.index("-np")
+
+
+def test_binding_is_left_to_the_user_who_asks_for_it():
+    words = command(num_instances=2, num_replicas=2, mpi_global_args=("--bind-to", "core"))
+    assert words.count("--bind-to") == 1
+    assert "none" not in words
+
+
+@pytest.mark.parametrize(("instances", "yields"), [(2, False), (3, True)])
+def test_more_instances_than_cores_yield_while_they_wait(instances, yields):
+    words = command(num_instances=instances, num_replicas=instances)
+    assert ("mpi_yield_when_idle" in words) == yields
+
+
+def test_parameters_that_the_user_sets_are_not_set_again():
+    words = command(mpi_global_args=("--mca", "osc", "sm", "--mca", "async_mpi_finalize", "0"))
+    assert words.count("osc") == words.count("async_mpi_finalize") == 1
+
+
+def test_root_is_allowed_once():
+    words = command(allow_run_as_root=True, mpi_global_args=("--allow-run-as-root",))
+    assert words.count("--allow-run-as-root") == 1
+
+
+class TestExtraVariables:
+    def test_python_is_unbuffered_and_the_pool_is_fixed(self):
+        extra = extra_variables(Settings(program=("p",)), {"PJRT_NPROC": "8"}, {})
+        assert extra == {"PJRT_NPROC": "8", "PYTHONUNBUFFERED": "1"}
+
+    def test_the_users_environment_comes_first(self):
+        assert extra_variables(Settings(program=("p",)), {}, {"PYTHONUNBUFFERED": ""}) == {}
+
+    def test_offline_mode_wins_over_the_environment_but_not_over_an_export(self):
+        offline = Settings(program=("p",), offline_mode=True)
+        assert extra_variables(offline, {}, {"JAX_PLATFORMS": "gpu"})["JAX_PLATFORMS"] == "cpu"
+        told = Settings(program=("p",), offline_mode=True, mpi_local_args=("-x", "JAX_PLATFORMS=tpu"))
+        assert "JAX_PLATFORMS" not in extra_variables(told, {}, {})
+
+    def test_exports_are_found(self):
+        assert exported_names(["-x", "A=1", "--mca", "x", "-x", "B"]) == {"A", "B"}

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from poprun.placement import Place
+from poprun.topology import draw_topology
+
+
+def places(instances: int, replicas: int, host: str) -> list[Place]:
+    local = replicas // instances
+    return [Place(i, host, i, range(i * local, (i + 1) * local)) for i in range(instances)]
+
+
+def test_the_first_public_sample():
+    assert draw_topology(places(2, 2, "a-long-host-name")).splitlines() == [
+        " ===================",
+        "|  poprun topology  |",
+        "|===================|",
+        "| hosts     |  [0]  |",
+        "|-----------|-------|",
+        "| ILDs      |   0   |",
+        "|-----------|-------|",
+        "| instances | 0 | 1 |",
+        "|-----------|-------|",
+        "| replicas  | 0 | 1 |",
+        " -------------------",
+        " [0] = a-long-host-name",
+    ]
+
+
+def test_the_second_public_sample():
+    assert draw_topology(places(1, 4, "gc-poplar-02")).splitlines() == [
+        " ===========================",
+        "|      poprun topology      |",
+        "|===========================|",
+        "| hosts     | gc-poplar-02  |",
+        "|-----------|---------------|",
+        "| ILDs      |       0       |",
+        "|-----------|---------------|",
+        "| instances |       0       |",
+        "|-----------|---------------|",
+        "| replicas  | 0 | 1 | 2 | 3 |",
+        " ---------------------------",
+    ]
+
+
+def test_cells_are_as_wide_as_the_widest_index():
+    lines = draw_topology(places(4, 12, "node")).splitlines()
+    assert lines[9] == "| replicas  |  0 |  1 |  2 |  3 |  4 |  5 |  6 |  7 |  8 |  9 | 10 | 11 |"
+    assert lines[7] == "| instances |      0       |      1       |      2       |      3       |"
+    assert {len(line) for line in lines[1:-1]} == {len(lines[0]) + 1}
+
+
+def test_hosts_span_their_replicas():
+    two_hosts = [Place(0, "a", 0, range(0, 2)), Place(1, "b", 0, range(2, 4))]
+    assert draw_topology(two_hosts).splitlines()[3] == "| hosts     |   a   |   b   |"
+
+
+def test_a_host_whose_name_is_too_long_is_explained_below():
+    lines = draw_topology(places(1, 1, "node")).splitlines()
+    assert lines[3] == "| hosts     |[0]|"
+    assert lines[-1] == " [0] = node"
