@@ -77,6 +77,8 @@ def load_scikit_learn() -> Digits:
 def load_npz(path: Path) -> Digits:
     """An npz file with `x_train`, `y_train`, `x_test` and `y_test`, as Keras publishes MNIST."""
     names = ("x_train", "y_train", "x_test", "y_test")
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{path}: not an npz file, or a truncated one; it should hold {', '.join(names)}")
     try:
         with np.load(path, allow_pickle=False) as archive:
             missing = [name for name in names if name not in archive]
@@ -85,11 +87,9 @@ def load_npz(path: Path) -> Digits:
                     f"{path}: {', '.join(missing)} missing, found {', '.join(archive) or 'nothing'}; "
                     f"an npz file needs {', '.join(names)}"
                 )
-            arrays = [archive[name] for name in names]
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a readable npz file ({error}); it may be truncated") from error
-    except AttributeError as error:  # a single .npy array, which is no context manager
-        raise DataError(f"{path}: a single array; an npz file needs {', '.join(names)}") from error
+            arrays = [np.asarray(archive[name]) for name in names]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read as an npz file ({error}); it may be damaged") from error
     train_images, train_labels, test_images, test_labels = arrays
     return _checked(
         _scaled(f"{path}: x_train", train_images),

@@ -1,0 +1,6 @@
+"""The programs in launch_scripts import their neighbours as a started script does."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "launch_scripts"))

@@ -1,0 +1,80 @@
+"""The reference models: shapes, names, seeds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from digits_models import MODELS, max_pool
+
+
+def shapes(variables):
+    return {
+        "/".join(key.key for key in path): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
+    }
+
+
+@pytest.mark.parametrize(("size", "flat"), [(8, 72), (28, 1352), (9, 72), (4, 8)])
+def test_the_convolutional_network_is_that_of_the_mnist_examples(size, flat):
+    assert shapes(MODELS["cnn"].init(jax.random.key(0), (size, size, 1))) == {
+        "conv/kernel": (3, 3, 1, 8),
+        "conv/bias": (8,),
+        "hidden/kernel": (flat, 8),
+        "hidden/bias": (8,),
+        "logits/kernel": (8, 10),
+        "logits/bias": (10,),
+    }
+
+
+def test_the_perceptron_has_two_hidden_layers_of_1024():
+    assert shapes(MODELS["mlp"].init(jax.random.key(0), (28, 28, 1))) == {
+        "hidden1/kernel": (784, 1024),
+        "hidden1/bias": (1024,),
+        "hidden2/kernel": (1024, 1024),
+        "hidden2/bias": (1024,),
+        "logits/kernel": (1024, 10),
+        "logits/bias": (10,),
+    }
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+@pytest.mark.parametrize("shape", [(8, 8, 1), (28, 28, 1), (9, 12, 1), (5, 4, 3)])
+def test_a_model_turns_images_of_any_size_into_ten_logits(model, shape):
+    variables = MODELS[model].init(jax.random.key(1), shape)
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+    with jax.numpy_rank_promotion("allow"):
+        logits = MODELS[model].apply(variables, np.ones((3, *shape), np.float32))
+    assert (logits.shape, logits.dtype) == ((3, 10), jnp.float32)
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_variables_depend_on_the_seed_alone(model):
+    first, again, other = (MODELS[model].init(jax.random.key(seed), (8, 8, 1)) for seed in (3, 3, 4))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert any(
+        not np.array_equal(*leaves) for leaves in zip(*map(jax.tree.leaves, (first, other)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_every_variable_gets_a_gradient_after_one_update(model):
+    images = np.random.default_rng(0).random((16, 8, 8, 1), np.float32)
+
+    def loss(variables):
+        return jax.nn.logsumexp(MODELS[model].apply(variables, images), axis=-1).mean() ** 2 + (
+            MODELS[model].apply(variables, images)[:, 3].mean()
+        )
+
+    variables = MODELS[model].init(jax.random.key(0), (8, 8, 1))
+    variables = jax.tree.map(lambda v, g: v - 0.1 * g, variables, jax.grad(loss)(variables))
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(jax.grad(loss)(variables)))
+
+
+def test_max_pool_takes_the_maximum_of_every_window_and_leaves_odd_rows_out():
+    images = np.arange(2 * 5 * 4).reshape(2, 5, 4, 1)
+    assert max_pool(images)[..., 0].tolist() == [[[5, 7], [13, 15]], [[25, 27], [33, 35]]]
+
+
+def test_images_that_are_too_small_are_refused():
+    with pytest.raises(ValueError, match="images are 3x8; the convolutional network needs at least 4x4"):
+        MODELS["cnn"].init(jax.random.key(0), (3, 8, 1))

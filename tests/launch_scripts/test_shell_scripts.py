@@ -1,0 +1,134 @@
+"""The shell scripts: portable, clean, and clear when something is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "launch_scripts").glob("*.sh"))
+STARTERS = ["demo.sh", "test.sh", "mpirun_digits.sh"]
+
+
+def sh(script, *arguments, path, cwd=None, **environ):
+    return subprocess.run(
+        ["sh", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        env={"PATH": path, **environ},
+        cwd=cwd,
+    )
+
+
+def find_shellcheck():
+    return shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(find_shellcheck() is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci" / "run"], ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script):
+    done = subprocess.run([find_shellcheck(), str(script)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == ""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the scripts and metadata in a folder with a space in its name."""
+    copy = tmp_path / "my project"
+    shutil.copytree(ROOT / "launch_scripts", copy / "launch_scripts")
+    for name in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """A folder for PATH that has what scripts need, but no Python."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    for name in ("sh", "dirname", "cat", "cksum", "id", "rm", "sed"):
+        (folder / name).symlink_to(shutil.which(name))
+    return folder
+
+
+def fake(folder, name, body):
+    """An executable that stands for a foreign program."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("script", STARTERS)
+def test_no_python_is_reported(script, project, tools):
+    done = sh(project / "launch_scripts" / script, path=str(tools))
+    assert done.returncode == 1
+    assert "error: no Python 3.11 or newer found; install one, or name it: PYTHON=" in done.stderr
+    assert not (project / ".venv").exists()
+
+
+def test_an_active_environment_with_an_old_python_is_reported(project, tools, tmp_path):
+    fake(tmp_path / "old" / "bin", "python", "exit 1")
+    done = sh(project / "launch_scripts" / "demo.sh", path=str(tools), VIRTUAL_ENV=str(tmp_path / "old"))
+    assert done.returncode == 1
+    assert "has a Python older than 3.11; deactivate it" in done.stderr
+
+
+def test_a_failing_installation_is_reported_and_tried_again(project, tools, tmp_path):
+    bin_ = tmp_path / "env" / "bin"
+    fake(bin_, "python", 'case "$*" in *install*) echo "no network" >&2; exit 1;; esac')
+    for _ in range(2):
+        done = sh(project / "launch_scripts" / "demo.sh", path=str(tools), VIRTUAL_ENV=str(bin_.parent))
+        assert done.returncode == 1
+        assert "no network\nerror: pip could not install the project; is the package index" in done.stderr
+
+
+def test_the_project_is_installed_again_only_when_its_metadata_changed(project, tools, tmp_path):
+    bin_, calls = tmp_path / "an env" / "bin", tmp_path / "calls"
+    fake(bin_, "python", f'case "$*" in *install*) echo "$*" >> "{calls}";; esac')
+    fake(bin_, "poprun", 'for word in "$@"; do printf "[%s]" "$word"; done')
+
+    def demo():
+        done = sh(
+            project / "launch_scripts" / "demo.sh",
+            *("--epochs", "3", "--data", "my file"),
+            path=str(tools),
+            cwd=project,
+            VIRTUAL_ENV=str(bin_.parent),
+        )
+        assert done.returncode == 0, done.stderr
+        return done
+
+    first, second = demo(), demo()
+    assert len(calls.read_text().splitlines()) == 1
+    assert "--editable .[examples]" in calls.read_text()
+    (project / "setup.cfg").write_text("[metadata]\nname = other\n")
+    demo()
+    assert len(calls.read_text().splitlines()) == 2
+    root = "[--allow-run-as-root][yes]" if os.geteuid() == 0 else ""
+    assert (
+        first.stdout
+        == second.stdout
+        == (
+            f"[--num-instances][2][--num-replicas][4]{root}[python][launch_scripts/train_digits.py]"
+            "[--epochs][3][--data][my file]"
+        )
+    )
+    assert "python launch_scripts/train_digits.py --epochs 3 --data 'my file'\n" in second.stderr
+
+
+def test_every_linter_and_the_tests_run_even_when_one_fails(project, tools, tmp_path):
+    bin_ = tmp_path / "env" / "bin"
+    for name in ("python", "mypy", "codespell", "shellcheck"):
+        fake(bin_, name, "exit 0")
+    fake(bin_, "ruff", "exit 1")
+    (project / ".ci").mkdir()
+    done = sh(
+        project / "launch_scripts" / "test.sh", "-k", "ring", path=str(tools), VIRTUAL_ENV=str(bin_.parent)
+    )
+    assert done.returncode == 1
+    assert "+ python -m pytest -k ring\nerror: failed: ruff ruff\n" in done.stderr
