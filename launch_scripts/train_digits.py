@@ -248,16 +248,22 @@ class Stopwatch:
     def step(self, variables: Any) -> None:
         """Call after each step, with the variables it made."""
         if self._steps == 0:
-            jax.block_until_ready(variables)
+            wait_for(variables)
             self._begin = time.perf_counter()
         self._steps += 1
 
     def seconds_per_step(self, variables: Any) -> float | None:
         """Mean until `variables` are ready; None before the second step."""
-        jax.block_until_ready(variables)
+        wait_for(variables)
         if self._steps < 2:
             return None
         return (time.perf_counter() - self._begin) / (self._steps - 1)
+
+
+def wait_for(variables: Any) -> None:
+    """Returns when all variables are computed."""
+    for leaf in jax.tree.leaves(variables):
+        leaf.block_until_ready()
 
 
 class Progress:
