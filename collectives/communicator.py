@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 Finish = Callable[..., Any]  # (transport, parts, *arguments) -> the collective's result
 _CACHED_CALLS = 1024
+_SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
 
 
 class Communicator:
@@ -76,6 +78,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._number = 0
         self._state: Exception | None = None
+        self._shared: dict[int, np.ndarray] = {}  # by the id of what `allocate` returned, the same memory in one dimension
         self._calls: dict[tuple[Any, ...], tuple[Call, Reduction]] = {}
 
     # ---- synchronous collectives
@@ -112,8 +115,8 @@ class Communicator:
             raise ValueError("ordered_all_reduce was called without contributions; give one array per local replica")
         first = contributions[0]
         call, reduction = self._describe("ordered_all_reduce", name, op, first)
-        arrays = [_flat(array) for array in contributions]
-        for array in contributions:
+        arrays = [_flat(first)] if len(contributions) == 1 else [_flat(array) for array in contributions]
+        for array in contributions[1:]:
             if array.dtype != first.dtype or array.shape != first.shape:
                 raise UnsupportedBufferError(
                     f"contributions differ: {first.dtype}{list(first.shape)} and {array.dtype}{list(array.shape)}; "
@@ -126,7 +129,11 @@ class Communicator:
                 f"out is {out.dtype}{list(out.shape)}, the contributions are {first.dtype}{list(first.shape)}; "
                 "give an array of the same shape and dtype"
             )
-        self._run(call, arrays, len(arrays), _reduce, _flat(out, writable=True), reduction)
+        shared = self._shared.get(id(out))
+        if shared is not None:
+            self._run(call, arrays, len(arrays), _reduce_into_shared, shared, reduction)
+        else:
+            self._run(call, arrays, len(arrays), _reduce, _flat(out, writable=True), reduction)
         return out
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
@@ -225,7 +232,11 @@ class Communicator:
         call = Call("allocate", dtype=dtype.name, shape=tuple(shape))
         nbytes = math.prod(shape) * dtype.itemsize
         memory = self._run(call, (), 0, _allocate, nbytes)
-        return memory[:nbytes].view(dtype).reshape(shape)
+        array: np.ndarray = memory.view(dtype).reshape(shape)
+        if nbytes >= _SHARED_BYTES and self._transport.shares_memory:
+            self._shared[id(array)] = array.reshape(-1)
+            weakref.finalize(array, self._shared.pop, id(array), None)
+        return array
 
     @property
     def calls_made(self) -> int:
@@ -300,7 +311,11 @@ class Communicator:
             self._watch.number = number
             self._progress.enter(number, call.label)
             try:
-                parts = agree(self._transport, call, arrays, count)
+                if finish is _reduce_into_shared:
+                    self._transport.stage(arrays, arguments[1])
+                    parts = agree(self._transport, call, (), count)
+                else:
+                    parts = agree(self._transport, call, arrays, count)
                 result = finish(self._transport, parts, arrays, *arguments)
             except LayoutMismatchError:
                 raise
@@ -421,6 +436,12 @@ def _reduce(
         reduction.reduce(parts.arrays, out, len(parts.arrays))
     elif out.size:
         transport.reduce(arrays, out, reduction, parts)
+
+
+def _reduce_into_shared(
+    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
+) -> None:
+    transport.reduce(arrays, out, reduction, parts, True)
 
 
 def _reduce_scatter(

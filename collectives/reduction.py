@@ -28,7 +28,7 @@ def normalise_op(op: str) -> str:
     return lower
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed on the hot path, so by identity
 class Reduction:
     """One reduction of arrays of one dtype: `((c0 + c1) + c2) + ...`, for a mean divided once by the count.
 
@@ -47,6 +47,10 @@ class Reduction:
     def is_direct(self) -> bool:
         """Whether partial results may be kept in an array of the result's dtype."""
         return self.accumulator == self.dtype
+
+    @cached_property
+    def _block(self) -> int:
+        return BLOCK_BYTES // self.accumulator.itemsize
 
     @cached_property
     def ufunc(self) -> np.ufunc:
@@ -78,7 +82,7 @@ class Reduction:
             out: may be one of the sources.
             count: the number of replicas, for the mean.
         """
-        block = max(1, BLOCK_BYTES // self.accumulator.itemsize)
+        block = self._block
         if out.size <= block:
             self._reduce_block(sources, out, count)
             return
@@ -94,6 +98,11 @@ class Reduction:
             out[...] = total
 
     def _reduce_block(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
+        if len(sources) == 2 and self.is_direct:
+            self.ufunc(sources[0], sources[1], out)
+            if self.op == "mean":
+                _divide(out, out, count)
+            return
         direct = self.is_direct and not any(np.may_share_memory(out, source) for source in sources[2:])
         total = out if direct else np.empty(out.size, self.accumulator)
         self.fold(sources, total)

@@ -5,7 +5,8 @@ the last rank finishes the chunk and sends it on to 0, 1, ... Each link carries 
 pipelined and both passes overlap. Whoever owns the replicas, the sum is taken in their order.
 
 Small arrays never enter the ring: they travel with the exchange that precedes every collective, from every rank to
-every other one, and each rank adds all of them itself.
+every other one, and each rank adds all of them itself. Arrays of medium size are cut into one slice per rank; every
+rank receives the others' parts of its slice, reduces it and sends it to all, as long as this moves no more bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from collectives.waiting import Watch
 INLINE_BYTES = 1 << 16  # per rank and exchange
 CHUNK_BYTES = 1 << 18
 DEPTH = 4  # chunks under way on each lane
-_HEADER = np.dtype([("fingerprint", "<u8"), ("count", "<u8"), ("nbytes", "<u8")])
+DIRECT_BYTES = 1 << 21  # larger arrays take the ring
+_HEADER_BYTES = 64
+_FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
+_PLANS = 256  # cached layouts
 _TOO_LARGE = (1 << 64) - 1
 _EXCHANGE, _PARTIALS, _RESULTS = 0, 1, 2  # lanes
 
@@ -37,6 +41,7 @@ class RingTransport(Transport):
         watch: how to wait.
         chunk_bytes: the size of a message in the pipelined passes.
         inline_bytes: how much each rank may send to every other one along with an exchange.
+        direct_bytes: up to which size slices are sent to the rank that reduces them.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class RingTransport(Transport):
         watch: Watch,
         chunk_bytes: int = CHUNK_BYTES,
         inline_bytes: int = INLINE_BYTES,
+        direct_bytes: int = DIRECT_BYTES,
     ) -> None:
         self.rank = link.rank
         self.size = link.size
@@ -52,14 +58,14 @@ class RingTransport(Transport):
         self._watch = watch
         self._chunk_bytes = chunk_bytes
         self._inline_bytes = inline_bytes
+        self._direct_bytes = direct_bytes
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._parity = 0
-        room = _HEADER.itemsize + inline_bytes
-        self._buffers = np.zeros((2, self.size, room), np.uint8)
-        self._headers = [
-            [self._buffers[parity, rank, : _HEADER.itemsize].view(np.uint64) for rank in range(self.size)]
-            for parity in (0, 1)
-        ]
+        self._scratch = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
+        room = _HEADER_BYTES + inline_bytes
+        self._buffers = [[aligned_empty(room) for _ in range(self.size)] for _ in (0, 1)]
+        self._headers = [[buffer[:_HEADER_BYTES].data.cast("Q") for buffer in buffers] for buffers in self._buffers]
 
     # ---- exchange
 
@@ -68,50 +74,79 @@ class RingTransport(Transport):
         parity = self._parity = 1 - self._parity
         buffers, headers = self._buffers[parity], self._headers[parity]
         receives = [self._link.receive(buffers[other], other, _EXCHANGE) for other in self._others]
-        nbytes = sum(array.nbytes for array in arrays)
+        own, header = buffers[self.rank], headers[self.rank]
+        nbytes = len(arrays) and arrays[0].nbytes * count
+        plan = None
         if nbytes > self._inline_bytes:
             nbytes = _TOO_LARGE
-        headers[self.rank][:] = (fingerprint, count, nbytes)
-        end = _HEADER.itemsize
-        if nbytes != _TOO_LARGE:
-            for array in arrays:
-                buffers[self.rank][end : end + array.nbytes] = array.view(np.uint8)
-                end += array.nbytes
-        message = buffers[self.rank][:end]
+        elif nbytes:
+            first = arrays[0]
+            plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
+            slots, parts = plan[parity]
+            for slot, array in zip(slots, arrays, strict=True):
+                slot[...] = array
+        header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
+        message = own[:_HEADER_BYTES] if plan is None else own[: _HEADER_BYTES + nbytes]
         sends = [self._link.send(message, other, _EXCHANGE) for other in self._others]
         self._complete(receives, self._others)
         self._complete(sends, self._others)
-        facts = [header.tolist() for header in headers]
-        if any(fact[0] != fingerprint for fact in facts):
-            return False, Parts((), ())
-        counts = tuple(fact[1] for fact in facts)
-        if not arrays or any(fact[2] == _TOO_LARGE for fact in facts):
+        alike = True
+        for other in self._others:
+            theirs = headers[other]
+            if theirs[_FINGERPRINT] != fingerprint:
+                return False, Parts((), ())
+            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes:
+                alike = False
+        if alike and plan is not None:
+            return True, parts
+        counts = tuple(header[_COUNT] for header in headers)
+        if plan is None or any(header[_NBYTES] == _TOO_LARGE for header in headers):
             return True, Parts(counts, ())
-        return True, Parts(counts, self._inline_views(buffers, counts, arrays[0]))
+        return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
 
-    def _inline_views(
-        self, buffers: np.ndarray, counts: Sequence[int], like: np.ndarray
-    ) -> list[np.ndarray]:
-        start, step = _HEADER.itemsize, like.nbytes
+    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
+        """Views of all buffers for arrays like `like`, `count` from each rank, for both parities."""
+        if len(self._inline) > _PLANS:
+            self._inline.clear()
+        counts = (count,) * self.size
+        plan = []
+        for parity in (0, 1):
+            views = self._inline_views(parity, counts, like)
+            plan.append((views[self.rank * count : (self.rank + 1) * count], Parts(counts, views)))
+        self._inline[like.dtype, like.size, count] = plan
+        return plan
+
+    def _inline_views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
+        start, step = _HEADER_BYTES, like.nbytes
         return [
-            buffers[rank, start + number * step : start + (number + 1) * step].view(like.dtype)
+            self._buffers[parity][rank][start + number * step : start + (number + 1) * step].view(like.dtype)
             for rank, count in enumerate(counts)
             for number in range(count)
         ]
 
     def _complete(self, transfers: Sequence[Transfer], ranks: Sequence[int]) -> None:
         """Wait until all transfers, each with the rank of the same place, are done."""
-        for transfer, rank in zip(transfers, ranks, strict=True):
-            if not transfer.done():
-                pending = deque(zip(transfers, ranks, strict=True))
-                self._watch.wait(lambda p=pending: _drain(p), lambda p=pending: [rank for _, rank in p])  # type: ignore[misc]
+        for transfer in transfers:
+            for _ in range(self._watch.spins):
+                if transfer.done():
+                    break
+            else:
+                self._complete_all(list(zip(transfers, ranks, strict=True)))
                 return
 
     # ---- reductions
 
     def reduce(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray,
+        reduction: Reduction,
+        parts: Parts,
+        is_shared: bool = False,
     ) -> None:
+        if out.nbytes <= self._direct_bytes and (max(parts.counts) + 1) * (self.size - 1) <= 2 * self.size:
+            self._reduce_directly(contributions, out, reduction, parts)
+            return
         chunks = _cut(0, out.size, self._chunk_elements(reduction))
         destinations = range(self.size - 1)
         self._flow(contributions, out, reduction, parts, [(chunk, destinations) for chunk in chunks])
@@ -128,6 +163,44 @@ class RingTransport(Transport):
         ]
         self._flow([contribution], total, reduction, parts, plan)
         np.copyto(out, total[self.rank * out.size : (self.rank + 1) * out.size])
+
+    def _reduce_directly(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        bounds = [out.size * rank // self.size for rank in range(self.size + 1)]
+        slices = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        mine = slices[self.rank]
+        own = [contribution[mine] for contribution in contributions]
+        # Rank 0 begins the sums, so it may send the sum of its replicas instead of each of them.
+        counts = [1, *parts.counts[1:]]
+        dtypes = [reduction.accumulator] + [reduction.dtype] * (self.size - 1)
+        arrived = [np.empty((count, mine.stop - mine.start), dtype) for count, dtype in zip(counts, dtypes, strict=True)]
+        receives = [
+            (self._link.receive(row.view(np.uint8), rank, _PARTIALS), rank)
+            for rank in self._others
+            for row in arrived[rank]
+        ]
+        sends: list[tuple[Transfer, int]] = []
+        for rank in self._others:
+            leaving = [contribution[slices[rank]] for contribution in contributions]
+            if self.rank == 0 and not (len(leaving) == 1 and reduction.is_direct):
+                total = np.empty(leaving[0].size, reduction.accumulator)
+                reduction.fold(leaving, total)
+                leaving = [total]
+            sends += [(self._link.send(part.view(np.uint8), rank, _PARTIALS), rank) for part in leaving]
+        self._complete_all(receives)
+        sources = [part for rank in range(self.size) for part in (own if rank == self.rank else arrived[rank])]
+        reduction.reduce(sources, out[mine], parts.total)
+        self._complete_all(sends)  # `out` may be what was sent
+        receives = [(self._link.receive(out[slices[rank]].view(np.uint8), rank, _RESULTS), rank) for rank in self._others]
+        result = out[mine].view(np.uint8)
+        sends = [(self._link.send(result, rank, _RESULTS), rank) for rank in self._others]
+        self._complete_all(receives + sends)
+
+    def _complete_all(self, transfers: Sequence[tuple[Transfer, int]]) -> None:
+        """Wait until all transfers, each named with its rank, are done."""
+        pending = deque(transfers)
+        self._watch.wait(lambda: _drain(pending), lambda: sorted({rank for _, rank in pending}))
 
     def _chunk_elements(self, reduction: Reduction) -> int:
         return max(1, self._chunk_bytes // reduction.accumulator.itemsize)
@@ -157,6 +230,13 @@ class RingTransport(Transport):
                     lambda: sorted({rank for stage in stages for rank in stage.waits_for()}),
                 )
                 stages = [stage for stage in stages if not stage.is_over]
+
+    def scratch(self, place: int, rows: int, columns: int, dtype: np.dtype) -> np.ndarray:
+        """Memory for one pass, the same at every call: fresh pages cost more than the sums."""
+        nbytes = rows * columns * dtype.itemsize
+        if self._scratch[place].size < nbytes:
+            self._scratch[place] = np.empty(nbytes, np.uint8)
+        return self._scratch[place][:nbytes].view(dtype).reshape(rows, columns)
 
     # ---- copies
 
@@ -218,9 +298,9 @@ class _PartialPass:
         self._sends: deque[tuple[Transfer, int]] = deque()
         self._receives: deque[tuple[Transfer, np.ndarray]] = deque()
         self._forwards_own = self._is_first and len(contributions) == 1 and reduction.is_direct
-        self._incoming = np.empty((0 if self._is_first else rows, longest), reduction.accumulator)
-        self._outgoing = np.empty(
-            (0 if self._is_last or self._forwards_own else rows, longest), reduction.accumulator
+        self._incoming = ring.scratch(0, 0 if self._is_first else rows, longest, reduction.accumulator)
+        self._outgoing = ring.scratch(
+            1, 0 if self._is_last or self._forwards_own else rows, longest, reduction.accumulator
         )
         self._next = 0
         self._posted = 0

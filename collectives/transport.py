@@ -42,6 +42,8 @@ class Transport(ABC):
 
     rank: int
     size: int
+    shares_memory: bool = False
+    """Whether `allocate` returns the same memory on all ranks."""
 
     @abstractmethod
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
@@ -57,13 +59,24 @@ class Transport(ABC):
             one rank's arrays were too large, `arrays` is empty.
         """
 
+    def stage(self, contributions: Sequence[np.ndarray], reduction: Reduction) -> None:  # noqa: B027
+        """Begin to move contributions before the exchange, where that saves time.
+
+        After an exchange without arrays, `reduce` of the same contributions into shared memory follows, or nothing.
+        """
+
     @abstractmethod
     def reduce(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray,
+        reduction: Reduction,
+        parts: Parts,
+        is_shared: bool = False,
     ) -> None:
         """Combine all contributions of all ranks in rank order into `out` on every rank.
 
-        `out` may be the first of the contributions, or an array that `allocate` returned.
+        `out` may be the first of the contributions. `is_shared` says that it is what `allocate` returned on all ranks.
         """
 
     @abstractmethod

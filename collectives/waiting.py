@@ -115,6 +115,10 @@ class Watch:
         for _ in range(self.spins):
             if ready():
                 return
+        self.wait_patiently(ready, missing)
+
+    def wait_patiently(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """`wait` for a caller that has spun already."""
         started = time.monotonic()
         while time.monotonic() - started < _YIELD_S:
             os.sched_yield()

@@ -34,7 +34,10 @@ _LINE_BYTES = 64
 _SEQUENCE, _FINGERPRINT, _COUNT, _NBYTES = 0, 2, 4, 6
 _PRODUCED, _CONSUMED, _REDUCED, _FETCHED = 8, 9, 10, 11
 _WORDS = 16
+_TO_COUNT, _TO_NBYTES = _COUNT - _FINGERPRINT, _NBYTES - _FINGERPRINT
+_NO_PARTS = Parts((), ())
 _TOO_LARGE = (1 << 64) - 1
+_PLANS = 256  # cached layouts
 
 
 def channel_bytes(size: int) -> int:
@@ -89,7 +92,11 @@ class WindowTransport(Transport):
         self._chunks = 0
         self._inline_bytes = INLINE_BYTES // size
         self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
-        self._shared: dict[int, int] = {}
+        self._uniform: dict[int, Parts] = {}
+        self._staging: dict[tuple[Reduction, int, int], _StagedReduction] = {}
+        self._staged: _StagedReduction | None = None
+        self.shares_memory = True
+        self._is_pipe_free = True  # whether all other ranks are known to have read what lies in this rank's pipe
 
     # ---- exchange
 
@@ -117,18 +124,24 @@ class WindowTransport(Transport):
         words[mine] = sequence
         self._await(_SEQUENCE, sequence)
         alike = True
+        base = parity + _FINGERPRINT
         for other in self._others:
-            if words[other + _FINGERPRINT + parity] != fingerprint:
-                return False, Parts((), ())
-            if words[other + _NBYTES + parity] != nbytes or words[other + _COUNT + parity] != count:
+            first_word = other + base
+            if words[first_word] != fingerprint:
+                return False, _NO_PARTS
+            if words[first_word + _TO_COUNT] != count or words[first_word + _TO_NBYTES] != nbytes:
                 alike = False
-        if alike and nbytes and nbytes != _TOO_LARGE:
+        if alike and (not nbytes or nbytes == _TOO_LARGE):
+            if count not in self._uniform:
+                self._uniform[count] = Parts((count,) * self.size, ())
+            return True, self._uniform[count]
+        if alike:
             return True, parts
         return True, self._gather_parts(arrays, parity)
 
     def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
         """Views of all slots for arrays like `like`, `count` from each rank, for both parities."""
-        if len(self._inline) > 256:
+        if len(self._inline) > _PLANS:
             self._inline.clear()
         plan = []
         for parity in (0, 1):
@@ -160,21 +173,24 @@ class WindowTransport(Transport):
         """Wait until the given word of every other rank has reached `value`."""
         words = self._words
         for other in self._others:
-            index = other + word
-            for _ in range(self._watch.spins):
-                if words[index] >= value:
-                    break
-            else:
-                self._watch.wait(lambda i=index: words[i] >= value, lambda: self._behind(word, value))  # type: ignore[misc]
+            if words[other + word] < value:
+                self._spin(other + word, value, lambda: self._behind(word, value))
         if _FENCE:
             _FENCE()
 
     def _await_rank(self, rank: int, word: int, value: int) -> None:
-        words, index = self._words, rank * _WORDS + word
-        if words[index] < value:
-            self._watch.wait(lambda: words[index] >= value, lambda: [rank])
+        index = rank * _WORDS + word
+        if self._words[index] < value:
+            self._spin(index, value, lambda: [rank])
         if _FENCE:
             _FENCE()
+
+    def _spin(self, index: int, value: int, missing: Callable[[], Sequence[int]]) -> None:
+        words = self._words
+        for _ in range(self._watch.spins):
+            if words[index] >= value:
+                return
+        self._watch.wait_patiently(lambda: words[index] >= value, missing)
 
     def _behind(self, word: int, value: int) -> list[int]:
         return [other // _WORDS for other in self._others if self._words[other + word] < value]
@@ -186,23 +202,51 @@ class WindowTransport(Transport):
 
     # ---- reductions
 
+    def stage(self, contributions: Sequence[np.ndarray], reduction: Reduction) -> None:
+        """Put what the other ranks reduce into the pipe at once, if all of it fits into one chunk."""
+        first = contributions[0]
+        key = (reduction, first.size, len(contributions))
+        plan = self._staging.get(key)
+        if plan is None:
+            if len(self._staging) > _PLANS:
+                self._staging.clear()
+            plan = self._staging[key] = _StagedReduction.plan(self, reduction, first.size, len(contributions))
+        self._staged = plan
+        if plan.is_possible:
+            if not self._is_pipe_free:
+                self._await(_CONSUMED, self._chunks - DEPTH + 1)
+                self._is_pipe_free = True
+            plan.put(contributions, self._chunks)
+
     def reduce(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray,
+        reduction: Reduction,
+        parts: Parts,
+        is_shared: bool = False,
     ) -> None:
-        bounds = _slice_bounds(out.size, self.size, _LINE_BYTES // out.itemsize)
-        flow = _Flow(self, reduction, parts, bounds, contributions)
-        if self._is_shared(out):
-            lo, hi = bounds[self.rank], bounds[self.rank + 1]
-            flow.run(out[lo:hi], None)
-            self._await(_REDUCED, self._chunks)
+        if not is_shared:
+            bounds = _slice_bounds(out.size, self.size, _LINE_BYTES // out.itemsize)
+            _Flow(self, reduction, parts, bounds, contributions, RESULT_BYTES).run(None, out)
+            return
+        staged = self._staged
+        if staged is not None and staged.is_possible and parts.counts == staged.counts:
+            staged.reduce(contributions, out, self._chunks)
+            self._chunks += 1
+            self._catch_up()
         else:
-            flow.run(None, out)
+            bounds = _slice_bounds(out.size, self.size, _LINE_BYTES // out.itemsize)
+            lo, hi = bounds[self.rank], bounds[self.rank + 1]
+            _Flow(self, reduction, parts, bounds, contributions, PIPE_BYTES).run(out[lo:hi], None)
+        self._await(_REDUCED, self._chunks)
 
     def reduce_scatter(
         self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts
     ) -> None:
+        self._is_pipe_free = False
         bounds = [rank * out.size for rank in range(self.size + 1)]
-        _Flow(self, reduction, parts, bounds, [contribution]).run(out, None)
+        _Flow(self, reduction, parts, bounds, [contribution], PIPE_BYTES).run(out, None)
 
     # ---- copies
 
@@ -234,13 +278,20 @@ class WindowTransport(Transport):
         """Chunk numbers and byte ranges; afterwards all the words of this rank stand behind the last chunk."""
         step = PIPE_BYTES // DEPTH
         for start in range(0, nbytes, step):
+            self._is_pipe_free = False
             yield self._chunks, slice(start, min(nbytes, start + step))
             self._chunks += 1
         self._catch_up()
 
     def _catch_up(self) -> None:
-        for word in (_PRODUCED, _CONSUMED, _REDUCED, _FETCHED):
-            self._announce(word, self._chunks)
+        """Put all the words of this rank behind the last chunk."""
+        if _FENCE:
+            _FENCE()
+        words, mine, chunks = self._words, self._mine, self._chunks
+        words[mine + _PRODUCED] = chunks
+        words[mine + _CONSUMED] = chunks
+        words[mine + _FETCHED] = chunks
+        words[mine + _REDUCED] = chunks
 
     def _pipe(self, rank: int, chunk: int, length: int) -> np.ndarray:
         start = self._pipe_start(rank) + chunk % DEPTH * (PIPE_BYTES // DEPTH)
@@ -252,20 +303,15 @@ class WindowTransport(Transport):
     # ---- memory
 
     def allocate(self, nbytes: int) -> np.ndarray:
-        segment = share_segment(self, max(1, nbytes), self._directory)
-        if segment is None:
+        segment = share_segment(self, max(1, nbytes), self._directory) if self.shares_memory else None
+        if segment is None:  # no room: every rank gets private memory, and so does every later call
+            self.shares_memory = False
             return aligned_empty(nbytes)
-        shared = np.frombuffer(segment, np.uint8)
-        self._shared[shared.__array_interface__["data"][0]] = nbytes
-        return shared
-
-    def _is_shared(self, out: np.ndarray) -> bool:
-        if not self._shared:
-            return False
-        return self._shared.get(out.__array_interface__["data"][0], -1) >= out.nbytes
+        return np.frombuffer(segment, np.uint8)[:nbytes]
 
     def close(self) -> None:
         self._inline.clear()
+        self._staging.clear()
         self._words.release()
 
 
@@ -279,12 +325,14 @@ class _Flow:
         parts: Parts,
         bounds: Sequence[int],
         contributions: Sequence[np.ndarray],
+        chunk_bytes: int,
     ) -> None:
         self._window = window
         self._reduction = reduction
         self._parts = parts
         self._bounds = bounds
         self._contributions = contributions
+        self._chunk_bytes = chunk_bytes // DEPTH
         longest = max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
         self._chunk = self._chunk_elements()
         self._steps = -(-longest // self._chunk)
@@ -311,12 +359,12 @@ class _Flow:
         window._catch_up()
 
     def _chunk_elements(self) -> int:
-        """The largest chunk of which every rank's contributions, and every rank's result, fit their places."""
-        reduction = self._reduction
-        per_element = max(self._arrays_of(rank) * self._dtype_of(rank).itemsize for rank in range(self._window.size))
+        """The largest chunk of which every rank's contributions fit the pipe, within the given size."""
+        ranks = range(self._window.size)
+        per_element = max(self._arrays_of(rank) * self._dtype_of(rank).itemsize for rank in ranks)
         of_pipe = PIPE_BYTES // DEPTH // (max(1, self._window.size - 1) * per_element)
-        of_results = RESULT_BYTES // DEPTH // reduction.dtype.itemsize
-        return max(1, min(of_pipe, of_results) // _LINE_BYTES * _LINE_BYTES)
+        elements = min(of_pipe, self._chunk_bytes // self._reduction.dtype.itemsize)
+        return max(1, elements // _LINE_BYTES * _LINE_BYTES)
 
     def _arrays_of(self, rank: int) -> int:
         """The arrays that a rank puts into its pipe: its replicas', or the sum that starts with replica 0."""
@@ -338,6 +386,14 @@ class _Flow:
         memory, step = self._window._memory, self._chunk * dtype.itemsize
         return [np.ndarray(length, dtype, memory, start + number * step) for number in range(arrays)]
 
+    def _places_for(self, owner: int, step: int, chunk: int) -> list[np.ndarray]:
+        start, stop = self._range(owner, step)
+        return self._piped(self._window.rank, owner, chunk, stop - start)
+
+    def _places_of(self, rank: int, step: int, chunk: int) -> list[np.ndarray]:
+        start, stop = self._range(self._window.rank, step)
+        return self._piped(rank, self._window.rank, chunk, stop - start)
+
     def _produce(self, step: int, chunk: int) -> None:
         rank = self._window.rank
         for owner in range(self._window.size):
@@ -346,7 +402,7 @@ class _Flow:
             start, stop = self._range(owner, step)
             if start == stop:
                 continue
-            places = self._piped(rank, owner, chunk, stop - start)
+            places = self._places_for(owner, step, chunk)
             mine = [contribution[start:stop] for contribution in self._contributions]
             if rank == 0:
                 self._reduction.fold(mine, places[0])
@@ -364,7 +420,7 @@ class _Flow:
             if rank == window.rank:
                 sources += [contribution[start:stop] for contribution in self._contributions]
             else:
-                sources += self._piped(rank, window.rank, chunk, stop - start)
+                sources += self._places_of(rank, step, chunk)
         if everything is not None:
             target = everything[start:stop]
         else:
@@ -386,6 +442,68 @@ class _Flow:
     def _result(self, rank: int, chunk: int, length: int) -> np.ndarray:
         start = self._window._pipe_start(rank) + PIPE_BYTES + chunk % DEPTH * (RESULT_BYTES // DEPTH)
         return np.ndarray(length, self._reduction.dtype, self._window._memory, start)
+
+
+class _StagedReduction:
+    """A reduction into shared memory that takes one chunk: all its places are known before the ranks agree.
+
+    Attributes:
+        is_possible: whether it fits one chunk.
+        counts: the contributions of all ranks for which it was planned: the same number from each.
+    """
+
+    def __init__(self, window: WindowTransport, reduction: Reduction, bounds: Sequence[int], count: int) -> None:
+        self.counts = (count,) * window.size
+        self._window = window
+        self._reduction = reduction
+        self._own = slice(bounds[window.rank], bounds[window.rank + 1])
+        self._total = count * window.size
+        self._puts: list[list[tuple[slice, list[np.ndarray]]]] = []
+        self._sources: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
+        parts = Parts(self.counts, ())
+        flow = _Flow(window, reduction, parts, bounds, [], PIPE_BYTES)
+        self.is_possible = flow._steps == 1
+        if not self.is_possible:
+            return
+        ranks = range(window.size)
+        for parity in range(DEPTH):
+            self._puts.append(
+                [
+                    (slice(*flow._range(owner, 0)), flow._places_for(owner, 0, parity))
+                    for owner in ranks
+                    if owner != window.rank
+                ]
+            )
+            before = [place for rank in ranks[: window.rank] for place in flow._places_of(rank, 0, parity)]
+            after = [place for rank in ranks[window.rank + 1 :] for place in flow._places_of(rank, 0, parity)]
+            self._sources.append((before, after))
+
+    @classmethod
+    def plan(cls, window: WindowTransport, reduction: Reduction, elements: int, count: int) -> _StagedReduction:
+        """The places for `count` contributions of `elements` elements from each rank."""
+        bounds = _slice_bounds(elements, window.size, _LINE_BYTES // reduction.dtype.itemsize)
+        return cls(window, reduction, bounds, count)
+
+    def put(self, contributions: Sequence[np.ndarray], chunk: int) -> None:
+        """Put what the other ranks reduce into the pipe."""
+        for part, places in self._puts[chunk % DEPTH]:
+            if len(contributions) == 1:
+                places[0][...] = contributions[0][part]
+            elif self._window.rank == 0:
+                self._reduction.fold([array[part] for array in contributions], places[0])
+            else:
+                for place, array in zip(places, contributions, strict=True):
+                    place[...] = array[part]
+
+    def reduce(self, contributions: Sequence[np.ndarray], out: np.ndarray, chunk: int) -> None:
+        """Reduce the own slice."""
+        before, after = self._sources[chunk % DEPTH]
+        own = self._own
+        if len(contributions) == 1:
+            sources = [*before, contributions[0][own], *after]
+        else:
+            sources = [*before, *[array[own] for array in contributions], *after]
+        self._reduction.reduce(sources, out[own], self._total)
 
 
 def _slice_bounds(elements: int, size: int, alignment: int) -> list[int]:

@@ -26,14 +26,14 @@ _SUBGROUP_TAG = 7
 class MpiTransfer:
     """One MPI request."""
 
-    __slots__ = ("_request",)
+    __slots__ = ("_test",)
 
     def __init__(self, request: MPI.Request) -> None:
-        self._request = request
+        self._test = request.Test
 
     def done(self) -> bool:
         try:
-            return self._request.Test()  # type: ignore[no-any-return]
+            return self._test()  # type: ignore[no-any-return]
         except MPI.Exception as error:
             raise PeerLostError(f"MPI reports: {error.Get_error_string()}") from error
 

@@ -24,7 +24,12 @@ class SingleTransport(Transport):
         return True, Parts((count,), arrays)
 
     def reduce(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray,
+        reduction: Reduction,
+        parts: Parts,
+        is_shared: bool = False,
     ) -> None:
         reduction.reduce(contributions, out, len(contributions))
 
