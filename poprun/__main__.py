@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: that of the instance that failed, 128 + n after signal n, 2 for a wrong command line.
     """
     words = sys.argv[1:] if argv is None else argv
+    _open_missing_streams()
     try:
         return _run(words, os.environ)
     except PopRunError as error:
@@ -56,6 +57,13 @@ def plan_launch(settings: Settings, environ: Mapping[str, str]) -> Launch:
         forwarded=tuple(name for name in FORWARDED if name in environ),
         oversubscribes=settings.num_instances > len(cores),
     )
+
+
+def _open_missing_streams() -> None:
+    """Make sure that 0, 1 and 2 are open, or the next file would become a standard stream of the programs."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -6,6 +6,7 @@ isolated interpreter and has to start fast, so it imports little, all of it from
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -14,6 +15,8 @@ import time
 from poprun import wire
 from poprun.lines import LineBuffer
 from poprun.processes import adopt_orphans, descendants, die_with_parent, send, start
+from poprun.standard_input import Feed
+from poprun.terminals import open_outputs
 
 CONTROL_VARIABLE = "POPRUN_CONTROL"
 PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
@@ -42,9 +45,11 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     wakeup = _catch_signals()
     die_with_parent(signal.SIGTERM)
     adopt_orphans()
-    address = environ.pop(CONTROL_VARIABLE)
+    address, _, terminals = environ.pop(CONTROL_VARIABLE).rpartition(" ")
+    rank = int(environ["OMPI_COMM_WORLD_RANK"])
     page = _new_page(environ)
-    outputs = [os.pipe(), os.pipe()]
+    outputs = open_outputs(terminals)
+    stdin, feed = os.pipe() if rank == 0 else (os.open(os.devnull, os.O_RDONLY), -1)
     parent = os.getpid()
 
     def prepare() -> None:
@@ -52,17 +57,19 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         die_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(127)
-        os.dup2(outputs[0][1], 1)
-        os.dup2(outputs[1][1], 2)
+        os.dup2(stdin, 0)
+        for target, (_, writer) in outputs.items():
+            os.dup2(writer, target)
         if cpus != "any":
             os.sched_setaffinity(0, _parse_cpus(cpus))
 
     pid = start(words, environ, prepare)
-    for _, writer in outputs:
+    os.close(stdin)
+    for _, writer in outputs.values():
         os.close(writer)
     link = Link(address)
-    link.send(wire.pack_hello(int(environ["OMPI_COMM_WORLD_RANK"]), pid, os.uname().nodename))
-    Guard(pid, page, link, wakeup, [reader for reader, _ in outputs]).run()
+    link.send(wire.pack_hello(rank, pid, os.uname().nodename))
+    Guard(pid, page, link, wakeup, [outputs[1][0], outputs[2][0]], Feed(feed)).run()
     return 0
 
 
@@ -116,11 +123,12 @@ class Link:
 class Guard:
     """The state of one instance, from its start until nothing of it is left and poprun has said so."""
 
-    def __init__(self, pid: int, page: int, link: Link, wakeup: int, outputs: list[int]) -> None:
+    def __init__(self, pid: int, page: int, link: Link, wakeup: int, outputs: list[int], feed: Feed) -> None:
         self._pid = pid
         self._page = page
         self._link = link
         self._wakeup = wakeup
+        self._feed = feed
         self._outputs = dict(zip(outputs, (wire.STDOUT, wire.STDERR), strict=True))
         self._lines = {descriptor: LineBuffer() for descriptor in outputs}
         self._is_running = True
@@ -133,12 +141,16 @@ class Guard:
         for descriptor in (wakeup, link.fileno(), *outputs):
             os.set_blocking(descriptor, descriptor == link.fileno())
             self._poll.register(descriptor, select.POLLIN)
+        if feed.is_open:
+            os.set_blocking(feed.descriptor, False)
+            link.send(wire.pack(wire.WANT))
 
     def run(self) -> None:
         """Serve until the instance is gone and poprun, or its end, dismisses us."""
         while self._has_children or not self._is_dismissed:
             for descriptor, _ in self._poll.poll(self._timeout_ms()):
                 self._serve(descriptor)
+            self._hand_over_input()
             self._keep_time(time.monotonic())
 
     def _serve(self, descriptor: int) -> None:
@@ -147,7 +159,7 @@ class Guard:
                 self._take_signal(number)
         elif descriptor in self._outputs:
             self._forward(descriptor)
-        else:
+        elif descriptor == self._link.fileno():
             self._obey()
 
     def _take_signal(self, number: int) -> None:
@@ -162,6 +174,20 @@ class Guard:
         if self._is_running:
             send(self._pid, signal.SIGSTOP if number == signal.SIGTSTP else number)
 
+    def _hand_over_input(self) -> None:
+        """Write what the program takes of its standard input; ask for more when it has taken all."""
+        if not self._feed.is_full:
+            return
+        descriptor = self._feed.descriptor
+        self._feed.write()
+        if self._feed.is_full:
+            self._poll.register(descriptor, select.POLLOUT)
+            return
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(descriptor)
+        if self._feed.is_open:
+            self._link.send(wire.pack(wire.WANT))
+
     def _obey(self) -> None:
         for kind, content in self._link.receive():
             if kind == wire.REPORT:
@@ -170,6 +196,8 @@ class Guard:
                 self._pass_on(wire.unpack_number(content))
             elif kind == wire.RELEASE and self._page >= 0:
                 os.pwrite(self._page, b"\1", RELEASED_OFFSET)
+            elif kind == wire.STDIN:
+                self._feed.put(content)
             elif kind == wire.STOP:
                 self._dismiss()
         if not self._link.is_open:

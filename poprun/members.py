@@ -10,6 +10,7 @@ from popdist.environments.progress import parse_progress
 from poprun import wire
 from poprun.control import Member
 from poprun.facts import Ending, EndKind, Facts
+from poprun.standard_input import Source
 
 ShowOutput = Callable[[int, int, bytes], None]
 
@@ -20,12 +21,14 @@ class Members:
     Args:
         count: how many instances there are.
         show: called with instance, descriptor and data for every piece of output.
+        source: told when instance 0 is ready for input.
     """
 
-    def __init__(self, count: int, show: ShowOutput) -> None:
+    def __init__(self, count: int, show: ShowOutput, source: Source) -> None:
         self.facts = [Facts(index) for index in range(count)]
         self.looks = [0] * count
         self._show = show
+        self._source = source
         self._closed: set[int] = set()
         self._connections: dict[int, Member] = {}
 
@@ -88,6 +91,8 @@ class Members:
             self.looks[index] += 1
         elif kind == wire.ENDED:
             self._note_end(index, content)
+        elif kind == wire.WANT:
+            self._source.want()
         elif kind == wire.CLOSED:
             self._closed.add(index)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from poprun.processes import die_with_parent, send, start
 
+END_SIGNAL = signal.SIGHUP
 _KEPT_BYTES = 1 << 16
 
 
@@ -24,8 +25,9 @@ class Mpirun:
         self._words = bytearray()
         self.stdout, out = os.pipe()
         self.stderr, err = os.pipe()
-        # Ctrl-C in a terminal reaches mpirun too; blocked, it leaves to poprun what happens then.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        # Ctrl-C in a terminal, or a SIGTERM for the whole process group, reaches mpirun too. Blocked there, it is
+        # for poprun to say what happens; SIGHUP remains for us.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
         self.pid = start(list(command), dict(environ), lambda: _prepare(out, err))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(out)
@@ -71,6 +73,7 @@ class Mpirun:
 
 
 def _prepare(out: int, err: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(END_SIGNAL)

@@ -74,7 +74,8 @@ class Sink:
         if not self._cursor.owner:
             self._held += tag
         # A redrawn line keeps its tag; the carriage return of a DOS line end is left alone.
-        self._held += line[:-2].replace(b"\r", b"\r" + tag) + line[-2:]
+        body = line.removesuffix(b"\r\n")
+        self._held += body.replace(b"\r", b"\r" + tag) + line[len(body) :]
 
     def _is_ready(self) -> bool:
         poll = select.poll()

@@ -17,9 +17,11 @@ from poprun.diagnosis import Verdict, Wait, first_cause, has_failed, judge, judg
 from poprun.facts import signal_name
 from poprun.log import Level, Log, format_line
 from poprun.members import Members
-from poprun.mpirun import Mpirun
+from poprun.mpirun import END_SIGNAL, Mpirun
 from poprun.output import Output
 from poprun.processes import adopt_orphans, descendants, send
+from poprun.standard_input import Source
+from poprun.terminals import describe_terminals
 
 START_LIMIT_S = 60.0
 LOOK_S = 0.2
@@ -35,7 +37,7 @@ INTERRUPT_GRACE_S = 0.9
 CLOSE_LIMIT_S = 0.4
 """How long shims may take to end what is left of their instances."""
 MPIRUN_LIMIT_S = 0.3
-"""How long mpirun may take to end by itself, and then again after SIGTERM."""
+"""How long mpirun may take to end after it was told to."""
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -67,7 +69,8 @@ class Supervisor:
         self._command = command
         self._output = output
         self._log = log
-        self._members = Members(count, self._show)
+        self._input = Source()
+        self._members = Members(count, self._show, self._input)
         self._connections: list[Member] = []
         self._verdict: Verdict | None = None
         self._exit_status = 0
@@ -78,7 +81,7 @@ class Supervisor:
         self._in_vain: frozenset[Wait] = frozenset()
         self._withheld: list[tuple[int, int, bytes]] = []
         self._released: int | None = None
-        self._last_resort = iter((signal.SIGTERM, signal.SIGKILL))
+        self._last_resort = iter((END_SIGNAL, signal.SIGKILL))
 
     def run(self, environ: Mapping[str, str]) -> int:
         """Run the job to its end and return poprun's exit status."""
@@ -86,7 +89,8 @@ class Supervisor:
         self._wakeup = _catch_signals()
         self._reception = Reception(environ)
         try:
-            self._mpirun = Mpirun(self._command, {**environ, CONTROL_VARIABLE: self._reception.address})
+            contact = f"{self._reception.address} {describe_terminals()}"
+            self._mpirun = Mpirun(self._command, {**environ, CONTROL_VARIABLE: contact})
             self._say(Level.INFO, f"waiting for mpirun ({self._mpirun.pid})")
             self._mpirun_outputs = [self._mpirun.stdout, self._mpirun.stderr]
             self._deadline_s = time.monotonic() + START_LIMIT_S
@@ -112,6 +116,8 @@ class Supervisor:
         if not self._output.is_behind or self._phase is not Phase.RUNNING:
             for member in self._connections:
                 handlers[member.fileno()] = partial(self._take, member)
+        if self._input.is_ready:
+            handlers[self._input.descriptor] = self._pass_input
         for descriptor in handlers:
             poll.register(descriptor, select.POLLIN)
         for sink in self._output.sinks:
@@ -132,6 +138,9 @@ class Supervisor:
             elif number in _PASSED_ON:
                 self._members.tell(wire.pack_number(wire.SIGNAL, number))
         self._mpirun.reap()
+
+    def _pass_input(self) -> None:
+        self._members.tell_one(0, wire.pack(wire.STDIN, self._input.read()))
 
     def _accept(self) -> None:
         member = self._reception.accept()

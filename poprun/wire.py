@@ -19,6 +19,9 @@ TOLD = 6
 CLOSED = 7
 """shim: no process of the instance is left."""
 
+WANT = 8
+"""shim: the program has taken the last piece of standard input."""
+
 REPORT = 64
 """poprun: send PROGRESS."""
 SIGNAL = 65
@@ -27,6 +30,9 @@ RELEASE = 66
 """poprun: the program need not wait in its exit handlers any more."""
 STOP = 67
 """poprun: end what is left of the instance and go."""
+
+STDIN = 68
+"""poprun: a piece of standard input; an empty one is the end."""
 
 _HEAD = struct.Struct("!BI")
 _HELLO = struct.Struct("!II")

@@ -10,6 +10,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MARKER = "POPRUN_TEST_MARKER"
@@ -128,8 +129,10 @@ class Stream:
         return self._data.decode()
 
 
-def start(*words: str, environ: dict[str, str] | None = None, cwd=None, root_allowed: bool = True) -> Job:
-    """Start `poprun` with these words; as root too."""
+def start(
+    *words: str, environ: dict[str, str] | None = None, root_allowed: bool = True, **options: Any
+) -> Job:
+    """Start `poprun` with these words, as root too; options are those of Popen."""
     marker = uuid.uuid4().hex
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -138,17 +141,16 @@ def start(*words: str, environ: dict[str, str] | None = None, cwd=None, root_all
     process = subprocess.Popen(
         [sys.executable, "-m", "poprun", *words],
         env=variables,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        **{"stdin": subprocess.DEVNULL} | options,
     )
     return Job(process, marker)
 
 
-def run(*words: str, environ: dict[str, str] | None = None, cwd=None, root_allowed: bool = True) -> Finished:
+def run(*words: str, **options: Any) -> Finished:
     """Run `poprun` with these words to its end."""
-    return start(*words, environ=environ, cwd=cwd, root_allowed=root_allowed).finish()
+    return start(*words, **options).finish()
 
 
 def two(program: str, *options: str) -> list[str]:

@@ -74,8 +74,10 @@ class TestSink:
         assert os.read(pipe[0], 99) == b"[a]name? \n[b]hello\n[a]me\nown\n"
 
     def test_a_redrawn_line_keeps_its_tag(self, pipe):
-        Sink(pipe[1], Cursor()).write_tagged(b"[a]", b"\r10 %\r20 %\n")
-        assert os.read(pipe[0], 99) == b"[a]\r[a]10 %\r[a]20 %\n"
+        sink = Sink(pipe[1], Cursor())
+        for piece in (b"\r10 %\r20 %", b"\r3", b"0 %\r", b"40 %\n"):
+            sink.write_tagged(b"[a]", piece)
+        assert os.read(pipe[0], 99) == b"[a]\r[a]10 %\r[a]20 %\r[a]30 %\r[a]40 %\n"
 
     def test_dos_line_ends_are_left_alone(self, pipe):
         Sink(pipe[1], Cursor()).write_tagged(b"[a]", b"one\r\n\r\n")

@@ -1,0 +1,45 @@
+"""Which of a program's streams are terminals: those that are terminals for poprun itself.
+
+A program then behaves as it does without poprun: progress bars and colours on a terminal, none in a file.
+"""
+
+from __future__ import annotations
+
+import os
+
+_TAG_COLUMNS = 16  # what a tag such as `[1,10]<stderr>:` takes from the width
+
+
+def describe_terminals() -> str:
+    """The terminals among our own streams, and their size, such as `1,2:24x80`, or `-`; one word."""
+    found = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+    if not found:
+        return "-"
+    size = os.get_terminal_size(found[0])
+    columns = max(size.columns - _TAG_COLUMNS, 20) if size.columns else 0
+    return f"{','.join(map(str, found))}:{size.lines}x{columns}"
+
+
+def open_outputs(terminals: str) -> dict[int, tuple[int, int]]:
+    """For the descriptors 1 and 2 of a program: our reading end and its writing end.
+
+    Args:
+        terminals: what `describe_terminals` has said.
+    """
+    numbers, _, size = terminals.partition(":")
+    wanted = set(numbers.split(","))
+    return {target: _open_terminal(size) if str(target) in wanted else os.pipe() for target in (1, 2)}
+
+
+def _open_terminal(size: str) -> tuple[int, int]:
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = os.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[1] &= ~termios.OPOST  # line ends stay as the program writes them
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    lines, _, columns = size.partition("x")
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", int(lines), int(columns), 0, 0))
+    return ours, theirs

@@ -1,0 +1,109 @@
+"""Programs have the streams that they would have without poprun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from poprun_jobs import LIMIT_S, run, start, two
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
+
+COUNT = "import os, sys\nprint(os.environ['OMPI_COMM_WORLD_RANK'], len(sys.stdin.buffer.read()))\n"
+
+
+@pytest.mark.parametrize("size", [0, 1, 3_000_001])
+def test_standard_input_goes_to_instance_0_to_its_end(size):
+    job = start(*two(COUNT), stdin=subprocess.PIPE)
+    job.process.stdin.write(b"x" * size)
+    job.process.stdin.close()
+    finished = job.finish()
+    assert finished.status == 0
+    assert sorted(finished.stdout.splitlines()) == [f"[1,0]<stdout>:0 {size}", "[1,1]<stdout>:1 0"]
+
+
+def test_standard_input_that_nobody_reads_is_no_hindrance():
+    job = start("head", "-c", "1", stdin=subprocess.PIPE)
+    with pytest.raises(BrokenPipeError):
+        job.process.stdin.write(b"x" * 10_000_000)
+    with pytest.raises(BrokenPipeError):
+        job.process.stdin.close()
+    assert job.finish().stdout == "[1,0]<stdout>:x\n"
+
+
+def test_input_arrives_while_it_is_typed():
+    job = start(sys.executable, "-c", "for _ in range(2): print('got', input())", stdin=subprocess.PIPE)
+    for word in ("one", "two"):
+        job.process.stdin.write(f"{word}\n".encode())
+        job.process.stdin.flush()
+        job.wait_for(f"got {word}")
+    job.process.stdin.close()
+    assert job.finish().status == 0
+
+
+def test_closed_streams_do_no_harm():
+    words = ["sh", "-c", f"exec {sys.executable} -m poprun cat <&-"]
+    environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    finished = subprocess.run(words, env=environ, capture_output=True, timeout=LIMIT_S, check=False)
+    assert (finished.returncode, finished.stdout) == (0, b"")
+
+
+def test_without_a_terminal_programs_see_none():
+    finished = run(sys.executable, "-c", "import sys; print(sys.stdout.isatty(), sys.stderr.isatty())")
+    assert finished.stdout == "[1,0]<stdout>:False False\n"
+
+
+def read_terminal(descriptor: int) -> bytes:
+    shown = b""
+    while True:
+        try:
+            data = os.read(descriptor, 65536)
+        except OSError:  # the last writer has gone
+            return shown
+        shown += data
+
+
+def on_terminal(program: str, **streams) -> tuple[int, bytes]:
+    """Run a program under poprun with some streams on a terminal; its exit status and what was shown."""
+    ours, theirs = os.openpty()
+    named = {name: theirs if value == "terminal" else value for name, value in streams.items()}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "poprun", sys.executable, "-c", program],
+        env=os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        start_new_session=True,
+        **named,
+    )
+    os.close(theirs)
+    shown = read_terminal(ours)
+    os.close(ours)
+    return process.wait(LIMIT_S), shown
+
+
+def test_a_stream_that_is_a_terminal_is_one_for_the_program():
+    program = (
+        "import sys\n"
+        "print(sys.stdout.isatty(), sys.stderr.isatty(), file=sys.stderr)\n"
+        "for n in range(3): sys.stderr.write(f'\\r{n}')\n"
+    )
+    null = subprocess.DEVNULL
+    status, shown = on_terminal(program, stdin=null, stdout=null, stderr="terminal")
+    tag = b"[1,0]<stderr>:"
+    assert status == 0
+    assert (
+        shown == tag + b"False True\r\n" + tag + b"".join(b"\r" + tag + b"%d" % n for n in range(3)) + b"\r\n"
+    )
+
+
+def test_a_signal_for_the_whole_process_group_is_one_for_poprun():
+    program = "import os, signal\nprint('ready', flush=True)\nsignal.pause()\n"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        job = start(*two(program), process_group=0)
+        job.wait_for("ready")
+        os.killpg(job.process.pid, number)
+        finished = job.finish()
+        assert finished.status == 128 + number
+        assert number.name in finished.own_lines[-1]
+        assert finished.after_event_s < 2
