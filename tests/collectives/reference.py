@@ -1,0 +1,90 @@
+"""What the replicas contribute, and what plain NumPy makes of it in replica order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import ml_dtypes
+import numpy as np
+
+from collectives import Communicator
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+REDUCIBLE = FLOATS + INTEGERS
+MOVABLE = (*REDUCIBLE, "bool")
+OPERATIONS = ("sum", "mean", "min", "max")
+SMALL_LENGTHS = (0, 1, 7)
+LARGE = 2**20 + 3
+SPREADS = ("one each", "two each", "three each", "one or two")
+
+_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
+
+
+def dtype_of(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def replicas_of_ranks(spread: str, size: int) -> list[range]:
+    """The global replicas of every rank."""
+    counts = {
+        "one each": [1] * size,
+        "two each": [2] * size,
+        "three each": [3] * size,
+        "one or two": [1 + rank % 2 for rank in range(size)],
+    }[spread]
+    return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def contribution(dtype: str, length: int, replica: int) -> np.ndarray:
+    """What a replica contributes; read-only. Floats differ so much in size that the order of their sum shows."""
+    random = np.random.default_rng([replica, length])
+    if dtype in FLOATS:
+        values = random.standard_normal(length) * np.exp2(random.integers(-6, 7, length))
+    elif dtype == "bool":
+        values = random.integers(0, 2, length)
+    else:
+        info = np.iinfo(dtype)
+        values = random.integers(info.min, info.max, length, dtype, endpoint=True)
+    array = values.astype(dtype_of(dtype))
+    array.flags.writeable = False
+    return array
+
+
+def contributions(dtype: str, length: int, replicas: Sequence[int]) -> list[np.ndarray]:
+    return [contribution(dtype, length, replica) for replica in replicas]
+
+
+def reduced(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
+    """((a0 + a1) + a2) + ... in plain NumPy; 16-bit floats in float32, rounded once; means divided once."""
+    dtype = arrays[0].dtype
+    is_sum = op in ("sum", "mean")
+    wide = np.dtype(np.float32) if is_sum and dtype in (np.float16, ml_dtypes.bfloat16) else dtype
+    total = arrays[0].astype(wide)
+    for array in arrays[1:]:
+        total = _UFUNCS[op](total, array.astype(wide))
+    if op == "mean":
+        total = _divided(total, len(arrays))
+    return total.astype(dtype)
+
+
+def _divided(total: np.ndarray, count: int) -> np.ndarray:
+    if total.dtype.kind not in "iu":
+        return total / total.dtype.type(count)
+    truncated = [abs(value) // count * (1 if value >= 0 else -1) for value in total.ravel().tolist()]
+    return np.array(truncated, total.dtype).reshape(total.shape)
+
+
+@lru_cache(maxsize=64)
+def reduced_contributions(dtype: str, length: int, count: int, op: str) -> np.ndarray:
+    """The contributions of replicas 0 to `count` - 1, reduced."""
+    return reduced(contributions(dtype, length, range(count)), op)
+
+
+def mine(communicator: Communicator, dtype: str, length: int, spread: str) -> tuple[list[np.ndarray], int]:
+    """The contributions of this rank, and how many there are on all ranks together."""
+    of_ranks = replicas_of_ranks(spread, communicator.size)
+    return contributions(dtype, length, of_ranks[communicator.rank]), of_ranks[-1].stop

@@ -1,0 +1,120 @@
+"""Every backend passes the same statements."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import conformance
+import conformance_checks
+import conformance_named
+import numpy as np
+import pytest
+from mpi_jobs import HERE, mpirun_command, run_job
+from reference import LARGE, SPREADS, contributions, mine, reduced_contributions
+from statements import Statement
+
+import collectives
+from collectives import Communicator, Limits, Settings
+from collectives.backends.thread import run_on_threads
+
+LIMITS = Limits(stall_warning_s=10, timeout_s=15)
+SIZES = (1, 2, 3, 4)
+MECHANISMS = ("ring", "window")
+
+
+def statements_for(size: int) -> list[Statement]:
+    """All statements about a group of `size` ranks."""
+    suites = (conformance.suite, conformance_checks.suite, conformance_named.suite)
+    return [statement for suite in suites for statement in suite.statements if statement.at_least <= size]
+
+
+def each_statement(sizes: tuple[int, ...]) -> pytest.MarkDecorator:
+    cases = [(size, statement) for size in sizes for statement in statements_for(size)]
+    return pytest.mark.parametrize(
+        ("size", "statement"), cases, ids=[f"{size} ranks-{statement}" for size, statement in cases]
+    )
+
+
+@pytest.mark.parametrize("statement", statements_for(1), ids=str)
+def test_alone(statement: Statement) -> None:
+    with collectives.connect("single", Settings(limits=LIMITS)) as communicator:
+        statement.check(communicator)
+
+
+@each_statement(SIZES)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_on_threads(mechanism: str, size: int, statement: Statement) -> None:
+    run_on_threads(size, statement.check, Settings(limits=LIMITS, mechanism=mechanism))
+
+
+@pytest.fixture(scope="session")
+def run_statements(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict[str, list[str]]]:
+    """Runs one job per number of ranks and mechanism, and remembers what each statement came to."""
+
+    @cache
+    def run(size: int, mechanism: str) -> tuple[dict[str, list[str]], str]:
+        report = tmp_path_factory.mktemp("job") / "report"
+        report.touch()
+        job = run_job(mpirun_command(size, HERE / "conformance_job.py", mechanism, str(report)))
+        return _read_report(report), f"status {job.returncode}\n{job.stdout}\n{job.stderr}"
+
+    return run
+
+
+def _read_report(report: Path) -> dict[str, list[str]]:
+    return dict(json.loads(line) for line in report.read_text().splitlines())
+
+
+@pytest.mark.job
+@each_statement(SIZES)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_over_mpi(run_statements, mechanism: str, size: int, statement: Statement) -> None:
+    verdicts, how_the_job_ended = run_statements(size, mechanism)
+    assert statement.name in verdicts, f"the job ended before this statement: {how_the_job_ended}"
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(verdicts[statement.name]) if text]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_job_of_all_statements_ends_well(run_statements, mechanism: str, size: int) -> None:
+    _, how_the_job_ended = run_statements(size, mechanism)
+    assert how_the_job_ended.startswith("status 0\n"), how_the_job_ended
+
+
+def _digest(communicator: Communicator, counts: list[int]) -> str:
+    first = sum(counts[: communicator.rank])
+    replicas = range(first, first + counts[communicator.rank])
+    result = communicator.ordered_all_reduce(contributions("float32", LARGE, replicas), op="mean")
+    return hashlib.sha256(result).hexdigest()
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_twelve_replicas_give_the_same_bits_however_they_are_spread(mechanism: str) -> None:
+    spreads = ([12], [6, 6], [1, 11], [4, 4, 4], [5, 1, 6], [3, 3, 3, 3], [1, 2, 8, 1])
+    digests = {
+        digest
+        for counts in spreads
+        for digest in run_on_threads(
+            len(counts), lambda c, counts=counts: _digest(c, counts), Settings(mechanism=mechanism)
+        )
+    }
+    assert digests == {hashlib.sha256(reduced_contributions("float32", LARGE, 12, "mean")).hexdigest()}
+
+
+def test_the_order_of_these_contributions_shows_in_their_sum() -> None:
+    """Otherwise the tests above would prove little."""
+    forward = sum(contributions("float32", LARGE, range(12)))
+    backward = sum(contributions("float32", LARGE, range(11, -1, -1)))
+    assert np.mean(forward != backward) > 0.5
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_every_replica_belongs_to_one_rank(spread: str) -> None:
+    lengths = run_on_threads(3, lambda c: (len(mine(c, "int8", 1, spread)[0]), mine(c, "int8", 1, spread)[1]))
+    assert sum(length for length, _ in lengths) == lengths[0][1]
