@@ -1,0 +1,134 @@
+"""Program, seed, data and number of replicas decide the bits, not how instances drive the replicas."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from poprun_jobs import ROOT, Finished, run
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
+
+PROGRAMS = Path(__file__).parent / "programs"
+STEPS = 20
+NAMES = ("cnn", "mlp", "dropout")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("promises")
+
+
+def python(name: str, *words: object) -> list[str]:
+    return [sys.executable, str(PROGRAMS / name), *map(str, words)]
+
+
+def finish_alone(words: list[str]) -> None:
+    """Run a program without a launcher to its end."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+    subprocess.run(
+        words, check=True, timeout=120, env=clean | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE
+    )
+
+
+def finish(*words: str) -> Finished:
+    """Run poprun to its end, which is a good one."""
+    finished = run(*words)
+    assert finished.status == 0, finished.stderr
+    return finished
+
+
+@pytest.fixture(scope="module")
+def reference(directory):
+    """{"cnn": fingerprint, ...} of a single process, by the number of replicas."""
+
+    @functools.cache
+    def train(replicas: int) -> dict[str, str]:
+        output = directory / f"reference-{replicas}.json"
+        finish_alone(python("digits_everywhere.py", output, STEPS, replicas))
+        found = json.loads(output.read_text())
+        return {name: found[f"{name} ipu"] for name in NAMES}
+
+    return train
+
+
+class TestTheVariablesAreTheSameForEveryNumberOfInstances:
+    @pytest.mark.parametrize(
+        ("replicas", "instances"),
+        [(8, 1), (8, 2), (8, 4), (8, 8), (6, 1), (6, 2), (6, 3), (6, 6)],
+    )
+    def test_as_those_of_one_process(self, reference, directory, replicas, instances):
+        output = directory / f"{instances}-of-{replicas}.json"
+        finish(
+            f"--num-replicas={replicas}",
+            f"--num-instances={instances}",
+            *python("digits_everywhere.py", output, STEPS),
+        )
+        found = json.loads(output.read_text())
+        mechanisms = ("auto", "ring") if instances > 1 else ("auto",)
+        if instances > 1:
+            assert found["mechanism ring"] == "ring"
+        wanted = {f"{name} {used}": reference(replicas)[name] for used in mechanisms for name in NAMES}
+        assert {key: found[key] for key in wanted} == wanted
+
+    def test_also_where_the_shared_memory_is_too_small_for_the_window(self, reference, directory):
+        if os.geteuid() != 0 or shutil.which("unshare") is None:
+            pytest.skip("only root may mount a small /dev/shm")
+        output = directory / "small.json"
+        job = [
+            sys.executable,
+            "-m",
+            "poprun",
+            "--allow-run-as-root=yes",
+            "--num-replicas=6",
+            "--num-instances=2",
+        ]
+        mount = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
+        probe = subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", "true"], capture_output=True)
+        if probe.returncode != 0:
+            pytest.skip(f"no mount namespace: {probe.stderr.decode().strip()}")
+        job += python("digits_everywhere.py", output, STEPS)
+        finish_alone(["unshare", "-m", "sh", "-c", mount, "sh", *job])
+        found = json.loads(output.read_text())
+        assert found["mechanism auto"] == "ring"
+        assert {name: found[f"{name} auto"] for name in NAMES} == reference(6)
+
+
+def test_the_command_of_the_documentation_gives_the_bits_of_one_process(directory):
+    """The main job with its defaults, once as two instances and once without a launcher."""
+    program = [str(ROOT / "launch_scripts" / "train_digits.py"), f"--max-steps={STEPS}", "--model=mlp"]
+    together, alone = directory / "together.json", directory / "alone.json"
+    finish("--num-replicas=4", "--num-instances=2", sys.executable, *program, f"--json={together}")
+    finish_alone([sys.executable, *program, "--strategy=ipu", "--replicas=4", f"--json={alone}"])
+    results = [json.loads(path.read_text()) for path in (together, alone)]
+    assert [result["instances"] for result in results] == [2, 1]
+    for fact in ("replicas", "steps", "final_loss", "test_accuracy", "variables_sha256"):
+        assert results[0][fact] == results[1][fact]
+
+
+class TestTheRowsOfPopDistStrategy:
+    """P-01 to P-05, P-07, P-10 to P-16, P-19, P-21 and P-34, translated; two instances, two replicas."""
+
+    def test_under_poprun(self):
+        program = python("popdist_strategy_rows.py")
+        finished = finish("--num-replicas=2", "--num-instances=2", *program)
+        assert finished.stdout == "[1,0]<stdout>:all rows held\n"
+
+    def test_under_mpirun(self):
+        mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
+        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        found = subprocess.run(
+            [mpirun, "-np", "2", "--oversubscribe", *python("popdist_strategy_rows.py")],
+            env=os.environ | allowed | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert found.returncode == 0, found.stderr
+        assert found.stdout == "all rows held\n"

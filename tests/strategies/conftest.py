@@ -1,0 +1,73 @@
+"""Eight simulated devices, claimed before anything else in this process uses JAX, and replicas on threads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import collectives
+import strategies
+from collectives.backends.thread import run_on_threads
+from popdist import Instance
+
+ALL = strategies.IPUStrategy(num_replicas=8)  # JAX's devices are fixed when it starts
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def strategy():
+    """Four replicas in this process."""
+    return strategies.IPUStrategy(num_replicas=4)
+
+
+@pytest.fixture
+def bits():
+    """What has to be equal when values are equal to the last bit."""
+
+    def of(value):
+        array = np.asarray(value)
+        return array.dtype, array.shape, array.tobytes()
+
+    return of
+
+
+@pytest.fixture
+def on_instances():
+    """Run `function(strategy)` on n instances in n threads; the results in the order of the instances."""
+
+    def run(instances, replicas, function, mechanism="ring", **options):
+        local = replicas // instances
+
+        def one(communicator):
+            index = communicator.rank
+            instance = Instance(index, instances, local, index * local, replicas, index)
+            return function(strategies.Strategy(instance, communicator, **options))
+
+        settings = collectives.Settings(mechanism=mechanism)
+        return run_on_threads(instances, one, settings)
+
+    return run
+
+
+@pytest.fixture
+def in_new_process():
+    """Run a program in a Python whose JAX has not started; what it prints."""
+
+    def run(program, *words, **variables):
+        clean = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PJRT_", "XLA_", "JAX_", "POPDIST_"))
+        }
+        finished = subprocess.run(
+            [sys.executable, "-c", program, *map(str, words)],
+            env=clean | {"PYTHONPATH": str(ROOT)} | variables,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout
+
+    return run

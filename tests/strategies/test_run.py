@@ -1,0 +1,302 @@
+"""`run` runs a function once per replica, and `per_replica`, `reduce` and `broadcast` move values around it."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import collectives
+import strategies
+from strategies import PerReplica, get_replica_context
+
+
+def replica_index():
+    return get_replica_context().replica_id_in_sync_group
+
+
+class TestWhoIsThere:
+    def test_all_replicas_are_in_this_process(self, strategy):
+        assert strategy.num_replicas_in_sync == 4
+        assert (strategy.num_instances, strategy.instance_index) == (1, 0)
+        assert strategy.local_replicas == range(4)
+
+    def test_one_replica_is_the_default(self):
+        assert strategies.IPUStrategy().num_replicas_in_sync == 1
+
+    @pytest.mark.parametrize("number", [0, -1])
+    def test_there_is_at_least_one_replica(self, number):
+        with pytest.raises(ValueError, match=f"num_replicas is {number}"):
+            strategies.IPUStrategy(num_replicas=number)
+
+    def test_an_instance_drives_its_block_of_the_replicas(self, on_instances):
+        blocks = on_instances(3, 6, lambda strategy: list(strategy.local_replicas))
+        assert blocks == [[0, 1], [2, 3], [4, 5]]
+
+    def test_without_a_launcher_popdist_strategy_is_one_instance(self, in_new_process):
+        program = (
+            "import strategies\n"
+            "strategy = strategies.PopDistStrategy()\n"
+            "print(strategy.num_replicas_in_sync, strategy.num_instances, strategy.instance_index)\n"
+        )
+        assert in_new_process(program) == "1 1 0\n"
+
+    def test_the_strategy_of_the_scope_is_the_current_one(self, strategy):
+        assert strategies.get_strategy() is None
+        with strategy.scope() as outer:
+            assert strategies.get_strategy() is outer is strategy
+            with strategies.IPUStrategy().scope() as inner:
+                assert strategies.get_strategy() is inner
+            assert strategies.get_strategy() is strategy
+        assert strategies.get_strategy() is None
+
+    def test_the_scope_ends_when_an_exception_leaves_it(self, strategy):
+        with pytest.raises(KeyError), strategy.scope():
+            raise KeyError
+        assert strategies.get_strategy() is None
+
+
+class TestPerReplica:
+    def test_each_replica_gets_the_value_of_its_index(self, strategy):
+        values = strategy.per_replica(lambda r: r * r)
+        assert list(values) == [0, 1, 4, 9]
+        assert (len(values), values[2]) == (4, 4)
+
+    def test_only_local_replicas_are_asked(self, on_instances):
+        assert on_instances(2, 4, lambda s: list(s.per_replica(lambda r: r))) == [[0, 1], [2, 3]]
+
+
+class TestRun:
+    def test_runs_once_per_replica(self, strategy):
+        assert [int(r) for r in strategy.run(replica_index)] == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8])
+    def test_on_any_number_of_replicas(self, replicas):
+        strategy = strategies.IPUStrategy(num_replicas=replicas)
+        assert [int(r) for r in strategy.run(replica_index)] == list(range(replicas))
+
+    def test_replicas_of_all_instances_are_numbered_through(self, on_instances):
+        found = on_instances(3, 6, lambda s: [int(r) for r in s.run(replica_index)])
+        assert found == [[0, 1], [2, 3], [4, 5]]
+
+    def test_a_plain_argument_goes_whole_to_every_replica(self, strategy):
+        matrix = np.arange(12, dtype=np.float32).reshape(4, 3)
+        for result in strategy.run(lambda x: x + replica_index(), args=(matrix,)):
+            assert result.shape == (4, 3)
+        np.testing.assert_array_equal(result, matrix + 3)
+
+    def test_of_a_per_replica_argument_each_gets_its_own(self, strategy):
+        rows = strategy.per_replica(lambda r: np.full((2, 3), r, np.float32))
+        for r, result in enumerate(strategy.run(lambda x, y: x + y, args=(rows, 1.0))):
+            np.testing.assert_array_equal(result, np.full((2, 3), r + 1))
+
+    def test_arguments_and_results_may_be_nested(self, strategy):
+        given = strategy.per_replica(
+            lambda r: {"a": np.float32(r), "b": (np.int32(r), [np.ones(2, np.float32)])}
+        )
+
+        def fn(tree, scale):
+            return {"sum": tree["a"] + scale["x"], "rest": [tree["b"][0], tree["b"][1]], "empty": ()}
+
+        for r, result in enumerate(strategy.run(fn, args=(given, {"x": np.float32(10)}))):
+            assert (result["sum"], result["rest"][0], result["empty"]) == (r + 10, r, ())
+            np.testing.assert_array_equal(result["rest"][1][0], [1, 1])
+
+    def test_takes_keyword_arguments_of_both_kinds(self, strategy):
+        results = strategy.run(
+            lambda x, *, scale, shift: x * scale + shift,
+            args=(np.float32(3),),
+            kwargs={"shift": strategy.per_replica(float), "scale": np.float32(2)},
+        )
+        assert [float(x) for x in results] == [6, 7, 8, 9]
+
+    def test_the_same_function_may_be_called_with_other_kinds_of_arguments(self, strategy):
+        def fn(x):
+            return x + 1
+
+        assert [float(x) for x in strategy.run(fn, args=(1.0,))] == [2, 2, 2, 2]
+        assert [float(x) for x in strategy.run(fn, args=(strategy.per_replica(float),))] == [1, 2, 3, 4]
+        assert strategy.run(fn, args=(np.zeros((2, 2), np.float32),))[0].shape == (2, 2)
+        assert [float(x) for x in strategy.run(fn, kwargs={"x": 2.0})] == [3, 3, 3, 3]
+
+    def test_compiles_once_per_function_and_shape(self, strategy):
+        traced = []
+
+        def fn(x):
+            traced.append(x.shape)
+            return x
+
+        for _ in range(3):
+            strategy.run(fn, args=(np.zeros(2, np.float32),))
+        strategy.run(fn, args=(np.zeros(3, np.float32),))
+        assert traced == [(2,), (3,)]
+
+    def test_a_function_without_results_gives_nothing_per_replica(self, strategy):
+        assert list(strategy.run(lambda: None)) == [None] * 4
+
+    def test_a_constant_is_a_result(self, strategy):
+        assert [int(x) for x in strategy.run(lambda: 7)] == [7, 7, 7, 7]
+
+    @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int32", "float16", "bfloat16", "float32"])
+    def test_dtypes_are_kept(self, strategy, dtype):
+        given = jnp.ones(3, dtype)
+        for result in strategy.run(lambda x: x, args=(given,)):
+            assert result.dtype == given.dtype
+
+    def test_empty_arrays_are_arrays(self, strategy):
+        assert strategy.run(lambda x: x, args=(np.zeros((0, 3), np.float32),))[3].shape == (0, 3)
+
+    def test_results_of_run_can_be_arguments_of_run(self, strategy):
+        once = strategy.run(lambda x: x + 1, args=(strategy.per_replica(float),))
+        assert [float(x) for x in strategy.run(lambda x: x * 2, args=(once,))] == [2, 4, 6, 8]
+
+    def test_an_exception_of_the_function_is_raised_and_harms_nothing(self, strategy):
+        def fails():
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            strategy.run(fails)
+        with pytest.raises(RuntimeError, match="strategy.run"):
+            get_replica_context()
+        assert len(strategy.run(replica_index)) == 4
+
+
+class TestFloat64IsRefused:
+    """S-11: JAX would silently make it float32."""
+
+    @pytest.mark.parametrize("value", [np.float64(1), np.ones(2), {"deep": [np.ones(2)]}])
+    def test_as_an_argument(self, strategy, value):
+        with pytest.raises(TypeError, match="Unsupported data type for input: float64"):
+            strategy.run(lambda x: x, args=(value,))
+
+    def test_as_a_keyword_argument(self, strategy):
+        with pytest.raises(TypeError, match="Unsupported data type for input: float64"):
+            strategy.run(lambda x: x, kwargs={"x": np.ones(2)})
+
+    def test_as_an_argument_of_one_replica(self, strategy):
+        with pytest.raises(TypeError, match="Unsupported data type for input: float64"):
+            strategy.run(lambda x: x, args=(strategy.per_replica(np.float64),))
+
+    def test_as_a_result(self, strategy):
+        with pytest.raises(TypeError, match="Unsupported data type for output: float64"):
+            strategy.run(lambda: np.ones(2))
+
+    def test_numbers_of_python_are_fine(self, strategy):
+        assert strategy.run(lambda x: x, args=(1.5,))[0].dtype == np.float32
+
+
+class TestReduce:
+    @pytest.mark.parametrize(("op", "wanted"), [("sum", 6.0), ("mean", 1.5), ("min", 0.0), ("max", 3.0)])
+    def test_over_all_replicas(self, strategy, op, wanted):
+        assert strategy.reduce(op, strategy.per_replica(float)) == wanted
+
+    def test_operations_may_be_written_in_capitals(self, strategy):
+        assert strategy.reduce("SUM", strategy.per_replica(float)) == 6
+
+    @pytest.mark.parametrize("instances", [1, 2, 3, 6])
+    @pytest.mark.parametrize(("op", "wanted"), [("sum", 15), ("mean", 2), ("min", 0), ("max", 5)])
+    def test_over_all_replicas_of_all_instances(self, on_instances, instances, op, wanted):
+        found = on_instances(instances, 6, lambda s: int(s.reduce(op, s.per_replica(np.int32))))
+        assert found == [wanted] * instances
+
+    def test_a_value_that_all_replicas_share_counts_once_per_replica(self, on_instances):
+        assert on_instances(2, 4, lambda s: float(s.reduce("sum", np.float32(2)))) == [8, 8]
+
+    def test_a_mean_of_integers_is_truncated_towards_zero(self, strategy):
+        assert strategy.reduce("mean", strategy.per_replica(lambda r: np.int32(-r))) == -1
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_16_bit_floats_are_added_in_float32(self, strategy, dtype):
+        values = strategy.per_replica(lambda r: np.asarray(jnp.asarray([256.0, 1.0, 1.0, 1.0][r] * 8, dtype)))
+        assert strategy.reduce("sum", values) == np.asarray(jnp.asarray(259.0 * 8, dtype))
+
+    def test_a_16_bit_mean_does_not_overflow(self, strategy):
+        values = strategy.per_replica(lambda r: np.float16(40000))
+        assert strategy.reduce("mean", values) == np.float16(40000)
+
+    def test_replicas_are_added_in_their_order(self, on_instances, bits):
+        parts = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32) * 1e3
+        wanted = ((((parts[0] + parts[1]) + parts[2]) + parts[3]) + parts[4]) + parts[5]
+        for instances in (1, 2, 3, 6):
+            for result in on_instances(
+                instances, 6, lambda s: s.reduce("sum", s.per_replica(parts.__getitem__))
+            ):
+                assert bits(result) == bits(wanted)
+
+    def test_of_a_tree_every_leaf_is_reduced(self, strategy):
+        given = strategy.per_replica(lambda r: {"a": np.full((2, 2), r, np.float32), "b": (np.int32(r),)})
+        found = strategy.reduce("sum", given)
+        np.testing.assert_array_equal(found["a"], np.full((2, 2), 6))
+        assert found["b"] == (6,)
+
+    def test_of_an_unknown_operation_the_known_ones_are_listed(self, strategy):
+        with pytest.raises(
+            ValueError, match="Unsupported reduce op: 'product'; use one of sum, mean, min, max"
+        ):
+            strategy.reduce("product", strategy.per_replica(float))
+
+    def test_contributions_stay_as_they_were(self, strategy):
+        values = strategy.per_replica(lambda r: np.full(3, r, np.float32))
+        strategy.reduce("sum", values)
+        for r, value in enumerate(values):
+            np.testing.assert_array_equal(value, [r] * 3)
+
+
+class TestBroadcast:
+    def test_of_one_instance_gives_the_same_values(self, strategy):
+        tree = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": 2.0, "flag": np.array([True, False])}
+        found = strategy.broadcast(tree)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
+        jax.tree.map(np.testing.assert_array_equal, found, tree)
+
+    def test_gives_everybody_the_values_of_instance_0(self, on_instances):
+        found = on_instances(
+            3, 3, lambda s: np.asarray(s.broadcast(np.full(2, s.instance_index + 7.0, np.float32)))
+        )
+        assert [list(value) for value in found] == [[7, 7]] * 3
+
+    def test_does_not_follow_later_changes_of_what_was_given(self, strategy):
+        given = np.zeros(1024, np.float32)
+        found = strategy.broadcast(given)
+        given[:] = 1
+        assert not np.asarray(found).any()
+
+    @pytest.mark.parametrize("other", [np.zeros(3, np.float32), np.zeros(2, np.int32)])
+    def test_names_a_leaf_that_differs(self, on_instances, other):
+        def program(strategy):
+            tree = {
+                "first": np.float32(0),
+                "second": other if strategy.instance_index else np.zeros(2, np.float32),
+            }
+            with pytest.raises(collectives.LayoutMismatchError) as caught:
+                strategy.broadcast(tree)
+            return str(caught.value)
+
+        for message in on_instances(2, 2, program):
+            assert "Tensor layouts did not match on all instances" in message
+            assert "second" in message
+
+    @pytest.mark.parametrize("is_short", [0, 1])
+    def test_notices_a_leaf_too_many(self, on_instances, is_short):
+        def program(strategy):
+            tree = {"a": np.float32(0)} | (
+                {} if strategy.instance_index == is_short else {"b": np.float32(1)}
+            )
+            with pytest.raises(collectives.LayoutMismatchError) as caught:
+                strategy.broadcast(tree)
+            return str(caught.value)
+
+        for message in on_instances(2, 2, program):
+            assert "'b'" in message
+
+
+def test_a_per_replica_value_is_not_kept_alive_by_run():
+    strategy = strategies.IPUStrategy(num_replicas=2)
+    array = np.zeros(4, np.float32)
+    strategy.run(lambda x: x + 1, args=(PerReplica((array, array)),))
+    gone = weakref.ref(array)
+    del array
+    gc.collect()
+    assert gone() is None
