@@ -25,8 +25,8 @@ class Mpirun:
         self._words = bytearray()
         self.stdout, out = os.pipe()
         self.stderr, err = os.pipe()
-        # Ctrl-C in a terminal, or a SIGTERM for the whole process group, reaches mpirun too. Blocked there, it is
-        # for poprun to say what happens; SIGHUP remains for us.
+        # Ctrl-C in a terminal, or SIGTERM for the process group, reaches mpirun too. Blocked there, it is for
+        # poprun to say what happens; SIGHUP remains for us.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
         self.pid = start(list(command), dict(environ), lambda: _prepare(out, err))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

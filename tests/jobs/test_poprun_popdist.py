@@ -1,0 +1,56 @@
+"""Programs that use popdist: the collective that the others were in is named, and blame goes to the first cause."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from poprun_jobs import start, two
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
+
+HEAD = """\
+import os, signal, sys
+import numpy as np
+import popdist
+
+popdist.init()
+gradients = np.ones(1000, np.float32)
+popdist.synchronize()
+print("ready", flush=True)
+if popdist.getInstanceIndex() == 1:
+    {event}
+for step in range(2):
+    popdist.communicator().all_reduce(gradients, "sum")
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "status", "how"),
+    [
+        ("raise ValueError('no such data')", 1, "ended with exit status 1"),
+        ("sys.exit(3)", 3, "ended with exit status 3"),
+        ("raise SystemExit(4)", 4, "ended with exit status 4"),
+        ("os._exit(5)", 5, "ended with exit status 5"),
+        ("sys.exit(0)", 1, "ended with exit status 0 too early: instance 0 still needed it"),
+        ("os._exit(0)", 1, "ended with exit status 0 too early: instance 0 still needed it"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "was killed by SIGKILL"),
+    ],
+)
+def test_an_instance_that_leaves_while_the_other_needs_it_is_blamed(event, status, how):
+    job = start(*two(HEAD.format(event=event)))
+    job.wait_for("ready")
+    finished = job.finish()
+    assert finished.status == status, finished.stderr
+    assert finished.own_lines[0].startswith("instance 1 on host ")
+    assert how in finished.own_lines[0]
+    assert finished.own_lines[1].startswith("instance 0 was in collective 2, all_reduce")
+    assert len(finished.own_lines) == 2
+    assert finished.stderr.splitlines()[-1].endswith(finished.own_lines[-1])
+    assert finished.after_event_s < 1.5  # from the last synchronisation, not from the failure
+
+
+def test_instances_that_agree_end_well():
+    job = start(*two(HEAD.format(event="pass")))
+    finished = job.finish()
+    assert (finished.status, finished.stderr) == (0, "")
