@@ -72,9 +72,7 @@ def popdist_variables(settings: Settings, place: Place) -> dict[str, str]:
     }
 
 
-def extra_variables(
-    settings: Settings, pool: Mapping[str, str], environ: Mapping[str, str]
-) -> dict[str, str]:
+def extra_variables(settings: Settings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """What poprun sets besides POPDIST_*, unless the user has set it, in the environment or by `-x`.
 
     Args:

@@ -87,6 +87,4 @@ def _make_directory(parent: str) -> str:
             with suppress(FileNotFoundError, PermissionError):
                 os.mkdir(path, 0o700)
                 return path
-    raise OSError(
-        f"cannot make a directory below {parent} or /tmp; set TMPDIR to a short path that is writable"
-    )
+    raise OSError(f"cannot make a directory below {parent} or /tmp; set TMPDIR to a short path that is writable")

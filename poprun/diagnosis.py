@@ -160,9 +160,7 @@ def _describe_blamed(blamed: Facts, facts: Sequence[Facts]) -> str:
 
 
 def _needs(each: Facts, gone: Facts) -> bool:
-    waits = gone.index in each.record.waiting_for or (
-        not each.record.waiting_for and _has_not_come(gone, each)
-    )
+    waits = gone.index in each.record.waiting_for or (not each.record.waiting_for and _has_not_come(gone, each))
     return each.record.is_inside and waits
 
 
@@ -183,8 +181,7 @@ def _describe_others(facts: Sequence[Facts], blamed: int) -> list[str]:
         if each.index != blamed and each.record.is_inside:
             groups.setdefault(_describe_wait(each), []).append(each.index)
     return [
-        f"{list_instances(members)} {'was' if len(members) == 1 else 'were'} {wait}"
-        for wait, members in groups.items()
+        f"{list_instances(members)} {'was' if len(members) == 1 else 'were'} {wait}" for wait, members in groups.items()
     ]
 
 

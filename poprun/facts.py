@@ -81,9 +81,7 @@ class Facts:
     @property
     def name(self) -> str:
         """What the user reads: instance, host and process."""
-        return f"instance {self.index} on host {self.host or 'unknown'}" + (
-            f" (pid {self.pid})" if self.pid else ""
-        )
+        return f"instance {self.index} on host {self.host or 'unknown'}" + (f" (pid {self.pid})" if self.pid else "")
 
     @property
     def is_started(self) -> bool:

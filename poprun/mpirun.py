@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from poprun.processes import die_with_parent, send, start
 
@@ -40,6 +41,13 @@ class Mpirun:
             self._words += data
             del self._words[:-_KEPT_BYTES]
         return data
+
+    def read_rest(self) -> None:
+        """Read what is left of its standard error."""
+        os.set_blocking(self.stderr, False)
+        with suppress(BlockingIOError):
+            while self.read(self.stderr):
+                pass
 
     @property
     def complaint(self) -> bytes:

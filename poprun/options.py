@@ -65,16 +65,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("num-replicas", Kind.NUMBER, "replicas of all instances together", TOPOLOGY, default="1"),
     Option("num-instances", Kind.NUMBER, "processes; replicas are divided evenly", TOPOLOGY, default="1"),
     Option("ipus-per-replica", Kind.NUMBER, "devices that one replica spans", TOPOLOGY, default="1"),
-    Option(
-        "print-topology", Kind.BOOLEAN, "show which instance drives which replicas", TOPOLOGY, default="no"
-    ),
+    Option("print-topology", Kind.BOOLEAN, "show which instance drives which replicas", TOPOLOGY, default="no"),
     Option("only-output-from-instance", Kind.NUMBER, "show the output of this instance only", EXECUTION),
-    Option(
-        "mpi-global-args", Kind.ARGUMENTS, "options for mpirun, given once at the front; adds up", EXECUTION
-    ),
-    Option(
-        "mpi-local-args", Kind.ARGUMENTS, "options for mpirun, given for each instance; adds up", EXECUTION
-    ),
+    Option("mpi-global-args", Kind.ARGUMENTS, "options for mpirun, given once at the front; adds up", EXECUTION),
+    Option("mpi-local-args", Kind.ARGUMENTS, "options for mpirun, given for each instance; adds up", EXECUTION),
     Option("allow-run-as-root", Kind.BOOLEAN, "let mpirun run as root", EXECUTION, default="no"),
     Option(
         "process-placement",
@@ -84,9 +78,7 @@ OPTIONS: tuple[Option, ...] = (
         choices=("spreadnuma", "disabled"),
         default="spreadnuma",
     ),
-    Option(
-        "offline-mode", Kind.BOOLEAN, "do not use accelerators, compute on the CPU", EXECUTION, default="no"
-    ),
+    Option("offline-mode", Kind.BOOLEAN, "do not use accelerators, compute on the CPU", EXECUTION, default="no"),
 )
 
 

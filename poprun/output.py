@@ -121,13 +121,13 @@ class Output:
         for line in self._tails.pop(instance, ()):
             self.stderr.write_tagged(tag(instance, 2), line)
 
-    def finish(self, limit_s: float) -> None:
-        """Write what is held back; wait for a slow reader at most `limit_s` for each 4 KiB."""
+    def finish(self, limit_s: float | None) -> None:
+        """Write what is held back; wait for a slow reader for ever, or at most `limit_s` for each piece."""
         for sink in self.sinks:
             sink.end_line()
             poll = select.poll()
             poll.register(sink.descriptor, select.POLLOUT)
-            while sink.held_bytes and poll.poll(limit_s * 1000):
+            while sink.held_bytes and poll.poll(None if limit_s is None else limit_s * 1000):
                 sink.flush()
 
 

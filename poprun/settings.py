@@ -61,8 +61,7 @@ class Settings:
         if shown is not None and not 0 <= shown < self.num_instances:
             instances = _count(self.num_instances, "instance")
             raise UsageError(
-                f"--only-output-from-instance is {shown}, the job has {instances}; "
-                f"use 0 to {self.num_instances - 1}"
+                f"--only-output-from-instance is {shown}, the job has {instances}; use 0 to {self.num_instances - 1}"
             )
 
     def _check_division(self) -> None:
@@ -71,8 +70,7 @@ class Settings:
             nearest = " or ".join(str(n) for n in (below, below + self.num_instances) if n)
             replicas, instances = _count(self.num_replicas, "replica"), _count(self.num_instances, "instance")
             raise UsageError(
-                f"asked for {replicas} on {instances}; "
-                f"replicas must divide evenly: use {nearest} (--num-replicas)"
+                f"asked for {replicas} on {instances}; replicas must divide evenly: use {nearest} (--num-replicas)"
             )
 
     @property

@@ -38,6 +38,8 @@ CLOSE_LIMIT_S = 0.4
 """How long shims may take to end what is left of their instances."""
 MPIRUN_LIMIT_S = 0.3
 """How long mpirun may take to end after it was told to."""
+LAST_WORDS_LIMIT_S = 0.2
+"""How long a reader may take for each piece of the last output after an interrupt."""
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -74,6 +76,7 @@ class Supervisor:
         self._connections: list[Member] = []
         self._verdict: Verdict | None = None
         self._exit_status = 0
+        self._was_interrupted = False
         self._phase = Phase.RUNNING
         self._deadline_s = _NEVER
         self._next_look_s = _NEVER
@@ -251,6 +254,7 @@ class Supervisor:
     def _interrupt(self, number: int) -> None:
         if self._phase in (Phase.RUNNING, Phase.SETTLING):
             self._phase = Phase.INTERRUPTED
+            self._was_interrupted = True
             self._exit_status = 128 + number
             name = signal_name(number)
             self._verdict = Verdict(None, 128 + number, (f"poprun was told to end by {name}, so all ended",))
@@ -281,8 +285,7 @@ class Supervisor:
 
     def _finish(self) -> int:
         _end_all(descendants(os.getpid()))
-        for descriptor in self._mpirun_outputs:
-            os.set_blocking(descriptor, False)
+        self._mpirun.read_rest()
         verdict = self._verdict
         if verdict is not None and verdict.instance is not None:
             self._output.show_hidden_errors(verdict.instance)
@@ -290,7 +293,9 @@ class Supervisor:
             self._output.stderr.write_own(self._mpirun.complaint)
         for line in verdict.lines if verdict is not None else ():
             self._say(Level.ERROR, line)
-        self._output.finish(limit_s=0.5)
+        for number in _INTERRUPTS:  # from here on nothing but a slow reader can keep us
+            signal.signal(number, signal.SIG_DFL)
+        self._output.finish(limit_s=LAST_WORDS_LIMIT_S if self._was_interrupted else None)
         return self._exit_status
 
     def _say(self, level: Level, text: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 MARKER = "POPRUN_TEST_MARKER"
 LIMIT_S = 30.0
+ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 MPI_HEAD = """\
 import os, signal, sys
@@ -43,9 +44,7 @@ class Finished:
     @property
     def own_lines(self) -> list[str]:
         """poprun's own error lines, without clock and process."""
-        return [
-            line.partition(" POPRUN [E] ")[2] for line in self.stderr.splitlines() if " POPRUN [E] " in line
-        ]
+        return [line.partition(" POPRUN [E] ")[2] for line in self.stderr.splitlines() if " POPRUN [E] " in line]
 
     @property
     def own_text(self) -> str:
@@ -65,9 +64,7 @@ class Job:
 
     def wait_for(self, text: str) -> None:
         """Return as soon as the job has written this on its standard output."""
-        assert self.streams[0].wait_for(text.encode(), LIMIT_S), (
-            f"{text!r} did not come: {self.streams[1].text}"
-        )
+        assert self.streams[0].wait_for(text.encode(), LIMIT_S), f"{text!r} did not come: {self.streams[1].text}"
 
     def finish(self) -> Finished:
         """Wait for the end; every process of the job has to be gone then."""
@@ -129,15 +126,12 @@ class Stream:
         return self._data.decode()
 
 
-def start(
-    *words: str, environ: dict[str, str] | None = None, root_allowed: bool = True, **options: Any
-) -> Job:
+def start(*words: str, environ: dict[str, str] | None = None, root_allowed: bool = True, **options: Any) -> Job:
     """Start `poprun` with these words, as root too; options are those of Popen."""
     marker = uuid.uuid4().hex
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
-    variables |= {"PYTHONPATH": paths, MARKER: marker} | (allowed if root_allowed else {}) | (environ or {})
+    variables |= {"PYTHONPATH": paths, MARKER: marker} | (ROOT_ALLOWED if root_allowed else {}) | (environ or {})
     process = subprocess.Popen(
         [sys.executable, "-m", "poprun", *words],
         env=variables,
@@ -165,9 +159,7 @@ def leftovers(marker: str) -> dict[int, str]:
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             if sought in (directory / "environ").read_bytes().split(b"\0"):
-                found[int(directory.name)] = (
-                    (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                )
+                found[int(directory.name)] = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
     return found

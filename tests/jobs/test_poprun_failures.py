@@ -32,8 +32,7 @@ class TestPlainPrograms:
 
     def test_an_exception_while_the_others_wait_in_mpi(self):
         program = MPI_HEAD + (
-            "if rank == 1:\n    print('failing', flush=True)\n    raise ValueError('no such data')\n"
-            "comm.Barrier()\n"
+            "if rank == 1:\n    print('failing', flush=True)\n    raise ValueError('no such data')\ncomm.Barrier()\n"
         )
         job = start(*two(program))
         job.wait_for("failing")
@@ -99,12 +98,16 @@ class TestPlainPrograms:
 class TestProgramsThatKeepARecord:
     """Programs that note their collectives, as popdist does."""
 
-    def test_the_collective_of_the_others_is_named(self):
+    def test_the_collective_of_the_others_is_named(self, tmp_path):
+        entered = tmp_path / "entered"
         program = PROGRESS_HEAD + (
             "page.step(12)\n"
             "if rank == 1:\n"
-            "    page.enter(4, b\"broadcast 'variables'\"); page.leave(); raise ValueError('bad')\n"
-            "page.enter(5, b\"all_reduce 'gradients'\"); page.waiting_for([1])\n" + WAIT_FOR_EVER
+            "    page.enter(4, b\"broadcast 'variables'\"); page.leave()\n"
+            f"    while not os.path.exists({str(entered)!r}): pass\n"
+            "    raise ValueError('bad')\n"
+            "page.enter(5, b\"all_reduce 'gradients'\"); page.waiting_for([1])\n"
+            f"os.mkdir({str(entered)!r})\n" + WAIT_FOR_EVER
         )
         finished = run(*two(program))
         check(finished, 1, 1, "in step 12, after collective 4, broadcast 'variables'")
@@ -113,9 +116,7 @@ class TestProgramsThatKeepARecord:
         )
 
     def test_the_collective_of_the_failed_is_named(self):
-        program = PROGRESS_HEAD + (
-            "page.enter(7, b'barrier')\nif rank == 1: os.kill(os.getpid(), 9)\n" + WAIT_FOR_EVER
-        )
+        program = PROGRESS_HEAD + ("page.enter(7, b'barrier')\nif rank == 1: os.kill(os.getpid(), 9)\n" + WAIT_FOR_EVER)
         check(run(*two(program)), 137, 1, "was killed by SIGKILL, inside collective 7, barrier")
 
     def test_exit_0_while_another_waits_is_a_failure(self):

@@ -14,10 +14,7 @@ from popdist.version import __version__
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
 
-TELL = (
-    "import json, os\n"
-    "print(json.dumps({'environ': dict(os.environ), 'cores': sorted(os.sched_getaffinity(0))}))\n"
-)
+TELL = "import json, os\nprint(json.dumps({'environ': dict(os.environ), 'cores': sorted(os.sched_getaffinity(0))}))\n"
 
 
 def tell(*options: str, environ: dict[str, str] | None = None) -> list[dict]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
+import uuid
 
 import pytest
-from poprun_jobs import run, start, two
+from poprun_jobs import LIMIT_S, MARKER, ROOT_ALLOWED, leftovers, run, start, two
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
 
@@ -103,6 +106,23 @@ def test_the_last_errors_of_a_silenced_instance_that_fails_are_shown():
     assert "[1,1]<stderr>:note 99\n" in finished.stderr
     assert "[1,1]<stderr>:note 9\n" not in finished.stderr
     assert finished.own_lines[0].startswith("instance 1 on host")
+
+
+def test_a_reader_that_comes_late_finds_everything():
+    marker = uuid.uuid4().hex
+    program = "print('x' * 1_000_000); print('end')"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "poprun", sys.executable, "-c", program],
+        env=os.environ | ROOT_ALLOWED | {MARKER: marker},
+        stdout=subprocess.PIPE,
+    )
+    while leftovers(marker).keys() != {process.pid}:  # only poprun itself is left
+        assert process.poll() is None
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, output) == (
+        0,
+        b"[1,0]<stdout>:" + b"x" * 1_000_000 + b"\n[1,0]<stdout>:end\n",
+    )
 
 
 def test_a_slow_reader_delays_the_output_but_loses_nothing():

@@ -1,4 +1,4 @@
-"""Programs that use popdist: the collective that the others were in is named, and blame goes to the first cause."""
+"""Programs that use popdist: the collective of the others is named, and the first cause is blamed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from poprun_jobs import LIMIT_S, run, start, two
+from poprun_jobs import LIMIT_S, ROOT_ALLOWED, run, start, two
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
 
@@ -47,7 +47,7 @@ def test_input_arrives_while_it_is_typed():
 
 def test_closed_streams_do_no_harm():
     words = ["sh", "-c", f"exec {sys.executable} -m poprun cat <&-"]
-    environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environ = os.environ | ROOT_ALLOWED
     finished = subprocess.run(words, env=environ, capture_output=True, timeout=LIMIT_S, check=False)
     assert (finished.returncode, finished.stdout) == (0, b"")
 
@@ -73,7 +73,7 @@ def on_terminal(program: str, **streams) -> tuple[int, bytes]:
     named = {name: theirs if value == "terminal" else value for name, value in streams.items()}
     process = subprocess.Popen(
         [sys.executable, "-m", "poprun", sys.executable, "-c", program],
-        env=os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        env=os.environ | ROOT_ALLOWED,
         start_new_session=True,
         **named,
     )
@@ -93,9 +93,7 @@ def test_a_stream_that_is_a_terminal_is_one_for_the_program():
     status, shown = on_terminal(program, stdin=null, stdout=null, stderr="terminal")
     tag = b"[1,0]<stderr>:"
     assert status == 0
-    assert (
-        shown == tag + b"False True\r\n" + tag + b"".join(b"\r" + tag + b"%d" % n for n in range(3)) + b"\r\n"
-    )
+    assert shown == tag + b"False True\r\n" + tag + b"".join(b"\r" + tag + b"%d" % n for n in range(3)) + b"\r\n"
 
 
 def test_a_signal_for_the_whole_process_group_is_one_for_poprun():

@@ -41,8 +41,7 @@ def leaving(number: int = 4) -> ProgressRecord:
 
 def job(*instances: tuple[Ending | None, ProgressRecord]) -> list[Facts]:
     return [
-        Facts(index, f"node{index}", 100 + index, ending, record)
-        for index, (ending, record) in enumerate(instances)
+        Facts(index, f"node{index}", 100 + index, ending, record) for index, (ending, record) in enumerate(instances)
     ]
 
 
@@ -133,8 +132,7 @@ class TestVerdict:
         assert verdict is not None
         assert (verdict.instance, verdict.exit_status) == (1, 3)
         assert verdict.lines == (
-            "instance 1 on host node1 (pid 101) ended with exit status 3 in step 3, "
-            "after collective 4, barrier",
+            "instance 1 on host node1 (pid 101) ended with exit status 3 in step 3, after collective 4, barrier",
             "instances 0, 2 were in collective 5, all_reduce 'gradients', step 3, waiting for instance 1",
         )
 
@@ -153,8 +151,7 @@ class TestVerdict:
         assert verdict is not None
         assert verdict.exit_status == 1
         assert verdict.lines[0] == (
-            "instance 0 on host node0 (pid 100) ended with exit status 0 too early: "
-            "instance 1 still needed it"
+            "instance 0 on host node0 (pid 100) ended with exit status 0 too early: instance 1 still needed it"
         )
 
     def test_a_lost_shim(self):

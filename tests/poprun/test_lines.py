@@ -144,9 +144,7 @@ class TestLog:
     def test_the_shape_of_a_line(self):
         import re
 
-        assert re.fullmatch(
-            r"\d\d:\d\d:\d\d\.\d{3} \d+ POPRUN \[E\] text\n", format_line(Level.ERROR, "text")
-        )
+        assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} \d+ POPRUN \[E\] text\n", format_line(Level.ERROR, "text"))
         assert format_line(Level.DEBUG, "a\nb").count("POPRUN [D]") == 2
 
     @pytest.mark.parametrize(
