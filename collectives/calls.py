@@ -21,6 +21,7 @@ class Call:
         dtype: the tensor's dtype by name.
         shape: the tensor's shape.
         root: the sending rank of a broadcast, otherwise -1.
+        into_shared: whether the result goes into memory that the ranks allocated together.
     """
 
     operation: str
@@ -29,6 +30,7 @@ class Call:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     root: int = -1
+    into_shared: bool = False
 
     @cached_property
     def fingerprint(self) -> int:
@@ -51,6 +53,8 @@ class Call:
             facts.append(f"{self.dtype}[{','.join(map(str, self.shape))}]")
         if self.root >= 0:
             facts.append(f"root {self.root}")
+        if self.into_shared:
+            facts.append("into shared memory")
         return f"{self.title} ({', '.join(facts)})" if facts else self.title
 
 

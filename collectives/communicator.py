@@ -23,6 +23,7 @@ from collectives.errors import (
     LayoutMismatchError,
     UnsupportedBufferError,
 )
+from collectives.memory import aligned_empty
 from collectives.named import Handle, NamedQueue
 from collectives.reduction import Reduction, normalise_op
 from collectives.transport import Parts, Transport
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Finish = Callable[..., Any]  # (transport, parts, *arguments) -> the collective's result
 _CACHED_CALLS = 1024
-_SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
+SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
 
 
 class Communicator:
@@ -78,7 +79,10 @@ class Communicator:
         self._lock = threading.Lock()
         self._number = 0
         self._state: Exception | None = None
-        self._shared: dict[int, np.ndarray] = {}  # by the id of what `allocate` returned, the same memory in one dimension
+        self._shared: dict[
+            int, np.ndarray
+        ] = {}  # by the id of what `allocate` returned, the same memory in one dimension
+        self._shared_bases: set[int] = set()
         self._calls: dict[tuple[Any, ...], tuple[Call, Reduction]] = {}
 
     # ---- synchronous collectives
@@ -92,12 +96,17 @@ class Communicator:
             name: the tensor's name, for messages and for the comparison of calls.
         """
         call, reduction = self._describe("all_reduce", name, op, buffer)
-        flat = _flat(buffer, writable=True)
+        flat = self._private(buffer)
         self._run(call, [flat], 1, _reduce, flat, reduction)
         return buffer
 
     def ordered_all_reduce(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray | None = None, op: str = "sum", *, name: str = ""
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray | None = None,
+        op: str = "sum",
+        *,
+        name: str = "",
     ) -> np.ndarray:
         """Reduce the contributions of all ranks, in rank order and in their order within each rank.
 
@@ -114,7 +123,8 @@ class Communicator:
         if not contributions:
             raise ValueError("ordered_all_reduce was called without contributions; give one array per local replica")
         first = contributions[0]
-        call, reduction = self._describe("ordered_all_reduce", name, op, first)
+        shared = self._shared.get(id(out))
+        call, reduction = self._describe("ordered_all_reduce", name, op, first, -1, shared is not None)
         arrays = [_flat(first)] if len(contributions) == 1 else [_flat(array) for array in contributions]
         for array in contributions[1:]:
             if array.dtype != first.dtype or array.shape != first.shape:
@@ -129,17 +139,16 @@ class Communicator:
                 f"out is {out.dtype}{list(out.shape)}, the contributions are {first.dtype}{list(first.shape)}; "
                 "give an array of the same shape and dtype"
             )
-        shared = self._shared.get(id(out))
         if shared is not None:
             self._run(call, arrays, len(arrays), _reduce_into_shared, shared, reduction)
         else:
-            self._run(call, arrays, len(arrays), _reduce, _flat(out, writable=True), reduction)
+            self._run(call, arrays, len(arrays), _reduce, self._private(out), reduction)
         return out
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
         """Copy `buffer` of rank `root` into `buffer` of every other rank; return it."""
         call, _ = self._describe("broadcast", name, "", buffer, self._check_root(root))
-        flat = _flat(buffer, writable=self.rank != root)
+        flat = _flat(buffer) if self.rank == root else self._private(buffer)
         self._run(call, [flat], 1, _broadcast, flat, root)
         return buffer
 
@@ -154,7 +163,7 @@ class Communicator:
         call, _ = self._describe("all_gather", name, "", buffer)
         out = _result(out, (self.size, *buffer.shape), buffer.dtype)
         flat = _flat(buffer)
-        self._run(call, [flat], 1, _all_gather, flat, _flat(out, writable=True))
+        self._run(call, [flat], 1, _all_gather, flat, self._private(out))
         return out
 
     def reduce_scatter(
@@ -174,7 +183,7 @@ class Communicator:
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = _result(out, self._block_shape(buffer), buffer.dtype)
         flat = _flat(buffer)
-        self._run(call, [flat], 1, _reduce_scatter, flat, _flat(out, writable=True), reduction)
+        self._run(call, [flat], 1, _reduce_scatter, flat, self._private(out), reduction)
         return out
 
     def barrier(self, *, name: str = "") -> None:
@@ -187,21 +196,24 @@ class Communicator:
     def start_all_reduce(self, buffer: np.ndarray, op: str = "sum", *, name: str) -> Handle:
         """Begin `all_reduce`; `wait` on the handle returns `buffer`."""
         call, reduction = self._describe("all_reduce", name, op, buffer)
-        flat = _flat(buffer, writable=True)
+        flat = self._private(buffer)
         return self._start(call, [flat], 1, buffer, _reduce, flat, reduction)
 
     def start_ordered_all_reduce(
         self, contributions: Sequence[np.ndarray], out: np.ndarray, op: str = "sum", *, name: str
     ) -> Handle:
         """Begin `ordered_all_reduce`; `wait` on the handle returns `out`."""
-        call, reduction = self._describe("ordered_all_reduce", name, op, contributions[0])
+        shared = self._shared.get(id(out))
+        call, reduction = self._describe("ordered_all_reduce", name, op, contributions[0], -1, shared is not None)
         arrays = [_flat(array) for array in contributions]
-        return self._start(call, arrays, len(arrays), out, _reduce, _flat(out, writable=True), reduction)
+        if shared is not None:
+            return self._start(call, arrays, len(arrays), out, _reduce_into_shared, shared, reduction)
+        return self._start(call, arrays, len(arrays), out, _reduce, self._private(out), reduction)
 
     def start_broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str) -> Handle:
         """Begin `broadcast`; `wait` on the handle returns `buffer`."""
         call, _ = self._describe("broadcast", name, "", buffer, self._check_root(root))
-        flat = _flat(buffer, writable=self.rank != root)
+        flat = _flat(buffer) if self.rank == root else self._private(buffer)
         return self._start(call, [flat], 1, buffer, _broadcast, flat, root)
 
     def start_all_gather(self, buffer: np.ndarray, out: np.ndarray | None = None, *, name: str) -> Handle:
@@ -209,7 +221,7 @@ class Communicator:
         call, _ = self._describe("all_gather", name, "", buffer)
         out = _result(out, (self.size, *buffer.shape), buffer.dtype)
         flat = _flat(buffer)
-        return self._start(call, [flat], 1, out, _all_gather, flat, _flat(out, writable=True))
+        return self._start(call, [flat], 1, out, _all_gather, flat, self._private(out))
 
     def start_reduce_scatter(
         self, buffer: np.ndarray, out: np.ndarray | None = None, op: str = "sum", *, name: str
@@ -218,7 +230,7 @@ class Communicator:
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = _result(out, self._block_shape(buffer), buffer.dtype)
         flat = _flat(buffer)
-        return self._start(call, [flat], 1, out, _reduce_scatter, flat, _flat(out, writable=True), reduction)
+        return self._start(call, [flat], 1, out, _reduce_scatter, flat, self._private(out), reduction)
 
     # ---- memory and groups
 
@@ -231,11 +243,13 @@ class Communicator:
         dtype = np.dtype(dtype)
         call = Call("allocate", dtype=dtype.name, shape=tuple(shape))
         nbytes = math.prod(shape) * dtype.itemsize
-        memory = self._run(call, (), 0, _allocate, nbytes)
-        array: np.ndarray = memory.view(dtype).reshape(shape)
-        if nbytes >= _SHARED_BYTES and self._transport.shares_memory:
+        memory: np.ndarray = self._run(call, (), 0, _allocate, nbytes)
+        array = memory.view(dtype).reshape(shape)
+        if nbytes >= SHARED_BYTES and self._transport.shares_memory:
             self._shared[id(array)] = array.reshape(-1)
             weakref.finalize(array, self._shared.pop, id(array), None)
+            self._shared_bases.add(id(array.base))
+            weakref.finalize(array.base, self._shared_bases.discard, id(array.base))
         return array
 
     @property
@@ -311,7 +325,7 @@ class Communicator:
             self._watch.number = number
             self._progress.enter(number, call.label)
             try:
-                if finish is _reduce_into_shared:
+                if call.into_shared:
                     self._transport.stage(arrays, arguments[1])
                     parts = agree(self._transport, call, (), count)
                 else:
@@ -342,20 +356,26 @@ class Communicator:
             raise self._state
 
         def run(transport: Transport) -> np.ndarray:
-            parts = agree(transport, call, arrays, count)
+            parts = agree(transport, call, () if call.into_shared else arrays, count)
             finish(transport, parts, arrays, *arguments)
             return result
 
         return self._named.start(call, run)
 
     def _describe(
-        self, operation: str, name: str, op: str, buffer: np.ndarray | None, root: int = -1
+        self,
+        operation: str,
+        name: str,
+        op: str,
+        buffer: np.ndarray | None,
+        root: int = -1,
+        into_shared: bool = False,
     ) -> tuple[Call, Reduction]:
         if buffer is None:
             key: tuple[Any, ...] = (operation, name)
         else:
             try:
-                key = (operation, name, op, buffer.dtype, buffer.shape, root)
+                key = (operation, name, op, buffer.dtype, buffer.shape, root, into_shared)
             except AttributeError:
                 raise UnsupportedBufferError(
                     f"{operation} takes NumPy arrays, not {type(buffer).__name__}; convert it with np.asarray"
@@ -364,8 +384,17 @@ class Communicator:
         if found is None:
             if len(self._calls) >= _CACHED_CALLS:
                 self._calls.clear()
-            found = self._calls[key] = _new_call(operation, name, op, buffer, root)
+            found = self._calls[key] = _new_call(operation, name, op, buffer, root, into_shared)
         return found
+
+    def _private(self, out: np.ndarray) -> np.ndarray:
+        """Memory that this rank alone will write, as one dimension."""
+        if self._shared_bases and id(out.base) in self._shared_bases:
+            raise UnsupportedBufferError(
+                "a part or view of memory from `allocate` cannot receive a result, all ranks would write to it; "
+                "give ordered_all_reduce the whole array"
+            )
+        return _flat(out, writable=True)
 
     def _check_root(self, root: int) -> int:
         if not 0 <= root < self.size:
@@ -382,7 +411,7 @@ class Communicator:
 
 
 def _new_call(
-    operation: str, name: str, op: str, buffer: np.ndarray | None, root: int
+    operation: str, name: str, op: str, buffer: np.ndarray | None, root: int, into_shared: bool
 ) -> tuple[Call, Reduction]:
     if buffer is None:
         return Call(operation, name), Reduction("sum", np.dtype(np.float32))
@@ -394,7 +423,7 @@ def _new_call(
             f"{operation} of {dtype}: supported are float16, bfloat16, float32, float64 and the integers"
             + ("" if reduces else ", and bool")
         )
-    return Call(operation, name, op, dtype.name, buffer.shape, root), Reduction(op, dtype)
+    return Call(operation, name, op, dtype.name, buffer.shape, root, into_shared), Reduction(op, dtype)
 
 
 def _flat(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
@@ -426,7 +455,7 @@ def _nothing(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray]) -
 
 
 def _allocate(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
-    return transport.allocate(nbytes)
+    return transport.allocate(nbytes) if nbytes >= SHARED_BYTES else aligned_empty(nbytes)
 
 
 def _reduce(
@@ -459,9 +488,7 @@ def _reduce_scatter(
         transport.reduce_scatter(flat, out, reduction, parts)
 
 
-def _broadcast(
-    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, root: int
-) -> None:
+def _broadcast(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, root: int) -> None:
     if parts.arrays:
         if transport.rank != root:
             np.copyto(flat, parts.arrays[root])

@@ -1,14 +1,14 @@
 """The errors of the collectives, grouped by what the caller does next.
 
-    CollectiveError
-    ├── LayoutMismatchError     the ranks made different calls: a bug of the program; the communicator stays usable
-    ├── CollectiveTimeoutError  a rank did not come within `timeout_s`: the communicator is broken, end the program
-    ├── PeerLostError           a rank is gone: the communicator is broken, end the program or rebuild it
-    ├── BrokenError             an earlier call failed half-way: make a new communicator
-    ├── ClosedError             the communicator was closed: do not use it any more
-    ├── BusyError               two threads called at once: use the named asynchronous calls
-    ├── UnsupportedBufferError  dtype, memory layout or shape that no collective takes (also a TypeError)
-    └── MissingBackendError     an optional library is not installed: install it (also an ImportError)
+CollectiveError
+├── LayoutMismatchError     the ranks made different calls: a bug of the program; the communicator stays usable
+├── CollectiveTimeoutError  a rank did not come within `timeout_s`: the communicator is broken, end the program
+├── PeerLostError           a rank is gone: the communicator is broken, end the program or rebuild it
+├── BrokenError             an earlier call failed half-way: make a new communicator
+├── ClosedError             the communicator was closed: do not use it any more
+├── BusyError               two threads called at once: use the named asynchronous calls
+├── UnsupportedBufferError  dtype, memory layout or shape that no collective takes (also a TypeError)
+└── MissingBackendError     an optional library is not installed: install it (also an ImportError)
 """
 
 

@@ -151,9 +151,7 @@ class RingTransport(Transport):
         destinations = range(self.size - 1)
         self._flow(contributions, out, reduction, parts, [(chunk, destinations) for chunk in chunks])
 
-    def reduce_scatter(
-        self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts
-    ) -> None:
+    def reduce_scatter(self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
         total = np.empty(contribution.size, contribution.dtype)
         step = self._chunk_elements(reduction)
         plan = [
@@ -174,7 +172,9 @@ class RingTransport(Transport):
         # Rank 0 begins the sums, so it may send the sum of its replicas instead of each of them.
         counts = [1, *parts.counts[1:]]
         dtypes = [reduction.accumulator] + [reduction.dtype] * (self.size - 1)
-        arrived = [np.empty((count, mine.stop - mine.start), dtype) for count, dtype in zip(counts, dtypes, strict=True)]
+        arrived = [
+            np.empty((count, mine.stop - mine.start), dtype) for count, dtype in zip(counts, dtypes, strict=True)
+        ]
         receives = [
             (self._link.receive(row.view(np.uint8), rank, _PARTIALS), rank)
             for rank in self._others
@@ -192,7 +192,9 @@ class RingTransport(Transport):
         sources = [part for rank in range(self.size) for part in (own if rank == self.rank else arrived[rank])]
         reduction.reduce(sources, out[mine], parts.total)
         self._complete_all(sends)  # `out` may be what was sent
-        receives = [(self._link.receive(out[slices[rank]].view(np.uint8), rank, _RESULTS), rank) for rank in self._others]
+        receives = [
+            (self._link.receive(out[slices[rank]].view(np.uint8), rank, _RESULTS), rank) for rank in self._others
+        ]
         result = out[mine].view(np.uint8)
         sends = [(self._link.send(result, rank, _RESULTS), rank) for rank in self._others]
         self._complete_all(receives + sends)

@@ -80,9 +80,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter(
-        self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts
-    ) -> None:
+    def reduce_scatter(self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
         """Combine the contributions in rank order; `out` receives this rank's one of `size` equal blocks."""
 
     @abstractmethod

@@ -127,9 +127,7 @@ class Watch:
                 return
         self._wait_long(ready, missing, started)
 
-    def _wait_long(
-        self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], started: float
-    ) -> None:
+    def _wait_long(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], started: float) -> None:
         pause = _FIRST_SLEEP_S
         next_warning = started + self.limits.stall_warning_s
         give_up = started + self.limits.timeout_s

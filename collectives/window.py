@@ -154,9 +154,7 @@ class WindowTransport(Transport):
     def _inline_slots(self, rank: int, parity: int, like: np.ndarray, count: int) -> list[np.ndarray]:
         start = self.size * _WORDS * 8 + (rank * 2 + parity) * INLINE_BYTES
         step = like.nbytes
-        return [
-            np.ndarray(like.size, like.dtype, self._memory, start + replica * step) for replica in range(count)
-        ]
+        return [np.ndarray(like.size, like.dtype, self._memory, start + replica * step) for replica in range(count)]
 
     def _gather_parts(self, arrays: Sequence[np.ndarray], parity: int) -> Parts:
         """What the ranks contributed where they did not all contribute as many arrays as this one."""
@@ -241,9 +239,7 @@ class WindowTransport(Transport):
             _Flow(self, reduction, parts, bounds, contributions, PIPE_BYTES).run(out[lo:hi], None)
         self._await(_REDUCED, self._chunks)
 
-    def reduce_scatter(
-        self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts
-    ) -> None:
+    def reduce_scatter(self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
         self._is_pipe_free = False
         bounds = [rank * out.size for rank in range(self.size + 1)]
         _Flow(self, reduction, parts, bounds, [contribution], PIPE_BYTES).run(out, None)

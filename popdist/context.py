@@ -89,7 +89,9 @@ def registerBackend(path: str | os.PathLike[str]) -> None:
     """
     spec = importlib.util.spec_from_file_location("popdist_user_backend", Path(path))
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise LifeCycleError(f"{os.fspath(path)} is not a Python file; a backend is a file with connect(settings, instance)")
+        raise LifeCycleError(
+            f"{os.fspath(path)} is not a Python file; a backend is a file with connect(settings, instance)"
+        )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not callable(getattr(module, "connect", None)):
@@ -208,9 +210,7 @@ def _watch_exit() -> None:
     atexit.register(_leave)
     previous_hook, previous_exit = sys.excepthook, sys.exit
 
-    def note_exception(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _note_failure()
         previous_hook(kind, error, trace)
 

@@ -50,9 +50,7 @@ class Instance:
     def __post_init__(self) -> None:
         for name in ("count", "local_replicas", "total_replicas", "ipus_per_replica"):
             self._require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        self._require(
-            0 <= self.index < self.count, f"index is {self.index}; it must lie in 0..{self.count - 1}"
-        )
+        self._require(0 <= self.index < self.count, f"index is {self.index}; it must lie in 0..{self.count - 1}")
         self._require(
             0 <= self.local_index < self.count,
             f"local_index is {self.local_index}; it must lie in 0..{self.count - 1}",
@@ -72,8 +70,7 @@ class Instance:
     def _require_even_division(self) -> None:
         self._require(
             self.local_replicas * self.count == self.total_replicas,
-            f"{self.count} instances with {self.local_replicas} replicas each "
-            f"do not make {self.total_replicas}",
+            f"{self.count} instances with {self.local_replicas} replicas each do not make {self.total_replicas}",
         )
         self._require(
             self.index * self.local_replicas == self.replica_offset,

@@ -134,9 +134,7 @@ class DistributedDataset:
             )
         at_least(0, "epoch", position.epoch)
         if at_least(0, "step", position.step) > (self._source.steps or position.step):
-            raise ValueError(
-                f"the position is at step {position.step} of an epoch of {self._source.steps} steps"
-            )
+            raise ValueError(f"the position is at step {position.step} of an epoch of {self._source.steps} steps")
         self._consumed = self._resume = (position.epoch, position.step)
 
     def _identity(self) -> dict[str, Any]:

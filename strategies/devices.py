@@ -72,9 +72,7 @@ class ReplicaDevices:
         """
         specs = tuple(PartitionSpec(AXIS) if split else PartitionSpec() for split in is_split)
         # With check_vma JAX would add up the gradients of what the replicas share, in an order of its own.
-        spread = jax.shard_map(
-            function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False
-        )
+        spread = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False)
         return jax.jit(spread)
 
     def cut_into_waves(self, tree: Any) -> Iterator[Any]:
@@ -106,7 +104,7 @@ class ReplicaDevices:
             jax.make_array_from_single_device_arrays(leaf.shape, self.copied, list(parts))
             for leaf, *parts in zip(leaves, *aliases, strict=True)
         ]
-        return structure.unflatten(shared)
+        return jax.tree.unflatten(structure, shared)
 
     def views(self, array: jax.Array) -> list[np.ndarray]:
         """The parts of a split result as host arrays, one per replica; on CPU nothing is copied."""

@@ -74,9 +74,7 @@ def common_length(arrays: Any) -> int:
         if leaf.dtype == object:
             raise ValueError(f"{name} holds Python objects; arrays of numbers are needed")
         if leaf.ndim == 0:
-            raise ValueError(
-                f"{name} is a scalar; every leaf needs a leading axis that runs over the elements"
-            )
+            raise ValueError(f"{name} is a scalar; every leaf needs a leading axis that runs over the elements")
         lengths[name] = leaf.shape[0]
     if not lengths:
         raise ValueError("the data set has no arrays; at least one is needed")

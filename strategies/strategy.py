@@ -94,12 +94,14 @@ class Strategy:
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
         received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf) for path, leaf in paths]
         self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
-        return structure.unflatten(received)
+        whole: Tree = jax.tree.unflatten(structure, received)
+        return whole
 
     def _broadcast_leaf(self, name: str, leaf: Any) -> jax.Array:
         array = np.array(jnp.asarray(leaf), order="C")
         self.communicator.broadcast(array, name=name)
-        return jax.device_put(array, self.devices.devices[0], may_alias=False)
+        placed: jax.Array = jax.device_put(array, self.devices.devices[0], may_alias=False)
+        return placed
 
     def reduce(self, op: str, value: Any) -> Any:
         """Reduce over all replicas of all instances, in replica order; the same result on every instance.
@@ -119,7 +121,7 @@ class Strategy:
             self.communicator.ordered_all_reduce([_host_array(leaf) for leaf in leaves], op=op, name=f"reduce/{number}")
             for number, leaves in enumerate(zip(*(leaves for leaves, _ in trees), strict=True))
         ]
-        return structure.unflatten(reduced)
+        return jax.tree.unflatten(structure, reduced)
 
     # ---- programs
 
@@ -163,9 +165,9 @@ class Strategy:
             raise
         leaves, structure = jax.tree.flatten(result)
         split = [[view[0] for view in self.devices.views(leaf)] for leaf in leaves]
-        return [structure.unflatten(parts) for parts in zip(*split, strict=True)] or [structure.unflatten([])] * len(
-            indices
-        )
+        return [jax.tree.unflatten(structure, parts) for parts in zip(*split, strict=True)] or [
+            jax.tree.unflatten(structure, [])
+        ] * len(indices)
 
     def _program(
         self, function: Callable[..., Any], is_split: tuple[bool, ...], names: tuple[str, ...]
@@ -263,7 +265,7 @@ def _host_array(leaf: Any) -> np.ndarray:
 
 def _checked(value: Any) -> Any:
     """The value, if JAX will not silently change its precision."""
-    if not jax.config.jax_enable_x64:
+    if not jax.config.read("jax_enable_x64"):
         for leaf in jax.tree.leaves(value):
             if getattr(leaf, "dtype", None) == np.float64:
                 raise TypeError("Unsupported data type for input: float64; convert it to float32")

@@ -120,9 +120,7 @@ def from_shards(source: Any, layout: Layout) -> Source:
 def from_values(values: Sequence[Any], layout: Layout) -> Source:
     """The local replicas read one iterable each."""
     if len(values) != len(layout.local_replicas):
-        raise ValueError(
-            f"got {len(values)} iterables for {len(layout.local_replicas)} local replicas; each needs one"
-        )
+        raise ValueError(f"got {len(values)} iterables for {len(layout.local_replicas)} local replicas; each needs one")
     for replica, value in zip(layout.local_replicas, values, strict=True):
         _require_iterable(f"the data set of replica {replica}", value)
     return StreamSource(lambda: _side_by_side(values, layout), layout)
@@ -154,9 +152,7 @@ def _side_by_side(shards: Sequence[Iterable[Any]], layout: Layout) -> Iterator[R
         previous = [new if ok else old for new, old, ok in zip(elements, previous, valid, strict=True)]
         for replica, element in zip(layout.local_replicas, previous, strict=True):
             if element is _ENDED:
-                raise ValueError(
-                    f"the data of replica {replica} is empty; padding repeats at least one element"
-                )
+                raise ValueError(f"the data of replica {replica} is empty; padding repeats at least one element")
         yield Round(previous, valid)
 
 
@@ -193,9 +189,7 @@ def _length(source: Any) -> int | None:
 def _require_iterable(name: str, source: Any) -> None:
     kind = type(source).__name__
     if isinstance(source, str | bytes) or not isinstance(source, Iterable):
-        raise TypeError(
-            f"{name} is a {kind}; use a pytree of arrays, an object with shard(n, i), or an iterable"
-        )
+        raise TypeError(f"{name} is a {kind}; use a pytree of arrays, an object with shard(n, i), or an iterable")
     if isinstance(source, Iterator):
         raise TypeError(
             f"{name} is a {kind}, which can be gone through only once; use an object whose __iter__ starts "

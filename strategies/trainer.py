@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from strategies.errors import NonFiniteGradientError
-from strategies.flat import FLOAT32, FlatLayout
+from strategies.flat import FlatLayout
 from strategies.replica_context import replica_context
 from strategies.strategy import Strategy
 
@@ -172,9 +172,7 @@ class Trainer:
         number = np.int32(state.step)
         shared = self._devices.share(state.variables)
         contributions: list[list[np.ndarray]] = [[] for _ in step.results]
-        parts = zip(
-            self._devices.cut_into_waves(batch), self._devices.cut_into_waves(self._indices), strict=True
-        )
+        parts = zip(self._devices.cut_into_waves(batch), self._devices.cut_into_waves(self._indices), strict=True)
         for part, indices in parts:
             buffers = step.gradients(shared, part, indices, number)
             for of_dtype, buffer in zip(contributions, buffers, strict=True):
@@ -206,7 +204,7 @@ class Trainer:
             update=jax.jit(self._update, donate_argnums=(0, 1)),
             layout=layout,
             results=results,
-            sums=jax.tree.structure(state.variables).unflatten(layout.views(results)),
+            sums=jax.tree.unflatten(jax.tree.structure(state.variables), layout.views(results)),
             names=names,
         )
 
@@ -217,7 +215,9 @@ class Trainer:
                 f"a batch of shape {list(leaf.shape)} for {local} local replicas; "
                 "its first axis must be a multiple of their number"
             )
-        return jax.ShapeDtypeStruct((leaf.shape[0] // local, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+        return jax.ShapeDtypeStruct(
+            (leaf.shape[0] // local, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
+        )
 
     def _metric_names(self, variables: Any, micro_batch: Any) -> tuple[tuple[str, ...], bool]:
         """What the loss function returns besides the loss; checks that all of it is scalar."""

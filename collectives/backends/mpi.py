@@ -33,7 +33,7 @@ class MpiTransfer:
 
     def done(self) -> bool:
         try:
-            return self._test()  # type: ignore[no-any-return]
+            return self._test()
         except MPI.Exception as error:
             raise PeerLostError(f"MPI reports: {error.Get_error_string()}") from error
 
@@ -54,7 +54,7 @@ class MpiLink(Link):
 
 
 def connect(
-    settings: Settings, comm: MPI.Comm | None = None, instances: Sequence[int] | None = None
+    settings: Settings, comm: MPI.Intracomm | None = None, instances: Sequence[int] | None = None
 ) -> Communicator:
     """A communicator of the ranks of `comm` (default: all of this MPI job); all of them call this.
 

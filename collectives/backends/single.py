@@ -33,9 +33,7 @@ class SingleTransport(Transport):
     ) -> None:
         reduction.reduce(contributions, out, len(contributions))
 
-    def reduce_scatter(
-        self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts
-    ) -> None:
+    def reduce_scatter(self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
         reduction.reduce([contribution], out, 1)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:

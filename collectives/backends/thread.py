@@ -97,9 +97,7 @@ class ThreadLink(Link):
         return _Receive(self._hub, messages, into)
 
 
-def connect(
-    settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[int] | None = None
-) -> Communicator:
+def connect(settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[int] | None = None) -> Communicator:
     """Join the group that meets at `hub` as `rank`; returns when all ranks have joined.
 
     The default mechanism is the ring; "window" reduces in shared memory as processes of one host do.

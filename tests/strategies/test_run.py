@@ -1,4 +1,4 @@
-"""`run` runs a function once per replica, and `per_replica`, `reduce` and `broadcast` move values around it."""
+"""`run` runs a function once per replica; `per_replica`, `reduce` and `broadcast` move values around it."""
 
 import gc
 import weakref
