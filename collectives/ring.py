@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -220,18 +221,9 @@ class RingTransport(Transport):
         results = _ResultPass(self, out, plan) if self.rank < last else None
         partials = _PartialPass(self, contributions, out, reduction, parts.total, plan)
         stages: list[_PartialPass | _ResultPass] = [partials] if results is None else [results, partials]
-        while stages:
-            moved = False
-            for stage in tuple(stages):
-                moved |= stage.advance()
-                if stage.is_over:
-                    stages.remove(stage)
-            if stages and not moved:
-                self._watch.wait(
-                    lambda: any(stage.advance() for stage in stages),
-                    lambda: sorted({rank for stage in stages for rank in stage.waits_for()}),
-                )
-                stages = [stage for stage in stages if not stage.is_over]
+        while stages := [stage for stage in stages if not stage.is_over]:
+            if not _advance(stages):
+                self._watch.wait(partial(_advance, stages), partial(_awaited, stages))
 
     def scratch(self, place: int, rows: int, columns: int, dtype: np.dtype) -> np.ndarray:
         """Memory for one pass, the same at every call: fresh pages cost more than the sums."""
@@ -410,6 +402,16 @@ class _ResultPass:
             into = self._out[chunk].view(np.uint8)
             self._receives.append(self._link.receive(into, self._before, _RESULTS))
             self._posted += 1
+
+
+def _advance(stages: Sequence[_PartialPass | _ResultPass]) -> bool:
+    """Do what can be done at once; whether anything was."""
+    return any([stage.advance() for stage in stages])
+
+
+def _awaited(stages: Sequence[_PartialPass | _ResultPass]) -> list[int]:
+    """The ranks without which none of the stages can go on."""
+    return sorted({rank for stage in stages for rank in stage.waits_for()})
 
 
 def _cut(start: int, stop: int, step: int) -> list[slice]:

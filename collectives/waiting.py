@@ -150,4 +150,5 @@ class Watch:
 
     def _facts(self, waited_s: float, missing: Sequence[int]) -> str:
         others = ", ".join(self.names[rank] for rank in missing) or "nobody"
-        return f"{self.names[self.rank]} has waited {waited_s:.3g} s for {others} in {self.call.title} (collective {self.number})"
+        where = f"{self.call.title} (collective {self.number})"
+        return f"{self.names[self.rank]} has waited {waited_s:.3g} s for {others} in {where}"

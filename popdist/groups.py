@@ -76,7 +76,9 @@ def execute_on_instances(
 
     Args:
         instances: whom to run it on.
-        func: what to run, with `args` and `kwargs`.
+        func: what to run.
+        *args: its arguments.
+        **kwargs: its named arguments.
 
     Returns:
         The result of `func`; None on the other instances.

@@ -67,7 +67,8 @@ class _Step:
 
     Attributes:
         gradients: (variables, batch, replica indices, step) -> one buffer per dtype, the replicas behind each other.
-        update: (variables, optimizer state, sums of gradients) -> the same two, and a token that is ready when they are.
+        update: (variables, optimizer state, sums of gradients) -> the first two anew, and a token that is ready
+            when they are.
         layout: of the buffers.
         results: where the sums of the buffers go.
         sums: the same memory as a pytree like the variables.
@@ -229,7 +230,7 @@ class Trainer:
         for name, metric in metrics.items():
             if getattr(metric, "shape", ()) != () or name == "loss":
                 raise TypeError(
-                    f"metric {name!r} is of shape {list(metric.shape)}; metrics are scalars with names other than 'loss'"
+                    f"metric {name!r} is of shape {list(metric.shape)}; metrics are scalars, with other names than 'loss'"
                 )
         return ("loss", *metrics), isinstance(result, tuple)
 
