@@ -230,7 +230,7 @@ class Trainer:
         for name, metric in metrics.items():
             if getattr(metric, "shape", ()) != () or name == "loss":
                 raise TypeError(
-                    f"metric {name!r} is of shape {list(metric.shape)}; metrics are scalars, with other names than 'loss'"
+                    f"metric {name!r} has shape {list(metric.shape)}; metrics are scalars not called 'loss'"
                 )
         return ("loss", *metrics), isinstance(result, tuple)
 
