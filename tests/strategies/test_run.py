@@ -93,9 +93,7 @@ class TestRun:
             np.testing.assert_array_equal(result, np.full((2, 3), r + 1))
 
     def test_arguments_and_results_may_be_nested(self, strategy):
-        given = strategy.per_replica(
-            lambda r: {"a": np.float32(r), "b": (np.int32(r), [np.ones(2, np.float32)])}
-        )
+        given = strategy.per_replica(lambda r: {"a": np.float32(r), "b": (np.int32(r), [np.ones(2, np.float32)])})
 
         def fn(tree, scale):
             return {"sum": tree["a"] + scale["x"], "rest": [tree["b"][0], tree["b"][1]], "empty": ()}
@@ -220,9 +218,7 @@ class TestReduce:
         parts = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32) * 1e3
         wanted = ((((parts[0] + parts[1]) + parts[2]) + parts[3]) + parts[4]) + parts[5]
         for instances in (1, 2, 3, 6):
-            for result in on_instances(
-                instances, 6, lambda s: s.reduce("sum", s.per_replica(parts.__getitem__))
-            ):
+            for result in on_instances(instances, 6, lambda s: s.reduce("sum", s.per_replica(parts.__getitem__))):
                 assert bits(result) == bits(wanted)
 
     def test_of_a_tree_every_leaf_is_reduced(self, strategy):
@@ -232,9 +228,7 @@ class TestReduce:
         assert found["b"] == (6,)
 
     def test_of_an_unknown_operation_the_known_ones_are_listed(self, strategy):
-        with pytest.raises(
-            ValueError, match="Unsupported reduce op: 'product'; use one of sum, mean, min, max"
-        ):
+        with pytest.raises(ValueError, match="Unsupported reduce op: 'product'; use one of sum, mean, min, max"):
             strategy.reduce("product", strategy.per_replica(float))
 
     def test_contributions_stay_as_they_were(self, strategy):
@@ -252,9 +246,7 @@ class TestBroadcast:
         jax.tree.map(np.testing.assert_array_equal, found, tree)
 
     def test_gives_everybody_the_values_of_instance_0(self, on_instances):
-        found = on_instances(
-            3, 3, lambda s: np.asarray(s.broadcast(np.full(2, s.instance_index + 7.0, np.float32)))
-        )
+        found = on_instances(3, 3, lambda s: np.asarray(s.broadcast(np.full(2, s.instance_index + 7.0, np.float32))))
         assert [list(value) for value in found] == [[7, 7]] * 3
 
     def test_does_not_follow_later_changes_of_what_was_given(self, strategy):
@@ -281,9 +273,7 @@ class TestBroadcast:
     @pytest.mark.parametrize("is_short", [0, 1])
     def test_notices_a_leaf_too_many(self, on_instances, is_short):
         def program(strategy):
-            tree = {"a": np.float32(0)} | (
-                {} if strategy.instance_index == is_short else {"b": np.float32(1)}
-            )
+            tree = {"a": np.float32(0)} | ({} if strategy.instance_index == is_short else {"b": np.float32(1)})
             with pytest.raises(collectives.LayoutMismatchError) as caught:
                 strategy.broadcast(tree)
             return str(caught.value)
