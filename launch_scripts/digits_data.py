@@ -52,9 +52,7 @@ def load_digits(data: str) -> Digits:
         return load_idx_directory(path)
     if path.is_file():
         return load_npz(path)
-    raise DataError(
-        f"{data}: no such file or directory; give 'digits', an npz file or a directory of IDX files"
-    )
+    raise DataError(f"{data}: no such file or directory; give 'digits', an npz file or a directory of IDX files")
 
 
 def load_scikit_learn() -> Digits:
@@ -63,8 +61,7 @@ def load_scikit_learn() -> Digits:
         from sklearn.datasets import load_digits as load
     except ImportError as error:
         raise DataError(
-            "the digits come with scikit-learn, which is not installed; "
-            "run: pip install 'popdist-everywhere[examples]'"
+            "the digits come with scikit-learn, which is not installed; run: pip install 'popdist-everywhere[examples]'"
         ) from error
     bunch = load()
     order = np.argsort(np.random.PCG64(SPLIT_SEED).random_raw(len(bunch.target)), kind="stable")
@@ -177,9 +174,7 @@ def _as_labels(name: str, labels: Array) -> Labels:
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise DataError(f"{name}: has shape {labels.shape} and type {labels.dtype}; labels are integers [N]")
     if labels.size and not 0 <= labels.min() <= labels.max() < CLASSES:
-        raise DataError(
-            f"{name}: has labels from {labels.min()} to {labels.max()}; digits are 0 to {CLASSES - 1}"
-        )
+        raise DataError(f"{name}: has labels from {labels.min()} to {labels.max()}; digits are 0 to {CLASSES - 1}")
     return labels.astype(np.int32)
 
 

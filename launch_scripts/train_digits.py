@@ -113,13 +113,9 @@ def main() -> int:
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; exits with status 2 and a message when it cannot be used."""
-    parser = argparse.ArgumentParser(
-        description="Train a small network on handwritten digits.", allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.", allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--strategy", choices=STRATEGIES, default="popdist", help="how replicas are distributed (%(default)s)"
-    )
+    add("--strategy", choices=STRATEGIES, default="popdist", help="how replicas are distributed (%(default)s)")
     add("--model", choices=MODELS, default="cnn", help="the network (%(default)s)")
     add(
         "--data",

@@ -89,9 +89,7 @@ def test_a_bad_idx_file_is_named_with_what_was_expected(tmp_path, content, words
 def test_a_missing_idx_file_is_named_with_its_spellings(tmp_path):
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(
-        DataError, match="has no t10k-labels-idx1-ubyte; expected that, or .*t10k-labels.idx1-ubyte"
-    ):
+    with pytest.raises(DataError, match="has no t10k-labels-idx1-ubyte; expected that, or .*t10k-labels.idx1-ubyte"):
         load_digits(str(tmp_path))
 
 

@@ -9,8 +9,7 @@ from digits_models import MODELS, max_pool
 
 def shapes(variables):
     return {
-        "/".join(key.key for key in path): leaf.shape
-        for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
+        "/".join(key.key for key in path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
     }
 
 
@@ -51,9 +50,7 @@ def test_a_model_turns_images_of_any_size_into_ten_logits(model, shape):
 def test_variables_depend_on_the_seed_alone(model):
     first, again, other = (MODELS[model].init(jax.random.key(seed), (8, 8, 1)) for seed in (3, 3, 4))
     jax.tree.map(np.testing.assert_array_equal, first, again)
-    assert any(
-        not np.array_equal(*leaves) for leaves in zip(*map(jax.tree.leaves, (first, other)), strict=True)
-    )
+    assert any(not np.array_equal(*leaves) for leaves in zip(*map(jax.tree.leaves, (first, other)), strict=True))
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))

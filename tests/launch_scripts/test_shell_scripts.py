@@ -127,8 +127,6 @@ def test_every_linter_and_the_tests_run_even_when_one_fails(project, tools, tmp_
         fake(bin_, name, "exit 0")
     fake(bin_, "ruff", "exit 1")
     (project / ".ci").mkdir()
-    done = sh(
-        project / "launch_scripts" / "test.sh", "-k", "ring", path=str(tools), VIRTUAL_ENV=str(bin_.parent)
-    )
+    done = sh(project / "launch_scripts" / "test.sh", "-k", "ring", path=str(tools), VIRTUAL_ENV=str(bin_.parent))
     assert done.returncode == 1
     assert "+ python -m pytest -k ring\nerror: failed: ruff ruff\n" in done.stderr

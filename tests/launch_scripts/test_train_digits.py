@@ -91,9 +91,7 @@ def test_the_result_is_written_as_json_and_a_run_repeats_itself(tmp_path):
     assert result["final_loss"] < 2.3
     assert result["samples_per_second"] == pytest.approx(3 * 16 / result["seconds_per_step"])
     times = {"seconds_per_step", "samples_per_second"}
-    assert {k: v for k, v in result.items() if k not in times} == {
-        k: v for k, v in again.items() if k not in times
-    }
+    assert {k: v for k, v in result.items() if k not in times} == {k: v for k, v in again.items() if k not in times}
     assert len(result["variables_sha256"]) == 64
     assert "epoch 1: loss" in first.stderr
     assert "step/s" not in first.stderr
