@@ -57,9 +57,7 @@ def in_new_process():
     """Run a program in a Python whose JAX has not started; what it prints."""
 
     def run(program, *words, **variables):
-        clean = {
-            k: v for k, v in os.environ.items() if not k.startswith(("PJRT_", "XLA_", "JAX_", "POPDIST_"))
-        }
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT_", "XLA_", "JAX_", "POPDIST_"))}
         finished = subprocess.run(
             [sys.executable, "-c", program, *map(str, words)],
             env=clean | {"PYTHONPATH": str(ROOT)} | variables,

@@ -1,8 +1,8 @@
-"""Trains the models of the main job, and one that draws random numbers, over every mechanism there is.
+"""Trains the models of the main job, and one that draws random numbers, and writes their fingerprints.
 
-    digits_everywhere.py OUTPUT STEPS [REPLICAS]
+    digits_everywhere.py OUTPUT auto|ring|REPLICAS MODEL...
 
-Writes {"<model> <mechanism>": fingerprint} as JSON on instance 0; with REPLICAS all runs in this process.
+Writes {model: fingerprint, "mechanism": ...} as JSON on instance 0. A number of replicas is run in this process alone.
 """
 
 import json
@@ -21,27 +21,29 @@ import collectives
 import popdist
 import strategies
 
+STEPS = 20
 
-def popdist_strategies():
-    """The strategy that programs use, then the same over the ring."""
+
+def make_strategy(how):
+    """The strategy that programs use, the same over the ring, or all replicas in this process."""
+    if how.isdecimal():
+        return strategies.IPUStrategy(int(how))
     popdist.init()
-    auto = strategies.PopDistStrategy()
-    yield "auto", auto
-    if auto.num_instances > 1:
-        ring = collectives.connect("mpi", collectives.Settings(mechanism="ring"))
-        yield "ring", strategies.Strategy(popdist.instance(), ring, popdist.progress())
-        ring.close()
+    if how == "auto":
+        return strategies.PopDistStrategy()
+    ring = collectives.connect("mpi", collectives.Settings(mechanism="ring"))
+    return strategies.Strategy(popdist.instance(), ring, popdist.progress())
 
 
-def train_model(strategy, name, steps):
-    options = train_digits.read_options(["--model", name, "--max-steps", str(steps), "--batch-size", "8"])
+def train_digits_model(strategy, name):
+    options = train_digits.read_options(["--model", name, "--max-steps", str(STEPS), "--batch-size", "8"])
     data = load_digits("digits")
     result = train_digits.train(strategy, train_digits.distribute(strategy, data, options), data, options)
-    assert result.steps == steps
+    assert result.steps == STEPS
     return result.variables_sha256
 
 
-def train_dropout(strategy, steps):
+def train_dropout(strategy):
     """Two dense layers of two dtypes with dropout; batches of 5, which no power of two divides."""
 
     def loss_fn(variables, batch, key):
@@ -49,9 +51,7 @@ def train_dropout(strategy, steps):
         kept = jax.random.bernoulli(key, 0.7, hidden.shape)
         noise = jax.random.normal(jax.random.fold_in(key, 1), (10,))
         logits = (hidden * kept).astype(jnp.bfloat16) @ variables["last"]
-        loss = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32) + noise, batch["label"]
-        )
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32) + noise, batch["label"])
         return loss.mean(), {"kept": kept.mean()}
 
     data = load_digits("digits")
@@ -64,21 +64,18 @@ def train_dropout(strategy, steps):
     dataset = strategy.distribute_dataset(arrays, batch_size=5, seed=3)
     trainer = strategies.Trainer(strategy, loss_fn, optax.adamw(0.01), seed=4)
     state = trainer.init(variables)
-    for batch in train_digits.batches(dataset, steps):
+    for batch in train_digits.batches(dataset, STEPS):
         state, _ = trainer.step(state, batch)
     return strategies.fingerprint(state.variables)
 
 
-def main(output, steps, replicas=None):
-    found = {}
-    chosen = popdist_strategies() if replicas is None else [("ipu", strategies.IPUStrategy(int(replicas)))]
-    for mechanism, strategy in chosen:
-        for name in ("cnn", "mlp"):
-            found[f"{name} {mechanism}"] = train_model(strategy, name, int(steps))
-        found[f"dropout {mechanism}"] = train_dropout(strategy, int(steps))
-        found[f"mechanism {mechanism}"] = strategy.communicator.mechanism
-        if strategy.instance_index == 0:
-            Path(output).write_text(json.dumps(found))
+def main(output, how, *models):
+    strategy = make_strategy(how)
+    found = {"mechanism": strategy.communicator.mechanism}
+    for name in models:
+        found[name] = train_dropout(strategy) if name == "dropout" else train_digits_model(strategy, name)
+    if strategy.instance_index == 0:
+        Path(output).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
