@@ -1,0 +1,155 @@
+"""The life cycle: `init` may be repeated, every other step comes once and in order; a process has one of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAD = """\
+import popdist, pytest
+from popdist import EnvironmentMismatchError, LifeCycleError
+"""
+BACKEND = """\
+import collectives
+
+def connect(settings, instance):
+    print("own backend for", instance.count, settings.mechanism)
+    return collectives.connect("single", settings)
+"""
+
+
+def python(program, **variables):
+    """Run a program in a process of its own; what it prints."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-c", HEAD + program],
+        env=clean | {"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_init_may_be_repeated():
+    python(
+        "assert not popdist.isBackendInitialized()\n"
+        "popdist.init()\n"
+        "first = popdist.communicator()\n"
+        "popdist.init()\n"
+        "assert popdist.isBackendInitialized() and popdist.communicator() is first\n"
+        "assert (first.rank, first.size) == (0, 1)\n"
+    )
+
+
+def test_a_strategy_initialises_too_and_tolerates_that_it_was_done():
+    python(
+        "import strategies\n"
+        "popdist.init()\n"
+        "first = popdist.communicator()\n"
+        "strategies.PopDistStrategy(); strategies.PopDistStrategy()\n"
+        "assert popdist.communicator() is first\n"
+    )
+
+
+def test_the_single_steps_in_their_order():
+    python(
+        "popdist.registerDefaultBackend()\n"
+        "assert not popdist.isBackendInitialized()\n"
+        "popdist.initializeBackend()\n"
+        "assert popdist.isBackendInitialized()\n"
+        "popdist.init()\n"
+        "popdist.finalizeBackend()\n"
+        "assert not popdist.isBackendInitialized()\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        ("popdist.initializeBackend()", "no backend is registered; call registerDefaultBackend first"),
+        ("popdist.init(); popdist.initializeBackend()", "initialised already; init may be repeated"),
+        ("popdist.finalizeBackend()", "not initialised, so it cannot be finalised"),
+        ("popdist.init(); popdist.finalizeBackend(); popdist.finalizeBackend()", "not initialised, so it cannot"),
+        ("popdist.init(); popdist.finalizeBackend(); popdist.init()", "was finalised"),
+        ("popdist.init(); popdist.registerDefaultBackend()", "a backend is in use"),
+        ("popdist.init(); popdist.registerBackend(__file__)", "a backend is in use"),
+        ("popdist.communicator()", "call popdist.init first"),
+        ("popdist.synchronize()", "call popdist.init first"),
+        ("popdist.registerCommunicator({0}, 'a')", "call popdist.init first"),
+        ("popdist.allreduce(1.0)", "call popdist.init first"),
+        ("popdist.init(4); popdist.init(8)", "called for 8 replicas after it was called for 4"),
+    ],
+)
+def test_any_other_order_is_an_error(tmp_path, calls, text):
+    backend = tmp_path / "backend.py"
+    backend.write_text(BACKEND)
+    python(f"__file__ = {str(backend)!r}\nwith pytest.raises(LifeCycleError, match={text!r}):\n    {calls}\n")
+
+
+class TestTheNumberOfReplicas:
+    def test_can_be_asked_for_where_no_launcher_fixes_it(self):
+        python(
+            "popdist.init(num_replicas=6)\n"
+            "assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()) == (6, 6)\n"
+            "popdist.init(); popdist.init(6)\n"
+        )
+
+    @pytest.mark.parametrize("number", [0, -2])
+    def test_is_positive(self, number):
+        python(
+            f"with pytest.raises(EnvironmentMismatchError, match='asked for {number} replicas'):\n"
+            f"    popdist.init({number})\n"
+            "assert not popdist.isBackendInitialized()\n"
+            "popdist.init()\n"
+            "assert popdist.getNumTotalReplicas() == 1\n"
+        )
+
+
+class TestABackendOfOnesOwn:
+    def test_is_a_file_with_connect(self, tmp_path):
+        backend = tmp_path / "own backend.py"
+        backend.write_text(BACKEND)
+        printed = python(f"popdist.registerBackend({str(backend)!r})\npopdist.init()\npopdist.synchronize()\n")
+        assert printed == "own backend for 1 auto\n"
+
+    def test_may_be_registered_as_a_path_and_replaced_before_init(self, tmp_path):
+        backend = tmp_path / "backend.py"
+        backend.write_text(BACKEND)
+        printed = python(
+            "from pathlib import Path\n"
+            f"popdist.registerBackend(Path({str(backend)!r}))\n"
+            "popdist.registerDefaultBackend()\n"
+            "popdist.init()\n"
+        )
+        assert printed == ""
+
+    def test_that_does_not_exist_is_refused(self, tmp_path):
+        missing = str(tmp_path / "none.py")
+        python(f"with pytest.raises(LifeCycleError, match='none.py'):\n    popdist.registerBackend({missing!r})\n")
+
+    @pytest.mark.parametrize(("name", "text"), [("empty.py", ""), ("other.py", "connect = 3\n")])
+    def test_without_connect_is_refused(self, tmp_path, name, text):
+        file = tmp_path / name
+        file.write_text(text)
+        python(
+            "with pytest.raises(LifeCycleError, match='does not define connect'):\n"
+            f"    popdist.registerBackend({str(file)!r})\n"
+        )
+
+    def test_that_is_not_python_is_refused(self, tmp_path):
+        file = tmp_path / "library.so.1"
+        file.write_bytes(b"\x7fELF")
+        python(
+            "with pytest.raises(LifeCycleError, match='not a Python file'):\n"
+            f"    popdist.registerBackend({str(file)!r})\n"
+        )
+
+
+def test_importing_is_cheap():
+    printed = python("import sys\nprint(sorted({'numpy', 'jax', 'mpi4py', 'collectives'} & set(sys.modules)))\n")
+    assert printed == "[]\n"
