@@ -36,8 +36,8 @@ INTERRUPT_GRACE_S = 0.9
 """How long programs may take to end after Ctrl-C or SIGTERM."""
 CLOSE_LIMIT_S = 0.4
 """How long shims may take to end what is left of their instances."""
-MPIRUN_LIMIT_S = 0.3
-"""How long mpirun may take to end after it was told to."""
+MPIRUN_LIMIT_S = 0.6
+"""How long mpirun may take to end after it was told to; killed, it would leave files behind."""
 LAST_WORDS_LIMIT_S = 0.2
 """How long a reader may take for each piece of the last output after an interrupt."""
 

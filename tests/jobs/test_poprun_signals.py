@@ -96,8 +96,8 @@ def test_after_sigkill_of_poprun_busy_mpi_programs_are_gone():
     assert start_two(program).kill_and_count(within_s=2.0) == {}
 
 
-def test_after_sigkill_during_the_start_nothing_is_left():
-    job = start(*two(WAITS))
+def test_after_sigkill_during_the_start_nothing_is_left(tmp_path):
+    job = start(*two(WAITS), environ={"TMPDIR": str(tmp_path)})
     while len(leftovers(job.marker)) < 2:  # until there is an mpirun
         pass
     assert job.kill_and_count(within_s=2.0) == {}
