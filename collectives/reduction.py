@@ -91,15 +91,15 @@ class Reduction:
             self._reduce_block([source[window] for source in sources], out[window], count)
 
     def finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
-        """Turn the complete partial result `total` into the result `out`; they may be the same array."""
+        """Turn the complete partial result `total`, which is used up, into the result `out`; they may be the same."""
         if self.op == "mean":
             _divide(total, out, count)
         elif total is not out:
-            out[...] = total
+            _round(total, out)
 
     def _reduce_block(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
         if len(sources) == 2 and self.is_direct:
-            self.ufunc(sources[0], sources[1], out)
+            self.ufunc(sources[0], sources[1], out=out)
             if self.op == "mean":
                 _divide(out, out, count)
             return
@@ -112,21 +112,27 @@ class Reduction:
         combine = self.ufunc
         first, second = sources[0], sources[1]
         if first.dtype == second.dtype == into.dtype:
-            combine(first, second, into)
+            combine(first, second, out=into)
         else:
             into[...] = first
-            combine(into, second, into)
+            combine(into, second, out=into)
         for source in sources[2:]:
-            combine(into, source, into)
+            combine(into, source, out=into)
+
+
+def _round(total: np.ndarray, out: np.ndarray) -> None:
+    with np.errstate(over="ignore"):  # a sum beyond float16 is infinite, as in every framework
+        out[...] = total
 
 
 def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:
     if total.dtype.kind not in "iu":
-        divisor = total.dtype.type(count)
-        if total.dtype == out.dtype:
-            np.divide(total, divisor, out=out)
+        if count & (count - 1) == 0:  # the same bits as a division, several times faster
+            quotient = np.multiply(total, total.dtype.type(1 / count), out=total)
         else:
-            out[...] = total / divisor
+            quotient = np.divide(total, total.dtype.type(count), out=total)
+        if quotient is not out:
+            _round(quotient, out)
         return
     wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
     quotient, remainder = np.divmod(wide, wide.dtype.type(count))

@@ -194,7 +194,8 @@ def _reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
     for value in values[1:]:
         total = combine(total, value.astype(total.dtype))
     if op == "mean":
-        # lax.div truncates integers towards zero; a divisor known to the compiler would become a factor.
-        count = jax.lax.optimization_barrier(jnp.asarray(len(values), total.dtype))
-        total = jax.lax.div(total, jnp.broadcast_to(count, total.shape))
+        # Behind a barrier, because a divisor that the compiler knows becomes a factor, with other bits than NumPy's
+        # division. lax.div truncates integers.
+        count = jnp.full(total.shape, len(values), total.dtype)
+        total = jax.lax.div(total, jax.lax.optimization_barrier(count))
     return total.astype(dtype)

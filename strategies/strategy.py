@@ -190,7 +190,7 @@ class Strategy:
             first_named = len(own) - len(names)
             with replica_context(self.new_context(index[0], "run")):
                 result = function(*own[:first_named], **dict(zip(names, own[first_named:], strict=True)))
-            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], result)
+            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], _checked(result, "output"))
 
         return one_replica
 
@@ -263,12 +263,12 @@ def _host_array(leaf: Any) -> np.ndarray:
     return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
 
 
-def _checked(value: Any) -> Any:
+def _checked(value: Any, role: str = "input") -> Any:
     """The value, if JAX will not silently change its precision."""
     if not jax.config.read("jax_enable_x64"):
         for leaf in jax.tree.leaves(value):
             if getattr(leaf, "dtype", None) == np.float64:
-                raise TypeError("Unsupported data type for input: float64; convert it to float32")
+                raise TypeError(f"Unsupported data type for {role}: float64; convert it to float32")
     return value
 
 

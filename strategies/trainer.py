@@ -39,17 +39,16 @@ class TrainState:
 class Metrics(Mapping[str, float]):
     """Means over all replicas, under "loss" and the names that the loss function gave."""
 
-    def __init__(self, names: tuple[str, ...], sums: np.ndarray, replicas: int) -> None:
+    def __init__(self, names: tuple[str, ...], means: np.ndarray) -> None:
         self._names = names
-        self._sums = sums
-        self._replicas = replicas
+        self._means = means
 
     def __getitem__(self, name: str) -> float:
         try:
             position = self._names.index(name)
         except ValueError:
             raise KeyError(name) from None
-        return float(self._sums[position] / np.float32(self._replicas))
+        return float(self._means[position])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -67,11 +66,11 @@ class _Step:
 
     Attributes:
         gradients: (variables, batch, replica indices, step) -> one buffer per dtype, the replicas behind each other.
-        update: (variables, optimizer state, sums of gradients) -> the first two anew, and a token that is ready
+        update: (variables, optimizer state, mean gradients) -> the first two anew, and a token that is ready
             when they are.
         layout: of the buffers.
-        results: where the sums of the buffers go.
-        sums: the same memory as a pytree like the variables.
+        results: where the means of the buffers go.
+        means: the same memory as a pytree like the variables.
         names: of the metrics.
     """
 
@@ -79,7 +78,7 @@ class _Step:
     update: Callable[..., Any]
     layout: FlatLayout
     results: tuple[np.ndarray, ...]
-    sums: Any
+    means: Any
     names: tuple[str, ...]
 
 
@@ -160,12 +159,12 @@ class Trainer:
         if self._updated is not None:
             self._updated.block_until_ready()  # the last update may still be reading the results
         for dtype, arrays, result in zip(step.layout.sizes, contributions, step.results, strict=True):
-            self._strategy.communicator.ordered_all_reduce(arrays, result, name=f"gradients/{dtype}")
+            self._strategy.communicator.ordered_all_reduce(arrays, result, "mean", name=f"gradients/{dtype}")
         tail = step.layout.tail_view(step.results).copy()
         if self._check_numerics:
             self._raise_if_not_finite(state, tail[len(step.names) :])
-        variables, optimizer_state, self._updated = step.update(state.variables, state.optimizer_state, step.sums)
-        metrics = Metrics(step.names, tail, self._strategy.num_replicas_in_sync)
+        variables, optimizer_state, self._updated = step.update(state.variables, state.optimizer_state, step.means)
+        metrics = Metrics(step.names, tail)
         return TrainState(variables, optimizer_state, state.step + 1), metrics
 
     def _gradients(self, step: _Step, state: TrainState, batch: Any) -> list[list[np.ndarray]]:
@@ -183,16 +182,15 @@ class Trainer:
     # ---- compiling
 
     def _compiled(self, state: TrainState, batch: Any) -> _Step:
-        leaves, structure = jax.tree.flatten(batch)
-        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        leaves, structure = jax.tree.flatten((state.variables, batch))
+        key = (structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
         found = self._steps.get(key)
         if found is None:
             found = self._steps[key] = self._compile(state, batch)
         return found
 
     def _compile(self, state: TrainState, batch: Any) -> _Step:
-        micro_batch = jax.tree.map(self._micro_batch_shape, batch)
-        names, has_metrics = self._metric_names(state.variables, micro_batch)
+        names, has_metrics = self._metric_names(state.variables, jax.tree.map(self._wave_shape, batch))
         variables = jax.tree.leaves(state.variables)
         flags = len(variables) * self._strategy.num_replicas_in_sync if self._check_numerics else 0
         layout = FlatLayout.of(variables, len(names) + flags)
@@ -205,38 +203,47 @@ class Trainer:
             update=jax.jit(self._update, donate_argnums=(0, 1)),
             layout=layout,
             results=results,
-            sums=jax.tree.unflatten(jax.tree.structure(state.variables), layout.views(results)),
+            means=jax.tree.unflatten(jax.tree.structure(state.variables), layout.views(results)),
             names=names,
         )
 
-    def _micro_batch_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+    def _wave_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """The part of a batch that one wave of replicas takes."""
         local = len(self._indices)
         if not leaf.ndim or leaf.shape[0] % local:
             raise ValueError(
                 f"a batch of shape {list(leaf.shape)} for {local} local replicas; "
                 "its first axis must be a multiple of their number"
             )
-        return jax.ShapeDtypeStruct(
-            (leaf.shape[0] // local, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
-        )
+        rows = leaf.shape[0] // self._devices.waves
+        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
-    def _metric_names(self, variables: Any, micro_batch: Any) -> tuple[tuple[str, ...], bool]:
+    def _metric_names(self, variables: Any, batch: Any) -> tuple[tuple[str, ...], bool]:
         """What the loss function returns besides the loss; checks that all of it is scalar."""
-        result = jax.eval_shape(self._loss_for_shapes, variables, micro_batch)
-        loss, metrics = result if isinstance(result, tuple) else (result, {})
-        if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-            shape = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
-            raise TypeError(f"the loss is {shape}; it must be a floating-point scalar: take jnp.mean of it")
+        shapes = jax.eval_shape(
+            self._devices.compile(self._loss_program, (False, True, True)), variables, batch, self._wave_of_indices()
+        )
+        loss, metrics = shapes if isinstance(shapes, tuple) else (shapes, {})
+        if loss.shape[1:] != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(
+                f"the loss is {loss.dtype}{list(loss.shape[1:])}; "
+                "it must be a floating-point scalar: take jnp.mean of it"
+            )
         for name, metric in metrics.items():
-            if getattr(metric, "shape", ()) != () or name == "loss":
+            if metric.shape[1:] != () or name == "loss":
                 raise TypeError(
-                    f"metric {name!r} has shape {list(metric.shape)}; metrics are scalars not called 'loss'"
+                    f"metric {name!r} is of shape {list(metric.shape[1:])}; metrics are scalars not called 'loss'"
                 )
-        return ("loss", *metrics), isinstance(result, tuple)
+        return ("loss", *metrics), isinstance(shapes, tuple)
 
-    def _loss_for_shapes(self, variables: Any, batch: Any) -> Any:
-        with replica_context(self._strategy.new_context(jnp.int32(0), "shapes")):
-            return self._loss_fn(variables, batch, jax.random.key(0))
+    def _loss_program(self, variables: Any, batch: Any, index: jax.Array) -> Any:
+        """What the loss function returns, with the replicas along a new first axis."""
+        with replica_context(self._strategy.new_context(index[0], "shapes")):
+            result = self._loss_fn(variables, batch, jax.random.key(0))
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], result)
+
+    def _wave_of_indices(self) -> np.ndarray:
+        return self._indices[: self._devices.width]
 
     def _gradient_program(self, layout: FlatLayout, names: tuple[str, ...], has_metrics: bool) -> Callable[..., Any]:
         total = self._strategy.num_replicas_in_sync
@@ -256,8 +263,7 @@ class Trainer:
 
         return gradients
 
-    def _update(self, variables: Any, optimizer_state: Any, sums: Any) -> tuple[Any, Any, jax.Array]:
-        means = jax.tree.map(lambda leaf: leaf / self._strategy.num_replicas_in_sync, sums)
+    def _update(self, variables: Any, optimizer_state: Any, means: Any) -> tuple[Any, Any, jax.Array]:
         changes, optimizer_state = self._optimizer.update(means, optimizer_state, variables)
         return optax.apply_updates(variables, changes), optimizer_state, jnp.zeros(())
 
