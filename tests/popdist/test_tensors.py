@@ -1,0 +1,166 @@
+"""Collectives on values, one per instance; rows C-01 to C-33 of the original's host collectives."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import popdist
+
+ROOT = Path(__file__).parents[2]
+HEAD = """\
+import numpy as np, ml_dtypes
+import popdist, pytest
+import collectives
+popdist.init()
+index, count = popdist.getInstanceIndex(), popdist.getNumInstances()
+
+def refuses(function, *arguments, **named):
+    with pytest.raises(collectives.LayoutMismatchError, match="Tensor layouts did not match on all instances"):
+        function(*arguments, **named)
+    popdist.synchronize()
+
+def equal(found, wanted, dtype=None):
+    assert np.array_equal(found, wanted), (index, found, wanted)
+    assert dtype is None or np.asarray(found).dtype == dtype, (index, found.dtype)
+"""
+
+
+def check(count, program):
+    """The program ends well on all `count` instances of plain mpirun."""
+    mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    finished = subprocess.run(
+        [mpirun, "--oversubscribe", "-np", str(count), sys.executable, "-W", "error", "-c", HEAD + program],
+        env=clean | allowed | {"PYTHONPATH": str(ROOT), "OMPI_MCA_mpi_yield_when_idle": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+class TestOneInstance:
+    """The functions are there without a launcher too."""
+
+    @pytest.fixture(autouse=True)
+    def alone(self):
+        popdist.init()
+
+    @pytest.mark.parametrize("name", [None, "x"])
+    def test_gathers_itself(self, name):
+        assert popdist.allgather([1.0, 2.0], tensor_name=name).tolist() == [[1.0, 2.0]]
+
+    @pytest.mark.parametrize("name", [None, "x"])
+    @pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX", "sum"])
+    def test_reduces_itself(self, op, name):
+        assert popdist.allreduce(3, op, tensor_name=name) == 3
+
+    @pytest.mark.parametrize("value", [True, 2, 2.5, [[1, 2], [3, 4]]])
+    def test_broadcasts_to_itself(self, value):
+        np.testing.assert_array_equal(popdist.broadcast(value), value)
+
+    def test_never_changes_what_it_is_given(self):
+        given = np.ones(3)
+        given.flags.writeable = False
+        popdist.allreduce(given)
+        popdist.broadcast(given)
+        popdist.allgather(given[::2])
+
+    def test_unknown_operations_are_refused(self):
+        with pytest.raises(ValueError, match="Unsupported reduce op: 'PRODUCT'"):
+            popdist.allreduce(1.0, "PRODUCT")
+
+    @pytest.mark.parametrize("root", [1, -1])
+    def test_a_root_that_does_not_exist_is_refused(self, root):
+        with pytest.raises(ValueError, match=f"root is {root}"):
+            popdist.broadcast(1.0, root)
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("count", [2, 3])
+class TestSeveralInstances:
+    def test_values_of_every_dtype(self, count):
+        """C-01 to C-24, and bfloat16, float64, bool."""
+        check(
+            count,
+            "names = 'float16 float32 float64 int8 int16 int32 int64 uint8 uint64'.split()\n"
+            "for dtype in (*names, ml_dtypes.bfloat16):\n"
+            "    dtype = np.dtype(dtype)\n"
+            "    mine = np.array(index, dtype)\n"
+            "    for name in (None, f'a tensor of {dtype}'):\n"
+            "        equal(popdist.allgather(mine, name), np.arange(count), dtype)\n"
+            "        equal(popdist.allreduce(mine, 'SUM', name), sum(range(count)), dtype)\n"
+            "        mean = np.array((count - 1) / 2).astype(dtype)\n"
+            "        equal(popdist.allreduce(mine, 'MEAN', name), mean, dtype)\n"
+            "        equal(popdist.allreduce(mine, 'MAX', name), count - 1, dtype)\n"
+            "        equal(popdist.broadcast(np.array(42 if index == 0 else 0, dtype), 0, name), 42, dtype)\n"
+            "equal(popdist.broadcast(np.array([index == 0, True])), [True, True], bool)\n"
+            "equal(popdist.allgather(np.bool_(index == 0)), [True] + [False] * (count - 1), bool)\n",
+        )
+
+    def test_a_mean_of_negative_integers_is_truncated_towards_zero(self, count):
+        check(count, "equal(popdist.allreduce(np.int32(-1 if index == 0 else 0), 'MEAN'), 0, np.int32)\n")
+
+    def test_shapes(self, count):
+        check(
+            count,
+            "for shape in ((), (0,), (1,), (2, 3), (2, 0, 3), (70001,)):\n"
+            "    equal(popdist.allgather(np.full(shape, index)).shape, (count, *shape))\n"
+            "    equal(popdist.allreduce(np.full(shape, 1.0)), np.full(shape, count))\n"
+            "    equal(popdist.broadcast(np.full(shape, index), 1), np.full(shape, 1))\n"
+            "rows = np.arange(12).reshape(3, 4)\n"
+            "equal(popdist.allreduce(rows.T), rows.T * count)\n"
+            "equal(popdist.broadcast(rows[:, ::2]), rows[:, ::2])\n",
+        )
+
+    def test_every_instance_can_be_the_root(self, count):
+        check(
+            count,
+            "for root in range(count):\n"
+            "    for name in (None, f'from {root}'):\n"
+            "        equal(popdist.broadcast(np.int32(index * 10), root_rank=root, tensor_name=name), root * 10)\n",
+        )
+
+    def test_named_calls_come_in_any_order(self, count):
+        """C-25 and the same for the other two; from several threads, so that they are under way at once."""
+        check(
+            count,
+            "from concurrent.futures import ThreadPoolExecutor\n"
+            "names = ['x', 'y', 'z'] if index % 2 == 0 else ['z', 'y', 'x']\n"
+            "def gather(n): return n, popdist.allgather(np.int32(index + 10 * ord(n)), tensor_name=n).tolist()\n"
+            "def reduce(n): return n, int(popdist.allreduce(np.int32(ord(n)), tensor_name=n + '/sum'))\n"
+            "def cast(n): return n, int(popdist.broadcast(np.int32(index + ord(n)), 1, tensor_name=n + '/root'))\n"
+            "with ThreadPoolExecutor(9) as pool:\n"
+            "    for _ in range(5):\n"
+            "        gathered, reduced, sent = (list(pool.map(f, names)) for f in (gather, reduce, cast))\n"
+            "        assert dict(gathered) == {n: [i + 10 * ord(n) for i in range(count)] for n in 'xyz'}\n"
+            "        assert dict(reduced) == {n: count * ord(n) for n in 'xyz'}\n"
+            "        assert dict(sent) == {n: 1 + ord(n) for n in 'xyz'}\n",
+        )
+
+    def test_different_layouts_are_an_error_on_every_instance(self, count):
+        """C-28, C-29, C-32, C-33; the communicator stays usable."""
+        check(
+            count,
+            "odd = index % 2\n"
+            "for function in (popdist.allgather, popdist.allreduce, popdist.broadcast):\n"
+            "    refuses(function, np.zeros((), np.int32 if odd else np.float32))\n"
+            "    refuses(function, np.zeros((1, 1) if odd else (), np.float32))\n"
+            "    refuses(function, np.zeros((2, 3) if odd else (3, 2), np.float32))\n"
+            "refuses(popdist.allreduce, 1.0, 'SUM' if odd else 'MEAN')\n"
+            "refuses(popdist.broadcast, 1.0, odd)\n"
+            "refuses(popdist.allreduce if odd else popdist.allgather, 1.0)\n",
+        )
+
+    def test_different_layouts_under_one_name_are_an_error_too(self, count):
+        check(
+            count,
+            "refuses(popdist.allreduce, np.zeros(1 + index % 2), tensor_name='x')\n"
+            "equal(popdist.allreduce(1.0, tensor_name='x'), count)\n",
+        )
