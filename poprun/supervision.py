@@ -30,7 +30,7 @@ QUICK_LOOK_S = 0.08
 """The same once an instance has ended or is leaving."""
 SETTLE_S = 0.06
 """After the first failure: how long reports under way are waited for before anyone is blamed."""
-LEAVE_S = 0.2
+LEAVE_S = 0.15
 """How long an instance that is to blame and still in its exit handlers may take to show its exit status."""
 INTERRUPT_GRACE_S = 0.9
 """How long programs may take to end after Ctrl-C or SIGTERM."""
@@ -200,8 +200,11 @@ class Supervisor:
                 self._close(now_s)
         elif has_failed(members.facts) or members.all_ended or self._cannot_go_on(now_s):
             self._begin_to_settle(now_s)
-        elif now_s >= self._next_look_s:
-            self._look(now_s)
+        else:
+            if any(each.is_gone for each in members.facts):
+                self._next_look_s = min(self._next_look_s, now_s + QUICK_LOOK_S)
+            if now_s >= self._next_look_s:
+                self._look(now_s)
 
     def _cannot_go_on(self, now_s: float) -> bool:
         is_late = now_s >= self._deadline_s and not self._members.all_connected
@@ -217,8 +220,7 @@ class Supervisor:
             self._begin_to_settle(now_s)
             return
         self._members.ask()
-        someone_is_gone = any(each.is_gone for each in facts)
-        self._next_look_s = now_s + (QUICK_LOOK_S if someone_is_gone else LOOK_S)
+        self._next_look_s = now_s + LOOK_S
         if self._members.all_connected:
             self._deadline_s = _NEVER
 

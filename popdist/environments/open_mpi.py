@@ -49,8 +49,7 @@ def read_process(environ: Mapping[str, str]) -> Process:
     )
     if process.rank >= process.size or process.local_rank >= process.size:
         raise EnvironmentMismatchError(
-            f"a rank is not below the size: {quote(environ, VARIABLES)}; "
-            "start the program with mpirun or poprun"
+            f"a rank is not below the size: {quote(environ, VARIABLES)}; start the program with mpirun or poprun"
         )
     return process
 

@@ -80,9 +80,7 @@ def _one_of_many(replicas: _Replicas, process: open_mpi.Process, environ: Mappin
 
 
 def _is_block(replicas: _Replicas, process: open_mpi.Process) -> bool:
-    return (
-        process.size * replicas.local == replicas.total and process.rank * replicas.local == replicas.offset
-    )
+    return process.size * replicas.local == replicas.total and process.rank * replicas.local == replicas.offset
 
 
 def _alone(replicas: _Replicas, environ: Mapping[str, str]) -> Instance:

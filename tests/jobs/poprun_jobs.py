@@ -152,6 +152,11 @@ def two(program: str, *options: str) -> list[str]:
     return ["--num-instances", "2", "--num-replicas", "2", *options, sys.executable, "-c", program]
 
 
+def allowed_s(limit_s: float) -> float:
+    """A promise about time is one about a machine that has nothing else to do: give a busy one its share more."""
+    return limit_s * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def leftovers(marker: str) -> dict[int, str]:
     """The living processes whose environment carries the marker."""
     sought = f"{MARKER}={marker}".encode()

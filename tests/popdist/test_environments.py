@@ -253,8 +253,7 @@ class TestProgress:
 
     def test_a_page_belongs_to_one_living_process(self, page, descriptor):
         program = (
-            "import os; from popdist.environments import *;"
-            "print(type(ProgressPage.from_environ(os.environ)).__name__)"
+            "import os; from popdist.environments import *;print(type(ProgressPage.from_environ(os.environ)).__name__)"
         )
         environ = os.environ | {DESCRIPTOR_VARIABLE: str(descriptor)}
 
