@@ -1,0 +1,140 @@
+"""What a step moves: gradients are views of XLA's memory, and the update reads the sums where they were written."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+
+
+class Recorded:
+    """A communicator that notes what the step hands to it; it does everything else as the one it wraps."""
+
+    def __init__(self, communicator):
+        self._communicator = communicator
+        self.reductions = []
+        self.allocated = []
+
+    def __getattr__(self, name):
+        return getattr(self._communicator, name)
+
+    def ordered_all_reduce(self, contributions, out=None, op="sum", *, name=""):
+        self.reductions.append((name, contributions, out))
+        return self._communicator.ordered_all_reduce(contributions, out, op, name=name)
+
+    def allocate(self, shape, dtype):
+        self.allocated.append(self._communicator.allocate(shape, dtype))
+        return self.allocated[-1]
+
+
+def start():
+    return {"w": jnp.ones((200, 30)), "h": jnp.ones(64, jnp.bfloat16), "b": jnp.zeros(7)}
+
+
+def loss_fn(variables, batch, key):
+    total = sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(variables))
+    return total * batch.mean(), {"mean": batch.mean()}
+
+
+@pytest.fixture
+def recorded(strategy):
+    recorder = Recorded(strategy.communicator)
+    return strategies.Strategy(strategy.instance, recorder), recorder
+
+
+def steps(strategy, number, variables=None):
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01))
+    state = trainer.init(start() if variables is None else variables)
+    for _ in range(number):
+        state, _ = trainer.step(state, np.ones(4, np.float32))
+    return jax.block_until_ready(state)
+
+
+def test_one_reduction_per_dtype_and_step(recorded):
+    strategy, recorder = recorded
+    steps(strategy, 3)
+    assert [name for name, _, _ in recorder.reductions] == ["gradients/float32", "gradients/bfloat16"] * 3
+
+
+def test_no_other_collective_runs_once_it_is_compiled(strategy):
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01))
+    state, _ = trainer.step(trainer.init({"w": jnp.ones(10)}), np.ones(4, np.float32))
+    before = strategy.communicator.calls_made
+    for _ in range(5):
+        state, metrics = trainer.step(state, np.ones(4, np.float32))
+    assert dict(metrics)
+    assert strategy.communicator.calls_made == before + 5
+
+
+def test_every_replica_contributes_a_view_of_memory_that_is_not_its_own(recorded):
+    strategy, recorder = recorded
+    steps(strategy, 1)
+    for _, contributions, _ in recorder.reductions:
+        assert len(contributions) == 4
+        for array in contributions:
+            assert not array.flags.owndata
+            assert not array.flags.writeable
+        assert len({array.ctypes.data for array in contributions}) == 4
+
+
+def test_views_of_a_split_array_lie_where_xla_put_it(strategy):
+    array = jax.device_put(np.arange(4096, dtype=np.float32), strategy.devices.split)
+    where = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+    views = strategy.devices.views(array)
+    assert [view.ctypes.data for view in views] == where
+    np.testing.assert_array_equal(np.concatenate(views), np.arange(4096))
+
+
+def test_variables_are_shown_to_all_replicas_without_a_copy(strategy):
+    given = strategy.broadcast({"w": np.ones(4096, np.float32)})
+    shared = strategy.devices.share(given)
+    pointers = {shard.data.unsafe_buffer_pointer() for shard in shared["w"].addressable_shards}
+    assert pointers == {given["w"].unsafe_buffer_pointer()}
+
+
+def test_the_sums_are_written_into_the_same_memory_in_every_step(recorded):
+    strategy, recorder = recorded
+    steps(strategy, 4)
+    places = [out.ctypes.data for _, _, out in recorder.reductions]
+    assert places == [buffer.ctypes.data for buffer in recorder.allocated] * 4
+
+
+def test_the_update_takes_the_sums_where_they_are(recorded):
+    """They are aligned for XLA, which then makes no copy of a host array."""
+    strategy, recorder = recorded
+    steps(strategy, 1)
+    for buffer in recorder.allocated:
+        assert buffer.ctypes.data % 64 == 0
+        on_device = jax.device_put(buffer, jax.local_devices()[0])
+        assert on_device.unsafe_buffer_pointer() == buffer.ctypes.data
+
+
+def test_memory_does_not_grow_with_the_steps(strategy):
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01))
+    state = trainer.init(start())
+    counts = []
+    for _ in range(6):
+        for _ in range(3):
+            state, _ = trainer.step(state, np.ones(4, np.float32))
+        jax.block_until_ready(state)
+        gc.collect()
+        counts.append(len(jax.live_arrays()))
+    assert counts[1:] == counts[1:2] * 5
+
+
+def test_the_state_of_the_step_before_is_given_back(strategy):
+    """Donated: the new variables lie where the old ones or their gradients lay, and the old ones are gone."""
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01))
+    state = trainer.init({"w": jnp.ones(100_000)})
+    places = set()
+    for _ in range(6):
+        before = state.variables["w"]
+        state, _ = trainer.step(state, np.ones(4, np.float32))
+        jax.block_until_ready(state)
+        assert before.is_deleted()
+        places.add(state.variables["w"].unsafe_buffer_pointer())
+    assert len(places) <= 2

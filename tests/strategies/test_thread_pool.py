@@ -1,0 +1,47 @@
+"""Why the bits are the same: XLA splits a matrix product by the size of its thread pool, which the strategy fixes."""
+
+import os
+
+PROGRAM = """\
+import hashlib, os, sys
+replicas = int(sys.argv[1])
+import strategies
+strategy = strategies.IPUStrategy(num_replicas=replicas)
+import jax, jax.numpy as jnp, numpy as np
+x = np.random.default_rng(0).standard_normal((1024, 1024)).astype(np.float32)
+w = np.random.default_rng(1).standard_normal((1024, 1024)).astype(np.float32)
+gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+results = strategy.run(gradient, args=(w, x))
+print(os.environ["PJRT_NPROC"], *sorted({hashlib.sha256(r.tobytes()).hexdigest() for r in results}))
+"""
+
+
+def test_a_large_gradient_has_the_same_bits_on_1_2_4_and_8_devices(in_new_process):
+    printed = {in_new_process(PROGRAM, replicas) for replicas in (1, 2, 4, 8)}
+    assert len(printed) == 1
+    assert len(printed.pop().split()) == 2
+
+
+def test_a_large_gradient_has_the_same_bits_on_one_core(in_new_process):
+    cores = os.sched_getaffinity(0)
+    everywhere = in_new_process(PROGRAM, 2)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert in_new_process(PROGRAM, 2) == everywhere
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_the_size_is_set_before_jax_starts(in_new_process):
+    program = (
+        "import os, strategies\n"
+        "assert 'PJRT_NPROC' not in os.environ\n"
+        "strategies.IPUStrategy(num_replicas=12)\n"
+        "print(os.environ['PJRT_NPROC'])\n"
+    )
+    assert in_new_process(program) == "12\n"
+
+
+def test_the_size_that_the_user_has_set_stays(in_new_process):
+    program = "import os, strategies\nstrategies.IPUStrategy(2)\nprint(os.environ['PJRT_NPROC'])\n"
+    assert in_new_process(program, PJRT_NPROC="16") == "16\n"

@@ -1,0 +1,54 @@
+"""Fewer devices than replicas: the replicas run one wave after another, and the bits stay the same."""
+
+import pytest
+
+PROGRAM = """\
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+devices, replicas, is_early = (int(word) for word in sys.argv[1:])
+if is_early:
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.numpy.zeros(1).block_until_ready()
+import strategies
+strategy = strategies.IPUStrategy(num_replicas=replicas)
+assert jax.local_device_count() == devices
+"""
+TRAIN = """
+def loss_fn(variables, batch, key):
+    hidden = jnp.tanh(batch["x"] @ variables["first"])
+    kept = jax.random.bernoulli(key, 0.8, hidden.shape)
+    error = ((hidden * kept) @ variables["last"])[:, 0] - batch["y"]
+    return jnp.mean(error ** 2), {"kept": kept.mean()}
+
+rng = np.random.default_rng(0)
+data = {"x": rng.standard_normal((120, 40)).astype(np.float32), "y": rng.standard_normal(120).astype(np.float32)}
+trainer = strategies.Trainer(strategy, loss_fn, optax.adamw(0.01), check_numerics=True)
+state = trainer.init({"first": jnp.ones((40, 300)) / 50, "last": jnp.linspace(-1, 1, 300)[:, None]})
+for batch in strategy.distribute_dataset(data, batch_size=5).epoch(0):
+    state, metrics = trainer.step(state, batch)
+squares = strategy.run(lambda x: x * x, args=(strategy.per_replica(float),))
+print(strategies.fingerprint(state.variables), dict(metrics), [float(x) for x in squares])
+"""
+COLLECTIVE = """
+try:
+    strategy.run(lambda x: strategies.get_replica_context().all_reduce("sum", x), args=(1.0,))
+except strategies.DeviceError as error:
+    print(error)
+"""
+
+
+def test_training_gives_the_bits_of_enough_devices(in_new_process):
+    enough = in_new_process(PROGRAM + TRAIN, 6, 6, 0)
+    for devices in (1, 2, 4):
+        assert in_new_process(PROGRAM + TRAIN, devices, 6, 1, PJRT_NPROC="8") == enough
+
+
+def test_replicas_that_wait_for_each_other_need_a_device_each(in_new_process):
+    printed = in_new_process(PROGRAM + COLLECTIVE, 2, 6, 1)
+    assert "6 replicas have to wait for each other on 2 devices" in printed
+    assert "make the strategy before JAX is used" in printed
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_where_the_devices_suffice_they_may(in_new_process, replicas):
+    assert in_new_process(PROGRAM + COLLECTIVE, 2, replicas, 1) == ""
