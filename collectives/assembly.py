@@ -14,7 +14,8 @@ from collectives.ring import RingTransport
 from collectives.segment import SHARED_MEMORY_DIR, share_segment
 from collectives.transport import Transport
 from collectives.waiting import SPINS, Limits, NoProgress, Progress, Watch
-from collectives.window import WindowTransport, channel_bytes
+from collectives.window import WindowTransport
+from collectives.window_layout import channel_bytes
 
 logger = logging.getLogger(__name__)
 

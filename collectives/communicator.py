@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from collectives import finishing
 from collectives.agreement import agree
+from collectives.buffers import flat_view, new_call, result_array
 from collectives.calls import Call
-from collectives.dtypes import MOVABLE, REDUCIBLE
 from collectives.errors import (
     BrokenError,
     BusyError,
@@ -23,17 +24,15 @@ from collectives.errors import (
     LayoutMismatchError,
     UnsupportedBufferError,
 )
-from collectives.memory import aligned_empty
 from collectives.named import Handle, NamedQueue
-from collectives.reduction import Reduction, normalise_op
-from collectives.transport import Parts, Transport
+from collectives.reduction import Reduction
+from collectives.transport import Transport
 from collectives.waiting import NoProgress, Progress, Watch
 
 logger = logging.getLogger(__name__)
 
 Finish = Callable[..., Any]  # (transport, parts, *arguments) -> the collective's result
 _CACHED_CALLS = 1024
-SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
 
 
 class Communicator:
@@ -97,7 +96,7 @@ class Communicator:
         """
         call, reduction = self._describe("all_reduce", name, op, buffer)
         flat = self._private(buffer)
-        self._run(call, [flat], 1, _reduce, flat, reduction)
+        self._run(call, [flat], 1, finishing.reduce, flat, reduction)
         return buffer
 
     def ordered_all_reduce(
@@ -125,7 +124,7 @@ class Communicator:
         first = contributions[0]
         shared = self._shared.get(id(out))
         call, reduction = self._describe("ordered_all_reduce", name, op, first, -1, shared is not None)
-        arrays = [_flat(first)] if len(contributions) == 1 else [_flat(array) for array in contributions]
+        arrays = [flat_view(first)] if len(contributions) == 1 else [flat_view(array) for array in contributions]
         for array in contributions[1:]:
             if array.dtype != first.dtype or array.shape != first.shape:
                 raise UnsupportedBufferError(
@@ -140,16 +139,16 @@ class Communicator:
                 "give an array of the same shape and dtype"
             )
         if shared is not None:
-            self._run(call, arrays, len(arrays), _reduce_into_shared, shared, reduction)
+            self._run(call, arrays, len(arrays), finishing.reduce_into_shared, shared, reduction)
         else:
-            self._run(call, arrays, len(arrays), _reduce, self._private(out), reduction)
+            self._run(call, arrays, len(arrays), finishing.reduce, self._private(out), reduction)
         return out
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
         """Copy `buffer` of rank `root` into `buffer` of every other rank; return it."""
         call, _ = self._describe("broadcast", name, "", buffer, self._check_root(root))
-        flat = _flat(buffer) if self.rank == root else self._private(buffer)
-        self._run(call, [flat], 1, _broadcast, flat, root)
+        flat = flat_view(buffer) if self.rank == root else self._private(buffer)
+        self._run(call, [flat], 1, finishing.broadcast, flat, root)
         return buffer
 
     def all_gather(self, buffer: np.ndarray, out: np.ndarray | None = None, *, name: str = "") -> np.ndarray:
@@ -161,9 +160,9 @@ class Communicator:
             name: the tensor's name.
         """
         call, _ = self._describe("all_gather", name, "", buffer)
-        out = _result(out, (self.size, *buffer.shape), buffer.dtype)
-        flat = _flat(buffer)
-        self._run(call, [flat], 1, _all_gather, flat, self._private(out))
+        out = result_array(out, (self.size, *buffer.shape), buffer.dtype)
+        flat = flat_view(buffer)
+        self._run(call, [flat], 1, finishing.all_gather, flat, self._private(out))
         return out
 
     def reduce_scatter(
@@ -181,15 +180,15 @@ class Communicator:
             ValueError: if the first axis cannot be divided by the number of ranks.
         """
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
-        out = _result(out, self._block_shape(buffer), buffer.dtype)
-        flat = _flat(buffer)
-        self._run(call, [flat], 1, _reduce_scatter, flat, self._private(out), reduction)
+        out = result_array(out, self._block_shape(buffer), buffer.dtype)
+        flat = flat_view(buffer)
+        self._run(call, [flat], 1, finishing.reduce_scatter, flat, self._private(out), reduction)
         return out
 
     def barrier(self, *, name: str = "") -> None:
         """Return when all ranks have called it."""
         call, _ = self._describe("barrier", name, "", None)
-        self._run(call, (), 0, _nothing)
+        self._run(call, (), 0, finishing.nothing)
 
     # ---- asynchronous named collectives
 
@@ -197,7 +196,7 @@ class Communicator:
         """Begin `all_reduce`; `wait` on the handle returns `buffer`."""
         call, reduction = self._describe("all_reduce", name, op, buffer)
         flat = self._private(buffer)
-        return self._start(call, [flat], 1, buffer, _reduce, flat, reduction)
+        return self._start(call, [flat], 1, buffer, finishing.reduce, flat, reduction)
 
     def start_ordered_all_reduce(
         self, contributions: Sequence[np.ndarray], out: np.ndarray, op: str = "sum", *, name: str
@@ -205,32 +204,32 @@ class Communicator:
         """Begin `ordered_all_reduce`; `wait` on the handle returns `out`."""
         shared = self._shared.get(id(out))
         call, reduction = self._describe("ordered_all_reduce", name, op, contributions[0], -1, shared is not None)
-        arrays = [_flat(array) for array in contributions]
+        arrays = [flat_view(array) for array in contributions]
         if shared is not None:
-            return self._start(call, arrays, len(arrays), out, _reduce_into_shared, shared, reduction)
-        return self._start(call, arrays, len(arrays), out, _reduce, self._private(out), reduction)
+            return self._start(call, arrays, len(arrays), out, finishing.reduce_into_shared, shared, reduction)
+        return self._start(call, arrays, len(arrays), out, finishing.reduce, self._private(out), reduction)
 
     def start_broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str) -> Handle:
         """Begin `broadcast`; `wait` on the handle returns `buffer`."""
         call, _ = self._describe("broadcast", name, "", buffer, self._check_root(root))
-        flat = _flat(buffer) if self.rank == root else self._private(buffer)
-        return self._start(call, [flat], 1, buffer, _broadcast, flat, root)
+        flat = flat_view(buffer) if self.rank == root else self._private(buffer)
+        return self._start(call, [flat], 1, buffer, finishing.broadcast, flat, root)
 
     def start_all_gather(self, buffer: np.ndarray, out: np.ndarray | None = None, *, name: str) -> Handle:
         """Begin `all_gather`; `wait` on the handle returns the stacked array."""
         call, _ = self._describe("all_gather", name, "", buffer)
-        out = _result(out, (self.size, *buffer.shape), buffer.dtype)
-        flat = _flat(buffer)
-        return self._start(call, [flat], 1, out, _all_gather, flat, self._private(out))
+        out = result_array(out, (self.size, *buffer.shape), buffer.dtype)
+        flat = flat_view(buffer)
+        return self._start(call, [flat], 1, out, finishing.all_gather, flat, self._private(out))
 
     def start_reduce_scatter(
         self, buffer: np.ndarray, out: np.ndarray | None = None, op: str = "sum", *, name: str
     ) -> Handle:
         """Begin `reduce_scatter`; `wait` on the handle returns this rank's block."""
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
-        out = _result(out, self._block_shape(buffer), buffer.dtype)
-        flat = _flat(buffer)
-        return self._start(call, [flat], 1, out, _reduce_scatter, flat, self._private(out), reduction)
+        out = result_array(out, self._block_shape(buffer), buffer.dtype)
+        flat = flat_view(buffer)
+        return self._start(call, [flat], 1, out, finishing.reduce_scatter, flat, self._private(out), reduction)
 
     # ---- memory and groups
 
@@ -243,9 +242,9 @@ class Communicator:
         dtype = np.dtype(dtype)
         call = Call("allocate", dtype=dtype.name, shape=tuple(shape))
         nbytes = math.prod(shape) * dtype.itemsize
-        memory: np.ndarray = self._run(call, (), 0, _allocate, nbytes)
+        memory: np.ndarray = self._run(call, (), 0, finishing.allocate, nbytes)
         array = memory.view(dtype).reshape(shape)
-        if nbytes >= SHARED_BYTES and self._transport.shares_memory:
+        if nbytes >= finishing.SHARED_BYTES and self._transport.shares_memory:
             self._shared[id(array)] = array.reshape(-1)
             weakref.finalize(array, self._shared.pop, id(array), None)
             self._shared_bases.add(id(array.base))
@@ -286,7 +285,7 @@ class Communicator:
         self._named.begin_close()
         self._progress = NoProgress()  # the record keeps the last collective of the program
         try:
-            self._run(Call("close"), (), 0, _nothing)
+            self._run(Call("close"), (), 0, finishing.nothing)
             self._named.end_close()
         finally:
             self.abandon()
@@ -384,7 +383,7 @@ class Communicator:
         if found is None:
             if len(self._calls) >= _CACHED_CALLS:
                 self._calls.clear()
-            found = self._calls[key] = _new_call(operation, name, op, buffer, root, into_shared)
+            found = self._calls[key] = new_call(operation, name, op, buffer, root, into_shared)
         return found
 
     def _private(self, out: np.ndarray) -> np.ndarray:
@@ -394,7 +393,7 @@ class Communicator:
                 "a part or view of memory from `allocate` cannot receive a result, all ranks would write to it; "
                 "give ordered_all_reduce the whole array"
             )
-        return _flat(out, writable=True)
+        return flat_view(out, writable=True)
 
     def _check_root(self, root: int) -> int:
         if not 0 <= root < self.size:
@@ -408,100 +407,3 @@ class Communicator:
                 "the first axis must be a multiple of the number of ranks"
             )
         return (buffer.shape[0] // self.size, *buffer.shape[1:])
-
-
-def _new_call(
-    operation: str, name: str, op: str, buffer: np.ndarray | None, root: int, into_shared: bool
-) -> tuple[Call, Reduction]:
-    if buffer is None:
-        return Call(operation, name), Reduction("sum", np.dtype(np.float32))
-    dtype = buffer.dtype
-    reduces = operation in ("all_reduce", "ordered_all_reduce", "reduce_scatter")
-    op = normalise_op(op) if reduces else ""
-    if dtype not in (REDUCIBLE if reduces else MOVABLE):
-        raise UnsupportedBufferError(
-            f"{operation} of {dtype}: supported are float16, bfloat16, float32, float64 and the integers"
-            + ("" if reduces else ", and bool")
-        )
-    return Call(operation, name, op, dtype.name, buffer.shape, root, into_shared), Reduction(op, dtype)
-
-
-def _flat(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
-    """The array as one dimension, the same memory."""
-    flags = array.flags
-    if not flags.c_contiguous or (writable and not flags.writeable):
-        need = "writable and C-contiguous" if writable else "C-contiguous"
-        raise UnsupportedBufferError(
-            f"a {array.dtype} array of shape {list(array.shape)} is not {need}; copy it first (np.array(x, order='C'))"
-        )
-    return array if array.ndim == 1 else array.reshape(-1)
-
-
-def _result(out: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    if out is None:
-        return np.empty(shape, dtype)
-    if out.shape != shape or out.dtype != dtype:
-        raise UnsupportedBufferError(
-            f"out is {out.dtype}{list(out.shape)}, the result is {dtype}{list(shape)}; give an array like that"
-        )
-    return out
-
-
-# ---- how each collective ends, once all ranks have agreed on it
-
-
-def _nothing(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray]) -> None:
-    pass
-
-
-def _allocate(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
-    return transport.allocate(nbytes) if nbytes >= SHARED_BYTES else aligned_empty(nbytes)
-
-
-def _reduce(
-    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
-) -> None:
-    if parts.arrays:
-        reduction.reduce(parts.arrays, out, len(parts.arrays))
-    elif out.size:
-        transport.reduce(arrays, out, reduction, parts)
-
-
-def _reduce_into_shared(
-    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
-) -> None:
-    transport.reduce(arrays, out, reduction, parts, True)
-
-
-def _reduce_scatter(
-    transport: Transport,
-    parts: Parts,
-    arrays: Sequence[np.ndarray],
-    flat: np.ndarray,
-    out: np.ndarray,
-    reduction: Reduction,
-) -> None:
-    if parts.arrays:
-        block = slice(transport.rank * out.size, (transport.rank + 1) * out.size)
-        reduction.reduce([array[block] for array in parts.arrays], out, parts.total)
-    elif out.size:
-        transport.reduce_scatter(flat, out, reduction, parts)
-
-
-def _broadcast(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, root: int) -> None:
-    if parts.arrays:
-        if transport.rank != root:
-            np.copyto(flat, parts.arrays[root])
-    elif flat.size:
-        transport.broadcast(flat.view(np.uint8), root)
-
-
-def _all_gather(
-    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, out: np.ndarray
-) -> None:
-    rows = out.reshape(transport.size, -1)
-    if parts.arrays:
-        for row, array in zip(rows, parts.arrays, strict=True):
-            np.copyto(row, array)
-    elif flat.size:
-        transport.all_gather(flat.view(np.uint8), rows.view(np.uint8))

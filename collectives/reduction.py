@@ -11,6 +11,7 @@ import numpy as np
 from collectives.dtypes import accumulator_dtype
 
 OPERATIONS = ("sum", "mean", "min", "max")
+REDUCING = ("all_reduce", "ordered_all_reduce", "reduce_scatter")  # the collectives that combine contributions
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 BLOCK_BYTES = 1 << 18  # several passes over a block stay in a core's cache

@@ -20,18 +20,17 @@ import numpy as np
 from collectives.link import Link, Transfer
 from collectives.memory import aligned_empty
 from collectives.reduction import Reduction
+from collectives.ring_passes import EXCHANGE, PARTIALS, RESULTS, PartialPass, ResultPass, drain
 from collectives.transport import Parts, Transport
 from collectives.waiting import Watch
 
 INLINE_BYTES = 1 << 16  # per rank and exchange
 CHUNK_BYTES = 1 << 18
-DEPTH = 4  # chunks under way on each lane
 DIRECT_BYTES = 1 << 21  # larger arrays take the ring
 _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
 _PLANS = 256  # cached layouts
 _TOO_LARGE = (1 << 64) - 1
-_EXCHANGE, _PARTIALS, _RESULTS = 0, 1, 2  # lanes
 
 
 class RingTransport(Transport):
@@ -55,7 +54,7 @@ class RingTransport(Transport):
     ) -> None:
         self.rank = link.rank
         self.size = link.size
-        self._link = link
+        self.link = link
         self._watch = watch
         self._chunk_bytes = chunk_bytes
         self._inline_bytes = inline_bytes
@@ -74,7 +73,7 @@ class RingTransport(Transport):
         # Two sets of buffers: the arrays of one exchange stay readable until the next but one has begun.
         parity = self._parity = 1 - self._parity
         buffers, headers = self._buffers[parity], self._headers[parity]
-        receives = [self._link.receive(buffers[other], other, _EXCHANGE) for other in self._others]
+        receives = [self.link.receive(buffers[other], other, EXCHANGE) for other in self._others]
         own, header = buffers[self.rank], headers[self.rank]
         nbytes = len(arrays) and arrays[0].nbytes * count
         plan = None
@@ -88,7 +87,7 @@ class RingTransport(Transport):
                 slot[...] = array
         header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
         message = own[:_HEADER_BYTES] if plan is None else own[: _HEADER_BYTES + nbytes]
-        sends = [self._link.send(message, other, _EXCHANGE) for other in self._others]
+        sends = [self.link.send(message, other, EXCHANGE) for other in self._others]
         self._complete(receives, self._others)
         self._complete(sends, self._others)
         alike = True
@@ -177,7 +176,7 @@ class RingTransport(Transport):
             np.empty((count, mine.stop - mine.start), dtype) for count, dtype in zip(counts, dtypes, strict=True)
         ]
         receives = [
-            (self._link.receive(row.view(np.uint8), rank, _PARTIALS), rank)
+            (self.link.receive(row.view(np.uint8), rank, PARTIALS), rank)
             for rank in self._others
             for row in arrived[rank]
         ]
@@ -188,22 +187,20 @@ class RingTransport(Transport):
                 total = np.empty(leaving[0].size, reduction.accumulator)
                 reduction.fold(leaving, total)
                 leaving = [total]
-            sends += [(self._link.send(part.view(np.uint8), rank, _PARTIALS), rank) for part in leaving]
+            sends += [(self.link.send(part.view(np.uint8), rank, PARTIALS), rank) for part in leaving]
         self._complete_all(receives)
         sources = [part for rank in range(self.size) for part in (own if rank == self.rank else arrived[rank])]
         reduction.reduce(sources, out[mine], parts.total)
         self._complete_all(sends)  # `out` may be what was sent
-        receives = [
-            (self._link.receive(out[slices[rank]].view(np.uint8), rank, _RESULTS), rank) for rank in self._others
-        ]
+        receives = [(self.link.receive(out[slices[rank]].view(np.uint8), rank, RESULTS), rank) for rank in self._others]
         result = out[mine].view(np.uint8)
-        sends = [(self._link.send(result, rank, _RESULTS), rank) for rank in self._others]
+        sends = [(self.link.send(result, rank, RESULTS), rank) for rank in self._others]
         self._complete_all(receives + sends)
 
     def _complete_all(self, transfers: Sequence[tuple[Transfer, int]]) -> None:
         """Wait until all transfers, each named with its rank, are done."""
         pending = deque(transfers)
-        self._watch.wait(lambda: _drain(pending), lambda: sorted({rank for _, rank in pending}))
+        self._watch.wait(lambda: drain(pending), lambda: sorted({rank for _, rank in pending}))
 
     def _chunk_elements(self, reduction: Reduction) -> int:
         return max(1, self._chunk_bytes // reduction.accumulator.itemsize)
@@ -218,9 +215,9 @@ class RingTransport(Transport):
     ) -> None:
         """Run both passes. The plan names, for each chunk, the ranks that need its result."""
         last = self.size - 1
-        results = _ResultPass(self, out, plan) if self.rank < last else None
-        partials = _PartialPass(self, contributions, out, reduction, parts.total, plan)
-        stages: list[_PartialPass | _ResultPass] = [partials] if results is None else [results, partials]
+        results = ResultPass(self, out, plan) if self.rank < last else None
+        partials = PartialPass(self, contributions, out, reduction, parts.total, plan)
+        stages: list[PartialPass | ResultPass] = [partials] if results is None else [results, partials]
         while stages := [stage for stage in stages if not stage.is_over]:
             if not _advance(stages):
                 self._watch.wait(partial(_advance, stages), partial(_awaited, stages))
@@ -239,11 +236,11 @@ class RingTransport(Transport):
         sends: deque[tuple[Transfer, int]] = deque()
         for chunk in _cut(0, buffer.size, self._chunk_bytes):
             if self.rank != root:
-                self._complete([self._link.receive(buffer[chunk], before, _RESULTS)], [before])
+                self._complete([self.link.receive(buffer[chunk], before, RESULTS)], [before])
             if after != root:
-                sends.append((self._link.send(buffer[chunk], after, _RESULTS), after))
+                sends.append((self.link.send(buffer[chunk], after, RESULTS), after))
         if sends:
-            self._watch.wait(lambda: _drain(sends), lambda: [after])
+            self._watch.wait(lambda: drain(sends), lambda: [after])
 
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out[self.rank], block)
@@ -252,8 +249,8 @@ class RingTransport(Transport):
             outgoing = out[(self.rank - step) % self.size]
             incoming = out[(self.rank - step - 1) % self.size]
             for chunk in _cut(0, block.size, self._chunk_bytes):
-                receive = self._link.receive(incoming[chunk], before, _RESULTS)
-                send = self._link.send(outgoing[chunk], after, _RESULTS)
+                receive = self.link.receive(incoming[chunk], before, RESULTS)
+                send = self.link.send(outgoing[chunk], after, RESULTS)
                 self._complete([receive, send], [before, after])
 
     # ---- memory
@@ -262,164 +259,18 @@ class RingTransport(Transport):
         return aligned_empty(nbytes)
 
     def close(self) -> None:
-        self._link.close()
+        self.link.close()
 
 
-class _PartialPass:
-    """The first pass on one rank: take the partial sum of each chunk, add the own replicas, hand it on."""
-
-    def __init__(
-        self,
-        ring: RingTransport,
-        contributions: Sequence[np.ndarray],
-        out: np.ndarray,
-        reduction: Reduction,
-        replicas: int,
-        plan: Sequence[tuple[slice, range]],
-    ) -> None:
-        self._link = ring._link
-        self._contributions = contributions
-        self._out = out
-        self._reduction = reduction
-        self._replicas = replicas
-        self._plan = plan
-        self._is_first = ring.rank == 0
-        self._is_last = ring.rank == ring.size - 1
-        self._before = ring.rank - 1
-        self._after = (ring.rank + 1) % ring.size
-        longest = max((chunk.stop - chunk.start for chunk, _ in plan), default=0)
-        rows = min(DEPTH, len(plan))
-        self._sends: deque[tuple[Transfer, int]] = deque()
-        self._receives: deque[tuple[Transfer, np.ndarray]] = deque()
-        self._forwards_own = self._is_first and len(contributions) == 1 and reduction.is_direct
-        self._incoming = ring.scratch(0, 0 if self._is_first else rows, longest, reduction.accumulator)
-        self._outgoing = ring.scratch(
-            1, 0 if self._is_last or self._forwards_own else rows, longest, reduction.accumulator
-        )
-        self._next = 0
-        self._posted = 0
-        self._post()
-
-    @property
-    def is_over(self) -> bool:
-        return self._next == len(self._plan) and not self._sends
-
-    def waits_for(self) -> list[int]:
-        """The ranks without which this pass cannot go on."""
-        if self._sends and (len(self._sends) == DEPTH or self._next == len(self._plan)):
-            return [self._after]
-        return [] if self._is_first or self._next == len(self._plan) else [self._before]
-
-    def advance(self) -> bool:
-        """Do what can be done at once; whether anything was."""
-        _drain(self._sends)
-        moved = False
-        while self._next < len(self._plan) and len(self._sends) < DEPTH and self._step():
-            moved = True
-        return moved or self.is_over
-
-    def _step(self) -> bool:
-        chunk, destinations = self._plan[self._next]
-        partial: list[np.ndarray] = []
-        if not self._is_first:
-            transfer, received = self._receives[0]
-            if not transfer.done():
-                return False
-            self._receives.popleft()
-            partial = [received]
-        mine = [contribution[chunk] for contribution in self._contributions]
-        if self._is_last:
-            self._reduction.reduce(partial + mine, self._out[chunk], self._replicas)
-            if destinations:
-                self._send(self._out[chunk], 0, _RESULTS)
-        elif self._forwards_own:
-            self._send(mine[0], self._after, _PARTIALS)
-        else:
-            total = self._outgoing[self._next % DEPTH][: chunk.stop - chunk.start]
-            self._reduction.fold(partial + mine, total)
-            self._send(total, self._after, _PARTIALS)
-        self._next += 1
-        self._post()
-        return True
-
-    def _send(self, data: np.ndarray, to: int, lane: int) -> None:
-        self._sends.append((self._link.send(data.view(np.uint8), to, lane), to))
-
-    def _post(self) -> None:
-        """Have receives waiting for the next partial sums."""
-        while not self._is_first and self._posted < min(len(self._plan), self._next + DEPTH):
-            chunk, _ = self._plan[self._posted]
-            row = self._incoming[self._posted % DEPTH][: chunk.stop - chunk.start]
-            self._receives.append((self._link.receive(row.view(np.uint8), self._before, _PARTIALS), row))
-            self._posted += 1
-
-
-class _ResultPass:
-    """The second pass on one rank: take the finished chunks that it needs, hand on those that others need."""
-
-    def __init__(self, ring: RingTransport, out: np.ndarray, plan: Sequence[tuple[slice, range]]) -> None:
-        self._link = ring._link
-        self._out = out
-        self._before = (ring.rank - 1) % ring.size
-        self._after = ring.rank + 1
-        self._plan = [
-            (chunk, destinations.stop - 1 > ring.rank)
-            for chunk, destinations in plan
-            if destinations and destinations.stop - 1 >= ring.rank
-        ]
-        self._sends: deque[tuple[Transfer, int]] = deque()
-        self._receives: deque[Transfer] = deque()
-        self._next = 0
-        self._posted = 0
-        self._post()
-
-    @property
-    def is_over(self) -> bool:
-        return self._next == len(self._plan) and not self._sends
-
-    def waits_for(self) -> list[int]:
-        """The ranks without which this pass cannot go on."""
-        return [self._before] if self._receives else [self._after]
-
-    def advance(self) -> bool:
-        """Do what can be done at once; whether anything was."""
-        _drain(self._sends)
-        moved = False
-        while self._receives and self._receives[0].done():
-            self._receives.popleft()
-            chunk, is_needed_after = self._plan[self._next]
-            if is_needed_after:
-                data = self._out[chunk].view(np.uint8)
-                self._sends.append((self._link.send(data, self._after, _RESULTS), self._after))
-            self._next += 1
-            self._post()
-            moved = True
-        return moved or self.is_over
-
-    def _post(self) -> None:
-        while self._posted < min(len(self._plan), self._next + DEPTH):
-            chunk, _ = self._plan[self._posted]
-            into = self._out[chunk].view(np.uint8)
-            self._receives.append(self._link.receive(into, self._before, _RESULTS))
-            self._posted += 1
-
-
-def _advance(stages: Sequence[_PartialPass | _ResultPass]) -> bool:
+def _advance(stages: Sequence[PartialPass | ResultPass]) -> bool:
     """Do what can be done at once; whether anything was."""
     return any([stage.advance() for stage in stages])
 
 
-def _awaited(stages: Sequence[_PartialPass | _ResultPass]) -> list[int]:
+def _awaited(stages: Sequence[PartialPass | ResultPass]) -> list[int]:
     """The ranks without which none of the stages can go on."""
     return sorted({rank for stage in stages for rank in stage.waits_for()})
 
 
 def _cut(start: int, stop: int, step: int) -> list[slice]:
     return [slice(first, min(stop, first + step)) for first in range(start, stop, step)]
-
-
-def _drain(transfers: deque[tuple[Transfer, int]]) -> bool:
-    """Forget the transfers at the front that are done; whether none is left."""
-    while transfers and transfers[0][0].done():
-        transfers.popleft()
-    return not transfers

@@ -1,0 +1,76 @@
+"""How each collective ends, once all ranks have agreed on it: small arrays have arrived already, others move now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.memory import aligned_empty
+from collectives.reduction import Reduction
+from collectives.transport import Parts, Transport
+
+SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
+
+
+def nothing(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray]) -> None:
+    """The agreement was all."""
+
+
+def allocate(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
+    """Memory for a result."""
+    return transport.allocate(nbytes) if nbytes >= SHARED_BYTES else aligned_empty(nbytes)
+
+
+def reduce(
+    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
+) -> None:
+    """All contributions, combined on every rank."""
+    if parts.arrays:
+        reduction.reduce(parts.arrays, out, len(parts.arrays))
+    elif out.size:
+        transport.reduce(arrays, out, reduction, parts)
+
+
+def reduce_into_shared(
+    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
+) -> None:
+    """All contributions, combined once for all ranks."""
+    transport.reduce(arrays, out, reduction, parts, True)
+
+
+def reduce_scatter(
+    transport: Transport,
+    parts: Parts,
+    arrays: Sequence[np.ndarray],
+    flat: np.ndarray,
+    out: np.ndarray,
+    reduction: Reduction,
+) -> None:
+    """This rank's block of the combination."""
+    if parts.arrays:
+        block = slice(transport.rank * out.size, (transport.rank + 1) * out.size)
+        reduction.reduce([array[block] for array in parts.arrays], out, parts.total)
+    elif out.size:
+        transport.reduce_scatter(flat, out, reduction, parts)
+
+
+def broadcast(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, root: int) -> None:
+    """The root's bytes."""
+    if parts.arrays:
+        if transport.rank != root:
+            np.copyto(flat, parts.arrays[root])
+    elif flat.size:
+        transport.broadcast(flat.view(np.uint8), root)
+
+
+def all_gather(
+    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, out: np.ndarray
+) -> None:
+    """Everybody's bytes, one row each."""
+    rows = out.reshape(transport.size, -1)
+    if parts.arrays:
+        for row, array in zip(rows, parts.arrays, strict=True):
+            np.copyto(row, array)
+    elif flat.size:
+        transport.all_gather(flat.view(np.uint8), rows.view(np.uint8))

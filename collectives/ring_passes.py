@@ -1,0 +1,166 @@
+"""The two passes of the ordered ring, as one rank goes through them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collectives.link import Transfer
+from collectives.reduction import Reduction
+
+if TYPE_CHECKING:
+    from collectives.ring import RingTransport
+
+DEPTH = 4  # chunks under way on each lane
+EXCHANGE, PARTIALS, RESULTS = 0, 1, 2  # lanes
+
+
+class PartialPass:
+    """The first pass on one rank: take the partial sum of each chunk, add the own replicas, hand it on."""
+
+    def __init__(
+        self,
+        ring: RingTransport,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray,
+        reduction: Reduction,
+        replicas: int,
+        plan: Sequence[tuple[slice, range]],
+    ) -> None:
+        self._link = ring.link
+        self._contributions = contributions
+        self._out = out
+        self._reduction = reduction
+        self._replicas = replicas
+        self._plan = plan
+        self._is_first = ring.rank == 0
+        self._is_last = ring.rank == ring.size - 1
+        self._before = ring.rank - 1
+        self._after = (ring.rank + 1) % ring.size
+        longest = max((chunk.stop - chunk.start for chunk, _ in plan), default=0)
+        rows = min(DEPTH, len(plan))
+        self._sends: deque[tuple[Transfer, int]] = deque()
+        self._receives: deque[tuple[Transfer, np.ndarray]] = deque()
+        self._forwards_own = self._is_first and len(contributions) == 1 and reduction.is_direct
+        self._incoming = ring.scratch(0, 0 if self._is_first else rows, longest, reduction.accumulator)
+        self._outgoing = ring.scratch(
+            1, 0 if self._is_last or self._forwards_own else rows, longest, reduction.accumulator
+        )
+        self._next = 0
+        self._posted = 0
+        self._post()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to receive or to send."""
+        return self._next == len(self._plan) and not self._sends
+
+    def waits_for(self) -> list[int]:
+        """The ranks without which this pass cannot go on."""
+        if self._sends and (len(self._sends) == DEPTH or self._next == len(self._plan)):
+            return [self._after]
+        return [] if self._is_first or self._next == len(self._plan) else [self._before]
+
+    def advance(self) -> bool:
+        """Do what can be done at once; whether anything was."""
+        drain(self._sends)
+        moved = False
+        while self._next < len(self._plan) and len(self._sends) < DEPTH and self._step():
+            moved = True
+        return moved or self.is_over
+
+    def _step(self) -> bool:
+        chunk, destinations = self._plan[self._next]
+        partial: list[np.ndarray] = []
+        if not self._is_first:
+            transfer, received = self._receives[0]
+            if not transfer.done():
+                return False
+            self._receives.popleft()
+            partial = [received]
+        mine = [contribution[chunk] for contribution in self._contributions]
+        if self._is_last:
+            self._reduction.reduce(partial + mine, self._out[chunk], self._replicas)
+            if destinations:
+                self._send(self._out[chunk], 0, RESULTS)
+        elif self._forwards_own:
+            self._send(mine[0], self._after, PARTIALS)
+        else:
+            total = self._outgoing[self._next % DEPTH][: chunk.stop - chunk.start]
+            self._reduction.fold(partial + mine, total)
+            self._send(total, self._after, PARTIALS)
+        self._next += 1
+        self._post()
+        return True
+
+    def _send(self, data: np.ndarray, to: int, lane: int) -> None:
+        self._sends.append((self._link.send(data.view(np.uint8), to, lane), to))
+
+    def _post(self) -> None:
+        """Have receives waiting for the next partial sums."""
+        while not self._is_first and self._posted < min(len(self._plan), self._next + DEPTH):
+            chunk, _ = self._plan[self._posted]
+            row = self._incoming[self._posted % DEPTH][: chunk.stop - chunk.start]
+            self._receives.append((self._link.receive(row.view(np.uint8), self._before, PARTIALS), row))
+            self._posted += 1
+
+
+class ResultPass:
+    """The second pass on one rank: take the finished chunks that it needs, hand on those that others need."""
+
+    def __init__(self, ring: RingTransport, out: np.ndarray, plan: Sequence[tuple[slice, range]]) -> None:
+        self._link = ring.link
+        self._out = out
+        self._before = (ring.rank - 1) % ring.size
+        self._after = ring.rank + 1
+        self._plan = [
+            (chunk, destinations.stop - 1 > ring.rank)
+            for chunk, destinations in plan
+            if destinations and destinations.stop - 1 >= ring.rank
+        ]
+        self._sends: deque[tuple[Transfer, int]] = deque()
+        self._receives: deque[Transfer] = deque()
+        self._next = 0
+        self._posted = 0
+        self._post()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to receive or to send."""
+        return self._next == len(self._plan) and not self._sends
+
+    def waits_for(self) -> list[int]:
+        """The ranks without which this pass cannot go on."""
+        return [self._before] if self._receives else [self._after]
+
+    def advance(self) -> bool:
+        """Do what can be done at once; whether anything was."""
+        drain(self._sends)
+        moved = False
+        while self._receives and self._receives[0].done():
+            self._receives.popleft()
+            chunk, is_needed_after = self._plan[self._next]
+            if is_needed_after:
+                data = self._out[chunk].view(np.uint8)
+                self._sends.append((self._link.send(data, self._after, RESULTS), self._after))
+            self._next += 1
+            self._post()
+            moved = True
+        return moved or self.is_over
+
+    def _post(self) -> None:
+        while self._posted < min(len(self._plan), self._next + DEPTH):
+            chunk, _ = self._plan[self._posted]
+            into = self._out[chunk].view(np.uint8)
+            self._receives.append(self._link.receive(into, self._before, RESULTS))
+            self._posted += 1
+
+
+def drain(transfers: deque[tuple[Transfer, int]]) -> bool:
+    """Forget the transfers at the front that are done; whether none is left."""
+    while transfers and transfers[0][0].done():
+        transfers.popleft()
+    return not transfers
