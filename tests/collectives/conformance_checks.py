@@ -142,9 +142,7 @@ def different_calls_fail_on_all_ranks(communicator: Communicator, case: str) -> 
     for odd in {0, communicator.size - 1}:
         others = [rank for rank in range(communicator.size) if rank != odd]
         is_odd = communicator.rank == odd
-        call, original = (
-            (conflict.odd_call, conflict.odd_buffer) if is_odd else (conflict.call, conflict.buffer)
-        )
+        call, original = (conflict.odd_call, conflict.odd_buffer) if is_odd else (conflict.call, conflict.buffer)
         buffer = original.copy()
         words = (*conflict.words, *conflict.odd_words, _ranks([odd]), _ranks(others))
         with _raises_on_all_ranks(communicator, *words):

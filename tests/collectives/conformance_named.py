@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -94,29 +94,35 @@ def a_started_collective_ends_like_the_called_one(communicator: Communicator, ki
 @suite.add
 def ranks_may_start_names_in_different_orders(communicator: Communicator) -> None:
     plans = [(start, f"{start.__name__} {length}", length) for start in STARTS for length in LENGTHS]
-    started = [
-        start(communicator, name, length)
-        for start, name, length in _shuffled(plans, 1000 + communicator.rank)
-    ]
+    started = [start(communicator, name, length) for start, name, length in _shuffled(plans, 1000 + communicator.rank)]
     for one in _shuffled(started, 2000 + communicator.rank):
         one.check()
 
 
 @suite.add
 def threads_may_start_names_in_different_orders(communicator: Communicator) -> None:
-    def start_and_wait(thread: int) -> None:
+    def start_all_then_wait(thread: int) -> None:
         plans = [(start, f"{thread} {start.__name__} {turn}") for turn in range(3) for start in STARTS]
-        for start, name in _shuffled(plans, communicator.rank * 10 + thread):
-            start(communicator, name, 300).check() if name.endswith("1") else pending.append(
-                start(communicator, name, 300)
-            )
+        started = [start(communicator, name, 300) for start, name in _shuffled(plans, communicator.rank * 10 + thread)]
+        for one in started:
+            one.check()
 
-    pending: list[Started] = []
-    with ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(start_and_wait, thread) for thread in range(4)]:
+    _in_threads(start_all_then_wait, range(4))
+
+
+@suite.add
+def threads_may_wait_for_one_name_after_another(communicator: Communicator) -> None:
+    def wait_for_each(thread: int) -> None:
+        for turn in range(10):
+            start_all_reduce(communicator, f"{thread} {turn}", 300).check()
+
+    _in_threads(wait_for_each, _shuffled([0, 1, 2], communicator.rank))
+
+
+def _in_threads(function: Callable[[int], None], threads: Sequence[int]) -> None:
+    with ThreadPoolExecutor(len(threads)) as pool:
+        for future in [pool.submit(function, thread) for thread in threads]:
             future.result()
-    for one in pending:
-        one.check()
 
 
 @suite.add

