@@ -25,21 +25,29 @@ from collectives.errors import (
     PeerLostError,
 )
 from collectives.transport import Transport
-from collectives.waiting import Watch
+from collectives.waiting import Progress, Watch
 
 logger = logging.getLogger(__name__)
 
+_SHORT_WAIT_S = 0.001  # a longer one is noted in the progress record
 _IDLE_ROUND_S = 0.001  # pause after a round in which nobody had anything new
 
 Key = tuple[str, int]  # a tensor's name, and how often it was used before
 
 
 class Handle:
-    """A collective that was started; its buffers belong to it until `wait` has returned."""
+    """A collective that was started; its buffers belong to it until `wait` has returned.
 
-    def __init__(self, call: Call, run: Callable[[Transport], Any]) -> None:
+    Attributes:
+        call: what was started.
+        number: how many named collectives this rank had started with it.
+    """
+
+    def __init__(self, call: Call, number: int, run: Callable[[Transport], Any], progress: Progress) -> None:
         self.call = call
+        self.number = number
         self._run = run
+        self._progress = progress
         self._finished = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -54,9 +62,13 @@ class Handle:
         Raises:
             CollectiveError: as the synchronous call would. The limit is the communicator's `timeout_s`.
         """
-        self._finished.wait()
+        if not self._finished.wait(_SHORT_WAIT_S):
+            self._progress.enter(self.number, self.call.label)
+            self._finished.wait()
         if self._error is not None:
+            self._progress.enter(self.number, self.call.label)  # the record then says where the program failed
             raise self._error
+        self._progress.leave()
         return self._result
 
     def _carry_out(self, transport: Transport) -> None:
@@ -100,8 +112,8 @@ class NamedQueue:
 
     def start(self, call: Call, run: Callable[[Transport], Any]) -> Handle:
         """Queue a collective; `run` carries it out on the background thread once all ranks have started it."""
-        handle = Handle(call, run)
         with self._condition:
+            handle = Handle(call, self._issued.total() + 1, run, self._watch.progress)
             if self._closing:
                 raise ClosedError(f"{call.title} was started after the communicator was closed")
             if self._failure is not None:
@@ -220,9 +232,11 @@ class NamedQueue:
         for key, entry in list(self._pending.items()):
             if entry.handle is None:
                 continue
-            missing = [names[rank] for rank in range(self._transport.size) if rank not in entry.announced]
+            missing = [rank for rank in range(self._transport.size) if rank not in entry.announced]
+            self._watch.note(missing)
             facts = (
-                f"{names[self._transport.rank]} has waited {now - entry.since:.3g} s for {', '.join(missing)} "
+                f"{names[self._transport.rank]} has waited {now - entry.since:.3g} s for "
+                f"{', '.join(names[rank] for rank in missing)} "
                 f"in {entry.handle.call.title}"
             )
             if now - entry.since >= limits.timeout_s:

@@ -18,6 +18,7 @@ SPINS = 4000  # polls of a flag, some 40 ns each, before the core is offered to 
 _YIELD_S = 0.001
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 0.001
+_NOTE_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Progress(Protocol):
     Called on the hot path, so every method has to return in well under a microsecond. Ranks are instances.
     """
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the supervisor has found that waiting is useless; asked only while a wait is long."""
+
     def enter(self, number: int, label: bytes) -> None:
         """The `number`-th collective, called `label`, begins."""
 
@@ -56,6 +61,8 @@ class Progress(Protocol):
 
 class NoProgress:
     """Nobody watches."""
+
+    is_released = False
 
     def enter(self, number: int, label: bytes) -> None:
         """Do nothing."""
@@ -100,7 +107,7 @@ class Watch:
         self.number = 0
         self.cancelled = False
         self._instances = instances
-        self._progress = progress
+        self.progress = progress
 
     def wait(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return as soon as `ready()` is true.
@@ -131,22 +138,26 @@ class Watch:
         pause = _FIRST_SLEEP_S
         next_warning = started + self.limits.stall_warning_s
         give_up = started + self.limits.timeout_s
-        noted: Sequence[int] | None = None
+        next_note = 0.0
         while not ready():
-            if self.cancelled:
+            if self.cancelled or self.progress.is_released:
                 raise PeerLostError(f"{self._facts(time.monotonic() - started, missing())}: the wait was abandoned")
             time.sleep(pause)
             pause = min(_LONGEST_SLEEP_S, pause * 1.2)
             now = time.monotonic()
-            if pause == _LONGEST_SLEEP_S and (ranks := missing()) != noted:
-                noted = ranks
-                self._progress.waiting_for([self._instances[rank] for rank in ranks])
+            if pause == _LONGEST_SLEEP_S and now >= next_note:
+                next_note = now + _NOTE_EVERY_S
+                self.note(missing())
             if now >= give_up and not ready():
                 waited = f"timeout_s = {self.limits.timeout_s:g}"
                 raise CollectiveTimeoutError(f"{self._facts(now - started, missing())}: gave up after {waited}")
             if now >= next_warning:
                 next_warning += self.limits.stall_warning_s
                 logger.warning("%s", self._facts(now - started, missing()))
+
+    def note(self, missing: Sequence[int]) -> None:
+        """Note in the progress record that these ranks are waited for."""
+        self.progress.waiting_for([self._instances[rank] for rank in missing])
 
     def _facts(self, waited_s: float, missing: Sequence[int]) -> str:
         others = ", ".join(self.names[rank] for rank in missing) or "nobody"

@@ -1,19 +1,17 @@
 """The life cycle of PopDist in this process: which instance it is, and the communicator of all instances.
 
 Semantics: Graphcore's PopDist, as its documentation and its users' programs show them. `init` may be repeated.
+Imports what is heavy only when it is needed: poprun starts with this package too.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib.util
-import logging
 import os
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +21,6 @@ from popdist.instance import Instance
 
 if TYPE_CHECKING:
     from collectives import Communicator, Settings
-
-logger = logging.getLogger(__name__)
 
 ConnectBackend = Callable[["Settings", Instance], "Communicator"]
 
@@ -87,8 +83,10 @@ def registerBackend(path: str | os.PathLike[str]) -> None:
     Raises:
         LifeCycleError: if a backend is in use, or the file has no `connect`.
     """
-    spec = importlib.util.spec_from_file_location("popdist_user_backend", Path(path))
-    if spec is None or spec.loader is None or not Path(path).is_file():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("popdist_user_backend", os.fspath(path))
+    if spec is None or spec.loader is None or not os.path.isfile(path):
         raise LifeCycleError(
             f"{os.fspath(path)} is not a Python file; a backend is a file with connect(settings, instance)"
         )
@@ -236,10 +234,12 @@ def _leave() -> None:
     if _process.failed_at == communicator.calls_made:
         communicator.abandon()
         return
+    import logging
+
     from collectives import CollectiveError
 
     _process.progress.leaving()
     try:
         finalizeBackend()
     except CollectiveError as error:
-        logger.debug("the instances did not end together: %s", error)
+        logging.getLogger(__name__).debug("the instances did not end together: %s", error)
