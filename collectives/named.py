@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class Handle:
         self._finished = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
+        self._missing: Sequence[int] = ()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -67,6 +68,7 @@ class Handle:
             self._finished.wait()
         if self._error is not None:
             self._progress.enter(self.number, self.call.label)  # the record then says where the program failed
+            self._progress.waiting_for(self._missing)
             raise self._error
         self._progress.leave()
         return self._result
@@ -75,8 +77,10 @@ class Handle:
         self._result = self._run(transport)
         self._finished.set()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, missing: Sequence[int] = ()) -> None:
+        """End with an error; `missing` are the instances whose absence is its reason."""
         self._error = error
+        self._missing = missing
         self._finished.set()
 
 
@@ -224,7 +228,8 @@ class NamedQueue:
                     entry.announced.get(rank, "close" if rank in gone else "nothing yet")
                     for rank in range(self._transport.size)
                 ]
-                entry.handle._fail(LayoutMismatchError(describe_mismatch(calls)))
+                missing = self._watch.instances_of(sorted(gone))
+                entry.handle._fail(LayoutMismatchError(describe_mismatch(calls)), missing)
 
     def _watch_stalls(self) -> None:
         now = time.monotonic()

@@ -157,7 +157,11 @@ class Watch:
 
     def note(self, missing: Sequence[int]) -> None:
         """Note in the progress record that these ranks are waited for."""
-        self.progress.waiting_for([self._instances[rank] for rank in missing])
+        self.progress.waiting_for(self.instances_of(missing))
+
+    def instances_of(self, ranks: Sequence[int]) -> list[int]:
+        """The instances behind ranks."""
+        return [self._instances[rank] for rank in ranks]
 
     def _facts(self, waited_s: float, missing: Sequence[int]) -> str:
         others = ", ".join(self.names[rank] for rank in missing) or "nobody"
