@@ -1,0 +1,128 @@
+"""Which package may import which: the layers of the project."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = {"collectives", "popdist", "poprun", "strategies", "launch_scripts"}
+
+NUMERIC = {"numpy", "ml_dtypes"}
+MACHINE_LEARNING = {"jax", "jaxlib", "optax", "sklearn", "tqdm", *NUMERIC}
+
+ALLOWED = {
+    "collectives": NUMERIC,
+    "popdist": {"collectives", "mpi4py", "numpy"},
+    "poprun": {"popdist"},
+    "strategies": {"collectives", "popdist", *MACHINE_LEARNING},
+    "launch_scripts": {"popdist", "strategies", "collectives", *MACHINE_LEARNING},
+}
+TRANSPORTS = {"collectives/backends/mpi.py": {"mpi4py"}}
+POPRUN_MAY_KNOW = ("popdist.environments", "popdist.instance", "popdist.errors", "popdist.version")
+PUBLIC = {"popdist", "strategies", "collectives"}
+
+
+def modules_of(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The full names of what a module imports, wherever in the module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.module
+            yield node.module
+
+
+def is_foreign(name: str, siblings: set[str]) -> bool:
+    return name not in sys.stdlib_module_names and name not in siblings
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_a_package_imports_only_the_layers_below(package: str) -> None:
+    assert modules_of(package)
+    siblings = {package} | ({path.stem for path in modules_of(package)} if package == "launch_scripts" else set())
+    forbidden = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules_of(package)
+        for name in imports_of(path)
+        if is_foreign(name.partition(".")[0], siblings)
+        and name.partition(".")[0] not in ALLOWED[package] | TRANSPORTS.get(path.relative_to(ROOT).as_posix(), set())
+    ]
+    assert forbidden == []
+
+
+def test_poprun_knows_only_what_describes_an_instance() -> None:
+    forbidden = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules_of("poprun")
+        for name in imports_of(path)
+        if name.partition(".")[0] == "popdist"
+        and not any(name == known or name.startswith(f"{known}.") for known in POPRUN_MAY_KNOW)
+    ]
+    assert forbidden == []
+
+
+def test_launch_scripts_use_only_the_public_interface() -> None:
+    forbidden = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules_of("launch_scripts")
+        for name in imports_of(path)
+        if name.partition(".")[0] in OURS and name not in PUBLIC and not (ROOT / "launch_scripts" / name).exists()
+    ]
+    assert forbidden == []
+
+
+def test_a_backend_is_loaded_only_by_name() -> None:
+    """So its library is needed only by those who use it."""
+    importers = [
+        path.relative_to(ROOT).as_posix()
+        for package in ("collectives", "popdist", "strategies")
+        for path in modules_of(package)
+        for name in imports_of(path)
+        if name.startswith("collectives.backends")
+    ]
+    assert importers == []
+
+
+def loaded_by(module: str) -> set[str]:
+    """The top-level modules that importing `module` loads in a fresh interpreter."""
+    program = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environ, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    return set(ended.stdout.split())
+
+
+HEAVY = {"numpy", "jax", "jaxlib", "mpi4py", "ml_dtypes", "optax"}
+
+
+@pytest.mark.parametrize("module", ["poprun.__main__", "poprun.shim", "popdist", "popdist.environments"])
+def test_what_starts_instances_loads_no_numeric_library(module: str) -> None:
+    assert loaded_by(module) & HEAVY == set()
+
+
+def test_collectives_load_no_transport() -> None:
+    assert loaded_by("collectives") & {"mpi4py", "jax", "popdist", "poprun", "strategies"} == set()
+
+
+def test_strategies_load_no_launcher_and_no_transport() -> None:
+    assert loaded_by("strategies") & {"mpi4py", "poprun"} == set()
+
+
+def test_no_other_packages_are_imported_by_name() -> None:
+    """Every package of the project has a rule above."""
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages <= OURS
