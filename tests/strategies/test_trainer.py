@@ -57,6 +57,22 @@ class TestOneUpdate:
         wanted = np.float32(0.25) - np.float32(0.125) * (np.asarray(total) / np.float32(4))
         assert bits(state.variables["b"]) == bits(wanted)
 
+    @pytest.mark.parametrize("replicas", [3, 6])
+    def test_divides_the_sum_once_by_the_replicas(self, bits, replicas):
+        """Not times 1 / R, which is not the same for an R that is no power of two."""
+
+        def loss_fn(variables, batch, key):
+            return jnp.sum(variables["w"] * batch)
+
+        gradients = np.random.default_rng(2).standard_normal((replicas, 64)).astype(np.float32)
+        strategy = strategies.IPUStrategy(num_replicas=replicas)
+        zeros = {"w": jnp.zeros((1, 64))}
+        state, _ = trained(strategy, loss_fn, optax.sgd(1.0), variables=zeros, batch=gradients)
+        total = gradients[0]
+        for gradient in gradients[1:]:
+            total = total + gradient
+        assert bits(-state.variables["w"][0]) == bits(total / np.float32(replicas))
+
     def test_counts_the_steps(self, strategy):
         assert trained(strategy, steps=3)[0].step == 3
 

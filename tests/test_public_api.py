@@ -1,0 +1,72 @@
+"""What the packages export is what the documentation lists, and the documentation's programs run."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def text_of(page):
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def listed(page):
+    """The names that begin a row of a table."""
+    return re.findall(r"^\| `(\w+)", text_of(page), flags=re.MULTILINE)
+
+
+def snippets(page):
+    return re.findall(r"^```python\n(.*?)^```", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("package", ["popdist", "strategies"])
+def test_the_tables_list_every_public_name_once(package):
+    assert sorted(listed(f"{package}.md")) == sorted(importlib.import_module(package).__all__)
+
+
+@pytest.mark.parametrize("name", sorted(importlib.import_module("collectives").__all__))
+def test_the_collectives_are_described(name):
+    assert re.search(rf"\b{name}\b", text_of("collectives.md"))
+
+
+@pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
+def test_public_names_exist_are_sorted_and_described(package):
+    module = importlib.import_module(package)
+    assert list(module.__all__) == sorted(module.__all__)
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert not callable(value) or value.__doc__, name
+
+
+@pytest.mark.parametrize("package", ["collectives", "popdist", "poprun", "strategies"])
+def test_packages_are_typed_and_described(package):
+    module = importlib.import_module(package)
+    assert module.__doc__
+    assert (Path(module.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("page", ["strategies.md", "popdist.md"])
+def test_the_programs_of_the_documentation_run(page):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+    programs = snippets(page)
+    assert programs
+    for program in programs:
+        finished = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program],
+            env=clean | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert finished.returncode == 0, finished.stderr
+        said = re.findall(r"^print\(.*# (\[.*\])$", program, flags=re.MULTILINE)
+        for words in (words for words in said if "..." not in words):
+            printed = re.findall(r"[\d.]+", finished.stdout.splitlines()[0])
+            assert [round(float(x), 3) for x in printed] == [float(x) for x in re.findall(r"[\d.]+", words)]
