@@ -19,6 +19,7 @@ from popdist.environments.threads import VARIABLE as POOL_VARIABLE
 logger = logging.getLogger(__name__)
 
 AXIS = "replica"
+_HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,11 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
         local_index: this instance's place on its host; with accelerators, whose turn begins there.
     """
     os.environ.update(thread_pool_setting(os.environ, total_replicas))
-    try:
-        jax.config.update("jax_num_cpu_devices", max(len(replicas), 1))
-    except RuntimeError:
-        logger.debug("JAX has started already, with %d devices", jax.local_device_count())
+    if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # else the user has said how many
+        try:
+            jax.config.update("jax_num_cpu_devices", len(replicas))
+        except RuntimeError:
+            logger.debug("JAX has started already, with %d devices", jax.local_device_count())
     devices = jax.local_devices()
     if devices[0].platform == "cpu" and os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
         logger.info("%s is %s: keep it the same everywhere", POOL_VARIABLE, os.environ[POOL_VARIABLE])

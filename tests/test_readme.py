@@ -1,0 +1,42 @@
+"""The program in README.md runs as README.md says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+POPRUN = [sys.executable, "-m", "poprun", *(["--allow-run-as-root", "yes"] if os.geteuid() == 0 else [])]
+
+
+@pytest.fixture
+def program(tmp_path):
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    path = tmp_path / "program.py"
+    path.write_text(code, encoding="utf-8")
+    return path
+
+
+def last_line(command):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    job = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ, check=False)
+    assert job.returncode == 0, job.stderr
+    return job.stdout.splitlines()[-1]
+
+
+@pytest.mark.job
+def test_the_program_learns_alone(program):
+    assert re.fullmatch(r"error 0\.\d{3}, [0-9a-f]{64}", last_line([sys.executable, str(program)]))
+
+
+@pytest.mark.job
+def test_the_program_gives_the_same_bits_on_two_and_four_instances(program):
+    lines = [
+        last_line([*POPRUN, "--num-instances", n, "--num-replicas", "4", sys.executable, str(program)])
+        for n in ("1", "2", "4")
+    ]
+    assert lines[0].startswith("[1,0]<stdout>:error 0.")
+    assert len(set(lines)) == 1
