@@ -1,0 +1,149 @@
+"""How long it takes to add up the gradients of all replicas, in several ways and against the memory's bandwidth.
+
+Starts itself under mpirun, one core per instance; all ways take turns in the same run, and the result of each is
+compared with the sequential sum. Usage:
+
+    python benchmarks/all_reduce.py [--instances 2] [--replicas 1 2] [--sizes 1K 64M] [--rounds 9] [--json PATH]
+
+The columns: "window" (result in shared memory, as a training step uses it), "window private" (result copied into an
+array of each rank) and "ring" are ours; "mpi" adds the local replicas' arrays and calls MPI_Allreduce; "gloo" does the
+same with torch, where it is installed. "bound" is (replicas + 1) x size over the bandwidth of the memory with all
+ranks adding at once; what fits into the caches can be faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from timing import OtherLoad, describe_machine, mpirun_command, one_core_each, output_lines
+
+RANK_PROGRAM = Path(__file__).with_name("all_reduce_rank.py")
+SIZES = [1024 * 4**power for power in range(9)]  # 1 KiB to 64 MiB
+UNITS = {"K": 1 << 10, "M": 1 << 20}
+COLUMNS = {"window": "window", "window_private": "w. private", "ring": "ring", "mpi": "mpi", "gloo": "gloo"}
+
+
+def main() -> None:
+    options = read_options()
+    machine = describe_machine()
+    cpus = one_core_each(options.instances)
+    load = OtherLoad()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="all-reduce-") as folder:
+        job = {
+            "sizes": options.sizes,
+            "local_replicas": options.replicas,
+            "rounds": options.rounds,
+            "block_s": options.block_s,
+            "stream_bytes": options.stream_size,
+            "rendezvous": f"{folder}/gloo",
+        }
+        print_header(options.instances)
+        for line in output_lines(
+            mpirun_command(cpus, [sys.executable, str(RANK_PROGRAM), json.dumps(job)]), options.limit_s
+        ):
+            rows.append(json.loads(line))
+            print_row(rows[-1])
+    load.warn()
+    if options.json:
+        result = {"machine": machine, "other_load": load.share(), "rounds": options.rounds, "rows": rows}
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    wrong = [fault for row in rows for fault in faults(row)]
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--instances", type=int, default=2, metavar="N")
+    add(
+        "--replicas",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        metavar="N",
+        help="local replicas per instance (1 2)",
+    )
+    add(
+        "--sizes",
+        type=size,
+        nargs="+",
+        default=SIZES,
+        metavar="BYTES",
+        help="of an array; 64K and 1M are understood",
+    )
+    add("--rounds", type=int, default=9, metavar="N", help="turns of each way (%(default)s)")
+    add(
+        "--block-s",
+        type=float,
+        default=0.05,
+        metavar="SECONDS",
+        help="about how long a turn lasts (%(default)s)",
+    )
+    add(
+        "--stream-size",
+        type=size,
+        default=1 << 26,
+        metavar="BYTES",
+        help="of the arrays that measure bandwidth (64M)",
+    )
+    add("--limit-s", type=float, default=1800.0, metavar="SECONDS", help="for the whole run (%(default)s)")
+    add("--json", metavar="PATH", help="write the figures to this file")
+    return parser.parse_args()
+
+
+def size(text: str) -> int:
+    """Bytes, a multiple of four: `4096`, `64K`, `1M`."""
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
+    nbytes = int(number) * unit
+    if nbytes < 4 or nbytes % 4:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 4 bytes")
+    return nbytes
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """In words, what is wrong with the results of a row."""
+    where = f"{row['bytes']} bytes, {row['local_replicas']} local replicas"
+    ours = ("window", "window_private", "ring")
+    return [
+        f"{name}: the sum of {where} is wrong"
+        for name, way in row["ways"].items()
+        if not way["has_same_bits" if name in ours else "is_close"]
+    ]
+
+
+def print_header(instances: int) -> None:
+    print(f"{instances} instances, one core each; medians in ms, and in brackets how many times faster than mpi")
+    titles = "".join(f"{title:>18}" for title in COLUMNS.values())
+    print(f"{'size':>7} {'replicas':>9}{titles}{'bound':>10}{'GB/s':>7}", flush=True)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    cells = [cell(row["ways"].get(name)) for name in COLUMNS]
+    replicas = f"{row['instances']} x {row['local_replicas']}"
+    print(
+        f"{in_units(row['bytes']):>7} {replicas:>9}{''.join(cells)}"
+        f"{row['bound_ms']:>10.4f}{row['bandwidth_gb_per_s']:>7.1f}",
+        flush=True,
+    )
+
+
+def cell(way: dict[str, Any] | None) -> str:
+    return f"{'-':>18}" if way is None else f"{way['ms']:>10.4f} ({way['times_faster_than_mpi']:>4.2f}x)"
+
+
+def in_units(nbytes: int) -> str:
+    for letter, unit in reversed(UNITS.items()):
+        if nbytes % unit == 0:
+            return f"{nbytes // unit} {letter}iB"
+    return f"{nbytes} B"
+
+
+if __name__ == "__main__":
+    main()

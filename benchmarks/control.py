@@ -1,0 +1,150 @@
+"""One process tells others when it is their turn; they wait at a socket meanwhile, which takes no processor time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_POLL_S = 1.0
+_END_S = 20.0
+
+
+class Conversation:
+    """JSON messages, one per line, over a connected socket."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._lines = connected.makefile("r", encoding="utf-8")
+
+    def tell(self, message: Any) -> None:
+        """Send a message; returns at once."""
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self, who: str = "the coordinator") -> Any:
+        """The next message; None at the end."""
+        try:
+            line = self._lines.readline()
+        except TimeoutError as error:
+            raise SystemExit(f"{who} has not answered within {self._socket.gettimeout():g} s") from error
+        return json.loads(line) if line else None
+
+    def close(self) -> None:
+        """End it; the other side hears None."""
+        self._lines.close()
+        self._socket.close()
+
+
+def serve(path: str, group: str, rank: int, handlers: dict[str, Callable[..., Any]]) -> None:
+    """Be a worker: answer requests `{"do": handler, ...arguments}` with what the handler returns, until the end."""
+    with socket.socket(socket.AF_UNIX) as connected:
+        connected.connect(path)
+        conversation = Conversation(connected)
+        conversation.tell({"group": group, "rank": rank})
+        while (request := conversation.hear()) is not None:
+            conversation.tell(handlers[request.pop("do")](**request))
+        conversation.close()
+
+
+@dataclass
+class Group:
+    """Workers that do the same thing at the same time.
+
+    Attributes:
+        name: of the group.
+        ranks: how many workers it has.
+        processes: what was started for it.
+        conversations: with its workers.
+    """
+
+    name: str
+    ranks: int
+    processes: list[subprocess.Popen[bytes]]
+    conversations: dict[int, Conversation] = field(default_factory=dict)
+
+    def ask(self, **request: Any) -> list[Any]:
+        """Tell all workers to do something; what they answer, in the order of their ranks.
+
+        Raises:
+            SystemExit: if one of them has ended, or does not answer in time.
+        """
+        everybody = [self.conversations[rank] for rank in range(self.ranks)]
+        for conversation in everybody:
+            conversation.tell(request)
+        answers = [conversation.hear(f"{self.name} {rank}") for rank, conversation in enumerate(everybody)]
+        if None in answers:
+            raise SystemExit(f"{self.name} {answers.index(None)} has ended; the reason is above")
+        return answers
+
+
+class Coordinator:
+    """Starts groups of workers and connects with them; ends them when its `with` block is left.
+
+    Args:
+        folder: for the socket.
+        limit_s: how long a worker may take to start, or to answer.
+    """
+
+    def __init__(self, folder: str | Path, limit_s: float) -> None:
+        self.path = str(Path(folder) / "control")
+        self._limit_s = limit_s
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._listener.settimeout(_POLL_S)
+        self._groups: list[Group] = []
+
+    def start(self, name: str, ranks: int, commands: Sequence[Sequence[str]], environ: dict[str, str]) -> Group:
+        """Start the processes of a group; returns when all its workers have connected."""
+        group = Group(name, ranks, [])
+        self._groups.append(group)
+        for command in commands:
+            group.processes.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL))
+        give_up = time.monotonic() + self._limit_s
+        while len(group.conversations) < ranks:
+            self._accept(group)
+            ended = [process for process in group.processes if process.poll() is not None]
+            if ended:
+                raise SystemExit(f"{name} ended with {ended[0].returncode} before it began; the reason is above")
+            if time.monotonic() > give_up:
+                raise SystemExit(f"{name} has not started within {self._limit_s:g} s")
+        return group
+
+    def _accept(self, group: Group) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except TimeoutError:
+            return
+        connected.settimeout(self._limit_s)
+        conversation = Conversation(connected)
+        hello = conversation.hear(group.name)
+        group.conversations[hello["rank"]] = conversation
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.close()
+        for group in self._groups:
+            for conversation in group.conversations.values():
+                conversation.close()
+            for process in group.processes:
+                if error is not None:
+                    process.terminate()
+                _reap(process)
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

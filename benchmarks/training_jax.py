@@ -1,0 +1,144 @@
+"""A worker of `train_step.py`: trains with this project, or computes alone with JAX.
+
+usage: training_jax.py ours|alone SOCKET MODEL BATCH_SIZE [RANK RANKS]     (the last two for alone)
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import control
+import jax
+import numpy as np
+import optax
+import training_task
+from timing import ROOT
+
+sys.path.append(str(ROOT / "launch_scripts"))
+
+from digits_models import MODELS  # noqa: E402
+
+Batch = Any
+Answer = dict[str, Any]
+MECHANISM_VARIABLE = "TRAIN_STEP_MECHANISM"
+
+
+def main() -> None:
+    kind, path, model, batch_size, *place = sys.argv[1:]
+    if kind == "ours":
+        ours = Ours(model, int(batch_size))
+        handlers = {"placed": ours.placed, "dataset": ours.from_dataset, "fingerprint": ours.fingerprint}
+        control.serve(path, kind, ours.strategy.instance_index, handlers)
+    else:
+        rank, ranks = map(int, place)
+        alone = Alone(model, int(batch_size), rank, ranks)
+        control.serve(path, kind, rank, {"alone": alone.run})
+
+
+class Ours:
+    """One replica per instance, `PopDistStrategy` and `Trainer`."""
+
+    def __init__(self, model: str, batch_size: int) -> None:
+        import popdist
+        import strategies
+
+        if MECHANISM_VARIABLE in os.environ:
+            popdist.registerBackend(Path(__file__).with_name("training_backend.py"))
+        popdist.init()
+        self._fingerprint_of = strategies.fingerprint
+        self.strategy = strategies.PopDistStrategy()
+        self._trainer = strategies.Trainer(self.strategy, loss_of(model), optax.adam(training_task.LEARNING_RATE))
+        self._state = self._trainer.init(first_variables(model))
+        arrays = training_task.dataset(batch_size, self.strategy.num_replicas_in_sync)
+        self._dataset = self.strategy.distribute_dataset(arrays, batch_size=batch_size, shuffle=False)
+        self._placed = itertools.cycle(list(self._dataset.epoch(0)))
+
+    def placed(self, steps: int) -> Answer:
+        """Steps on batches that lie on the device already."""
+        return self._train(itertools.islice(self._placed, steps))
+
+    def from_dataset(self, steps: int) -> Answer:
+        """Steps on batches that the data set gathers, prefetches and places."""
+        return self._train(itertools.islice(self._read(), steps))
+
+    def fingerprint(self) -> str:
+        """Of the variables."""
+        return self._fingerprint_of(self._state.variables)
+
+    def _read(self) -> Iterator[Batch]:
+        for epoch in itertools.count():
+            yield from self._dataset.epoch(epoch)
+
+    def _train(self, batches: Iterator[Batch]) -> Answer:
+        self.strategy.communicator.barrier()
+        losses = []
+        state = self._state
+        began = time.perf_counter()
+        for batch in batches:
+            state, metrics = self._trainer.step(state, batch)
+            losses.append(metrics)
+        jax.block_until_ready(state.variables)
+        seconds = time.perf_counter() - began
+        self._state = state
+        return {"seconds": seconds, "losses": [metrics["loss"] for metrics in losses]}
+
+
+class Alone:
+    """What one replica computes, fused into one program: no other process takes part."""
+
+    def __init__(self, model: str, batch_size: int, rank: int, ranks: int) -> None:
+        self._optimizer = optax.adam(training_task.LEARNING_RATE)
+        self._loss = loss_of(model)
+        self._step = jax.jit(self._update, donate_argnums=(0, 1))
+        self._variables = jax.device_put(first_variables(model))
+        self._optimizer_state = jax.jit(self._optimizer.init)(self._variables)
+        batches = training_task.batches_of(rank, batch_size, ranks)
+        self._batches = itertools.cycle([jax.device_put(batch) for batch in batches])
+
+    def run(self, steps: int) -> Answer:
+        """Steps on batches that lie on the device already."""
+        losses = []
+        variables, optimizer_state = self._variables, self._optimizer_state
+        began = time.perf_counter()
+        for batch in itertools.islice(self._batches, steps):
+            variables, optimizer_state, loss = self._step(variables, optimizer_state, batch)
+            losses.append(loss)
+        jax.block_until_ready((variables, optimizer_state, loss))
+        seconds = time.perf_counter() - began
+        self._variables, self._optimizer_state = variables, optimizer_state
+        return {"seconds": seconds, "losses": [float(loss) for loss in losses]}
+
+    def _update(self, variables: Any, optimizer_state: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(self._loss)(variables, batch)
+        changes, optimizer_state = self._optimizer.update(gradients, optimizer_state, variables)
+        return optax.apply_updates(variables, changes), optimizer_state, loss
+
+
+def loss_of(model: str) -> Callable[..., jax.Array]:
+    """The mean cross-entropy of a batch."""
+    apply = MODELS[model].apply
+
+    def loss_fn(variables: Any, batch: Batch, key: jax.Array | None = None) -> jax.Array:
+        logits = apply(variables, batch["image"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    return loss_fn
+
+
+def first_variables(model: str) -> training_task.Arrays:
+    """The task's variables, if they are those of the example model."""
+    variables = training_task.first_variables(model)
+    expected = jax.eval_shape(lambda key: MODELS[model].init(key, training_task.IMAGE_SHAPE), jax.random.key(0))
+    if jax.tree.map(np.shape, variables) != jax.tree.map(lambda leaf: leaf.shape, expected):
+        raise SystemExit(f"the variables of {model} are not those of the example model any more: {expected}")
+    return variables
+
+
+if __name__ == "__main__":
+    main()

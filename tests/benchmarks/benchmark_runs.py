@@ -1,0 +1,21 @@
+"""Running a benchmark with sizes that take seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LIMIT_S = 110.0
+
+
+def run_benchmark(name: str, folder: Path, *words: str) -> tuple[dict[str, Any], str]:
+    """The figures that a benchmark wrote, and its table; it has to end well."""
+    figures = folder / "figures.json"
+    command = [sys.executable, str(BENCHMARKS / name), *words, "--json", str(figures)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(figures.read_text()), finished.stdout

@@ -1,0 +1,38 @@
+"""The benchmark of the training step compares ways that do the same work; how fast they are is not tested."""
+
+import pytest
+from benchmark_runs import run_benchmark
+
+TURNS = ("--batch-size", "3", "--steps", "2", "--rounds", "2")
+
+
+@pytest.fixture(scope="module", params=["window", "ring"])
+def run(request, tmp_path_factory):
+    """The figures and the table of a run over one mechanism."""
+    folder = tmp_path_factory.mktemp("train_step")
+    return run_benchmark("train_step.py", folder, *TURNS, "--strategy-mechanism", request.param)
+
+
+@pytest.mark.job
+def test_there_is_a_row_for_every_model(run):
+    figures, table = run
+    assert [row["model"] for row in figures["rows"]] == ["cnn", "mlp"]
+    assert [line.split()[0] for line in table.splitlines()[2:]] == ["cnn", "mlp"]
+
+
+@pytest.mark.job
+def test_all_ways_do_the_same_work(run):
+    figures, _ = run
+    for row in figures["rows"]:
+        assert {"instances have the same variables", "alone begins with the same loss"} <= row["checks"].keys()
+        assert all(row["checks"].values())
+
+
+@pytest.mark.job
+def test_ratios_follow_from_the_medians(run):
+    figures, _ = run
+    for row in figures["rows"]:
+        ms = row["ms_per_step"]
+        assert row["ours_over_alone"] == pytest.approx(ms["ours"] / ms["alone"])
+        assert row["dataset_over_alone"] == pytest.approx(ms["dataset"] / ms["alone"])
+        assert all(len(times) == figures["rounds"] and min(times) > 0 for times in row["rounds_ms"].values())
