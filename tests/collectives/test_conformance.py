@@ -21,7 +21,7 @@ import collectives
 from collectives import Communicator, Limits, Settings
 from collectives.backends.thread import run_on_threads
 
-LIMITS = Limits(stall_warning_s=10, timeout_s=15)
+LIMITS = Limits(stall_warning_s=5, timeout_s=8)
 SIZES = (1, 2, 3, 4)
 MECHANISMS = ("ring", "window")
 

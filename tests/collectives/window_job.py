@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
+import collectives.backends.mpi  # before files become scarce
 
 
 def limit_file_size() -> None:
@@ -43,6 +44,10 @@ def main(mechanism: str, directory: Path, scarcity: str) -> str:
         communicator = collectives.connect("mpi", settings)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
+            hard = resource.getrlimit(limit)[1]
+            resource.setrlimit(limit, (hard, hard))
     with communicator:
         assert list(directory.glob("*")) == []
         for length in (7, 1_000_003):
