@@ -1,7 +1,7 @@
 """Asynchronous collectives, matched by name: ranks and threads may issue them in different orders.
 
 One background thread per communicator works on a channel of its own. In rounds, every rank that has something pending
-tells the others what is new; what all ranks have announced is carried out, in the order of rank 0, by all of them.
+tells the others what is new; what all ranks have announced is carried out by all of them, in the order of the names.
 """
 
 from __future__ import annotations
