@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from collectives.assembly import Settings
+from collectives.backends.thread import ThreadHub, run_on_threads
 from collectives.communicator import Communicator
 from collectives.errors import (
     BrokenError,
@@ -35,8 +36,10 @@ __all__ = [
     "MissingBackendError",
     "PeerLostError",
     "Settings",
+    "ThreadHub",
     "UnsupportedBufferError",
     "connect",
+    "run_on_threads",
 ]
 
 BACKENDS = ("single", "thread", "mpi")

@@ -18,22 +18,17 @@ def text_of(page):
 
 
 def listed(page):
-    """The names that begin a row of a table."""
-    return re.findall(r"^\| `(\w+)", text_of(page), flags=re.MULTILINE)
+    """The names that begin a row of a table, in the chapter on public names where there is one."""
+    return re.findall(r"^\| `(\w+)", text_of(page).split("## Public names")[-1], flags=re.MULTILINE)
 
 
 def snippets(page):
     return re.findall(r"^```python\n(.*?)^```", text_of(page), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("package", ["popdist", "strategies"])
+@pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
 def test_the_tables_list_every_public_name_once(package):
     assert sorted(listed(f"{package}.md")) == sorted(importlib.import_module(package).__all__)
-
-
-@pytest.mark.parametrize("name", sorted(importlib.import_module("collectives").__all__))
-def test_the_collectives_are_described(name):
-    assert re.search(rf"\b{name}\b", text_of("collectives.md"))
 
 
 @pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
