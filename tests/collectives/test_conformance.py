@@ -18,8 +18,7 @@ from reference import LARGE, SPREADS, contributions, mine, reduced_contributions
 from statements import Statement
 
 import collectives
-from collectives import Communicator, Limits, Settings
-from collectives.backends.thread import run_on_threads
+from collectives import Communicator, Limits, Settings, run_on_threads
 
 LIMITS = Limits(stall_warning_s=5, timeout_s=8)
 SIZES = (1, 2, 3, 4)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from mpi_jobs import HERE, mpirun_command, run_job
 
-from collectives import Communicator, Settings
-from collectives.backends.thread import run_on_threads
+from collectives import Communicator, Settings, run_on_threads
 
 RANKS = 3
 RING = ["rank: ring"] * RANKS
@@ -102,7 +101,7 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from collectives import Settings
-from collectives.backends.thread import run_on_threads
+from collectives import run_on_threads
 
 def program(communicator):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
