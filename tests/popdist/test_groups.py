@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import popdist
-
 ROOT = Path(__file__).parents[2]
 HEAD = """\
 import os, sys
@@ -47,40 +45,49 @@ def check(count, program):
     assert status == 0, errors
 
 
-@pytest.fixture
-def alone():
-    """One instance, here."""
-    popdist.init()
-
-
 class TestOneInstance:
-    def test_runs_what_is_meant_for_it(self, alone):
-        assert popdist.execute_on_instances({0}, lambda a, b=0: a + b, 1, b=2) == 3
+    """Without a launcher; in a process of its own, because `init` is for good."""
 
-    def test_waits_for_nobody(self, alone):
-        popdist.synchronize()
-        popdist.execute_on_instances([0], popdist.synchronize)
+    @staticmethod
+    def check(program):
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+        words = [sys.executable, "-W", "error", "-c", HEAD + program]
+        finished = subprocess.run(
+            words, env=clean | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+        )
+        assert finished.returncode == 0, finished.stderr
 
-    @pytest.mark.parametrize("instances", [set(), {1}, {-1}, {0, 1}])
-    def test_others_do_not_exist(self, alone, instances):
-        with pytest.raises(ValueError, match="name some of 0 to 0"):
-            popdist.execute_on_instances(instances, lambda: None)
-        with pytest.raises(ValueError, match="name some of 0 to 0"):
-            popdist.registerCommunicator(instances, "none")
+    def test_runs_what_is_meant_for_it(self):
+        self.check("assert popdist.execute_on_instances({0}, lambda a, b=0: a + b, 1, b=2) == 3\n")
 
-    def test_the_default_group_is_that_of_all(self, alone):
-        value = popdist.allreduce(2.0, communicator_id=popdist.defaultCommunicatorId())
-        assert value == 2.0
+    def test_waits_for_nobody(self):
+        self.check("popdist.synchronize()\npopdist.execute_on_instances([0], popdist.synchronize)\n")
 
-    def test_an_unknown_group_lists_the_known(self, alone):
-        popdist.registerCommunicator({0}, "mine")
-        with pytest.raises(ValueError, match="'other'; known are default, mine"):
-            popdist.allreduce(1.0, communicator_id="other")
+    def test_others_do_not_exist(self):
+        self.check(
+            "for instances in (set(), {1}, {-1}, {0, 1}):\n"
+            "    with pytest.raises(ValueError, match='name some of 0 to 0'):\n"
+            "        popdist.execute_on_instances(instances, lambda: None)\n"
+            "    with pytest.raises(ValueError, match='name some of 0 to 0'):\n"
+            "        popdist.registerCommunicator(instances, 'none')\n"
+        )
 
-    def test_exceptions_come_through(self, alone):
-        with pytest.raises(ZeroDivisionError):
-            popdist.execute_on_instances({0}, lambda: 1 / 0)
-        popdist.synchronize()
+    def test_the_default_group_is_that_of_all(self):
+        self.check("assert popdist.allreduce(2.0, communicator_id=popdist.defaultCommunicatorId()) == 2.0\n")
+
+    def test_an_unknown_group_lists_the_known(self):
+        self.check(
+            "popdist.registerCommunicator({0}, 'mine')\n"
+            "with pytest.raises(ValueError, match=\"'other'; known are default, mine\"):\n"
+            "    popdist.allreduce(1.0, communicator_id='other')\n"
+        )
+
+    def test_exceptions_come_through(self):
+        self.check(
+            "with pytest.raises(ZeroDivisionError):\n"
+            "    popdist.execute_on_instances({0}, lambda: 1 / 0)\n"
+            "popdist.synchronize()\n"
+        )
 
 
 @job
