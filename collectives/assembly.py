@@ -56,15 +56,19 @@ class Group:
         rank: this rank.
         names: what each rank is called in messages.
         instances: the instance behind each rank, for progress records.
+        lost: says which rank is known to be gone, "" while all are there.
     """
 
     rank: int
     names: Sequence[str]
     instances: Sequence[int]
+    lost: Callable[[], str] = str
 
     def watch(self, settings: Settings) -> Watch:
         """How one channel of this group waits."""
-        return Watch(self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins)
+        watch = Watch(self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins)
+        watch.lost = self.lost
+        return watch
 
 
 def assemble(
@@ -90,6 +94,9 @@ def assemble(
             f"mechanism 'window' needs all ranks on one host and room in {settings.shared_memory_dir}; "
             "use 'auto' or 'ring', or enlarge it"
         )
+    if windows:
+        for link in links:
+            link.close()
     main, named = windows or rings
     mechanism = "window" if windows else "ring"
     logger.debug("%s: %d ranks, %s", group.names[group.rank], len(group.names), mechanism)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from collectives.calls import Call
@@ -34,7 +36,12 @@ def new_call(
 
 def flat_view(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
     """The array as one dimension, the same memory."""
-    flags = array.flags
+    try:
+        flags = array.flags
+    except AttributeError:
+        raise UnsupportedBufferError(
+            f"collectives take NumPy arrays, not {type(array).__name__}; convert it with np.asarray"
+        ) from None
     if not flags.c_contiguous or (writable and not flags.writeable):
         need = "writable and C-contiguous" if writable else "C-contiguous"
         raise UnsupportedBufferError(
@@ -47,8 +54,32 @@ def result_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype
     """`out` if it has the result's shape and dtype, or a new array like that."""
     if out is None:
         return np.empty(shape, dtype)
-    if out.shape != shape or out.dtype != dtype:
+    if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != dtype:
         raise UnsupportedBufferError(
-            f"out is {out.dtype}{list(out.shape)}, the result is {dtype}{list(shape)}; give an array like that"
+            f"out is {describe(out)}, the result is {dtype}{list(shape)}; give an array like that"
         )
     return out
+
+
+def flat_contributions(contributions: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The contributions of one rank, each as one dimension.
+
+    Raises:
+        UnsupportedBufferError: if one is not a contiguous array, or they differ in shape or dtype.
+    """
+    first = contributions[0]
+    if len(contributions) == 1:
+        return [flat_view(first)]
+    views = [flat_view(array) for array in contributions]
+    for array in contributions:
+        if array.dtype != first.dtype or array.shape != first.shape:
+            raise UnsupportedBufferError(
+                f"contributions differ: {describe(first)} and {describe(array)}; "
+                "all replicas contribute arrays of one shape and dtype"
+            )
+    return views
+
+
+def describe(value: object) -> str:
+    """A buffer in messages: `float32[3, 4]`, or the type of what is no array."""
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from collectives import finishing
 from collectives.agreement import agree
-from collectives.buffers import flat_view, new_call, result_array
+from collectives.buffers import flat_contributions, flat_view, new_call, result_array
 from collectives.calls import Call
 from collectives.errors import (
     BrokenError,
@@ -121,27 +121,10 @@ class Communicator:
         """
         if not contributions:
             raise ValueError("ordered_all_reduce was called without contributions; give one array per local replica")
-        first = contributions[0]
-        shared = self._shared.get(id(out))
-        call, reduction = self._describe("ordered_all_reduce", name, op, first, -1, shared is not None)
-        arrays = [flat_view(first)] if len(contributions) == 1 else [flat_view(array) for array in contributions]
-        for array in contributions[1:]:
-            if array.dtype != first.dtype or array.shape != first.shape:
-                raise UnsupportedBufferError(
-                    f"contributions differ: {first.dtype}{list(first.shape)} and {array.dtype}{list(array.shape)}; "
-                    "all replicas contribute arrays of one shape and dtype"
-                )
         if out is None:
-            out = np.empty(first.shape, first.dtype)
-        elif out.dtype != first.dtype or out.shape != first.shape:
-            raise UnsupportedBufferError(
-                f"out is {out.dtype}{list(out.shape)}, the contributions are {first.dtype}{list(first.shape)}; "
-                "give an array of the same shape and dtype"
-            )
-        if shared is not None:
-            self._run(call, arrays, len(arrays), finishing.reduce_into_shared, shared, reduction)
-        else:
-            self._run(call, arrays, len(arrays), finishing.reduce, self._private(out), reduction)
+            out = np.empty_like(contributions[0])
+        call, arrays, finish, flat, reduction = self._prepare(contributions, out, op, name)
+        self._run(call, arrays, len(arrays), finish, flat, reduction)
         return out
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
@@ -202,12 +185,10 @@ class Communicator:
         self, contributions: Sequence[np.ndarray], out: np.ndarray, op: str = "sum", *, name: str
     ) -> Handle:
         """Begin `ordered_all_reduce`; `wait` on the handle returns `out`."""
-        shared = self._shared.get(id(out))
-        call, reduction = self._describe("ordered_all_reduce", name, op, contributions[0], -1, shared is not None)
-        arrays = [flat_view(array) for array in contributions]
-        if shared is not None:
-            return self._start(call, arrays, len(arrays), out, finishing.reduce_into_shared, shared, reduction)
-        return self._start(call, arrays, len(arrays), out, finishing.reduce, self._private(out), reduction)
+        if not contributions:
+            raise ValueError("ordered_all_reduce was started without contributions; give one array per local replica")
+        call, arrays, finish, flat, reduction = self._prepare(contributions, out, op, name)
+        return self._start(call, arrays, len(arrays), out, finish, flat, reduction)
 
     def start_broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str) -> Handle:
         """Begin `broadcast`; `wait` on the handle returns `buffer`."""
@@ -385,6 +366,20 @@ class Communicator:
                 self._calls.clear()
             found = self._calls[key] = new_call(operation, name, op, buffer, root, into_shared)
         return found
+
+    def _prepare(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, op: str, name: str
+    ) -> tuple[Call, list[np.ndarray], Finish, np.ndarray, Reduction]:
+        """What an ordered all-reduce needs: the call, the contributions, how it ends, `out` and the arithmetic."""
+        first = contributions[0]
+        shared = self._shared.get(id(out))
+        call, reduction = self._describe("ordered_all_reduce", name, op, first, -1, shared is not None)
+        arrays = flat_contributions(contributions)
+        if out is not first:
+            result_array(out, first.shape, first.dtype)
+        if shared is not None:
+            return call, arrays, finishing.reduce_into_shared, shared, reduction
+        return call, arrays, finishing.reduce, self._private(out), reduction
 
     def _private(self, out: np.ndarray) -> np.ndarray:
         """Memory that this rank alone will write, as one dimension."""

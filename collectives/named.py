@@ -18,6 +18,7 @@ from typing import Any
 from collectives.agreement import exchange_bytes
 from collectives.calls import Call, describe_mismatch
 from collectives.errors import (
+    BrokenError,
     ClosedError,
     CollectiveError,
     CollectiveTimeoutError,
@@ -121,7 +122,7 @@ class NamedQueue:
             if self._closing:
                 raise ClosedError(f"{call.title} was started after the communicator was closed")
             if self._failure is not None:
-                raise self._failure
+                raise BrokenError(f"the named collectives of this communicator failed before: {self._failure}")
             key = (call.name, self._issued[call.name])
             self._issued[call.name] += 1
             self._new.append((key, handle))

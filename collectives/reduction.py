@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +18,22 @@ REDUCING = ("all_reduce", "ordered_all_reduce", "reduce_scatter")  # the collect
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 BLOCK_BYTES = 1 << 18  # several passes over a block stay in a core's cache
+
+
+_of_thread = threading.local()
+
+
+def _quietly(function: Callable[..., None], *arguments: Any) -> None:
+    """Call it with NumPy's floating-point warnings off: infinity and NaN are results, and no reason to stop half-way.
+
+    A context of its own for each thread does what `np.errstate` does in a tenth of the time.
+    """
+    try:
+        context: Context = _of_thread.context
+    except AttributeError:
+        context = _of_thread.context = Context()
+        context.run(np.seterr, all="ignore")
+    context.run(function, *arguments)
 
 
 def normalise_op(op: str) -> str:
@@ -63,6 +82,9 @@ class Reduction:
 
         `into` may be one of the first two sources.
         """
+        _quietly(self._fold, sources, into)
+
+    def _fold(self, sources: Sequence[np.ndarray], into: np.ndarray) -> None:
         if len(sources) == 1:
             if sources[0] is not into:
                 np.copyto(into, sources[0])
@@ -83,6 +105,9 @@ class Reduction:
             out: may be one of the sources.
             count: the number of replicas, for the mean.
         """
+        _quietly(self._reduce, sources, out, count)
+
+    def _reduce(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
         block = self._block
         if out.size <= block:
             self._reduce_block(sources, out, count)
@@ -91,12 +116,12 @@ class Reduction:
             window = slice(start, start + block)
             self._reduce_block([source[window] for source in sources], out[window], count)
 
-    def finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
+    def _finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
         """Turn the complete partial result `total`, which is used up, into the result `out`; they may be the same."""
         if self.op == "mean":
             _divide(total, out, count)
         elif total is not out:
-            _round(total, out)
+            out[...] = total
 
     def _reduce_block(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
         if len(sources) == 2 and self.is_direct:
@@ -106,8 +131,8 @@ class Reduction:
             return
         direct = self.is_direct and not any(np.may_share_memory(out, source) for source in sources[2:])
         total = out if direct else np.empty(out.size, self.accumulator)
-        self.fold(sources, total)
-        self.finish(total, out, count)
+        self._fold(sources, total)
+        self._finish(total, out, count)
 
     def _fold_block(self, sources: Sequence[np.ndarray], into: np.ndarray) -> None:
         combine = self.ufunc
@@ -121,11 +146,6 @@ class Reduction:
             combine(into, source, out=into)
 
 
-def _round(total: np.ndarray, out: np.ndarray) -> None:
-    with np.errstate(over="ignore"):  # a sum beyond float16 is infinite, as in every framework
-        out[...] = total
-
-
 def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:
     if total.dtype.kind not in "iu":
         if count & (count - 1) == 0:  # the same bits as a division, several times faster
@@ -133,7 +153,7 @@ def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:
         else:
             quotient = np.divide(total, total.dtype.type(count), out=total)
         if quotient is not out:
-            _round(quotient, out)
+            out[...] = quotient
         return
     wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
     quotient, remainder = np.divmod(wide, wide.dtype.type(count))

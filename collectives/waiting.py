@@ -88,6 +88,7 @@ class Watch:
     Attributes:
         call: the call that waits; set by whoever begins one, as is `number`, its place in the sequence.
         cancelled: set from another thread, it ends a long wait with `PeerLostError`.
+        lost: says which rank is known to be gone, if one is; asked while a wait is long.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Watch:
         self.call = Call("connect")
         self.number = 0
         self.cancelled = False
+        self.lost: Callable[[], str] = str
         self._instances = instances
         self.progress = progress
 
@@ -140,6 +142,8 @@ class Watch:
         give_up = started + self.limits.timeout_s
         next_note = 0.0
         while not ready():
+            if lost := self.lost():
+                raise PeerLostError(lost)
             if self.cancelled or self.progress.is_released:
                 raise PeerLostError(f"{self._facts(time.monotonic() - started, missing())}: the wait was abandoned")
             time.sleep(pause)

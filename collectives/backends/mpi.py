@@ -52,6 +52,9 @@ class MpiLink(Link):
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         return MpiTransfer(self._comm.Irecv((into, MPI.BYTE), source, lane))
 
+    def close(self) -> None:
+        self._comm.Free()
+
 
 def connect(
     settings: Settings, comm: MPI.Intracomm | None = None, instances: Sequence[int] | None = None

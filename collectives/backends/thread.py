@@ -60,8 +60,7 @@ class _Sent:
 
 
 class _Receive:
-    def __init__(self, hub: ThreadHub, messages: queue.SimpleQueue[np.ndarray], into: np.ndarray) -> None:
-        self._hub = hub
+    def __init__(self, messages: queue.SimpleQueue[np.ndarray], into: np.ndarray) -> None:
         self._messages = messages
         self._into = into
         self._is_done = False
@@ -71,8 +70,6 @@ class _Receive:
             try:
                 message = self._messages.get_nowait()
             except queue.Empty:
-                if self._hub.lost:
-                    raise PeerLostError(self._hub.lost) from None
                 return False
             self._into[: message.size] = message
             self._is_done = True
@@ -94,7 +91,7 @@ class ThreadLink(Link):
 
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         messages = self._hub.queue_for(self._channel, source, self.rank, lane)
-        return _Receive(self._hub, messages, into)
+        return _Receive(messages, into)
 
 
 def connect(settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[int] | None = None) -> Communicator:
@@ -104,7 +101,7 @@ def connect(settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[i
     """
     settings = replace(settings, spins=0)  # a spinning thread would keep the interpreter from the others
     members = instances if instances is not None else range(hub.size)
-    group = Group(rank, [f"rank {number}" for number in range(hub.size)], members)
+    group = Group(rank, [f"rank {number}" for number in range(hub.size)], members, lambda: hub.lost)
 
     def make_subgroup(ranks: Sequence[int]) -> Communicator:
         of_ranks = hub.subgroup(tuple(ranks), rank)
