@@ -292,7 +292,7 @@ class Communicator:
     # ---- the one way through
 
     def _run(self, call: Call, arrays: Sequence[np.ndarray], count: int, finish: Finish, *arguments: Any) -> Any:
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             raise BusyError(
                 f"{call.title} was called while {self._watch.call.title} runs in another thread; "
                 "call from one thread, or use the named start_... calls"
@@ -375,10 +375,9 @@ class Communicator:
         shared = self._shared.get(id(out))
         call, reduction = self._describe("ordered_all_reduce", name, op, first, -1, shared is not None)
         arrays = flat_contributions(contributions)
-        if out is not first:
-            result_array(out, first.shape, first.dtype)
-        if shared is not None:
+        if shared is not None and out.shape == first.shape and out.dtype == first.dtype:
             return call, arrays, finishing.reduce_into_shared, shared, reduction
+        result_array(out, first.shape, first.dtype)
         return call, arrays, finishing.reduce, self._private(out), reduction
 
     def _private(self, out: np.ndarray) -> np.ndarray:

@@ -110,7 +110,12 @@ class Reduction:
     def _reduce(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
         block = self._block
         if out.size <= block:
-            self._reduce_block(sources, out, count)
+            if len(sources) == 2 and self.is_direct:  # what two ranks do with small gradients, again and again
+                self.ufunc(sources[0], sources[1], out=out)
+                if self.op == "mean":
+                    _divide(out, out, count)
+            else:
+                self._reduce_block(sources, out, count)
             return
         for start in range(0, out.size, block):
             window = slice(start, start + block)
@@ -124,11 +129,6 @@ class Reduction:
             out[...] = total
 
     def _reduce_block(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
-        if len(sources) == 2 and self.is_direct:
-            self.ufunc(sources[0], sources[1], out=out)
-            if self.op == "mean":
-                _divide(out, out, count)
-            return
         direct = self.is_direct and not any(np.may_share_memory(out, source) for source in sources[2:])
         total = out if direct else np.empty(out.size, self.accumulator)
         self._fold(sources, total)

@@ -96,7 +96,7 @@ class WindowTransport(Transport):
         self._inline_bytes = INLINE_BYTES // size
         self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
         self._uniform: dict[int, Parts] = {}
-        self._staging: dict[tuple[Reduction, int, int], StagedReduction] = {}
+        self._staging: dict[Reduction, StagedReduction] = {}
         self._staged: StagedReduction | None = None
         self.shares_memory = True
         self._is_pipe_free = True  # whether all other ranks are known to have read what lies in this rank's pipe
@@ -125,7 +125,11 @@ class WindowTransport(Transport):
         if _FENCE:
             _FENCE()
         words[mine] = sequence
-        self.await_all(SEQUENCE, sequence)
+        for other in self._others:
+            if words[other] < sequence:
+                self._spin(other, sequence, lambda: self._behind(SEQUENCE, sequence))
+        if _FENCE:
+            _FENCE()
         alike = True
         base = parity + FINGERPRINT
         for other in self._others:
@@ -135,12 +139,14 @@ class WindowTransport(Transport):
             if words[first_word + _TO_COUNT] != count or words[first_word + _TO_NBYTES] != nbytes:
                 alike = False
         if alike and (not nbytes or nbytes == _TOO_LARGE):
-            if count not in self._uniform:
-                self._uniform[count] = Parts((count,) * self.size, ())
-            return True, self._uniform[count]
+            return True, self._uniform.get(count) or self._plan_uniform(count)
         if alike:
             return True, parts
         return True, self._gather_parts(arrays, parity)
+
+    def _plan_uniform(self, count: int) -> Parts:
+        parts = self._uniform[count] = Parts((count,) * self.size, ())
+        return parts
 
     def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
         """Views of all slots for arrays like `like`, `count` from each rank, for both parities."""
@@ -205,13 +211,12 @@ class WindowTransport(Transport):
 
     def stage(self, contributions: Sequence[np.ndarray], reduction: Reduction) -> None:
         """Put what the other ranks reduce into the pipe at once, if all of it fits into one chunk."""
-        first = contributions[0]
-        key = (reduction, first.size, len(contributions))
-        plan = self._staging.get(key)
-        if plan is None:
+        elements, count = contributions[0].size, len(contributions)
+        plan = self._staging.get(reduction)
+        if plan is None or plan.count != count or plan.elements != elements:
             if len(self._staging) > _PLANS:
                 self._staging.clear()
-            plan = self._staging[key] = StagedReduction.plan(self, reduction, first.size, len(contributions))
+            plan = self._staging[reduction] = StagedReduction(self, reduction, elements, count)
         self._staged = plan
         if plan.is_possible:
             if not self._is_pipe_free:

@@ -163,10 +163,15 @@ class StagedReduction:
 
     Attributes:
         is_possible: whether it fits one chunk.
-        counts: the contributions of all ranks for which it was planned: the same number from each.
+        elements: the size of the arrays for which it was planned.
+        count: how many arrays each rank contributes.
+        counts: the same for all ranks, in rank order.
     """
 
-    def __init__(self, window: WindowTransport, reduction: Reduction, bounds: Sequence[int], count: int) -> None:
+    def __init__(self, window: WindowTransport, reduction: Reduction, elements: int, count: int) -> None:
+        bounds = slice_bounds(elements, window.size, LINE_BYTES // reduction.dtype.itemsize)
+        self.elements = elements
+        self.count = count
         self.counts = (count,) * window.size
         self._window = window
         self._reduction = reduction
@@ -191,12 +196,6 @@ class StagedReduction:
             before = [place for rank in ranks[: window.rank] for place in flow.places_of(rank, 0, parity)]
             after = [place for rank in ranks[window.rank + 1 :] for place in flow.places_of(rank, 0, parity)]
             self._sources.append((before, after))
-
-    @classmethod
-    def plan(cls, window: WindowTransport, reduction: Reduction, elements: int, count: int) -> StagedReduction:
-        """The places for `count` contributions of `elements` elements from each rank."""
-        bounds = slice_bounds(elements, window.size, LINE_BYTES // reduction.dtype.itemsize)
-        return cls(window, reduction, bounds, count)
 
     def put(self, contributions: Sequence[np.ndarray], chunk: int) -> None:
         """Put what the other ranks reduce into the pipe."""

@@ -18,9 +18,7 @@ def instances(total, count):
 
 def read(source, *, total=TOTAL, local=None, epochs=1, batch_size=3, **options):
     local = range(total) if local is None else local
-    dataset = DistributedDataset(
-        source, batch_size=batch_size, total_replicas=total, local_replicas=local, **options
-    )
+    dataset = DistributedDataset(source, batch_size=batch_size, total_replicas=total, local_replicas=local, **options)
     return [batch for epoch in range(epochs) for batch in dataset.epoch(epoch)]
 
 
@@ -154,9 +152,7 @@ def test_elements_may_be_pytrees():
 
 
 def test_one_iterable_per_local_replica():
-    batches = read(
-        Values([1, 2, 3, 4, 5], Unsized([10, 20, 30, 40])), total=4, local=range(2, 4), batch_size=2
-    )
+    batches = read(Values([1, 2, 3, 4, 5], Unsized([10, 20, 30, 40])), total=4, local=range(2, 4), batch_size=2)
     assert [list(batch) for batch in batches] == [[1, 2, 10, 20], [3, 4, 30, 40]]
 
 
@@ -199,9 +195,7 @@ def test_dropped_elements_are_logged_once(caplog):
     caplog.set_level(logging.INFO)
     read(np.arange(77), epochs=3)
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "5 of 77 elements are dropped in every epoch: they do not fill a global batch of 24"
-    )
+    assert record.getMessage() == ("5 of 77 elements are dropped in every epoch: they do not fill a global batch of 24")
 
 
 def test_a_source_without_length_has_none():
