@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_input_arrives_while_it_is_typed():
 
 
 def test_closed_streams_do_no_harm():
-    words = ["sh", "-c", f"exec {sys.executable} -m poprun cat <&-"]
+    words = ["sh", "-c", f"exec {shlex.quote(sys.executable)} -m poprun cat <&-"]
     environ = os.environ | ROOT_ALLOWED
     finished = subprocess.run(words, env=environ, capture_output=True, timeout=LIMIT_S, check=False)
     assert (finished.returncode, finished.stdout) == (0, b"")
