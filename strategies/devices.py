@@ -64,17 +64,20 @@ class ReplicaDevices:
         """Each replica has all of it."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def compile(self, function: Callable[..., Any], is_split: Sequence[bool]) -> Callable[..., Any]:
+    def compile(
+        self, function: Callable[..., Any], is_split: Sequence[bool], donated: Sequence[int] = ()
+    ) -> Callable[..., Any]:
         """One program in which every replica of a wave runs `function`.
 
         Args:
             function: the program of one replica; its results are concatenated along their first axis.
             is_split: for each argument whether the replicas get their parts of its first axis, or all of it.
+            donated: the arguments whose memory the results may take over.
         """
         specs = tuple(PartitionSpec(AXIS) if split else PartitionSpec() for split in is_split)
         # With check_vma JAX would add up the gradients of what the replicas share, in an order of its own.
         spread = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False)
-        return jax.jit(spread)
+        return jax.jit(spread, donate_argnums=tuple(donated))
 
     def cut_into_waves(self, tree: Any) -> Iterator[Any]:
         """The parts of a tree whose leaves have all local replicas along the first axis, one per wave."""
@@ -98,8 +101,7 @@ class ReplicaDevices:
         if self.devices[0].platform != "cpu":
             return jax.device_put(tree, self.copied)
         leaves, structure = jax.tree.flatten(tree)
-        # A view that `np.asarray` returns stays cached in the array, and would keep it from being donated later.
-        views = [np.from_dlpack(leaf) if leaf.size and _is_exportable(leaf) else np.array(leaf) for leaf in leaves]
+        views = [borrow(leaf) for leaf in leaves]
         aliases = [leaves] + [jax.device_put(views, device) for device in self.devices[1:]]
         shared = [
             jax.make_array_from_single_device_arrays(leaf.shape, self.copied, list(parts))
@@ -108,15 +110,30 @@ class ReplicaDevices:
         return jax.tree.unflatten(structure, shared)
 
     def views(self, array: jax.Array) -> list[np.ndarray]:
-        """The parts of a split result as host arrays, one per replica; on CPU nothing is copied."""
+        """The parts of a split result as host arrays, one per replica; on CPU nothing is copied.
+
+        Let go of them before the array is donated: memory that somebody sees is not handed on.
+        """
         if self.width == 1:
-            return [np.asarray(array)]
+            return [borrow(array)]
         parts = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        return [np.asarray(part.data) for part in parts]
+        return [borrow(part.data) for part in parts]
+
+    def zeros(self, size: int, dtype: np.dtype) -> jax.Array:
+        """An array of `size` zeros for each replica of a wave, behind each other."""
+        zeros: jax.Array = jax.device_put(np.zeros(self.width * size, dtype), self.split, may_alias=False)
+        return zeros
 
 
-def _is_exportable(leaf: jax.Array) -> bool:
-    return leaf.dtype.kind in "fiu" and leaf.dtype.isbuiltin == 1
+def borrow(array: jax.Array) -> np.ndarray:
+    """A read-only view of an array on one device; on CPU nothing is copied."""
+    array.block_until_ready()
+    is_exportable = array.dtype.kind in "fiu" and array.dtype.isbuiltin == 1
+    if array.size and is_exportable and next(iter(array.devices())).platform == "cpu":
+        # Unlike this one, a view that `np.asarray` returns stays cached in the array and keeps it from being donated.
+        view: np.ndarray = np.from_dlpack(array)  # type: ignore[arg-type]  # JAX declares an older form of the protocol
+        return view
+    return np.asarray(array)
 
 
 def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) -> ReplicaDevices:

@@ -65,7 +65,9 @@ class _Step:
     """A step compiled for the shapes of one batch.
 
     Attributes:
-        gradients: (variables, batch, replica indices, step) -> one buffer per dtype, the replicas behind each other.
+        gradients: (variables, batch, replica indices, step, buffers) -> one buffer per dtype, the replicas behind
+            each other; the memory of the given buffers, which are used up.
+        buffers: for each wave what the next step gives to it, so that no step has to ask for fresh memory.
         update: (variables, optimizer state, mean gradients) -> the first two anew, and a token that is ready
             when they are.
         layout: of the buffers.
@@ -75,6 +77,7 @@ class _Step:
     """
 
     gradients: Callable[..., Any]
+    buffers: list[tuple[jax.Array, ...]]
     update: Callable[..., Any]
     layout: FlatLayout
     results: tuple[np.ndarray, ...]
@@ -173,8 +176,8 @@ class Trainer:
         shared = self._devices.share(state.variables)
         contributions: list[list[np.ndarray]] = [[] for _ in step.results]
         parts = zip(self._devices.cut_into_waves(batch), self._devices.cut_into_waves(self._indices), strict=True)
-        for part, indices in parts:
-            buffers = step.gradients(shared, part, indices, number)
+        for wave, (part, indices) in enumerate(parts):
+            buffers = step.buffers[wave] = step.gradients(shared, part, indices, number, step.buffers[wave])
             for of_dtype, buffer in zip(contributions, buffers, strict=True):
                 of_dtype += self._devices.views(buffer)
         return contributions
@@ -198,8 +201,12 @@ class Trainer:
         results = tuple(allocate((size,), dtype) for dtype, size in layout.sizes.items())
         return _Step(
             gradients=self._devices.compile(
-                self._gradient_program(layout, names, has_metrics), (False, True, True, False)
+                self._gradient_program(layout, names, has_metrics), (False, True, True, False, True), donated=(4,)
             ),
+            buffers=[
+                tuple(self._devices.zeros(size, dtype) for dtype, size in layout.sizes.items())
+                for _ in range(self._devices.waves)
+            ],
             update=jax.jit(self._update, donate_argnums=(0, 1)),
             layout=layout,
             results=results,
@@ -248,7 +255,9 @@ class Trainer:
     def _gradient_program(self, layout: FlatLayout, names: tuple[str, ...], has_metrics: bool) -> Callable[..., Any]:
         total = self._strategy.num_replicas_in_sync
 
-        def gradients(variables: Any, batch: Any, index: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
+        def gradients(
+            variables: Any, batch: Any, index: jax.Array, step: jax.Array, buffers: tuple[jax.Array, ...]
+        ) -> tuple[jax.Array, ...]:
             replica = index[0]
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), step), replica)
             with replica_context(self._strategy.new_context(replica, "step")):
@@ -259,7 +268,7 @@ class Trainer:
             if self._check_numerics:
                 is_bad = jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
                 tail.append((is_bad[:, None] & (jnp.arange(total) == replica)).astype(jnp.float32).reshape(-1))
-            return layout.flatten(leaves, jnp.concatenate(tail))
+            return layout.flatten(leaves, jnp.concatenate(tail), buffers)
 
         return gradients
 
