@@ -77,7 +77,7 @@ class ReplicaDevices:
         specs = tuple(PartitionSpec(AXIS) if split else PartitionSpec() for split in is_split)
         # With check_vma JAX would add up the gradients of what the replicas share, in an order of its own.
         spread = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False)
-        return jax.jit(spread, donate_argnums=tuple(donated))
+        return jax.jit(spread, donate_argnums=tuple(donated), keep_unused=bool(donated))
 
     def cut_into_waves(self, tree: Any) -> Iterator[Any]:
         """The parts of a tree whose leaves have all local replicas along the first axis, one per wave."""

@@ -1,4 +1,4 @@
-"""Many arrays in one flat buffer per dtype, and views of them."""
+"""Many arrays in one flat buffer per dtype, the large ones in buffers of their own, and views of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ import jax
 import numpy as np
 
 FLOAT32 = np.dtype(np.float32)
+LARGE_BYTES = 1 << 20
+"""From this size on a leaf has its own buffer: copying it would cost more than another all-reduce. (The gradients of an
+MLP with 1.9 million variables, flattened as a whole: 1.1 ms of a step of 9.4.)"""
 _ALIGNMENT_BYTES = 64  # XLA reads host memory in place only from such addresses
 
 
 @dataclass(frozen=True)
-class FlatLayout:
-    """Where each leaf lies in the buffer of its dtype; a tail of float32 values follows the float32 leaves.
+class Buffer:
+    """A flat buffer: its name, dtype and size in elements."""
 
-    Leaves begin at multiples of 64 bytes; the gaps are zero.
+    name: str
+    dtype: np.dtype
+    size: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where each leaf lies: in the flat buffer of its dtype, or alone if it is large.
+
+    In a flat buffer leaves begin at multiples of 64 bytes; the gaps are zero. A tail of float32 values follows the
+    float32 leaves.
 
     Attributes:
         shapes: of the leaves, in tree order.
@@ -37,46 +50,46 @@ class FlatLayout:
         return cls(tuple(leaf.shape for leaf in leaves), tuple(np.dtype(leaf.dtype) for leaf in leaves), tail)
 
     @cached_property
-    def sizes(self) -> dict[np.dtype, int]:
-        """The elements of each buffer; the one of float32, which has the tail, comes first."""
-        return self._places[1]
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All buffers; the one of float32, which has the tail, comes first."""
+        return self._plan[1]
 
     @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Where each leaf begins in the buffer of its dtype, in elements."""
-        return self._places[0]
-
-    @cached_property
-    def _places(self) -> tuple[tuple[int, ...], dict[np.dtype, int]]:
-        ends = {FLOAT32: 0}
-        starts = []
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+    def _plan(self) -> tuple[tuple[tuple[str, int], ...], tuple[Buffer, ...]]:
+        """For each leaf its buffer and where it begins there; and the buffers."""
+        dtypes, ends = {FLOAT32.name: FLOAT32}, {FLOAT32.name: 0}
+        places = []
+        for number, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
+            size = math.prod(shape)
+            name = f"{dtype.name}/{number}" if size * dtype.itemsize >= LARGE_BYTES else dtype.name
             alignment = _ALIGNMENT_BYTES // dtype.itemsize
-            start = -(-ends.get(dtype, 0) // alignment) * alignment
-            starts.append(start)
-            ends[dtype] = start + math.prod(shape)
-        ends[FLOAT32] += self.tail
-        return tuple(starts), ends
+            start = -(-ends.get(name, 0) // alignment) * alignment
+            places.append((name, start))
+            dtypes[name], ends[name] = dtype, start + size
+        ends[FLOAT32.name] += self.tail
+        return tuple(places), tuple(Buffer(name, dtypes[name], end) for name, end in ends.items())
 
     def flatten(self, leaves: Sequence[jax.Array], tail: jax.Array, into: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Write leaves and tail into buffers, one per dtype in the order of `sizes`, whose gaps are zero; traceable."""
-        buffers = dict(zip(self.sizes, into, strict=True))
+        """Write leaves and tail into buffers, in the order of `buffers`, whose gaps are zero; traceable."""
+        written = {buffer.name: array for buffer, array in zip(self.buffers, into, strict=True)}
         # Written one by one: XLA's CPU backend turns a concatenation into an element-wise loop that pulls whatever
         # produced the parts into it (measured: 50 times slower than the gradients themselves).
-        for leaf, start, dtype in zip(jax.lax.optimization_barrier(leaves), self.starts, self.dtypes, strict=True):
-            buffers[dtype] = jax.lax.dynamic_update_slice(buffers[dtype], leaf.reshape(-1), (start,))
-        position = self.sizes[FLOAT32] - self.tail
-        buffers[FLOAT32] = jax.lax.dynamic_update_slice(buffers[FLOAT32], tail, (position,))
-        return tuple(buffers.values())
+        for leaf, (name, start) in zip(jax.lax.optimization_barrier(leaves), self._plan[0], strict=True):
+            flat = leaf.reshape(-1)
+            is_alone = flat.size == written[name].size and name != FLOAT32.name
+            written[name] = flat if is_alone else jax.lax.dynamic_update_slice(written[name], flat, (start,))
+        position = written[FLOAT32.name].size - self.tail
+        written[FLOAT32.name] = jax.lax.dynamic_update_slice(written[FLOAT32.name], tail, (position,))
+        return tuple(written.values())
 
-    def views(self, buffers: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def views(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The leaves in host buffers, nothing copied."""
-        of_dtype = dict(zip(self.sizes, buffers, strict=True))
+        of_name = {buffer.name: array for buffer, array in zip(self.buffers, arrays, strict=True)}
         return [
-            of_dtype[dtype][start : start + math.prod(shape)].reshape(shape)
-            for shape, dtype, start in zip(self.shapes, self.dtypes, self.starts, strict=True)
+            of_name[name][start : start + math.prod(shape)].reshape(shape)
+            for shape, (name, start) in zip(self.shapes, self._plan[0], strict=True)
         ]
 
-    def tail_view(self, buffers: Sequence[np.ndarray]) -> np.ndarray:
+    def tail_view(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """The tail in host buffers, nothing copied."""
-        return buffers[0][buffers[0].size - self.tail :]
+        return arrays[0][arrays[0].size - self.tail :]

@@ -161,8 +161,8 @@ class Trainer:
         contributions = self._gradients(step, state, batch)
         if self._updated is not None:
             self._updated.block_until_ready()  # the last update may still be reading the results
-        for dtype, arrays, result in zip(step.layout.sizes, contributions, step.results, strict=True):
-            self._strategy.communicator.ordered_all_reduce(arrays, result, "mean", name=f"gradients/{dtype}")
+        for buffer, arrays, result in zip(step.layout.buffers, contributions, step.results, strict=True):
+            self._strategy.communicator.ordered_all_reduce(arrays, result, "mean", name=f"gradients/{buffer.name}")
         tail = step.layout.tail_view(step.results).copy()
         if self._check_numerics:
             self._raise_if_not_finite(state, tail[len(step.names) :])
@@ -198,13 +198,13 @@ class Trainer:
         flags = len(variables) * self._strategy.num_replicas_in_sync if self._check_numerics else 0
         layout = FlatLayout.of(variables, len(names) + flags)
         allocate = self._strategy.communicator.allocate
-        results = tuple(allocate((size,), dtype) for dtype, size in layout.sizes.items())
+        results = tuple(allocate((buffer.size,), buffer.dtype) for buffer in layout.buffers)
         return _Step(
             gradients=self._devices.compile(
                 self._gradient_program(layout, names, has_metrics), (False, True, True, False, True), donated=(4,)
             ),
             buffers=[
-                tuple(self._devices.zeros(size, dtype) for dtype, size in layout.sizes.items())
+                tuple(self._devices.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers)
                 for _ in range(self._devices.waves)
             ],
             update=jax.jit(self._update, donate_argnums=(0, 1)),
