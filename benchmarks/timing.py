@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import subprocess
 import sys
 import threading
@@ -92,22 +91,20 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 class OtherLoad:
-    """What other programs, and other machines on the same hardware, take of this machine while a benchmark runs.
-
-    Only children that have ended count as the benchmark's own.
-    """
+    """What other programs, and other machines on the same hardware, take of this machine while a benchmark runs."""
 
     TOO_MUCH = 0.05
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._busy_s = _busy_s()
-        self._own_s = _own_s()
+        self._programs_s = _other_programs_s()
+        self._stolen_s = _stolen_s()
 
     def share(self) -> float:
-        """The fraction of all cores' time since the beginning, between 0 and 1."""
-        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
-        return max(0.0, others_s / (time.monotonic() - self._began) / (os.cpu_count() or 1))
+        """The fraction of all cores' time since the beginning."""
+        programs_s = sum(spent - self._programs_s.get(pid, 0.0) for pid, spent in _other_programs_s().items())
+        passed_s = (time.monotonic() - self._began) * (os.cpu_count() or 1)
+        return (programs_s + _stolen_s() - self._stolen_s) / passed_s
 
     def warn(self) -> None:
         """Say on standard error that the figures cannot be trusted, if that is so."""
@@ -115,15 +112,28 @@ class OtherLoad:
             print(f"other programs took {share:.0%} of this machine: run it again when it is idle", file=sys.stderr)
 
 
-def _busy_s() -> float:
-    """Seconds that all cores together have not been idle since the machine started."""
-    user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+def _other_programs_s() -> dict[int, float]:
+    """Seconds that each process outside this one's tree, with those of its children that ended, has computed."""
+    parents: dict[int, int] = {}
+    spent: dict[int, float] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        parents[int(folder.name)] = int(fields[1])
+        spent[int(folder.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return {pid: seconds for pid, seconds in spent.items() if not _is_own(pid, parents)}
 
 
-def _own_s() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+def _is_own(pid: int, parents: Mapping[int, int]) -> bool:
+    while pid in parents and pid != os.getpid():
+        pid = parents[pid]
+    return pid == os.getpid()
+
+
+def _stolen_s() -> float:
+    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def describe_machine() -> dict[str, object]:
