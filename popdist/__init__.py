@@ -3,6 +3,7 @@
 Importing it is cheap: NumPy, MPI and the collectives are loaded by `init`.
 """
 
+from popdist.cluster_resolver import TFConfigClusterResolver
 from popdist.context import (
     communicator,
     finalizeBackend,
@@ -39,6 +40,7 @@ __all__ = [
     "InstanceError",
     "LifeCycleError",
     "PopDistError",
+    "TFConfigClusterResolver",
     "__version__",
     "allgather",
     "allreduce",

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from popdist.errors import InstanceError
 
-Launcher = Literal["poprun", "mpirun", "single"]
+Launcher = Literal["poprun", "mpirun", "single", "tf_config"]
 
 
 def this_host() -> str:

@@ -12,11 +12,13 @@ from popdist.environments.open_mpi import OpenMPIEnvironment
 from popdist.environments.poprun import PopRunEnvironment
 from popdist.environments.progress import NoProgress, ProgressPage, ProgressRecord, parse_progress
 from popdist.environments.single import SingleEnvironment
+from popdist.environments.tf_config import Cluster, TFConfigEnvironment, read_cluster
 from popdist.environments.threads import thread_pool_setting, thread_pool_size
 from popdist.instance import Instance
 
 __all__ = [
     "ENVIRONMENTS",
+    "Cluster",
     "Environment",
     "NoProgress",
     "OpenMPIEnvironment",
@@ -24,13 +26,20 @@ __all__ = [
     "ProgressPage",
     "ProgressRecord",
     "SingleEnvironment",
+    "TFConfigEnvironment",
     "detect_instance",
     "parse_progress",
+    "read_cluster",
     "thread_pool_setting",
     "thread_pool_size",
 ]
 
-ENVIRONMENTS: tuple[Environment, ...] = (PopRunEnvironment(), OpenMPIEnvironment(), SingleEnvironment())
+ENVIRONMENTS: tuple[Environment, ...] = (
+    PopRunEnvironment(),
+    OpenMPIEnvironment(),
+    TFConfigEnvironment(),
+    SingleEnvironment(),
+)
 """The known environments in the order in which they are tried: the first active one is asked."""
 
 

@@ -13,6 +13,7 @@ from popdist.environments import (
     PopRunEnvironment,
     ProgressPage,
     SingleEnvironment,
+    TFConfigEnvironment,
     detect_instance,
     parse_progress,
     thread_pool_setting,
@@ -146,6 +147,7 @@ def test_the_launcher_that_says_most_is_asked_first():
     assert [type(environment) for environment in ENVIRONMENTS] == [
         PopRunEnvironment,
         OpenMPIEnvironment,
+        TFConfigEnvironment,
         SingleEnvironment,
     ]
 
