@@ -1,6 +1,6 @@
 """A worker of `train_step.py`: trains with this project, or computes alone with JAX.
 
-usage: training_jax.py ours|alone SOCKET MODEL BATCH_SIZE [RANK RANKS]     (the last two for alone)
+usage: training_jax.py popdist|multi-worker|alone SOCKET MODEL BATCH_SIZE [RANK RANKS]     (the last two for alone)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import control
 import jax
@@ -24,6 +24,9 @@ sys.path.append(str(ROOT / "launch_scripts"))
 
 from digits_models import MODELS  # noqa: E402
 
+if TYPE_CHECKING:
+    import strategies
+
 Batch = Any
 Answer = dict[str, Any]
 MECHANISM_VARIABLE = "TRAIN_STEP_MECHANISM"
@@ -31,28 +34,28 @@ MECHANISM_VARIABLE = "TRAIN_STEP_MECHANISM"
 
 def main() -> None:
     kind, path, model, batch_size, *place = sys.argv[1:]
-    if kind == "ours":
-        ours = Ours(model, int(batch_size))
-        handlers = {"placed": ours.placed, "dataset": ours.from_dataset, "fingerprint": ours.fingerprint}
-        control.serve(path, kind, ours.strategy.instance_index, handlers)
-    else:
+    if kind == "alone":
         rank, ranks = map(int, place)
         alone = Alone(model, int(batch_size), rank, ranks)
         control.serve(path, kind, rank, {"alone": alone.run})
+    else:
+        ours = Ours(kind, model, int(batch_size))
+        handlers: dict[str, Callable[..., Any]] = {
+            "placed": ours.placed,
+            "dataset": ours.from_dataset,
+            "fingerprint": ours.fingerprint,
+        }
+        control.serve(path, "ours", ours.strategy.instance_index, handlers)
 
 
 class Ours:
-    """One replica per instance, `PopDistStrategy` and `Trainer`."""
+    """One replica per instance, one of our strategies and `Trainer`."""
 
-    def __init__(self, model: str, batch_size: int) -> None:
-        import popdist
+    def __init__(self, kind: str, model: str, batch_size: int) -> None:
         import strategies
 
-        if MECHANISM_VARIABLE in os.environ:
-            popdist.registerBackend(Path(__file__).with_name("training_backend.py"))
-        popdist.init()
         self._fingerprint_of = strategies.fingerprint
-        self.strategy = strategies.PopDistStrategy()
+        self.strategy = STRATEGIES[kind]()
         self._trainer = strategies.Trainer(self.strategy, loss_of(model), optax.adam(training_task.LEARNING_RATE))
         self._state = self._trainer.init(first_variables(model))
         arrays = training_task.dataset(batch_size, self.strategy.num_replicas_in_sync)
@@ -87,6 +90,29 @@ class Ours:
         seconds = time.perf_counter() - began
         self._state = state
         return {"seconds": seconds, "losses": [metrics["loss"] for metrics in losses]}
+
+
+def popdist_strategy() -> strategies.Strategy:
+    """Under poprun, over MPI."""
+    import popdist
+    import strategies
+
+    if MECHANISM_VARIABLE in os.environ:
+        popdist.registerBackend(Path(__file__).with_name("training_backend.py"))
+    popdist.init()
+    return strategies.PopDistStrategy()
+
+
+def multi_worker_strategy() -> strategies.Strategy:
+    """With TF_CONFIG, over gRPC."""
+    import popdist
+    import strategies
+
+    resolver = popdist.TFConfigClusterResolver()
+    return strategies.IPUMultiWorkerStrategy(resolver, variables_on_host=False, num_local_replicas=1)
+
+
+STRATEGIES = {"popdist": popdist_strategy, "multi-worker": multi_worker_strategy}
 
 
 class Alone:
