@@ -17,6 +17,8 @@ from collectives.errors import (
     LayoutMismatchError,
     MissingBackendError,
     PeerLostError,
+    PeerRefusedError,
+    SecurityError,
     UnsupportedBufferError,
 )
 from collectives.named import Handle
@@ -35,6 +37,8 @@ __all__ = [
     "Limits",
     "MissingBackendError",
     "PeerLostError",
+    "PeerRefusedError",
+    "SecurityError",
     "Settings",
     "ThreadHub",
     "UnsupportedBufferError",
@@ -42,7 +46,7 @@ __all__ = [
     "run_on_threads",
 ]
 
-BACKENDS = ("single", "thread", "mpi")
+BACKENDS = ("single", "thread", "mpi", "grpc")
 
 
 def connect(backend: str, settings: Settings | None = None, **options: Any) -> Communicator:
@@ -51,7 +55,8 @@ def connect(backend: str, settings: Settings | None = None, **options: Any) -> C
     Args:
         backend: one of BACKENDS, the name of a module in `collectives.backends`.
         settings: limits, progress record and mechanism.
-        options: what the backend's own `connect` takes besides, e.g. `comm` for "mpi", `hub` and `rank` for "thread".
+        options: what the backend's own `connect` takes besides, e.g. `comm` for "mpi", `hub` and `rank` for "thread",
+            `addresses` and `rank` for "grpc".
 
     Raises:
         ValueError: for an unknown backend.

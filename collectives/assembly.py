@@ -56,13 +56,13 @@ class Group:
         rank: this rank.
         names: what each rank is called in messages.
         instances: the instance behind each rank, for progress records.
-        lost: says which rank is known to be gone, "" while all are there.
+        lost: says why it is useless to wait for some ranks, "" while it is not.
     """
 
     rank: int
     names: Sequence[str]
     instances: Sequence[int]
-    lost: Callable[[], str] = str
+    lost: Callable[[Sequence[int]], str] = lambda awaited: ""
 
     def watch(self, settings: Settings) -> Watch:
         """How one channel of this group waits."""
@@ -87,7 +87,9 @@ def assemble(
         RuntimeError: if the window was asked for but cannot be had.
     """
     watches = (group.watch(settings), group.watch(settings))
-    rings = [RingTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
+    for link, watch in zip(links, watches, strict=True):
+        watch.pause = link.pause
+    rings = [RingTransport(link, watch, link.chunk_bytes) for link, watch in zip(links, watches, strict=True)]
     windows = _open_windows(settings, rings[0], watches) if share_host and settings.mechanism != "ring" else None
     if windows is None and settings.mechanism == "window":
         raise RuntimeError(

@@ -4,6 +4,8 @@ CollectiveError
 ├── LayoutMismatchError     the ranks made different calls: a bug of the program; the communicator stays usable
 ├── CollectiveTimeoutError  a rank did not come within `timeout_s`: the communicator is broken, end the program
 ├── PeerLostError           a rank is gone: the communicator is broken, end the program or rebuild it
+├── PeerRefusedError        this worker may not join: fix its address, index, token or certificate
+├── SecurityError           the connection would not be safe, or its certificates are unusable: fix the settings
 ├── BrokenError             an earlier call failed half-way: make a new communicator
 ├── ClosedError             the communicator was closed: do not use it any more
 ├── BusyError               two threads called at once: use the named asynchronous calls
@@ -29,6 +31,14 @@ class CollectiveTimeoutError(CollectiveError):
 
 class PeerLostError(CollectiveError):
     """A rank of the communicator has failed or has gone."""
+
+
+class PeerRefusedError(CollectiveError):
+    """This worker cannot take its place: its address is in use, or another worker refuses it."""
+
+
+class SecurityError(CollectiveError):
+    """Plaintext would leave this machine, or certificates and keys cannot be used."""
 
 
 class BrokenError(CollectiveError):

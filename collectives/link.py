@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+
+CHUNK_BYTES = 1 << 18
 
 
 class Transfer(Protocol):
@@ -24,10 +27,19 @@ class Link(ABC):
 
     Lanes are small numbers that both sides agree on. Buffers are contiguous, one-dimensional and of dtype uint8;
     they belong to the link until the transfer is done.
+
+    Attributes:
+        rank: this rank.
+        size: the number of ranks.
+        chunk_bytes: the size in which long arrays are best sent.
+        pause: returns when a transfer may have ended, at the latest after the given seconds; None where the link
+            cannot tell.
     """
 
     rank: int
     size: int
+    chunk_bytes: int = CHUNK_BYTES
+    pause: Callable[[float], None] | None = None
 
     @abstractmethod
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from collectives.link import Link, Transfer
+from collectives.link import CHUNK_BYTES, Link, Transfer
 from collectives.memory import aligned_empty
 from collectives.reduction import Reduction
 from collectives.ring_passes import EXCHANGE, PARTIALS, RESULTS, PartialPass, ResultPass, drain
@@ -25,7 +25,6 @@ from collectives.transport import Parts, Transport
 from collectives.waiting import Watch
 
 INLINE_BYTES = 1 << 16  # per rank and exchange
-CHUNK_BYTES = 1 << 18
 DIRECT_BYTES = 1 << 21  # larger arrays take the ring
 _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header

@@ -28,13 +28,15 @@ class Limits:
     Attributes:
         stall_warning_s: after this long, and then again and again, a warning says who is waited for.
         timeout_s: after this long the wait raises `CollectiveTimeoutError`.
+        connect_timeout_s: so long workers that find each other over a network may start apart.
     """
 
     stall_warning_s: float = 30.0
     timeout_s: float = 600.0
+    connect_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("stall_warning_s", "timeout_s"):
+        for name in ("stall_warning_s", "timeout_s", "connect_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds")
 
@@ -74,6 +76,10 @@ class NoProgress:
         """Do nothing."""
 
 
+def _nobody_is_lost(awaited: Sequence[int]) -> str:
+    return ""
+
+
 class Watch:
     """The waits of one rank in one communicator.
 
@@ -88,7 +94,9 @@ class Watch:
     Attributes:
         call: the call that waits; set by whoever begins one, as is `number`, its place in the sequence.
         cancelled: set from another thread, it ends a long wait with `PeerLostError`.
-        lost: says which rank is known to be gone, if one is; asked while a wait is long.
+        lost: says why it is useless to wait for these ranks, if it is; asked while a wait is long.
+        pause: what returns when something may have happened, or after the given seconds; None: there is no such thing,
+            so waits have to poll.
     """
 
     def __init__(
@@ -107,7 +115,8 @@ class Watch:
         self.call = Call("connect")
         self.number = 0
         self.cancelled = False
-        self.lost: Callable[[], str] = str
+        self.lost: Callable[[Sequence[int]], str] = _nobody_is_lost
+        self.pause: Callable[[float], None] | None = None
         self._instances = instances
         self.progress = progress
 
@@ -129,7 +138,7 @@ class Watch:
     def wait_patiently(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """`wait` for a caller that has spun already."""
         started = time.monotonic()
-        while time.monotonic() - started < _YIELD_S:
+        while self.pause is None and time.monotonic() - started < _YIELD_S:
             os.sched_yield()
             time.sleep(0)
             if ready():
@@ -137,16 +146,17 @@ class Watch:
         self._wait_long(ready, missing, started)
 
     def _wait_long(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], started: float) -> None:
-        pause = _FIRST_SLEEP_S
+        pause = _FIRST_SLEEP_S if self.pause is None else _LONGEST_SLEEP_S
+        sleep = self.pause or time.sleep
         next_warning = started + self.limits.stall_warning_s
         give_up = started + self.limits.timeout_s
-        next_note = 0.0
+        next_note = started + _YIELD_S
         while not ready():
-            if lost := self.lost():
-                raise PeerLostError(lost)
+            if (lost := self.lost(missing())) and not ready():  # what it sent before may have come in between
+                raise PeerLostError(f"{lost}; {self._facts(time.monotonic() - started, missing())}")
             if self.cancelled or self.progress.is_released:
                 raise PeerLostError(f"{self._facts(time.monotonic() - started, missing())}: the wait was abandoned")
-            time.sleep(pause)
+            sleep(pause)
             pause = min(_LONGEST_SLEEP_S, pause * 1.2)
             now = time.monotonic()
             if pause == _LONGEST_SLEEP_S and now >= next_note:

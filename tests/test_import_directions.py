@@ -24,7 +24,14 @@ ALLOWED = {
     "strategies": {"collectives", "popdist", *MACHINE_LEARNING},
     "launch_scripts": {"popdist", "strategies", "collectives", *MACHINE_LEARNING},
 }
-TRANSPORTS = {"collectives/backends/mpi.py": {"mpi4py"}}
+TRANSPORTS = {
+    "collectives/backends/mpi.py": {"mpi4py"},
+    "collectives/network/__init__.py": {"grpc"},
+    "collectives/network/meeting.py": {"grpc"},
+    "collectives/network/node.py": {"grpc"},
+    "collectives/network/peer.py": {"grpc"},
+    "collectives/network/wire.py": {"grpc"},
+}
 POPRUN_MAY_KNOW = ("popdist.environments", "popdist.instance", "popdist.errors", "popdist.version")
 PUBLIC = {"popdist", "strategies", "collectives"}
 

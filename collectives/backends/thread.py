@@ -101,7 +101,7 @@ def connect(settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[i
     """
     settings = replace(settings, spins=0)  # a spinning thread would keep the interpreter from the others
     members = instances if instances is not None else range(hub.size)
-    group = Group(rank, [f"rank {number}" for number in range(hub.size)], members, lambda: hub.lost)
+    group = Group(rank, [f"rank {number}" for number in range(hub.size)], members, lambda awaited: hub.lost)
 
     def make_subgroup(ranks: Sequence[int]) -> Communicator:
         of_ranks = hub.subgroup(tuple(ranks), rank)

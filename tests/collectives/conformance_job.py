@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
 from mpi4py import MPI
-from statements import Statement
+from statements import failure_of
 from test_conformance import LIMITS, statements_for
 
 import collectives
-from collectives import Communicator
-
-
-def failure_of(statement: Statement, communicator: Communicator) -> str:
-    try:
-        statement.check(communicator)
-    except BaseException:
-        return traceback.format_exc()
-    return ""
 
 
 def main(mechanism: str, report: Path) -> None:

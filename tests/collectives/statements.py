@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +57,15 @@ class Suite:
 
 def _call(check: Callable[..., None], value: Any, communicator: Communicator) -> None:
     check(communicator, value)
+
+
+def failure_of(statement: Statement, communicator: Communicator) -> str:
+    """The traceback of what is wrong, or nothing."""
+    try:
+        statement.check(communicator)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
 
 
 def assert_same_bits(actual: np.ndarray, expected: np.ndarray, case: object = "") -> None:

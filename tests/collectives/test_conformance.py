@@ -13,6 +13,7 @@ import conformance_checks
 import conformance_named
 import numpy as np
 import pytest
+from grpc_jobs import end_of, socket_addresses, start_worker
 from mpi_jobs import HERE, mpirun_command, run_job
 from reference import LARGE, SPREADS, contributions, mine, reduced_contributions
 from statements import Statement
@@ -23,6 +24,7 @@ from collectives import Communicator, Limits, Settings, run_on_threads
 LIMITS = Limits(stall_warning_s=5, timeout_s=8)
 SIZES = (1, 2, 3, 4)
 MECHANISMS = ("ring", "window")
+GRPC = "grpc"
 
 
 def statements_for(size: int) -> list[Statement]:
@@ -58,10 +60,21 @@ def run_statements(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, s
     def run(size: int, mechanism: str) -> tuple[dict[str, list[str]], str]:
         report = tmp_path_factory.mktemp("job") / "report"
         report.touch()
+        if mechanism == GRPC:
+            return _run_workers(size, report)
         job = run_job(mpirun_command(size, HERE / "conformance_job.py", mechanism, str(report)))
         return _read_report(report), f"status {job.returncode}\n{job.stdout}\n{job.stderr}"
 
     return run
+
+
+def _run_workers(size: int, report: Path) -> tuple[dict[str, list[str]], str]:
+    program = HERE / "grpc_conformance_job.py"
+    with socket_addresses(size) as addresses:
+        workers = [start_worker(program, [str(rank), str(report), *addresses]) for rank in range(size)]
+        ends = end_of(workers)
+    texts = [f"{out}\n{err}" for _, out, err in ends]
+    return _read_report(report), f"status {max(status for status, _, _ in ends)}\n{'---'.join(texts)}"
 
 
 def _read_report(report: Path) -> dict[str, list[str]]:
@@ -72,6 +85,16 @@ def _read_report(report: Path) -> dict[str, list[str]]:
 @each_statement(SIZES)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_over_mpi(run_statements, mechanism: str, size: int, statement: Statement) -> None:
+    _check(run_statements, mechanism, size, statement)
+
+
+@pytest.mark.job
+@each_statement(SIZES)
+def test_over_grpc(run_statements, size: int, statement: Statement) -> None:
+    _check(run_statements, GRPC, size, statement)
+
+
+def _check(run_statements, mechanism: str, size: int, statement: Statement) -> None:
     verdicts, how_the_job_ended = run_statements(size, mechanism)
     assert statement.name in verdicts, f"the job ended before this statement: {how_the_job_ended}"
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(verdicts[statement.name]) if text]
@@ -80,7 +103,7 @@ def test_over_mpi(run_statements, mechanism: str, size: int, statement: Statemen
 
 @pytest.mark.job
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", [*MECHANISMS, GRPC])
 def test_a_job_of_all_statements_ends_well(run_statements, mechanism: str, size: int) -> None:
     _, how_the_job_ended = run_statements(size, mechanism)
     assert how_the_job_ended.startswith("status 0\n"), how_the_job_ended

@@ -1,0 +1,133 @@
+"""The backend over gRPC: workers that share nothing but a network, each of which knows the addresses of all."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from collectives.assembly import Group, Settings, assemble
+from collectives.backends import single
+from collectives.communicator import Communicator
+from collectives.link import Link, Transfer
+from collectives.network.addresses import Address
+from collectives.network.lanes import Inbox, Outbox, Received, Sent
+from collectives.network.node import Node
+from collectives.network.security import Security
+
+CHUNK_BYTES = 1 << 20  # larger messages are not faster, smaller ones cost more calls
+
+
+class GrpcLink(Link):
+    """One channel of a group of workers; each lane to each of them is a stream.
+
+    Args:
+        node: this worker.
+        group: the group's name, the same on all its members.
+        channel: 0 or 1.
+        members: the ranks that the group's members have in the cluster.
+    """
+
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, node: Node, group: str, channel: int, members: Sequence[int]) -> None:
+        self.rank = members.index(node.rank)
+        self.size = len(members)
+        self._node = node
+        self._group = group
+        self._channel = f"{group}/{channel}"
+        self._members = members
+        self._outboxes: dict[tuple[int, int], Outbox] = {}
+        self._inboxes: dict[tuple[int, int], Inbox] = {}
+        self.pause = node.bell(self._channel).wait
+
+    def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
+        outbox = self._outboxes.get((to, lane))
+        if outbox is None:
+            outbox = self._node.outbox(self._members[to], f"{self._channel}/{lane}")
+            self._outboxes[to, lane] = outbox
+        sent = Sent(data)
+        outbox.put(sent)
+        return sent
+
+    def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
+        member = self._members[source]
+        inbox = self._inboxes.get((source, lane))
+        if inbox is None:
+            inbox = self._inboxes[source, lane] = self._node.inbox(member, f"{self._channel}/{lane}")
+        return Received(inbox, into, lambda why: self._node.lose(self._node.peers[member], why))
+
+    def close(self) -> None:
+        """End the group, both channels of it; the group of all workers leaves with that."""
+        if self._group == ALL:
+            self._node.leave()
+        else:
+            self._node.end_lanes(f"{self._group}/")
+
+
+ALL = "all"
+
+
+def connect(
+    settings: Settings,
+    addresses: Sequence[str],
+    rank: int,
+    *,
+    names: Sequence[str] | None = None,
+    description: str = "",
+    security: Security | None = None,
+) -> Communicator:
+    """Join the workers at `addresses` as `rank`; returns when streams lead to and from all of them.
+
+    They may start in any order, up to `settings.limits.connect_timeout_s` apart. A worker listens at its own address
+    only. Plaintext stays on loopback addresses, see `collectives.network.security`.
+
+    Args:
+        settings: limits, progress record; the mechanism is the ring.
+        addresses: of all workers in rank order: `host:port`, `[IPv6]:port` or `unix:/path`.
+        rank: this worker's place among them.
+        names: what workers are called in messages besides their address; default: "rank 0", "rank 1", ...
+        description: what else all workers have to agree on, e.g. the number of replicas.
+        security: certificates and token; default: what the environment variables POPDIST_TLS_... and
+            POPDIST_JOB_TOKEN say.
+
+    Raises:
+        ValueError: for an address that is none, a duplicate, or a rank that has no address.
+        SecurityError: plaintext would leave this machine, or certificates cannot be used.
+        PeerRefusedError: this worker cannot listen at its address, or another one refuses it.
+        CollectiveTimeoutError: not all have come in time.
+    """
+    parsed = [Address.parse(text) for text in addresses]
+    if len(set(parsed)) < len(parsed):
+        raise ValueError(f"the addresses {', '.join(addresses)} name one worker twice; each needs its own")
+    if not 0 <= rank < len(parsed):
+        raise ValueError(f"rank is {rank}, but there are {len(parsed)} addresses; ranks are 0 to {len(parsed) - 1}")
+    if len(parsed) == 1:
+        return single.connect(settings)
+    titles = names or [f"rank {number}" for number in range(len(parsed))]
+    full_names = [f"{title} at {address.text}" for title, address in zip(titles, parsed, strict=True)]
+    security = security or Security.from_environ(os.environ)
+    node = Node(parsed, full_names, rank, description, security, settings.limits)
+    node.join()
+    return _communicator(replace(settings, spins=0), node, ALL, range(len(parsed)))
+
+
+def _communicator(settings: Settings, node: Node, group: str, members: Sequence[int]) -> Communicator:
+    subgroups: Counter[tuple[int, ...]] = Counter()
+
+    def lost(awaited: Sequence[int]) -> str:
+        return node.lost([members[rank] for rank in awaited], members)
+
+    def make_subgroup(ranks: Sequence[int]) -> Communicator:
+        chosen = tuple(members[rank] for rank in ranks)
+        subgroups[chosen] += 1
+        name = f"{group}+{'.'.join(map(str, chosen))}#{subgroups[chosen]}"
+        return _communicator(settings, node, name, chosen)
+
+    of_rank = members.index(node.rank)
+    seen = Group(of_rank, [node.names[member] for member in members], members, lost)
+    links = (GrpcLink(node, group, 0, members), GrpcLink(node, group, 1, members))
+    return assemble(settings, seen, links, False, make_subgroup)

@@ -1,0 +1,174 @@
+"""Addresses of workers: `host:port` (also IPv4 and `[IPv6]`) and `unix:/path`, and what lies behind them."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import ssl
+from dataclasses import dataclass
+
+UNIX = "unix:"
+
+_HELLO_LIMIT_S = 2.0  # how long a server may take for its first bytes under TLS
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One socket address behind an `Address`.
+
+    Attributes:
+        family: AF_INET, AF_INET6 or AF_UNIX.
+        location: what `socket.connect` and `socket.bind` take.
+    """
+
+    family: socket.AddressFamily
+    location: str | tuple[str, int]
+
+    @property
+    def target(self) -> str:
+        """What a gRPC channel connects to, without any further look-up."""
+        if self.family == socket.AF_UNIX:
+            return self.place
+        return f"{'ipv6' if self.family == socket.AF_INET6 else 'ipv4'}:{self.place}"
+
+    @property
+    def place(self) -> str:
+        """Where a gRPC server listens."""
+        if isinstance(self.location, str):
+            return f"{UNIX}{self.location}"
+        host, port = self.location
+        return f"[{host}]:{port}" if self.family == socket.AF_INET6 else f"{host}:{port}"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a worker listens.
+
+    Attributes:
+        text: as the cluster names it.
+        host: the name or number before the port; "" for a Unix-domain socket.
+        port: 1 to 65535; 0 for a Unix-domain socket.
+        path: of a Unix-domain socket, otherwise "".
+    """
+
+    text: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read `host:port`, `1.2.3.4:port`, `[::1]:port`, `unix:/path` or `unix:///path`.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if text.startswith(UNIX):
+            path = text.removeprefix(UNIX)
+            path = path.removeprefix("//") if path.startswith("///") else path
+            if not path.startswith("/"):
+                raise ValueError(f"address {text!r} has no absolute path; write unix:/path")
+            return cls(text, path=path)
+        host, _, port = text.rpartition(":")
+        is_bracketed = host.startswith("[") and host.endswith("]")
+        host = host[1:-1] if is_bracketed else host
+        if not host or (":" in host and not is_bracketed) or not (port.isascii() and port.isdigit()):
+            raise ValueError(f"address {text!r} is not host:port; write host:port, [IPv6]:port or unix:/path")
+        if not 0 < int(port) < 1 << 16:
+            raise ValueError(f"address {text!r} has port {port}; ports are 1 to 65535")
+        return cls(text, host, int(port))
+
+    @property
+    def authority(self) -> str:
+        """The name that a certificate of this worker has to carry."""
+        return self.host or "localhost"
+
+    def endpoints(self) -> list[Endpoint]:
+        """What the address stands for, looked up now.
+
+        Raises:
+            OSError: if the name is unknown.
+        """
+        if self.path:
+            return [Endpoint(socket.AF_UNIX, self.path)]
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        unique = dict.fromkeys((family, (str(at[0]), int(at[1]))) for family, _, _, _, at in found)
+        return [Endpoint(family, location) for family, location in unique]
+
+    def is_loopback(self) -> bool:
+        """Whether only this machine can be behind it."""
+        if self.path:
+            return True
+        try:
+            hosts = [endpoint.location[0] for endpoint in self.endpoints()]
+        except OSError:
+            return False
+        return all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts)
+
+    def reach(self, timeout_s: float, tls: ssl.SSLContext | None = None) -> Endpoint:
+        """The first endpoint that accepts a connection; nothing is sent to it, except under TLS a handshake.
+
+        A process that is stopped still accepts: its kernel does.
+
+        Raises:
+            OSError: if none accepts; `ssl.SSLError` if one does but the certificates do not fit.
+        """
+        refusal: OSError = OSError(f"{self.text} stands for no address")
+        for endpoint in self.endpoints():
+            try:
+                with socket.socket(endpoint.family, socket.SOCK_STREAM) as connection:
+                    connection.settimeout(timeout_s)
+                    connection.connect(endpoint.location)
+                    if tls is not None:
+                        _shake_hands(connection, tls, self.authority)
+                return endpoint
+            except ssl.SSLError:
+                raise
+            except OSError as error:
+                refusal = error
+        raise refusal
+
+    def check_free(self) -> list[Endpoint]:
+        """The endpoints where this machine can listen.
+
+        Raises:
+            OSError: if there is none, e.g. because another process listens there.
+        """
+        free: list[Endpoint] = []
+        refusal: OSError = OSError(f"{self.text} stands for no address")
+        for endpoint in self.endpoints():
+            try:
+                self._try_to_bind(endpoint)
+                free.append(endpoint)
+            except OSError as error:
+                refusal = error
+        if not free:
+            raise refusal
+        return free
+
+    def _try_to_bind(self, endpoint: Endpoint) -> None:
+        with socket.socket(endpoint.family, socket.SOCK_STREAM) as probe:
+            if endpoint.family == socket.AF_UNIX:  # gRPC replaces a socket that is there, in use or not
+                try:
+                    probe.connect(endpoint.location)
+                except OSError:
+                    return
+                raise OSError(f"another process listens at {self.path}")
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if endpoint.family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(endpoint.location)
+
+
+def describe_os_error(error: OSError) -> str:
+    """An error of the operating system in words, without numbers and brackets."""
+    if isinstance(error, ssl.SSLError):
+        return getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower()
+    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
+
+
+def _shake_hands(connection: socket.socket, tls: ssl.SSLContext, name: str) -> None:
+    with tls.wrap_socket(connection, server_hostname=name) as secured:
+        secured.settimeout(_HELLO_LIMIT_S)
+        secured.recv(1)  # with TLS 1.3 a refusal of our certificate comes only now, otherwise the server's greeting

@@ -1,0 +1,147 @@
+"""How workers find each other, in whatever order they start."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from collectives.errors import CollectiveTimeoutError, PeerRefusedError
+from collectives.network import wire
+from collectives.network.addresses import describe_os_error
+from collectives.network.peer import Peer
+
+if TYPE_CHECKING:
+    from collectives.network.node import Node
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPT_S = 1.0
+_PAUSE_S = 0.1
+_FIRST_NEWS_S = 2.0
+_NEWS_EVERY_S = 10.0
+
+
+class Meeting:
+    """Calls all the others again and again, until streams lead both ways.
+
+    Who is refused by a worker that was there before has come to the wrong place and ends. Who was there first stays,
+    says what it has seen, and waits for the right one.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._over = threading.Event()
+        self._refusal: PeerRefusedError | None = None
+        self._told: set[tuple[int, str]] = set()
+
+    def hold(self) -> None:
+        """Return when all have met.
+
+        Raises:
+            PeerRefusedError: this worker has come to the wrong place.
+            CollectiveTimeoutError: after `connect_timeout_s`.
+        """
+        for peer in self._node.peers.values():
+            name = f"collectives-call-{peer.rank}"
+            threading.Thread(target=self._call, args=(peer,), name=name, daemon=True).start()
+        try:
+            self._await_all()
+        finally:
+            self._over.set()
+
+    def _await_all(self) -> None:
+        node = self._node
+        started = time.monotonic()
+        next_news = started + _FIRST_NEWS_S
+        limit_s = node.limits.connect_timeout_s
+        with node.changed:
+            while missing := [peer for peer in node.peers.values() if not peer.is_connected]:
+                if self._refusal is not None:
+                    raise self._refusal
+                now = time.monotonic()
+                facts = f"{node.names[node.rank]} has waited {now - started:.0f} s for {_describe(missing)}"
+                if now - started > limit_s:
+                    raise CollectiveTimeoutError(f"{facts}: gave up after connect_timeout_s = {limit_s:g}")
+                if now >= next_news:
+                    next_news = now + _NEWS_EVERY_S
+                    logger.warning("%s", facts)
+                node.changed.wait(max(0.01, min(next_news, started + limit_s) - now))
+            node.is_met = True
+
+    def _call(self, peer: Peer) -> None:
+        while not self._over.is_set():
+            if not peer.has_welcomed:
+                self._try_once(peer)
+            self._over.wait(_PAUSE_S)
+
+    def _try_once(self, peer: Peer) -> None:
+        certificates = self._node.security.certificates
+        try:
+            endpoint = peer.address.reach(_ATTEMPT_S, certificates.client_context if certificates else None)
+        except ssl.SSLError as error:
+            self._note_first_contact(peer, True)
+            self._refused(peer, f"the certificates do not fit ({describe_os_error(error)})")
+            return
+        except OSError as error:
+            self._note_first_contact(peer, False)
+            peer.trouble = describe_os_error(error)
+            return
+        self._note_first_contact(peer, True)
+        if peer.channel is not None:
+            peer.channel.close()
+        peer.channel = wire.open_channel(endpoint, peer.address, certificates)
+        self._introduce(peer)
+
+    @staticmethod
+    def _note_first_contact(peer: Peer, is_there: bool) -> None:
+        if peer.was_there_first is None:
+            peer.was_there_first = is_there
+
+    def _introduce(self, peer: Peer) -> None:
+        node = self._node
+        call: Any = node.begin_control(peer)
+        welcome = dict(call.initial_metadata() or ())
+        if wire.WELCOME not in welcome:
+            if call.code() is grpc.StatusCode.PERMISSION_DENIED:
+                self._refused(peer, call.details())
+            else:
+                peer.trouble = f"what listens there does not answer as a worker: {call.details()}"
+            return
+        incarnation = str(welcome[wire.WELCOME])
+        if not node.security.is_proof(str(welcome.get(wire.PROOF, "")), f"{incarnation} welcomes {node.incarnation}"):
+            call.cancel()
+            self._refused(peer, "what listens there does not know our job token")
+            return
+        with node.changed:
+            peer.control = call
+            peer.has_welcomed = True
+            node.changed.notify_all()
+        node.watch_control(peer)
+
+    def _refused(self, peer: Peer, reason: str) -> None:
+        """What listens at the address of `peer` and this worker do not want each other."""
+        peer.trouble = reason
+        facts = f"{self._node.names[self._node.rank]} was refused by {peer.name}: {reason}"
+        if peer.was_there_first:
+            with self._node.changed:
+                self._refusal = self._refusal or PeerRefusedError(facts)
+                self._node.changed.notify_all()
+        elif (peer.rank, reason) not in self._told:
+            self._told.add((peer.rank, reason))
+            logger.warning("%s; this worker was there first and goes on waiting", facts)
+
+
+def _describe(missing: list[Peer]) -> str:
+    """Who has not come, and why: `worker 1 at localhost:3738 (connection refused)`."""
+    return ", ".join(f"{peer.name} ({_state(peer)})" for peer in missing)
+
+
+def _state(peer: Peer) -> str:
+    if not peer.has_welcomed:
+        return peer.trouble
+    return "it answers, but has not reached this worker yet"

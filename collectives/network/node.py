@@ -1,0 +1,352 @@
+"""One worker among the others: its server, the streams to and from all of them, and who is lost."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from collectives.errors import PeerRefusedError
+from collectives.network import wire
+from collectives.network.addresses import Address, describe_os_error
+from collectives.network.hello import CONTROL, PROTOCOL, Hello, Refusal, digest_cluster
+from collectives.network.lanes import Bell, Inbox, Outbox
+from collectives.network.liveness import BEAT_S, Liveness
+from collectives.network.meeting import Meeting
+from collectives.network.peer import Peer
+from collectives.network.security import Security
+from collectives.waiting import Limits
+
+logger = logging.getLogger(__name__)
+
+LEAVE_LIMIT_S = 10.0  # how long others may take to receive what was sent to them
+_LANES_PER_PEER = 4096
+_FAREWELL_BYTES = 2048
+_REFUSALS_LOGGED = 100
+_STRANGERS = 64  # streams beyond those of the other workers, all of them soon refused
+
+
+class Node:
+    """This worker.
+
+    Args:
+        addresses: of all workers, in rank order.
+        names: what they are called in messages.
+        rank: this one's.
+        description: what else all workers have to agree on.
+        security: how they know each other.
+        limits: how long to wait for them.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        names: Sequence[str],
+        rank: int,
+        description: str,
+        security: Security,
+        limits: Limits,
+    ) -> None:
+        self.rank = rank
+        self.names = names
+        self.address = addresses[rank]
+        self.security = security
+        self.limits = limits
+        self.incarnation = secrets.token_hex(8)
+        self.cluster = digest_cluster([address.text for address in addresses], description)
+        self.description = f"{', '.join(address.text for address in addresses)}{description and '; '}{description}"
+        self.peers = {
+            other: Peer(other, names[other], address) for other, address in enumerate(addresses) if other != rank
+        }
+        self.changed = threading.Condition()
+        self.is_met = False
+        self.is_leaving = threading.Event()
+        self.loss = ""
+        self._bells: dict[str, Bell] = {}
+        self._inboxes: dict[tuple[int, str], Inbox] = {}
+        self._refused: set[str] = set()
+        self._server: grpc.Server | None = None
+        self._liveness = Liveness(self)
+
+    # ---- the beginning
+
+    def join(self) -> None:
+        """Listen, and return when streams lead to and from all the others.
+
+        Raises:
+            SecurityError: plaintext would leave this machine.
+            PeerRefusedError: another worker refuses this one, or this machine refuses the address.
+            CollectiveTimeoutError: not all have come within `connect_timeout_s`.
+        """
+        self.security.check([self.address, *(peer.address for peer in self.peers.values())])
+        try:
+            self._listen()
+            Meeting(self).hold()
+        except BaseException:
+            self.leave()
+            raise
+        self._liveness.start()
+
+    def _listen(self) -> None:
+        streams = _STRANGERS + _LANES_PER_PEER * len(self.peers)
+        try:
+            self._server = wire.open_server(self.address, self.security.certificates, _Handlers(self), streams)
+        except OSError as error:
+            raise PeerRefusedError(
+                f"{self.names[self.rank]} cannot listen there: {describe_os_error(error)}; is another process using "
+                "that address, or does it belong to another machine?"
+            ) from error
+        self._server.start()
+
+    # ---- lanes
+
+    def bell(self, channel: str) -> Bell:
+        """What is rung when something happens on any lane of a channel."""
+        with self.changed:
+            return self._bells.setdefault(channel, Bell())
+
+    def inbox(self, rank: int, lane: str) -> Inbox:
+        """What comes from another worker on one lane."""
+        bell = self.bell(lane.rpartition("/")[0])
+        with self.changed:
+            return self._inboxes.setdefault((rank, lane), Inbox(bell))
+
+    def outbox(self, rank: int, lane: str) -> Outbox:
+        """What goes to another worker on one lane; its stream begins now."""
+        peer = self.peers[rank]
+        outbox = Outbox(self.bell(lane.rpartition("/")[0]))
+        call = self._begin(peer, wire.LANE_METHOD, outbox, lane)
+        peer.outboxes[lane] = (outbox, call)
+        call.add_done_callback(lambda done: self._outgoing_ended(peer, done))
+        return outbox
+
+    def _begin(self, peer: Peer, method: str, messages: Iterable[bytes], lane: str) -> grpc.Future:
+        assert peer.channel is not None
+        hello = Hello(PROTOCOL, self.cluster, self.rank, peer.rank, self.incarnation, lane).encode()
+        metadata = ((wire.HELLO, hello), (wire.PROOF, self.security.prove(hello)))
+        call: grpc.Future = peer.channel.stream_unary(method).future(iter(messages), metadata=metadata)
+        return call
+
+    def begin_control(self, peer: Peer) -> grpc.Future:
+        """Tell a worker that this one is there, from now on again and again."""
+        return self._begin(peer, wire.CONTROL_METHOD, self._beats(), CONTROL)
+
+    def _beats(self) -> Iterator[bytes]:
+        yield b""
+        while not self.is_leaving.wait(BEAT_S):
+            yield b""
+        if self.loss:
+            yield self.loss.encode()[:_FAREWELL_BYTES]
+
+    def end_lanes(self, prefix: str) -> None:
+        """Send what is left on the lanes of a group, then no more."""
+        calls = []
+        for peer in self.peers.values():
+            for lane in [lane for lane in peer.outboxes if lane.startswith(prefix)]:
+                outbox, call = peer.outboxes.pop(lane)
+                outbox.end()
+                calls.append((peer, call))
+        with self.changed:
+            inboxes = [inbox for (_, lane), inbox in self._inboxes.items() if lane.startswith(prefix)]
+        for inbox in inboxes:
+            inbox.close()
+        self._await_end(calls)
+
+    def _await_end(self, calls: Sequence[tuple[Peer, grpc.Future]]) -> None:
+        give_up = time.monotonic() + LEAVE_LIMIT_S
+        for peer, call in calls:
+            while not (call.done() or peer.is_lost or time.monotonic() > give_up):
+                try:
+                    call.exception(timeout=BEAT_S)
+                except grpc.FutureTimeoutError:
+                    continue
+                except grpc.FutureCancelledError:
+                    break
+
+    # ---- the end
+
+    def leave(self) -> None:
+        """Send what is left, say goodbye, and close everything; waits a little, for those who are there."""
+        if self.is_leaving.is_set():
+            return
+        self.end_lanes("")
+        self.is_leaving.set()
+        self._await_end([(peer, peer.control) for peer in self.peers.values() if peer.control and peer.is_connected])
+        if self._server is not None:
+            self._server.stop(None)
+        for peer in self.peers.values():
+            if peer.channel is not None:
+                peer.channel.close()
+
+    def lost(self, awaited: Iterable[int], members: Iterable[int]) -> str:
+        """Why it is useless to wait, or "".
+
+        Args:
+            awaited: the ranks that are waited for.
+            members: the ranks without which the group cannot go on.
+        """
+        if self.loss and any(member in self.peers and self.peers[member].is_lost for member in members):
+            return self.loss
+        for rank in awaited:
+            peer = self.peers[rank]
+            if peer.has_left:
+                return f"{peer.name} has left{peer.farewell and ' because '}{peer.farewell}"
+        return ""
+
+    def lose(self, peer: Peer, why: str) -> None:
+        """A worker is gone, or does what no worker does."""
+        with self.changed:
+            if peer.is_lost or peer.has_left or self.is_leaving.is_set():
+                return
+            peer.is_lost = True
+            self.loss = self.loss or f"{peer.name} is lost: {why}"
+            bells = list(self._bells.values())
+            self.changed.notify_all()
+        logger.debug("%s: %s is lost: %s", self.names[self.rank], peer.name, why)
+        for bell in bells:
+            bell.ring()
+
+    # ---- what comes in
+
+    def admit(self, context: grpc.ServicerContext) -> Hello:
+        """Who begins this stream.
+
+        Raises:
+            Refusal: nobody who may.
+        """
+        metadata = dict(context.invocation_metadata())
+        text = metadata.get(wire.HELLO)
+        if not isinstance(text, str):
+            raise Refusal("it says no hello, so it is none of our workers")
+        if not self.security.is_proof(str(metadata.get(wire.PROOF, "")), text):
+            raise Refusal("its job token is not ours; set POPDIST_JOB_TOKEN to the same value everywhere")
+        try:
+            hello = Hello.decode(text)
+        except ValueError as error:
+            raise Refusal(f"its hello cannot be read: {error}") from error
+        self._check(hello)
+        return hello
+
+    def _check(self, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            raise Refusal(f"it speaks version {hello.protocol} and we speak {PROTOCOL}; install the same everywhere")
+        if hello.cluster != self.cluster:
+            raise Refusal(f"its cluster is not ours, which is {self.description}; describe the same one everywhere")
+        if hello.source not in self.peers or hello.to != self.rank:
+            raise Refusal(f"it is rank {hello.source} and looks for rank {hello.to}, but this is rank {self.rank}")
+        peer = self.peers[hello.source]
+        with self.changed:
+            if hello.lane == CONTROL and not peer.incarnation and not peer.is_lost:
+                peer.incarnation = hello.incarnation
+            if peer.incarnation != hello.incarnation:
+                raise Refusal(f"rank {hello.source} is taken by another process; give each worker an index of its own")
+            if len(hello.lane) > 256 or len(self._inboxes) > _LANES_PER_PEER * len(self.peers):
+                raise Refusal("it opens too many lanes")
+
+    def refuse(self, context: grpc.ServicerContext, refusal: Refusal) -> None:
+        """Tell both sides why; does not return."""
+        line = f"{self.names[self.rank]} refused {context.peer()}: {refusal.reason}"
+        is_new = refusal.reason not in self._refused and len(self._refused) < _REFUSALS_LOGGED
+        self._refused.add(refusal.reason) if is_new else None
+        logger.log(logging.WARNING if is_new else logging.DEBUG, "%s", line)
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal.reason)
+
+    def listen_to(self, peer: Peer, incarnation: str, beats: Iterator[bytes]) -> None:
+        """Hear that a worker lives, until it does not."""
+        with self.changed:
+            peer.is_here = True
+            peer.heard_at = time.monotonic()
+            self.changed.notify_all()
+        try:
+            for beat in beats:
+                peer.heard_at = time.monotonic()
+                if beat:
+                    peer.farewell = beat[:_FAREWELL_BYTES].decode(errors="replace")
+        except Exception as error:  # whatever gRPC raises when the connection breaks
+            self._incoming_broke(peer, incarnation, error)
+            return
+        with self.changed:
+            peer.has_left = self.is_met
+            if not self.is_met:
+                peer.is_here, peer.incarnation = False, ""
+            bells = list(self._bells.values())
+            self.changed.notify_all()
+        for bell in bells:
+            bell.ring()
+
+    def _incoming_broke(self, peer: Peer, incarnation: str, error: Exception) -> None:
+        logger.debug("%s: the stream of %s ended: %r", self.names[self.rank], peer.name, error)
+        if self.is_met:
+            self.lose(peer, "its connection broke")
+            return
+        with self.changed:
+            if peer.incarnation == incarnation:
+                peer.is_here, peer.incarnation = False, ""
+            self.changed.notify_all()
+
+    def _outgoing_ended(self, peer: Peer, call: Any) -> None:
+        if call.code() is not grpc.StatusCode.OK:
+            self.lose(peer, f"its connection broke ({call.details()})")
+
+    def watch_control(self, peer: Peer) -> None:
+        """Notice when the stream that tells a worker of this one breaks."""
+        assert peer.control is not None
+        peer.control.add_done_callback(lambda done: self._control_ended(peer, done))
+
+    def _control_ended(self, peer: Peer, call: Any) -> None:
+        if self.is_met:
+            self._outgoing_ended(peer, call)
+            return
+        with self.changed:
+            peer.has_welcomed = False
+            self.changed.notify_all()
+
+
+class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
+    """What the server does with a stream."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._methods: dict[str, Callable[..., bytes]] = {
+            wire.CONTROL_METHOD: self._control,
+            wire.LANE_METHOD: self._lane,
+        }
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        method = self._methods.get(details.method)
+        return method and grpc.stream_unary_rpc_method_handler(method)
+
+    def _control(self, beats: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        node = self._node
+        try:
+            hello = node.admit(context)
+        except Refusal as refusal:
+            node.refuse(context, refusal)
+            raise
+        welcome = f"{node.incarnation} welcomes {hello.incarnation}"
+        proof = node.security.prove(welcome)
+        context.send_initial_metadata(((wire.WELCOME, node.incarnation), (wire.PROOF, proof)))
+        node.listen_to(node.peers[hello.source], hello.incarnation, beats)
+        return b""
+
+    def _lane(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        node = self._node
+        try:
+            hello = node.admit(context)
+        except Refusal as refusal:
+            node.refuse(context, refusal)
+            raise
+        peer = node.peers[hello.source]
+        inbox = node.inbox(peer.rank, hello.lane)
+        try:
+            for message in messages:
+                peer.heard_at = time.monotonic()
+                inbox.put(message)
+        except Exception as error:
+            logger.debug("lane %s of %s ended: %r", hello.lane, peer.name, error)
+        return b""

@@ -1,0 +1,55 @@
+"""What one worker knows of another one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import grpc
+
+from collectives.network.addresses import Address
+from collectives.network.lanes import Outbox
+
+
+@dataclass
+class Peer:
+    """Another worker.
+
+    Attributes:
+        rank: its rank.
+        name: what it is called in messages, with its address.
+        address: where it listens.
+        incarnation: of the process that holds this rank; "" while none does.
+        is_here: whether that process is connected to this one.
+        has_welcomed: whether this process is connected to that one.
+        trouble: why the last attempt to reach it came to nothing.
+        was_there_first: whether it listened already when it was first called.
+        channel: the connection to it.
+        heard_at: when something last came from it, in seconds of the monotonic clock.
+        farewell: what it said when it left.
+        has_left: whether it has left in order.
+        is_lost: whether it is gone otherwise.
+    """
+
+    rank: int
+    name: str
+    address: Address
+    incarnation: str = ""
+    is_here: bool = False
+    has_welcomed: bool = False
+    trouble: str = "not called yet"
+    was_there_first: bool | None = None
+    channel: grpc.Channel | None = None
+    control: grpc.Future | None = None
+    outboxes: dict[str, tuple[Outbox, grpc.Future]] = field(default_factory=dict)
+    heard_at: float = field(default_factory=time.monotonic)
+    farewell: str = ""
+    has_left: bool = False
+    is_lost: bool = False
+    is_being_probed: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether streams lead both ways."""
+        return self.is_here and self.has_welcomed

@@ -1,0 +1,121 @@
+"""Who may join: certificates for the connections and a token for the job, as the environment gives them."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from collectives.errors import SecurityError
+from collectives.network.addresses import Address
+
+logger = logging.getLogger(__name__)
+
+CERTIFICATE, KEY, AUTHORITY = "POPDIST_TLS_CERT", "POPDIST_TLS_KEY", "POPDIST_TLS_CA"
+TLS_VARIABLES = (CERTIFICATE, KEY, AUTHORITY)
+INSECURE = "POPDIST_GRPC_INSECURE"
+TOKEN = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The PEM files of one worker: its certificate, the key, and the authority that signed those of all workers."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+    @cached_property
+    def client_context(self) -> ssl.SSLContext:
+        """For connections to other workers; making it checks that the files belong together.
+
+        Raises:
+            SecurityError: they cannot be read, or the key is not that of the certificate.
+        """
+        for name, path in zip(TLS_VARIABLES, (self.certificate, self.key, self.authority), strict=True):
+            if not path.is_file():
+                raise SecurityError(f"{name}={path} is not a file; name a PEM file that this process can read")
+        try:
+            context = ssl.create_default_context(cafile=str(self.authority))
+        except (ssl.SSLError, OSError) as error:
+            raise SecurityError(f"{AUTHORITY}={self.authority} is not a certificate in PEM form: {error}") from error
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except (ssl.SSLError, OSError) as error:
+            raise SecurityError(
+                f"{CERTIFICATE}={self.certificate} and {KEY}={self.key} are not a certificate and its key: {error}"
+            ) from error
+        context.set_alpn_protocols(["h2"])
+        return context
+
+
+@dataclass(frozen=True)
+class Security:
+    """How workers know each other.
+
+    Attributes:
+        certificates: for mutual TLS; None for plaintext.
+        token: of the job; "" for none.
+        allows_plaintext: whether plaintext may leave this machine.
+    """
+
+    certificates: Certificates | None = None
+    token: str = field(default="", repr=False)
+    allows_plaintext: bool = False
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Security:
+        """What POPDIST_TLS_CERT, POPDIST_TLS_KEY, POPDIST_TLS_CA, POPDIST_JOB_TOKEN and POPDIST_GRPC_INSECURE say.
+
+        Raises:
+            SecurityError: only some of the three files are named, or the last one is neither 0 nor 1.
+        """
+        named = [name for name in TLS_VARIABLES if environ.get(name)]
+        if named and len(named) < len(TLS_VARIABLES):
+            missing = [name for name in TLS_VARIABLES if name not in named]
+            raise SecurityError(
+                f"{', '.join(named)} {'is' if len(named) == 1 else 'are'} set and {', '.join(missing)} not; "
+                "mutual TLS needs all three"
+            )
+        insecure = environ.get(INSECURE, "") or "0"
+        if insecure not in ("0", "1"):
+            raise SecurityError(f"{INSECURE}={insecure!r}; use 1 to allow plaintext between machines, or unset it")
+        certificates = Certificates(*(Path(environ[name]) for name in TLS_VARIABLES)) if named else None
+        return cls(certificates, environ.get(TOKEN, ""), insecure == "1")
+
+    def check(self, addresses: Sequence[Address]) -> None:
+        """Refuse plaintext that would leave this machine.
+
+        Raises:
+            SecurityError: an address is not on the loopback interface, and there are no usable certificates.
+        """
+        if self.certificates is not None:
+            _ = self.certificates.client_context
+            return
+        remote = [address.text for address in addresses if not address.is_loopback()]
+        if not remote:
+            return
+        if not self.allows_plaintext:
+            raise SecurityError(
+                f"{', '.join(remote)} {'is' if len(remote) == 1 else 'are'} not on this machine, and plaintext is only "
+                f"for loopback addresses; set {', '.join(TLS_VARIABLES)} for mutual TLS, or {INSECURE}=1 on a network "
+                "that you trust"
+            )
+        logger.warning(
+            "%s=1: gradients and variables travel in plaintext to %s, and %s",
+            INSECURE,
+            ", ".join(remote),
+            "whoever reads them could replay the job token" if self.token else "whoever reaches this port can join",
+        )
+
+    def prove(self, statement: str) -> str:
+        """What shows that the writer of `statement` knows the token, without showing the token; "" without one."""
+        return hmac.new(self.token.encode(), statement.encode(), "sha256").hexdigest() if self.token else ""
+
+    def is_proof(self, proof: str, statement: str) -> bool:
+        """Whether `proof` was made of `statement` with the same token; always true without one."""
+        return not self.token or hmac.compare_digest(self.prove(statement), proof)

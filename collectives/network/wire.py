@@ -1,0 +1,84 @@
+"""How gRPC is set up here: channels and servers for streams of bytes, with limits on both sides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import grpc
+
+from collectives.network.addresses import Address, Endpoint
+from collectives.network.security import Certificates
+
+MESSAGE_BYTES = 1 << 21
+"""The largest message. gRPC refuses what announces more before it makes room for it."""
+
+SERVICE = "/popdist.Collectives/"
+CONTROL_METHOD, LANE_METHOD = f"{SERVICE}Control", f"{SERVICE}Lane"
+HELLO, PROOF, WELCOME = "popdist-hello", "popdist-proof", "popdist-welcome"
+
+_ROOM_FOR_HEADERS = 1 << 10
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is announced is what it takes
+]
+
+
+class DaemonThreads(Executor):
+    """A thread for each stream, which does not keep the interpreter from ending."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run it at once."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        future.set_running_or_notify_cancel()
+        threading.Thread(target=run, name="collectives-stream", daemon=True).start()
+        return future
+
+
+def open_channel(endpoint: Endpoint, address: Address, certificates: Certificates | None) -> grpc.Channel:
+    """A connection of its own to one worker; it is made when the first stream needs it."""
+    options = [*_OPTIONS, ("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    if certificates is None:
+        return grpc.insecure_channel(endpoint.target, options)
+    credentials = grpc.ssl_channel_credentials(
+        certificates.authority.read_bytes(), certificates.key.read_bytes(), certificates.certificate.read_bytes()
+    )
+    name = [("grpc.ssl_target_name_override", address.authority), ("grpc.default_authority", address.authority)]
+    return grpc.secure_channel(endpoint.target, credentials, [*options, *name])
+
+
+def open_server(
+    address: Address, certificates: Certificates | None, handlers: grpc.GenericRpcHandler, streams: int
+) -> grpc.Server:
+    """A server that listens at `address` only and has room for `streams` at once; not started yet.
+
+    Raises:
+        OSError: if it cannot listen there.
+    """
+    options = [*_OPTIONS, ("grpc.so_reuseport", 0)]  # a port belongs to one worker
+    endpoints = address.check_free()
+    server = grpc.server(DaemonThreads(), (handlers,), options=options, maximum_concurrent_rpcs=streams)
+    for endpoint in endpoints:
+        try:
+            if certificates is None:
+                server.add_insecure_port(endpoint.place)
+            else:
+                server.add_secure_port(endpoint.place, _server_credentials(certificates))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+    return server
+
+
+def _server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    pair = (certificates.key.read_bytes(), certificates.certificate.read_bytes())
+    return grpc.ssl_server_credentials([pair], certificates.authority.read_bytes(), require_client_auth=True)
