@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from popdist.environments import NoProgress, ProgressPage, detect_instance
+from popdist.environments import Cluster, NoProgress, ProgressPage, detect_instance, read_cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 
@@ -31,6 +31,7 @@ class _Process:
 
     connect: ConnectBackend | None = None
     num_replicas: int | None = None
+    cluster: Cluster | None = None  # named by the program instead of its environment
     instance: Instance | None = None
     communicator: Communicator | None = None
     progress: ProgressPage | NoProgress = NoProgress()
@@ -69,8 +70,37 @@ def init(num_replicas: int | None = None) -> None:
     initializeBackend()
 
 
+def join_cluster(cluster: Cluster, num_replicas: int) -> None:
+    """`init` for workers whose cluster the program names, whatever the environment says.
+
+    Raises:
+        LifeCycleError: if this process has joined another job already.
+        EnvironmentMismatchError: if the replicas cannot be divided evenly.
+    """
+    wanted = cluster.instance(num_replicas)
+    if _process.communicator is None:
+        _process.cluster = cluster
+    elif _process.instance != wanted:
+        raise LifeCycleError(
+            f"this process is an instance already ({_describe(_process.instance)}), and the cluster makes it "
+            f"{_describe(wanted)}; make the strategy instead of calling init, or start the program without a launcher"
+        )
+    init(num_replicas)
+
+
+def _describe(instance: Instance | None) -> str:
+    assert instance is not None
+    return (
+        f"{instance.index} of {instance.count} with {instance.local_replicas} of {instance.total_replicas} replicas, "
+        f"started by {instance.launcher}"
+    )
+
+
 def registerDefaultBackend() -> None:
-    """Choose MPI for several instances, nothing for one; `init` does it where no backend was registered."""
+    """Choose MPI for several instances, gRPC for those of TF_CONFIG, nothing for one.
+
+    `init` does it where no backend was registered.
+    """
     _register(_connect_default)
 
 
@@ -110,10 +140,12 @@ def initializeBackend() -> None:
     if _process.was_finalized:
         raise LifeCycleError("the backend was finalised; MPI cannot be started again in the same process")
     from collectives import Settings
+    from popdist.limits import read_limits
 
-    instance = detect_instance(os.environ, _process.num_replicas)
+    instance = _detect()
     progress = ProgressPage.from_environ(os.environ)
-    _process.communicator = _process.connect(Settings(progress=progress), instance)
+    settings = Settings(progress=progress, limits=read_limits(os.environ))
+    _process.communicator = _process.connect(settings, instance)
     _process.instance = instance
     _process.progress = progress
     _watch_exit()
@@ -143,7 +175,7 @@ def isBackendInitialized() -> bool:
 
 def instance() -> Instance:
     """This instance; before `init`, what the environment says."""
-    return _process.instance or detect_instance(os.environ, _process.num_replicas)
+    return _process.instance or _detect()
 
 
 def communicator() -> Communicator:
@@ -166,6 +198,12 @@ def progress() -> ProgressPage | NoProgress:
 # ---- the backends
 
 
+def _detect() -> Instance:
+    if _process.cluster is not None:
+        return _process.cluster.instance(_process.num_replicas)
+    return detect_instance(os.environ, _process.num_replicas)
+
+
 def _register(connect: ConnectBackend) -> None:
     if _process.communicator is not None:
         raise LifeCycleError("a backend is in use; register another one before init")
@@ -177,6 +215,8 @@ def _connect_default(settings: Settings, instance: Instance) -> Communicator:
 
     if instance.count == 1:
         return collectives.connect("single", settings)
+    if instance.launcher == "tf_config":
+        return _connect_workers(settings, instance)
     import mpi4py
 
     mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
@@ -187,6 +227,20 @@ def _connect_default(settings: Settings, instance: Instance) -> Communicator:
             f"of {instance.count}; start the program with the mpirun that belongs to mpi4py's MPI library"
         )
     return communicator
+
+
+def _connect_workers(settings: Settings, instance: Instance) -> Communicator:
+    import collectives
+
+    cluster = _process.cluster or read_cluster(os.environ)
+    return collectives.connect(
+        "grpc",
+        settings,
+        addresses=cluster.addresses,
+        rank=instance.index,
+        names=cluster.names,
+        description=f"{instance.total_replicas} replicas",
+    )
 
 
 def _finalize_mpi() -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 
 from collectives.assembly import Group, Settings, assemble
-from collectives.backends import single
 from collectives.communicator import Communicator
 from collectives.link import Link, Transfer
 from collectives.network.addresses import Address
@@ -105,8 +104,6 @@ def connect(
         raise ValueError(f"the addresses {', '.join(addresses)} name one worker twice; each needs its own")
     if not 0 <= rank < len(parsed):
         raise ValueError(f"rank is {rank}, but there are {len(parsed)} addresses; ranks are 0 to {len(parsed) - 1}")
-    if len(parsed) == 1:
-        return single.connect(settings)
     titles = names or [f"rank {number}" for number in range(len(parsed))]
     full_names = [f"{title} at {address.text}" for title, address in zip(titles, parsed, strict=True)]
     security = security or Security.from_environ(os.environ)

@@ -106,6 +106,36 @@ class Cluster:
         return machines[: self.rank].count(machines[self.rank])
 
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each task is called in messages, in the order of the ranks."""
+        return tuple(f"{job} {number}" for job, tasks in self.jobs.items() for number in range(len(tasks)))
+
+    def instance(self, num_replicas: int | None = None) -> Instance:
+        """This task as an instance with its even share of the replicas; by default one per task.
+
+        Raises:
+            EnvironmentMismatchError: the replicas cannot be divided evenly.
+        """
+        count = len(self.addresses)
+        total = count if num_replicas is None else num_replicas
+        if total < 1 or total % count:
+            _refuse(
+                f"asked for {total} replicas on {count} instances (TF_CONFIG lists {_shown(self.addresses)})",
+                f"replicas must divide evenly: use {nearest_multiples(max(total, 1), count)}",
+            )
+        local = total // count
+        return Instance(
+            index=self.rank,
+            count=count,
+            local_replicas=local,
+            replica_offset=self.rank * local,
+            total_replicas=total,
+            local_index=self.local_index,
+            launcher="tf_config",
+        )
+
+
 class TFConfigEnvironment(Environment):
     """One task is one instance. The replicas are divided evenly; one per task unless the program asks."""
 
@@ -115,24 +145,7 @@ class TFConfigEnvironment(Environment):
 
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
         """The instance of this task, with its even share of the replicas."""
-        cluster = read_cluster(environ)
-        count = len(cluster.addresses)
-        total = count if num_replicas is None else num_replicas
-        if total < 1 or total % count:
-            _refuse(
-                f"asked for {total} replicas on {count} instances (TF_CONFIG lists {_shown(cluster.addresses)})",
-                f"replicas must divide evenly: use {nearest_multiples(max(total, 1), count)}",
-            )
-        local = total // count
-        return Instance(
-            index=cluster.rank,
-            count=count,
-            local_replicas=local,
-            replica_offset=cluster.rank * local,
-            total_replicas=total,
-            local_index=cluster.local_index,
-            launcher="tf_config",
-        )
+        return read_cluster(environ).instance(num_replicas)
 
 
 def read_cluster(

@@ -1,0 +1,35 @@
+"""How long instances wait for each other, as the environment says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from collectives import Limits
+from popdist.errors import EnvironmentMismatchError
+
+PREFIX = "POPDIST_"
+
+
+def read_limits(environ: Mapping[str, str]) -> Limits:
+    """The limits that POPDIST_STALL_WARNING_S, POPDIST_TIMEOUT_S and POPDIST_CONNECT_TIMEOUT_S set.
+
+    Raises:
+        EnvironmentMismatchError: one is not a positive number of seconds.
+    """
+    chosen = {}
+    for limit in fields(Limits):
+        name = f"{PREFIX}{limit.name.upper()}"
+        if name in environ:
+            chosen[limit.name] = _seconds(name, environ[name])
+    return Limits(**chosen)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise EnvironmentMismatchError(f"{name}={text!r} is not a positive number of seconds; correct or unset it")
+    return seconds
