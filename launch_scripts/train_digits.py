@@ -2,8 +2,9 @@
 
     python launch_scripts/train_digits.py --strategy ipu --replicas 4
     poprun --num-instances 2 --num-replicas 4 python launch_scripts/train_digits.py
+    TF_CONFIG=... python launch_scripts/train_digits.py --strategy multi-worker --replicas 4    (once per worker)
 
-Both print the same fingerprint of the variables.
+All print the same fingerprint of the variables.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import optax
 from digits_data import DataError, Digits, load_digits
 from digits_models import MODELS, Model
 
+import collectives
 import popdist
 import strategies
 
@@ -48,9 +50,22 @@ def make_popdist(replicas: int | None) -> strategies.Strategy:
     return strategies.PopDistStrategy()
 
 
+def make_multi_worker(replicas: int | None) -> strategies.Strategy:
+    """The replicas of all workers that TF_CONFIG names."""
+    resolver = popdist.TFConfigClusterResolver()
+    workers = len(resolver.cluster.addresses)
+    local, rest = divmod(replicas or workers, workers)
+    if rest or not local:
+        raise UsageError(
+            f"--replicas {replicas} on {workers} workers; each has equally many: use a multiple of {workers}"
+        )
+    return strategies.IPUMultiWorkerStrategy(resolver, variables_on_host=True, num_local_replicas=local)
+
+
 STRATEGIES: dict[str, Callable[[int | None], strategies.Strategy]] = {
     "ipu": make_ipu,
     "popdist": make_popdist,
+    "multi-worker": make_multi_worker,
 }
 
 
@@ -102,7 +117,7 @@ def main() -> int:
         data = load_digits(options.data)
         strategy = STRATEGIES[options.strategy](options.replicas)
         dataset = distribute(strategy, data, options)
-    except (DataError, UsageError, ValueError, popdist.PopDistError) as error:
+    except (DataError, UsageError, ValueError, popdist.PopDistError, collectives.CollectiveError) as error:
         print(f"train_digits.py: error: {error}", file=sys.stderr)
         return 2
     result = train(strategy, dataset, data, options)
@@ -134,7 +149,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="of variables and order of the data (%(default)s)",
     )
-    add("--replicas", type=count, metavar="N", help="of all instances; poprun says it otherwise")
+    add("--replicas", type=count, metavar="N", help="of all instances; default: what poprun says, else one each")
     add("--check-numerics", action="store_true", help="stop at the first gradient that is not finite")
     add("--json", metavar="PATH", help="write the result there; '-' is the standard output")
     options = parser.parse_args(arguments)

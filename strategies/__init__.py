@@ -5,19 +5,23 @@ from strategies.errors import DeviceError, NonFiniteGradientError, StrategyError
 from strategies.fingerprints import fingerprint
 from strategies.input_context import InputContext
 from strategies.ipu import IPUStrategy
+from strategies.multi_worker import IPUMultiWorkerStrategy
 from strategies.per_replica import PerReplica
 from strategies.popdist_strategy import PopDistStrategy
 from strategies.replica_context import ReplicaContext, get_replica_context
 from strategies.strategy import Strategy, get_strategy
 from strategies.trainer import Metrics, Trainer, TrainState
+from strategies.variables import MirroredVariable, SyncOnReadVariable
 
 __all__ = [
     "DeviceError",
     "DistributedDataset",
+    "IPUMultiWorkerStrategy",
     "IPUStrategy",
     "InputContext",
     "Masked",
     "Metrics",
+    "MirroredVariable",
     "NonFiniteGradientError",
     "PerReplica",
     "PopDistStrategy",
@@ -25,6 +29,7 @@ __all__ = [
     "ReplicaContext",
     "Strategy",
     "StrategyError",
+    "SyncOnReadVariable",
     "TrainState",
     "Trainer",
     "fingerprint",

@@ -18,10 +18,12 @@ from popdist.environments import NoProgress, ProgressPage
 from popdist.instance import Instance
 from strategies.datasets import DistributedDataset
 from strategies.devices import claim_devices
+from strategies.extended import Extended
 from strategies.input_context import InputContext
 from strategies.per_replica import PerReplica
 from strategies.replica_context import CrossReplicaReducer, ReplicaContext, replica_context
 from strategies.sharding import Remainder
+from strategies.variables import MirroredVariable, Synchronization, SyncOnReadVariable, make_variable
 
 Tree = TypeVar("Tree")
 
@@ -31,13 +33,14 @@ _scope: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
 class Strategy:
     """R replicas of one program, spread over instances; what they compute does not depend on how.
 
-    Programs use `IPUStrategy` or `PopDistStrategy`.
+    Programs use `IPUStrategy`, `PopDistStrategy` or `IPUMultiWorkerStrategy`.
 
     Args:
         instance: which replicas this process drives.
         communicator: connects the instances.
         progress: where this instance notes what it is doing.
         add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
+        variables_on_host: whether variables and optimizer state live in host memory.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class Strategy:
         communicator: Communicator,
         progress: ProgressPage | NoProgress | None = None,
         add_cross_replica_reductions: bool = True,
+        variables_on_host: bool = False,
     ) -> None:
         self.instance = instance
         self.communicator = communicator
+        self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         self.devices = claim_devices(instance.local_replica_range, instance.total_replicas, instance.local_index)
         self.reducer = CrossReplicaReducer(
@@ -79,7 +84,25 @@ class Strategy:
         """The global indices of this instance's replicas."""
         return self.instance.local_replica_range
 
+    @property
+    def extended(self) -> Extended:
+        """The role of this instance, with the original's names; instance 0 writes files."""
+        return Extended(self.instance.is_leader, self.instance.is_leader)
+
     # ---- values
+
+    def variable(
+        self, initial: Any, synchronization: Synchronization = "on_write", aggregation: str = "mean"
+    ) -> MirroredVariable | SyncOnReadVariable:
+        """A variable that begins with instance 0's `initial` everywhere; a collective call.
+
+        Args:
+            initial: a pytree of arrays, or a function that returns one.
+            synchronization: "on_write" for one that is the same on all replicas, "on_read" for one that each replica
+                has of its own until it is read.
+            aggregation: how replicas' values are reduced: "sum", "mean" or "only_first_replica".
+        """
+        return make_variable(self, initial, synchronization, aggregation)
 
     def per_replica(self, function: Callable[[int], Any]) -> PerReplica:
         """`function(r)` for the global index r of each local replica."""

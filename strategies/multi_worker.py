@@ -1,0 +1,70 @@
+"""The strategy of workers that share nothing but a network."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import popdist
+from popdist.context import join_cluster
+from popdist.environments import Cluster
+from strategies.strategy import Strategy
+
+
+class ClusterResolver(Protocol):
+    """What the strategy needs of a cluster resolver; `popdist.TFConfigClusterResolver` is one."""
+
+    @property
+    def task_type(self) -> str:
+        """The job of this task: "chief" or "worker"."""
+
+    @property
+    def task_id(self) -> int:
+        """Its index in that job."""
+
+    def cluster_spec(self) -> Any:
+        """The cluster; `as_dict` gives the addresses of each job."""
+
+
+class IPUMultiWorkerStrategy(Strategy):
+    """The replicas of all workers of a cluster, connected by a ring over gRPC; no launcher, no MPI.
+
+    Every worker makes it at the beginning of the program; it returns when all of them have come. Gradients are added
+    in replica order, so the variables have the same bits as under `IPUStrategy` and `PopDistStrategy` with equally
+    many replicas. With `variables_on_host`, `Trainer` streams gradients: what the backward pass has finished travels
+    while the rest of it still runs.
+
+    Semantics: the original's `IPUMultiWorkerStrategyV1`, with several replicas per worker.
+
+    Args:
+        cluster_resolver: says who the workers are and which one this is.
+        variables_on_host: keep variables and optimizer state once per worker in host memory.
+        num_local_replicas: replicas of each worker, the same on all of them.
+
+    Raises:
+        EnvironmentMismatchError: the cluster makes no sense.
+        PeerRefusedError: this worker's address is in use, or another worker refuses it.
+        SecurityError: workers on several machines need certificates.
+        CollectiveTimeoutError: a worker has not come in time.
+        ValueError: if `num_local_replicas` is not positive.
+    """
+
+    def __init__(
+        self, cluster_resolver: ClusterResolver, variables_on_host: bool = False, num_local_replicas: int = 1
+    ) -> None:
+        if num_local_replicas < 1:
+            raise ValueError(f"num_local_replicas is {num_local_replicas}; a worker needs at least one replica")
+        cluster = _cluster_of(cluster_resolver)
+        join_cluster(cluster, num_local_replicas * len(cluster.addresses))
+        super().__init__(
+            popdist.instance(), popdist.communicator(), popdist.progress(), variables_on_host=variables_on_host
+        )
+
+
+def _cluster_of(resolver: ClusterResolver) -> Cluster:
+    jobs = resolver.cluster_spec().as_dict()
+    return Cluster(
+        chief=tuple(jobs.get("chief", ())),
+        worker=tuple(jobs.get("worker", ())),
+        task_type=resolver.task_type,
+        task_id=resolver.task_id,
+    )

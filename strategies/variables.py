@@ -1,0 +1,120 @@
+"""Variables of programs that do without `Trainer`: the same everywhere, or one per replica until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.per_replica import PerReplica
+
+if TYPE_CHECKING:
+    from strategies.strategy import Strategy
+
+Synchronization = Literal["on_write", "on_read"]
+AGGREGATIONS = ("sum", "mean", "only_first_replica")
+
+
+class MirroredVariable:
+    """A pytree that is the same on all replicas; what replicas write is reduced on writing.
+
+    Semantics: the original's `IPUMirroredVariable` (synchronization ON_WRITE).
+
+    Attributes:
+        value: the current value; with `variables_on_host` NumPy arrays in host memory, else JAX arrays.
+    """
+
+    def __init__(self, strategy: Strategy, initial: Any, aggregation: str) -> None:
+        self._strategy = strategy
+        self._aggregation = _checked(aggregation)
+        self.value = self._placed(strategy.broadcast(initial))
+
+    def read_value(self) -> Any:
+        """The current value; asks nobody."""
+        return self.value
+
+    def assign(self, value: Any) -> None:
+        """Set the value.
+
+        Args:
+            value: `PerReplica`, reduced over all replicas of all instances (a collective call), or one tree that
+                is the same on all instances.
+        """
+        self.value = self._placed(_reduced(self._strategy, self._aggregation, value))
+
+    def _placed(self, value: Any) -> Any:
+        if self._strategy.variables_on_host:
+            return jax.tree.map(_host_copy, value)
+        return jax.device_put(value, self._strategy.devices.devices[0], may_alias=False)
+
+
+class SyncOnReadVariable:
+    """A pytree of each replica's own, such as batch statistics; reduced when it is read.
+
+    Semantics: the original's `IPUSyncOnReadVariable` (synchronization ON_READ): it lives with the replicas, also with
+    `variables_on_host`. **All instances read at the same time**, so they also write checkpoints at the same time.
+
+    Attributes:
+        values: the local replicas' values; hand them to `strategy.run` as an argument.
+    """
+
+    def __init__(self, strategy: Strategy, initial: Any, aggregation: str) -> None:
+        self._strategy = strategy
+        self._aggregation = _checked(aggregation)
+        first = strategy.broadcast(initial)
+        self.values = strategy.per_replica(lambda _: first)
+
+    def read_value(self) -> Any:
+        """The values of all replicas of all instances, reduced; a collective call."""
+        return _reduced(self._strategy, self._aggregation, self.values)
+
+    def assign(self, value: Any) -> None:
+        """Set the replicas' values; asks nobody.
+
+        Args:
+            value: `PerReplica` with one tree for each local replica, or one tree to be read back: with "sum" each
+                replica then gets its part.
+        """
+        if isinstance(value, PerReplica):
+            self.values = value
+            return
+        parts = self._strategy.num_replicas_in_sync if self._aggregation == "sum" else 1
+        share = jax.tree.map(lambda leaf: jnp.asarray(leaf) / parts if parts > 1 else jnp.asarray(leaf), value)
+        self.values = self._strategy.per_replica(lambda _: share)
+
+
+def make_variable(
+    strategy: Strategy, initial: Any, synchronization: Synchronization, aggregation: str
+) -> MirroredVariable | SyncOnReadVariable:
+    """The variable that `Strategy.variable` describes."""
+    kinds: dict[str, Callable[..., MirroredVariable | SyncOnReadVariable]] = {
+        "on_write": MirroredVariable,
+        "on_read": SyncOnReadVariable,
+    }
+    if synchronization not in kinds:
+        raise ValueError(f"synchronization is {synchronization!r}; use one of {', '.join(kinds)}")
+    return kinds[synchronization](strategy, initial() if callable(initial) else initial, aggregation)
+
+
+def _checked(aggregation: str) -> str:
+    lower = aggregation.lower()
+    if lower not in AGGREGATIONS:
+        raise ValueError(f"aggregation is {aggregation!r}; use one of {', '.join(AGGREGATIONS)}")
+    return lower
+
+
+def _reduced(strategy: Strategy, aggregation: str, value: Any) -> Any:
+    if not isinstance(value, PerReplica):
+        return value
+    if aggregation == "only_first_replica":
+        return strategy.broadcast(value.values[0])
+    return strategy.reduce(aggregation, value)
+
+
+def _host_copy(leaf: Any) -> np.ndarray:
+    array = np.array(leaf)
+    array.flags.writeable = False
+    return array
