@@ -4,11 +4,12 @@ Starts itself under mpirun, one core per instance; all ways take turns in the sa
 compared with the sequential sum. Usage:
 
     python benchmarks/all_reduce.py [--instances 2] [--replicas 1 2] [--sizes 1K 64M] [--rounds 9] [--json PATH]
+        [--backends mpi,grpc]
 
-The columns: "window" (result in shared memory, as a training step uses it), "window private" (result copied into an
-array of each rank) and "ring" are ours; "mpi" adds the local replicas' arrays and calls MPI_Allreduce; "gloo" does the
-same with torch, where it is installed. "bound" is (replicas + 1) x size over the bandwidth of the memory with all
-ranks adding at once; what fits into the caches can be faster.
+The columns for mpi: "window" (result in shared memory, as a step uses it), "window private" (result copied into
+an array of each rank) and "ring" are ours; "mpi" adds the local replicas' arrays and calls MPI_Allreduce; "gloo" does
+the same with torch, where it is installed. "bound" is (replicas + 1) x size over the bandwidth of the memory with all
+ranks adding at once; what fits into the caches can be faster. `all_reduce_grpc.py` describes the columns for grpc.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import all_reduce_grpc
 from timing import OtherLoad, describe_machine, mpirun_command, one_core_each, output_lines
 
 RANK_PROGRAM = Path(__file__).with_name("all_reduce_rank.py")
 SIZES = [1024 * 4**power for power in range(9)]  # 1 KiB to 64 MiB
+BACKENDS = ("mpi", "grpc")
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 COLUMNS = {"window": "window", "window_private": "w. private", "ring": "ring", "mpi": "mpi", "gloo": "gloo"}
 
@@ -33,10 +37,26 @@ def main() -> None:
     machine = describe_machine()
     cpus = one_core_each(options.instances)
     load = OtherLoad()
-    rows = []
+    rows = list(compare_over_mpi(options, cpus)) if "mpi" in options.backends else []
+    over_grpc = list(compare_over_grpc(options, cpus)) if "grpc" in options.backends else []
+    load.warn()
+    if options.json:
+        result = {"machine": machine, "other_load": load.share(), "rounds": options.rounds, "rows": rows}
+        if over_grpc:
+            memory, *grpc_rows = over_grpc
+            result["grpc"] = {"memory": memory, "rows": grpc_rows}
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    wrong = [fault for row in rows for fault in faults(row)]
+    wrong += [fault for row in over_grpc[1:] for fault in all_reduce_grpc.faults(row)]
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+def compare_over_mpi(options: argparse.Namespace, cpus: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Prints and yields rows."""
     with tempfile.TemporaryDirectory(prefix="all-reduce-") as folder:
         job = {
-            "sizes": options.sizes,
+            "sizes": options.sizes or SIZES,
             "local_replicas": options.replicas,
             "rounds": options.rounds,
             "block_s": options.block_s,
@@ -44,23 +64,36 @@ def main() -> None:
             "rendezvous": f"{folder}/gloo",
         }
         print_header(options.instances)
-        for line in output_lines(
-            mpirun_command(cpus, [sys.executable, str(RANK_PROGRAM), json.dumps(job)]), options.limit_s
-        ):
-            rows.append(json.loads(line))
-            print_row(rows[-1])
-    load.warn()
-    if options.json:
-        result = {"machine": machine, "other_load": load.share(), "rounds": options.rounds, "rows": rows}
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
-    wrong = [fault for row in rows for fault in faults(row)]
-    if wrong:
-        raise SystemExit("\n".join(wrong))
+        command = mpirun_command(cpus, [sys.executable, str(RANK_PROGRAM), json.dumps(job)])
+        for line in output_lines(command, options.limit_s):
+            row = json.loads(line)
+            print_row(row)
+            yield row
+
+
+def compare_over_grpc(options: argparse.Namespace, cpus: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Prints and yields the extra memory and rows."""
+    sizes = options.sizes or all_reduce_grpc.SIZES
+    figures = all_reduce_grpc.measure(sizes, options.rounds, options.block_s, cpus)
+    memory = next(figures)
+    yield memory
+    all_reduce_grpc.print_header()
+    for row in figures:
+        all_reduce_grpc.print_row(row, in_units(row["bytes"]))
+        yield row
+    all_reduce_grpc.print_memory(memory, in_units(memory["bytes"]))
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add(
+        "--backends",
+        type=backend_names,
+        default=["mpi"],
+        metavar="NAMES",
+        help="mpi, grpc, or mpi,grpc: one table for each (mpi)",
+    )
     add("--instances", type=int, default=2, metavar="N")
     add(
         "--replicas",
@@ -74,9 +107,8 @@ def read_options() -> argparse.Namespace:
         "--sizes",
         type=size,
         nargs="+",
-        default=SIZES,
         metavar="BYTES",
-        help="of an array; 64K and 1M are understood",
+        help="of an array; 64K and 1M are understood (1K to 64M, over gRPC 64K to 64M)",
     )
     add("--rounds", type=int, default=9, metavar="N", help="turns of each way (%(default)s)")
     add(
@@ -95,7 +127,19 @@ def read_options() -> argparse.Namespace:
     )
     add("--limit-s", type=float, default=1800.0, metavar="SECONDS", help="for the whole run (%(default)s)")
     add("--json", metavar="PATH", help="write the figures to this file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "grpc" in options.backends and options.instances != all_reduce_grpc.RANKS:
+        parser.error(f"--instances is {options.instances}, but over gRPC a pair is measured: --instances 2")
+    return options
+
+
+def backend_names(text: str) -> list[str]:
+    """`mpi`, `grpc`, or both with a comma between them."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in BACKENDS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no backend here is called {unknown[0]!r}; use {' or '.join(BACKENDS)}")
+    return names
 
 
 def size(text: str) -> int:

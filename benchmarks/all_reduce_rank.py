@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import reductions
+from contributions import contribution, sequential_sum
 from mpi4py import MPI
 from timing import medians
 
@@ -89,19 +90,6 @@ def measure(
             for name in ways
         },
     }
-
-
-def contribution(replica: int, elements: int) -> np.ndarray:
-    """What a replica contributes: the same on whatever rank it is made; rounding makes sums depend on their order."""
-    return np.random.default_rng(replica).random(elements, np.float32) - np.float32(0.5)
-
-
-def sequential_sum(replicas: int, elements: int) -> np.ndarray:
-    """((c0 + c1) + c2) + ..."""
-    total = contribution(0, elements)
-    for replica in range(1, replicas):
-        total += contribution(replica, elements)
-    return total
 
 
 def check(comm: MPI.Intracomm, result: np.ndarray, expected: np.ndarray) -> dict[str, bool]:

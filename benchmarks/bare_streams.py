@@ -1,0 +1,108 @@
+"""A worker of `all_reduce.py --backends grpc`: a pair of gRPC byte streams, one each way, and nothing else.
+
+usage: bare_streams.py SOCKET RANK OWN_ADDRESS OTHER_ADDRESS
+
+The reference for our ring: it moves the same bytes both ways at once, in messages of the same size, each copied once
+out of and once into the memory of the program; nothing is added, checked or watched.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import control
+import grpc
+
+MESSAGE_BYTES = 1 << 20
+METHOD = "/benchmark/stream"
+UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+LIMIT_S = 60.0
+
+
+def main() -> None:
+    path, rank, own_address, other_address = sys.argv[1:]
+    streams = BareStreams(own_address, other_address)
+    control.serve(path, "bare", int(rank), {"prepare": streams.prepare, "turn": streams.timed})
+    streams.close()
+
+
+class BareStreams(grpc.GenericRpcHandler):  # type: ignore[misc,unused-ignore]
+    """A stream to the other process, and one from it.
+
+    Args:
+        own_address: where this one listens.
+        other_address: where the other one does.
+    """
+
+    def __init__(self, own_address: str, other_address: str) -> None:
+        self._messages = 1
+        self._outgoing = memoryview(bytearray(MESSAGE_BYTES))
+        self._incoming = bytearray(MESSAGE_BYTES)
+        self._orders: SimpleQueue[bool] = SimpleQueue()
+        self._has_received = threading.Semaphore(0)
+        self._server = grpc.server(ThreadPoolExecutor(1), handlers=[self], options=UNLIMITED)
+        self._server.add_insecure_port(own_address)
+        self._server.start()
+        self._channel = grpc.insecure_channel(other_address, options=UNLIMITED)
+        grpc.channel_ready_future(self._channel).result(LIMIT_S)
+        self._call = self._channel.stream_unary(METHOD).future(self._send())
+
+    def service(self, handler_call_details: Any) -> Any:
+        """Be called by gRPC for every stream that comes in."""
+        return grpc.stream_unary_rpc_method_handler(self._receive)
+
+    def prepare(self, nbytes: int) -> int:
+        """From now on an exchange is `nbytes` each way; to be called in both processes before either of them begins.
+
+        Returns:
+            how many messages that is.
+        """
+        self._messages = max(1, nbytes // MESSAGE_BYTES)
+        size = nbytes // self._messages
+        self._outgoing, self._incoming = memoryview(bytearray(size)), bytearray(size)
+        return self._messages
+
+    def timed(self, repeats: int) -> float:
+        """Seconds per exchange, of `repeats` one after another; one more before them lets both begin together."""
+        self._exchange()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            self._exchange()
+        return (time.perf_counter() - began) / repeats
+
+    def close(self) -> None:
+        """End the own stream, and wait for the end of the other one."""
+        self._orders.put(False)
+        self._call.result(LIMIT_S)
+        self._channel.close()
+        self._server.stop(LIMIT_S).wait(LIMIT_S)
+
+    def _exchange(self) -> None:
+        self._orders.put(True)
+        if not self._has_received.acquire(timeout=LIMIT_S):
+            raise SystemExit(f"the other process has not sent its bytes within {LIMIT_S:g} s")
+
+    def _send(self) -> Iterator[bytes]:
+        while self._orders.get():
+            for _ in range(self._messages):
+                yield bytes(self._outgoing)
+
+    def _receive(self, messages: Iterator[bytes], _context: Any) -> bytes:
+        received = 0
+        for message in messages:
+            self._incoming[:] = message
+            received += 1
+            if received == self._messages:
+                received = 0
+                self._has_received.release()
+        return b""
+
+
+if __name__ == "__main__":
+    main()
