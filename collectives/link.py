@@ -22,6 +22,24 @@ class Transfer(Protocol):
         """
 
 
+class Fetch(Transfer, Protocol):
+    """A message on its way, for a receiver who does not mind where it lies."""
+
+    @property
+    def message(self) -> np.ndarray:
+        """It, of dtype uint8, once it has arrived."""
+
+
+class FetchedInto:
+    """A message that is received into `room`."""
+
+    __slots__ = ("done", "message")
+
+    def __init__(self, transfer: Transfer, room: np.ndarray) -> None:
+        self.done = transfer.done
+        self.message = room
+
+
 class Link(ABC):
     """Connects one rank with all the others; messages keep their order within a lane between two ranks.
 
@@ -48,6 +66,10 @@ class Link(ABC):
     @abstractmethod
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         """Begin to receive the next message of `source` into the beginning of `into`, which is large enough."""
+
+    def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
+        """Begin to receive the next message of `source` to be read only: into `room`, or wherever the link has it."""
+        return FetchedInto(self.receive(room, source, lane), room)
 
     def close(self) -> None:  # noqa: B027 - most links hold nothing
         """Give back what the link holds; never waits for other ranks."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.link import Transfer
+from collectives.link import Fetch, Transfer
 from collectives.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PartialPass:
         longest = max((chunk.stop - chunk.start for chunk, _ in plan), default=0)
         rows = min(DEPTH, len(plan))
         self._sends: deque[tuple[Transfer, int]] = deque()
-        self._receives: deque[tuple[Transfer, np.ndarray]] = deque()
+        self._receives: deque[Fetch] = deque()
         self._forwards_own = self._is_first and len(contributions) == 1 and reduction.is_direct
         self._incoming = ring.scratch(0, 0 if self._is_first else rows, longest, reduction.accumulator)
         self._outgoing = ring.scratch(
@@ -76,11 +76,11 @@ class PartialPass:
         chunk, destinations = self._plan[self._next]
         partial: list[np.ndarray] = []
         if not self._is_first:
-            transfer, received = self._receives[0]
-            if not transfer.done():
+            fetch = self._receives[0]
+            if not fetch.done():
                 return False
             self._receives.popleft()
-            partial = [received]
+            partial = [fetch.message.view(self._reduction.accumulator)]
         mine = [contribution[chunk] for contribution in self._contributions]
         if self._is_last:
             self._reduction.reduce(partial + mine, self._out[chunk], self._replicas)
@@ -104,7 +104,7 @@ class PartialPass:
         while not self._is_first and self._posted < min(len(self._plan), self._next + DEPTH):
             chunk, _ = self._plan[self._posted]
             row = self._incoming[self._posted % DEPTH][: chunk.stop - chunk.start]
-            self._receives.append((self._link.receive(row.view(np.uint8), self._before, PARTIALS), row))
+            self._receives.append(self._link.fetch(row.view(np.uint8), self._before, PARTIALS))
             self._posted += 1
 
 

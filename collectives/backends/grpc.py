@@ -6,14 +6,15 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
-from collectives.link import Link, Transfer
+from collectives.link import Fetch, Link, Transfer
 from collectives.network.addresses import Address
-from collectives.network.lanes import Inbox, Outbox, Received, Sent
+from collectives.network.lanes import Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
 from collectives.network.security import Security
 
@@ -53,11 +54,20 @@ class GrpcLink(Link):
         return sent
 
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
-        member = self._members[source]
+        return Received(self._inbox(source, lane), into, partial(self._complain, source))
+
+    def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
+        return Fetched(self._inbox(source, lane), room.size, partial(self._complain, source))
+
+    def _inbox(self, source: int, lane: int) -> Inbox:
         inbox = self._inboxes.get((source, lane))
         if inbox is None:
-            inbox = self._inboxes[source, lane] = self._node.inbox(member, f"{self._channel}/{lane}")
-        return Received(inbox, into, lambda why: self._node.lose(self._node.peers[member], why))
+            inbox = self._node.inbox(self._members[source], f"{self._channel}/{lane}")
+            self._inboxes[source, lane] = inbox
+        return inbox
+
+    def _complain(self, source: int, why: str) -> None:
+        self._node.lose(self._node.peers[self._members[source]], why)
 
     def close(self) -> None:
         """End the group, both channels of it; the group of all workers leaves with that."""

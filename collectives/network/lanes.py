@@ -102,6 +102,37 @@ class Received:
         return True
 
 
+class Fetched:
+    """A message that is expected on a lane and stays where gRPC has put it.
+
+    Args:
+        inbox: where it will be.
+        size: how many bytes it must have.
+        complain: told what is wrong with a message that has not.
+    """
+
+    __slots__ = ("_complain", "_inbox", "_size", "message")
+
+    def __init__(self, inbox: Inbox, size: int, complain: Callable[[str], None]) -> None:
+        self._inbox = inbox
+        self._size = size
+        self._complain = complain
+        self.message = np.empty(0, np.uint8)
+
+    def done(self) -> bool:
+        """Whether it has come."""
+        if self.message.size:
+            return True
+        message = self._inbox.take()
+        if message is None:
+            return False
+        if len(message) != self._size:
+            self._complain(f"it sent {len(message)} bytes where {self._size} were expected")
+            return False
+        self.message = np.frombuffer(message, np.uint8)
+        return True
+
+
 class Sent:
     """A message on its way; done as soon as it has been copied."""
 

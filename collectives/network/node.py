@@ -25,6 +25,7 @@ from collectives.waiting import Limits
 logger = logging.getLogger(__name__)
 
 LEAVE_LIMIT_S = 10.0  # how long others may take to receive what was sent to them
+GOODBYE = b"goodbye "  # the last beat of a worker that leaves in order; why follows
 _LANES_PER_PEER = 4096
 _FAREWELL_BYTES = 2048
 _REFUSALS_LOGGED = 100
@@ -140,8 +141,7 @@ class Node:
         yield b""
         while not self.is_leaving.wait(BEAT_S):
             yield b""
-        if self.loss:
-            yield self.loss.encode()[:_FAREWELL_BYTES]
+        yield GOODBYE + self.loss.encode()[:_FAREWELL_BYTES]
 
     def end_lanes(self, prefix: str) -> None:
         """Send what is left on the lanes of a group, then no more."""
@@ -205,11 +205,9 @@ class Node:
                 return
             peer.is_lost = True
             self.loss = self.loss or f"{peer.name} is lost: {why}"
-            bells = list(self._bells.values())
             self.changed.notify_all()
         logger.debug("%s: %s is lost: %s", self.names[self.rank], peer.name, why)
-        for bell in bells:
-            bell.ring()
+        self._ring_all()
 
     # ---- what comes in
 
@@ -262,32 +260,38 @@ class Node:
             peer.is_here = True
             peer.heard_at = time.monotonic()
             self.changed.notify_all()
+        last = b""
         try:
             for beat in beats:
                 peer.heard_at = time.monotonic()
-                if beat:
-                    peer.farewell = beat[:_FAREWELL_BYTES].decode(errors="replace")
-        except Exception as error:  # whatever gRPC raises when the connection breaks
-            self._incoming_broke(peer, incarnation, error)
-            return
-        with self.changed:
-            peer.has_left = self.is_met
-            if not self.is_met:
-                peer.is_here, peer.incarnation = False, ""
-            bells = list(self._bells.values())
-            self.changed.notify_all()
-        for bell in bells:
-            bell.ring()
-
-    def _incoming_broke(self, peer: Peer, incarnation: str, error: Exception) -> None:
-        logger.debug("%s: the stream of %s ended: %r", self.names[self.rank], peer.name, error)
-        if self.is_met:
+                last = beat
+        except Exception as error:  # whatever gRPC raises when the connection breaks; sometimes it just ends
+            logger.debug("%s: the stream of %s ended: %r", self.names[self.rank], peer.name, error)
+        if not self.is_met:
+            self._forget(peer, incarnation)
+        elif last.startswith(GOODBYE):
+            self._take_leave(peer, last.removeprefix(GOODBYE))
+        else:
             self.lose(peer, "its connection broke")
-            return
+
+    def _forget(self, peer: Peer, incarnation: str) -> None:
+        """Who goes before all have met leaves a free place."""
         with self.changed:
             if peer.incarnation == incarnation:
                 peer.is_here, peer.incarnation = False, ""
             self.changed.notify_all()
+
+    def _take_leave(self, peer: Peer, farewell: bytes) -> None:
+        with self.changed:
+            peer.farewell = farewell[:_FAREWELL_BYTES].decode(errors="replace")
+            peer.has_left = True
+        self._ring_all()
+
+    def _ring_all(self) -> None:
+        with self.changed:
+            bells = list(self._bells.values())
+        for bell in bells:
+            bell.ring()
 
     def _outgoing_ended(self, peer: Peer, call: Any) -> None:
         if call.code() is not grpc.StatusCode.OK:
