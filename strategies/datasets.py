@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 
+from collectives import Communicator
 from strategies.input_context import InputContext
+from strategies.lockstep import in_lockstep
 from strategies.position import Position
 from strategies.prefetch import prefetched
 from strategies.sharding import Layout, Remainder, at_least
@@ -35,8 +37,11 @@ class DistributedDataset:
 
     Only arrays are shuffled here; the others come in their own order. Elements are pytrees of arrays or
     scalars and are stacked. Without lengths, an epoch ends when one of the local replicas cannot fill a batch
-    (or, when padding, when all have ended): shards of unequal lengths then end it at different steps on
-    different instances, which the collectives report. Make them equal, or give them `__len__`.
+    (or, when padding, when all of them have ended).
+
+    The steps of an epoch over arrays are computed, alike on all instances. For any other source the instances
+    agree before every batch whether all of them have one: **taking a batch is then a collective call**, and an epoch
+    ends for all at the step at which the first instance has none, with a warning (see `strategies.lockstep`).
 
     Args:
         source: see above.
@@ -49,6 +54,7 @@ class DistributedDataset:
             elements; every batch is then a `Masked`.
         prefetch: batches to prepare ahead in a background thread; 0 prepares them when they are asked for.
         place: puts a batch of host arrays on the devices; runs in the prefetch thread.
+        communicator: connects the instances; None where there is only this one.
 
     Raises:
         TypeError: when the source is of no known kind, or an argument is of the wrong type.
@@ -67,12 +73,14 @@ class DistributedDataset:
         remainder: Remainder = "drop",
         prefetch: int = 2,
         place: Callable[[Batch], Batch] = lambda batch: batch,
+        communicator: Communicator | None = None,
     ) -> None:
         self._layout = Layout(batch_size, total_replicas, local_replicas, remainder)
         self._seed = at_least(0, "seed", seed)
         self._shuffle = shuffle
         self._prefetch = at_least(0, "prefetch", prefetch)
         self._place = place
+        self._communicator = communicator if communicator is not None and communicator.size > 1 else None
         self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
         self._consumed = (0, 0)
         self._resume: tuple[int, int] | None = None
@@ -101,7 +109,7 @@ class DistributedDataset:
         """Yields this instance's batch of every global step of an epoch.
 
         Leaves have shape `[len(local_replicas) * batch_size, ...]`: the local replicas' elements in replica
-        order.
+        order. Where the source is none of arrays and there are several instances, each batch is a collective call.
         """
         at_least(0, "epoch", epoch)
         start = 0
@@ -152,12 +160,18 @@ class DistributedDataset:
         self._consumed = (epoch, start)
         batches = prefetched(self._placed(epoch, start), self._prefetch)
         try:
-            for step, batch in enumerate(batches, start + 1):
+            for step, batch in enumerate(self._agreed(batches, epoch, start), start + 1):
                 self._consumed = (epoch, step)
                 yield batch
             self._consumed = (epoch + 1, 0)
         finally:
             batches.close()
+
+    def _agreed(self, batches: Generator[Batch, None, None], epoch: int, start: int) -> Generator[Batch, None, None]:
+        """The batches of the steps that all instances make."""
+        if self._communicator is None or isinstance(self._source, ArraySource):
+            return batches
+        return in_lockstep(batches, self._communicator, f"epoch {epoch}", start)
 
     def _placed(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         for batch in self._source.batches(epoch, start):

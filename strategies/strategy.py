@@ -20,6 +20,7 @@ from strategies.datasets import DistributedDataset
 from strategies.devices import claim_devices
 from strategies.extended import Extended
 from strategies.input_context import InputContext
+from strategies.lockstep import Lockstep
 from strategies.per_replica import PerReplica
 from strategies.replica_context import CrossReplicaReducer, ReplicaContext, replica_context
 from strategies.sharding import Remainder
@@ -238,6 +239,8 @@ class Strategy:
     ) -> DistributedDataset:
         """Give each replica its part of a data set; see `DistributedDataset`.
 
+        With several instances, taking a batch is a collective call unless `source` is a pytree of arrays.
+
         Args:
             source: a pytree of arrays, an object with `shard(n, i)`, an iterable, or `PerReplica` iterables.
             batch_size: elements per replica and step.
@@ -256,16 +259,21 @@ class Strategy:
             remainder=remainder,
             prefetch=prefetch,
             place=self.devices.place,
+            communicator=self.communicator,
         )
 
     def distribute_datasets_from_function(self, function: Callable[[InputContext], Iterable[Any]]) -> Iterable[Any]:
-        """The data set that `function` makes for this instance, untouched.
+        """The data set that `function` makes for this instance; with one instance untouched.
+
+        With several, taking a batch is a collective call: all end at the step at which the first of them has none,
+        with a warning.
 
         Args:
             function: called once per instance with its `InputContext`; returns an iterable of instance batches,
                 whose leaves have the batches of all local replicas one after another along the first axis.
         """
-        return function(InputContext(self.num_instances, self.instance_index, self.num_replicas_in_sync))
+        batches = function(InputContext(self.num_instances, self.instance_index, self.num_replicas_in_sync))
+        return batches if self.num_instances == 1 else Lockstep(batches, self.communicator)
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:

@@ -54,7 +54,9 @@ class TestFromAFunction:
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
     def test_every_instance_has_its_own_pipeline(self, on_instances, instances):
-        found = on_instances(instances, 4, lambda s: s.distribute_datasets_from_function(lambda context: [context]))
+        found = on_instances(
+            instances, 4, lambda s: list(s.distribute_datasets_from_function(lambda context: [context]))
+        )
         assert found == [[InputContext(instances, index, 4)] for index in range(instances)]
 
     def test_the_batch_of_a_replica_follows_from_the_global_one(self):

@@ -1,0 +1,181 @@
+"""Instances with different amounts of data end at the same step, with a message and not with a hang."""
+
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from collectives import LayoutMismatchError
+from strategies import InputContext, PerReplica
+
+WARNING = (
+    "instance 1 ran out of data after {} steps of {}: all instances end it there, and what is left on {} is not used; "
+    "give all of them equally many batches"
+)
+
+
+class Unsized:
+    """Elements whose number nobody knows before they end."""
+
+    def __init__(self, elements):
+        self.elements = elements
+
+    def __iter__(self):
+        return iter(self.elements)
+
+
+class UnsizedShards:
+    """Shard r has 4 + 3 r elements."""
+
+    def shard(self, n, i):
+        return Unsized([i] * (4 + 3 * i))
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def steps_of(dataset, epochs=1):
+    return [len(list(dataset.epoch(epoch))) for epoch in range(epochs)]
+
+
+class TestFromAFunction:
+    @pytest.mark.parametrize("lengths", [(5, 3), (9, 3, 4), (7, 3, 3, 7)])
+    def test_all_end_where_the_first_one_ends(self, on_instances, caplog, lengths):
+        def program(strategy):
+            return list(strategy.distribute_datasets_from_function(lambda context: make(context, lengths)))
+
+        instances = len(lengths)
+        assert on_instances(instances, instances, program) == [[0, 1, 2]] * instances
+        assert len(warnings_of(caplog)) == instances
+        assert all(" ran out of data after 3 steps of the data set: " in line for line in warnings_of(caplog))
+
+    def test_the_warning_says_who_it_was_and_whose_data_is_left(self, on_instances, caplog):
+        def program(strategy):
+            return len(list(strategy.distribute_datasets_from_function(lambda context: make(context, (9, 3, 4)))))
+
+        on_instances(3, 3, program)
+        assert set(warnings_of(caplog)) == {WARNING.format(3, "the data set", "instances 0, 2")}
+
+    @pytest.mark.parametrize("length", [0, 4])
+    def test_equal_amounts_are_nothing_to_talk_about(self, on_instances, caplog, length):
+        def program(strategy):
+            return list(strategy.distribute_datasets_from_function(lambda context: range(length)))
+
+        assert on_instances(2, 2, program) == [list(range(length))] * 2
+        assert warnings_of(caplog) == []
+
+    def test_one_instance_gets_it_untouched(self):
+        made = [1, 2, 3]
+        assert strategies.IPUStrategy(2).distribute_datasets_from_function(lambda context: made) is made
+
+    def test_it_can_be_gone_through_again(self, on_instances):
+        def program(strategy):
+            dataset = strategy.distribute_datasets_from_function(lambda context: make(context, (2, 3)))
+            return [list(dataset), list(dataset)]
+
+        assert on_instances(2, 2, program) == [[[0, 1], [0, 1]]] * 2
+
+    def test_training_on_it_gives_the_same_state_everywhere(self, on_instances):
+        def program(strategy):
+            trainer = strategies.Trainer(strategy, lambda v, batch, key: v["w"] * batch.mean(), optax.sgd(1.0))
+            state = trainer.init({"w": jnp.float32(0)})
+            for batch in strategy.distribute_datasets_from_function(batches_of_ones):
+                state, _ = trainer.step(state, batch)
+            return state.step, float(state.variables["w"])
+
+        assert on_instances(2, 4, program) == [(3, -3.0)] * 2
+
+    def test_a_function_that_fails_on_one_instance_is_the_error(self, on_instances):
+        def make_or_fail(context):
+            yield 0
+            if context.input_pipeline_id == 1:
+                raise OSError("no such file")
+            yield 1
+
+        with pytest.raises(OSError, match="no such file"):
+            on_instances(2, 2, lambda strategy: list(strategy.distribute_datasets_from_function(make_or_fail)))
+
+
+def make(context, lengths):
+    return range(lengths[context.input_pipeline_id])
+
+
+def batches_of_ones(context):
+    assert context == InputContext(2, context.input_pipeline_id, 4)
+    return [np.ones(2, np.float32)] * (3 + 2 * context.input_pipeline_id)
+
+
+class TestDistributeDataset:
+    def test_shards_of_unknown_lengths(self, on_instances, caplog):
+        """4 and 7 elements on instance 0, 10 and 13 on instance 1, in batches of 2."""
+
+        def program(strategy):
+            return steps_of(strategy.distribute_dataset(UnsizedShards(), batch_size=2), epochs=2)
+
+        assert on_instances(2, 4, program) == [[2, 2]] * 2
+        assert len(warnings_of(caplog)) == 4
+        assert " ran out of data after 2 steps of epoch 1: " in warnings_of(caplog)[-1]
+
+    @pytest.mark.parametrize("instances", [1, 2, 4])
+    def test_how_many_steps_they_make_does_not_depend_on_the_instances(self, on_instances, instances):
+        def program(strategy):
+            return steps_of(strategy.distribute_dataset(UnsizedShards(), batch_size=2))
+
+        assert on_instances(instances, 4, program) == [[2]] * instances
+
+    @pytest.mark.parametrize("prefetch", [0, 3])
+    def test_iterables_of_each_replica(self, on_instances, caplog, prefetch):
+        def program(strategy):
+            source = PerReplica([Unsized(range(8 - 4 * strategy.instance_index))])
+            return steps_of(strategy.distribute_dataset(source, batch_size=2, prefetch=prefetch))
+
+        assert on_instances(2, 2, program) == [[2]] * 2
+        assert set(warnings_of(caplog)) == {WARNING.format(2, "epoch 0", "instance 0")}
+
+    def test_lists_that_differ(self, on_instances, caplog):
+        def program(strategy):
+            return steps_of(strategy.distribute_dataset(list(range(12 - 5 * strategy.instance_index)), batch_size=2))
+
+        assert on_instances(2, 2, program) == [[1]] * 2
+        assert set(warnings_of(caplog)) == {WARNING.format(1, "epoch 0", "instance 0")}
+
+    def test_the_position_is_at_the_next_epoch_everywhere(self, on_instances):
+        def program(strategy):
+            dataset = strategy.distribute_dataset(UnsizedShards(), batch_size=1)
+            steps_of(dataset)
+            return dataset.position().epoch, dataset.position().step
+
+        assert on_instances(2, 2, program) == [(1, 0)] * 2
+
+    def test_a_restored_position_counts(self, on_instances, caplog):
+        def program(strategy):
+            dataset = strategy.distribute_dataset(UnsizedShards(), batch_size=1)
+            stream = dataset.epoch(0)
+            next(stream)
+            stream.close()
+            dataset.restore(dataset.position())
+            return steps_of(dataset)
+
+        assert on_instances(2, 2, program) == [[3]] * 2
+        assert "instance 0 ran out of data after 4 steps of epoch 0" in warnings_of(caplog)[0]
+
+    def test_instances_at_different_steps_are_an_error_on_all(self, on_instances):
+        def program(strategy):
+            dataset = strategy.distribute_dataset(UnsizedShards(), batch_size=1)
+            stream = dataset.epoch(strategy.instance_index)
+            with pytest.raises(LayoutMismatchError, match="batch 0 of epoch 0.* batch 0 of epoch 1"):
+                next(stream)
+
+        on_instances(2, 2, program)
+
+    def test_arrays_need_no_communication(self, on_instances):
+        def program(strategy):
+            before = strategy.communicator.calls_made
+            steps = steps_of(strategy.distribute_dataset(np.arange(20), batch_size=2))
+            return steps, strategy.communicator.calls_made - before
+
+        assert on_instances(2, 2, program) == [([5], 0)] * 2
