@@ -1,0 +1,279 @@
+"""How workers over gRPC find each other: in any order, at addresses of every kind, and never at a wrong one."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from grpc_jobs import socket_addresses
+from workers import Job, Worker, assert_end_well, disposed_of, free_ports, last_line, port_addresses, running
+
+import collectives
+from collectives import CollectiveTimeoutError, Limits, PeerRefusedError, Settings
+
+
+@pytest.fixture
+def addresses() -> Iterator[list[str]]:
+    with socket_addresses(2) as addresses:
+        yield addresses
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["first rank first", "last rank first"])
+def test_workers_start_in_any_order(size: int, is_reversed: bool) -> None:
+    with socket_addresses(size) as addresses, disposed_of() as workers:
+        for rank in sorted(range(size), reverse=is_reversed):
+            workers.append(Job(addresses).start("rounds", rank))
+            workers[-1].wait_for("begins")
+        assert_end_well(workers)
+
+
+@pytest.mark.job
+def test_workers_may_start_seconds_apart(addresses: Sequence[str]) -> None:
+    with disposed_of() as workers:
+        workers.append(Job(addresses).start("rounds", 1))
+        workers[0].wait_for(f"has waited 2 s for rank 0 at {addresses[0]}")
+        workers.append(Job(addresses).start("rounds", 0))
+        assert_end_well(workers)
+
+
+@pytest.mark.job
+def test_a_worker_that_waits_says_which_addresses_have_not_answered() -> None:
+    with socket_addresses(3) as addresses, disposed_of() as workers:
+        job = Job(addresses)
+        workers.extend(job.start("rounds", rank) for rank in (0, 2))
+        for rank, worker in zip((0, 2), workers, strict=True):
+            line = worker.wait_for("WARNING", f"rank {rank} at {addresses[rank]} has waited", "s for")
+            assert f"rank 1 at {addresses[1]} (no such file or directory)" in line
+            assert f"rank {2 - rank}" not in line
+        workers.append(job.start("rounds", 1))
+        assert_end_well(workers)
+
+
+@pytest.mark.job
+def test_the_error_after_the_limit_names_the_addresses_too() -> None:
+    addresses = port_addresses(3)
+    with disposed_of() as workers:
+        workers.append(Job(addresses).start("rounds", 1))
+        workers[0].wait_for("begins")
+        workers.append(Job(addresses).start("rounds", 0, "--connect-timeout-s", "1.5"))
+        assert workers[1].end() == 1
+        error = last_line(workers[1])
+        assert error.startswith(f"collectives.errors.CollectiveTimeoutError: rank 0 at {addresses[0]} has waited")
+        assert f"for rank 2 at {addresses[2]} (connection refused): gave up after connect_timeout_s = 1.5" in error
+        assert addresses[1] not in error
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_workers_meet_at_ports(host: str) -> None:
+    if host == "[::1]" and not has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback interface")
+    with running(Job(port_addresses(2, host)), "rounds") as workers:
+        assert_end_well(workers)
+
+
+@pytest.mark.job
+def test_addresses_may_be_of_different_kinds(addresses: Sequence[str]) -> None:
+    mixed = [addresses[0].replace("unix:", "unix://"), *port_addresses(1), *port_addresses(1, "localhost")]
+    with running(Job(mixed), "rounds") as workers:
+        assert_end_well(workers)
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("kind", ["port", "socket"])
+def test_an_address_in_use_is_one_clear_error(addresses: Sequence[str], kind: str) -> None:
+    if kind == "port":
+        addresses = port_addresses(2)
+    with listening_at(addresses[1]), disposed_of() as workers:
+        workers.append(Job(addresses).start("rounds", 1))
+        assert workers[0].end() == 1
+        error = last_line(workers[0])
+        assert error.startswith(f"collectives.errors.PeerRefusedError: rank 1 at {addresses[1]} cannot listen there")
+        assert "in use" in error or "another process listens" in error
+        assert len(workers[0].containing("cannot listen there")) == 1
+
+
+@pytest.mark.job
+def test_the_file_of_a_socket_that_nobody_listens_at_is_no_hindrance(addresses: Sequence[str]) -> None:
+    with listening_at(addresses[0]):
+        pass
+    assert Path(addresses[0].removeprefix("unix:")).is_socket()
+    with running(Job(addresses), "rounds") as workers:
+        assert_end_well(workers)
+
+
+@pytest.mark.job
+def test_workers_that_die_while_others_are_awaited_may_come_again() -> None:
+    """One at a port, one at a socket whose file it leaves behind."""
+    with socket_addresses(2) as sockets, disposed_of() as workers:
+        job = Job([*sockets, *port_addresses(2)])
+        workers += [job.start("rounds", rank) for rank in range(3)]
+        for worker in workers:
+            worker.wait_for("s for rank 3 at")  # so these three have met
+        first, *victims = workers
+        for victim in victims:
+            victim.kill()
+        again = [job.start("rounds", rank) for rank in (1, 2, 3)]
+        workers += again
+        assert_end_well([first, *again])
+
+
+@pytest.mark.job
+def test_a_worker_that_gives_up_may_come_again(addresses: Sequence[str]) -> None:
+    with disposed_of() as workers:
+        job = Job(addresses)
+        hasty = job.start("rounds", 0, "--connect-timeout-s", "0.2")
+        workers.append(hasty)
+        assert hasty.end() == 1
+        patient = [job.start("rounds", rank) for rank in (1, 0)]
+        workers += patient
+        assert_end_well(patient)
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("kind", ["port", "socket"])
+def test_a_second_claim_on_an_address_leaves_the_first_alone(addresses: Sequence[str], kind: str) -> None:
+    job = Job(addresses if kind == "socket" else port_addresses(2))
+    with running(job, "rounds") as pair, disposed_of() as others:
+        pair[0].wait_for("round 1 was right")
+        others.append(job.start("rounds", 0))
+        assert others[0].end() == 1
+        assert "PeerRefusedError: rank 0 at" in last_line(others[0])
+        assert_end_well(pair)
+
+
+@pytest.mark.job
+def test_workers_listen_only_where_the_cluster_says() -> None:
+    addresses = port_addresses(2)
+    ports = [int(address.rpartition(":")[2]) for address in addresses]
+    with running(Job(addresses), "rounds") as workers:
+        for worker, port in zip(workers, ports, strict=True):
+            worker.wait_for("round 1 was right")
+            assert listening_places(worker) == {("127.0.0.1", port)}
+        assert_end_well(workers)
+
+
+@pytest.mark.job
+def test_workers_at_sockets_listen_at_no_port(addresses: Sequence[str]) -> None:
+    with running(Job(addresses), "rounds") as workers:
+        for worker in workers:
+            worker.wait_for("round 1 was right")
+            assert listening_places(worker) == set()
+        assert_end_well(workers)
+    assert not Path(addresses[0].removeprefix("unix:")).exists()
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_without_address_is_an_error(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank is {rank}, but there are 2 addresses; ranks are 0 to 1"):
+        connect(["unix:/nowhere/0", "unix:/nowhere/1"], rank)
+
+
+@pytest.mark.parametrize("twice", [["localhost:3737"] * 2, ["unix:/nowhere/0"] * 2])
+def test_workers_have_different_addresses(twice: Sequence[str]) -> None:
+    with pytest.raises(ValueError, match="twice"):
+        connect(twice, 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "fault"),
+    [
+        ("localhost", "is not host:port"),
+        ("", "is not host:port"),
+        (":3737", "is not host:port"),
+        ("localhost:", "is not host:port"),
+        ("localhost:http", "is not host:port"),
+        ("localhost:-1", "is not host:port"),
+        ("localhost:٣٧", "is not host:port"),
+        ("::1:3737", "is not host:port"),
+        ("localhost:0", "ports are 1 to 65535"),
+        ("localhost:65536", "ports are 1 to 65535"),
+        ("unix:relative", "no absolute path"),
+        ("unix:", "no absolute path"),
+        ("http://localhost:3737", "is not host:port"),
+    ],
+)
+def test_an_address_that_is_none_is_quoted(address: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault) as caught:
+        connect(["unix:/nowhere/0", address], 0)
+    assert repr(address) in str(caught.value)
+
+
+def test_a_socket_in_a_directory_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    addresses = [f"unix:{tmp_path}/nowhere/{rank}" for rank in range(2)]
+    with pytest.raises(PeerRefusedError, match=f"rank 0 at {addresses[0]} cannot listen there"):
+        connect(addresses, 0)
+
+
+def test_a_socket_path_that_is_too_long_for_the_system_is_an_error(tmp_path: Path) -> None:
+    addresses = [f"unix:{tmp_path}/{'x' * 120}{rank}" for rank in range(2)]
+    with pytest.raises(PeerRefusedError, match="cannot listen there"):
+        connect(addresses, 0)
+
+
+def test_one_worker_alone_needs_no_others(tmp_path: Path) -> None:
+    with connect([f"unix:{tmp_path}/0"], 0) as communicator:
+        assert (communicator.rank, communicator.size) == (0, 1)
+
+
+def test_waiting_alone_in_this_process_ends_at_the_limit(addresses: Sequence[str]) -> None:
+    with pytest.raises(CollectiveTimeoutError, match=f"for rank 1 at {addresses[1]}.* connect_timeout_s = 0.2"):
+        connect(addresses, 0)
+
+
+def connect(addresses: Sequence[str], rank: int) -> collectives.Communicator:
+    settings = Settings(limits=Limits(connect_timeout_s=0.2))
+    return collectives.connect("grpc", settings, addresses=addresses, rank=rank)
+
+
+# ---- what the machine says
+
+
+def has_ipv6() -> bool:
+    try:
+        free_ports(1, "::1", socket.AF_INET6)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def listening_at(address: str) -> Iterator[None]:
+    """Another program has taken the address."""
+    is_unix = address.startswith("unix:")
+    with socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET) as listener:
+        host, _, port = address.rpartition(":")
+        listener.bind(address.removeprefix("unix:") if is_unix else (host, int(port)))
+        listener.listen()
+        yield
+
+
+def listening_places(worker: Worker) -> set[tuple[str, int]]:
+    """Where a process accepts connections from a network: address and port, see proc(5)."""
+    inodes = {
+        link.readlink().name.removeprefix("socket:[").removesuffix("]")
+        for link in Path(f"/proc/{worker.process.pid}/fd").iterdir()
+        if str(link.readlink()).startswith("socket:[")
+    }
+    return {place for inode, place in _listening_sockets() if inode in inodes}
+
+
+def _listening_sockets() -> Iterator[tuple[str, tuple[str, int]]]:
+    is_listening = "0A"
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        path = Path("/proc/net", table)
+        for line in path.read_text().splitlines()[1:] if path.exists() else []:
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+            if state == is_listening:
+                digits, _, port = local.partition(":")
+                words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
+                host = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")  # of IPv4 in IPv6
+                yield inode, (host, int(port, 16))

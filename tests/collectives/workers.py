@@ -1,0 +1,227 @@
+"""Starting `worker_job.py`, seeing what its workers say as they say it, and telling them what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from grpc_jobs import environ_with
+from mpi_jobs import HERE
+
+PROGRAM = HERE / "worker_job.py"
+LIMIT_S = 30.0
+LOST_LIMIT_S = 10.0  # within which every worker ends that has lost another one
+
+
+class Worker:
+    """One process, the lines that it has written, and how it ended."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._open = 2
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream,)) for stream in (process.stdout, process.stderr)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                with self._changed:
+                    self.lines.append(line.rstrip("\n"))
+                    self._changed.notify_all()
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+
+    @property
+    def text(self) -> str:
+        """All that it has written so far, on both streams."""
+        return "\n".join(self.lines)
+
+    def containing(self, *words: str) -> list[str]:
+        """The lines that contain all the words."""
+        return [line for line in list(self.lines) if all(word in line for word in words)]
+
+    def wait_for(self, *words: str, count: int = 1, limit_s: float = LIMIT_S) -> str:
+        """Return the `count`-th line that contains all the words as soon as it has been written."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.containing(*words)) >= count or not self._open, limit_s)
+        found = self.containing(*words)
+        assert len(found) >= count, f"no {count} lines with {words} came, but:\n{self.text}"
+        return found[count - 1]
+
+    def tell(self, order: str) -> None:
+        """Write a line to its standard input."""
+        self.process.stdin.write(f"{order}\n")
+        self.process.stdin.flush()
+
+    def finish(self) -> None:
+        """End its standard input, which ends its task in order."""
+        self.process.stdin.close()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self, limit_s: float = LIMIT_S) -> int:
+        """Wait until the process has ended; its exit status."""
+        try:
+            status = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"it still runs after {limit_s:g} s:\n{self.text}") from error
+        for reader in self._readers:
+            reader.join(limit_s)
+        return status
+
+    def kill(self) -> None:
+        """End it with SIGKILL, also if it is stopped."""
+        self.process.kill()
+        self.end()
+
+    def dispose(self) -> None:
+        """Leave nothing behind."""
+        if self.process.poll() is None:
+            self.process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.end()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers of a group have in common.
+
+    Attributes:
+        addresses: of all of them.
+        arguments: of the program, after its task, rank and addresses.
+        environ: variables that are set or changed for all of them.
+    """
+
+    addresses: Sequence[str]
+    arguments: Sequence[str] = ()
+    environ: Mapping[str, str] | None = None
+
+    def start(
+        self,
+        task: str,
+        rank: int,
+        *arguments: str,
+        environ: Mapping[str, str] | None = None,
+        addresses: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+    ) -> Worker:
+        """Start one worker; what is given here comes on top of, or instead of, what all have in common."""
+        places = [task, str(rank), *(addresses or self.addresses)]
+        process = subprocess.Popen(
+            [*prefix, sys.executable, str(PROGRAM), *places, *self.arguments, *arguments],
+            env=environ_with({**(self.environ or {}), **(environ or {})}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return Worker(process)
+
+
+@contextlib.contextmanager
+def disposed_of() -> Iterator[list[Worker]]:
+    """A list of workers none of which outlives the block."""
+    workers: list[Worker] = []
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.dispose()
+
+
+@contextlib.contextmanager
+def running(job: Job, task: str) -> Iterator[list[Worker]]:
+    """All workers of a job, started together."""
+    with disposed_of() as workers:
+        for rank in range(len(job.addresses)):
+            workers.append(job.start(task, rank))
+        yield workers
+
+
+def assert_end_well(workers: Sequence[Worker]) -> None:
+    """End the task of running workers; all their results were right."""
+    for worker in workers:
+        worker.finish()
+    for worker in workers:
+        assert worker.end() == 0, worker.text
+        assert worker.containing("rounds were right"), worker.text
+
+
+def assert_still_right(workers: Sequence[Worker]) -> None:
+    """All workers complete one more all-reduce, with the right result."""
+    before = [len(worker.containing("report: ")) for worker in workers]
+    for worker in workers:
+        worker.tell("report")
+    for worker, count in zip(workers, before, strict=True):
+        worker.wait_for("report: ", count=count + 1)
+
+
+def last_line(worker: Worker) -> str:
+    """The error with which it ended."""
+    lines = [line for line in worker.lines if re.match(r"[\w.]+(Error|Exit|Exception)\b", line)]
+    return lines[-1] if lines else ""
+
+
+def free_ports(count: int, host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET) -> list[int]:
+    """Ports of this machine that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def port_addresses(workers: int, host: str = "127.0.0.1") -> list[str]:
+    """Addresses of free ports on the loopback interface."""
+    family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
+    ports = free_ports(workers, "::1" if host == "[::1]" else "127.0.0.1", family)
+    return [f"{host}:{port}" for port in ports]
+
+
+def facts_of_process(worker: Worker) -> dict[str, str]:
+    """What the kernel says of a worker: VmRSS, VmHWM, Threads, ..."""
+    lines = Path(f"/proc/{worker.process.pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
+
+
+def mebibytes_of(worker: Worker, fact: str = "VmHWM") -> float:
+    """A size from `facts_of_process`."""
+    return int(facts_of_process(worker)[fact].split()[0]) / 1024
+
+
+def threads_of(worker: Worker) -> int:
+    """How many threads a worker has."""
+    return int(facts_of_process(worker)["Threads"])
+
+
+def seconds_since(started: float) -> float:
+    """On the monotonic clock."""
+    return time.monotonic() - started
+
+
+def is_root() -> bool:
+    """Whether this process may set up networks."""
+    return os.geteuid() == 0
