@@ -1,6 +1,7 @@
-"""A worker of `train_step.py`: trains with this project, or computes alone with JAX.
+"""A worker of `train_step.py` and `overlap.py`: trains with a strategy of this project, or computes alone with JAX.
 
-usage: training_jax.py popdist|multi-worker|alone SOCKET MODEL BATCH_SIZE [RANK RANKS]     (the last two for alone)
+usage: training_jax.py single|popdist|multi-worker|streaming SOCKET MODEL BATCH_SIZE
+       training_jax.py alone SOCKET MODEL BATCH_SIZE RANK RANKS
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,13 @@ class Ours:
         return {"seconds": seconds, "losses": [metrics["loss"] for metrics in losses]}
 
 
+def single_strategy() -> strategies.Strategy:
+    """One replica."""
+    import strategies
+
+    return strategies.IPUStrategy(1)
+
+
 def popdist_strategy() -> strategies.Strategy:
     """Under poprun, over MPI."""
     import popdist
@@ -103,16 +112,20 @@ def popdist_strategy() -> strategies.Strategy:
     return strategies.PopDistStrategy()
 
 
-def multi_worker_strategy() -> strategies.Strategy:
+def multi_worker_strategy(variables_on_host: bool = False) -> strategies.Strategy:
     """With TF_CONFIG, over gRPC."""
     import popdist
     import strategies
 
-    resolver = popdist.TFConfigClusterResolver()
-    return strategies.IPUMultiWorkerStrategy(resolver, variables_on_host=False, num_local_replicas=1)
+    return strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(), variables_on_host)
 
 
-STRATEGIES = {"popdist": popdist_strategy, "multi-worker": multi_worker_strategy}
+STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
+    "single": single_strategy,
+    "popdist": popdist_strategy,
+    "multi-worker": multi_worker_strategy,
+    "streaming": partial(multi_worker_strategy, variables_on_host=True),
+}
 
 
 class Alone:

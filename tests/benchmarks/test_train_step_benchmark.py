@@ -9,11 +9,18 @@ from benchmark_runs import BENCHMARKS, LIMIT_S, run_benchmark
 TURNS = ("--batch-size", "3", "--steps", "2", "--rounds", "2")
 
 
-@pytest.fixture(scope="module", params=["window", "ring"])
+WAYS = {
+    "window": ("--strategy-mechanism", "window"),
+    "ring": ("--strategy-mechanism", "ring"),
+    "multi-worker": ("--strategy", "multi-worker"),
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def run(request, tmp_path_factory):
-    """The figures and the table of a run over one mechanism."""
+    """The figures and the table of a run in one way."""
     folder = tmp_path_factory.mktemp("train_step")
-    return run_benchmark("train_step.py", folder, *TURNS, "--strategy-mechanism", request.param)
+    return run_benchmark("train_step.py", folder, *TURNS, *WAYS[request.param])
 
 
 @pytest.mark.job

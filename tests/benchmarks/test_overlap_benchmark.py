@@ -1,0 +1,57 @@
+"""The benchmark of streaming compares ways that do the same work; how fast they are is not tested."""
+
+import sys
+
+import pytest
+from benchmark_runs import BENCHMARKS, run_benchmark
+
+sys.path.append(str(BENCHMARKS))
+
+from slow_link import SlowLinkError, slow_link  # noqa: E402
+
+WORDS = ("--batch-sizes", "3", "--rate", "1gbit", "--delay-ms", "0.5", "--rounds", "2", "--steps", "1")
+GRADIENT_BYTES = 4 * (784 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 10 + 10)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The figures and the table of a run."""
+    pytest.importorskip("grpc")
+    try:
+        with slow_link():
+            pass
+    except SlowLinkError as error:
+        pytest.skip(str(error))
+    return run_benchmark("overlap.py", tmp_path_factory.mktemp("overlap"), *WORDS)
+
+
+@pytest.mark.job
+def test_there_is_a_row_for_the_batch_size(run):
+    figures, table = run
+    assert [row["batch_size"] for row in figures["rows"]] == [3]
+    assert table.splitlines()[2].split()[0] == "3"
+
+
+@pytest.mark.job
+def test_both_ways_and_both_workers_have_the_same_variables(run):
+    figures, table = run
+    assert all(row["has_same_bits"] for row in figures["rows"])
+    assert "the same on both workers" in table.splitlines()[-1]
+
+
+@pytest.mark.job
+def test_communication_is_the_bytes_of_the_gradients_over_the_rate(run):
+    figures, _ = run
+    for row in figures["rows"]:
+        assert row["ms_per_step"]["communication"] == pytest.approx(1e3 * GRADIENT_BYTES / 125e6)
+
+
+@pytest.mark.job
+def test_ratios_follow_from_the_medians(run):
+    figures, _ = run
+    for row in figures["rows"]:
+        ms = row["ms_per_step"]
+        assert row["ideal_ms"] == max(ms["compute"], ms["communication"])
+        assert row["streaming_over_ideal"] == pytest.approx(ms["streaming"] / row["ideal_ms"])
+        assert row["saved_by_streaming"] == pytest.approx(1 - ms["streaming"] / ms["plain"])
+        assert all(len(times) == figures["rounds"] == 2 for times in row["rounds_ms"].values())
