@@ -4,6 +4,7 @@
 #
 #   prepare EXTRA     afterwards `python`, `poprun` and `mpirun` are those of the environment
 #   run COMMAND...    prints the command and runs it; its exit status is the script's
+#   quoted WORD...    prints the words as they would be typed
 
 root=$(CDPATH='' cd -- "${here:?}/.." && pwd -P) || exit 1
 
@@ -77,15 +78,20 @@ install() {
 }
 
 run() {
-    printf '+' >&2
+    say "+ $(quoted "$@")"
+    "$@"
+}
+
+# Words as a shell would have to read them.
+quoted() {
+    separator=
     for word in "$@"; do
         case $word in
-            '' | *[!A-Za-z0-9_./:=,@%+-]*) printf " '%s'" "$(printf '%s' "$word" | sed "s/'/'\\\\''/g")" >&2 ;;
-            *) printf ' %s' "$word" >&2 ;;
+            '' | *[!A-Za-z0-9_./:=,@%+-]*) word="'$(printf '%s' "$word" | sed "s/'/'\\\\''/g")'" ;;
         esac
+        printf '%s%s' "$separator" "$word"
+        separator=' '
     done
-    printf '\n' >&2
-    "$@"
 }
 
 # The program as a user in the present folder would name it.

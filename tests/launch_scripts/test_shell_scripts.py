@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "launch_scripts").glob("*.sh"))
-STARTERS = ["demo.sh", "test.sh", "mpirun_digits.sh"]
+STARTERS = ["demo.sh", "test.sh", "mpirun_digits.sh", "two_terminals.sh"]
 
 
 def sh(script, *arguments, path, cwd=None, **environ):

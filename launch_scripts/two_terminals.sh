@@ -1,0 +1,136 @@
+#!/bin/sh
+# Trains a small network on handwritten digits with two workers that only a network connects. Made for two terminals,
+# one line in each; this types both lines into one and says which worker wrote what.
+#
+#   sh launch_scripts/two_terminals.sh [arguments of train_digits.py]
+#
+#   WORKERS=3     so many workers; 2 by default
+#   PORT=4000     they listen on localhost at 4000, 4001, ...; from 3737 on by default
+set -eu
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
+# shellcheck source=environment.sh
+. "$here/environment.sh"
+
+workers=${WORKERS:-2}
+port=${PORT:-3737}
+patience_s=10 # within which workers end by themselves that have lost another one
+
+running=    # the workers that have not ended, each as number:process
+status=0    # of the first one that failed
+sleeper=    # the process that ends when the others have had time enough
+is_leaving= # whether a signal ends them all
+
+check_number() { # NAME VALUE SMALLEST LARGEST
+    case $2 in
+        '' | *[!0-9]* | ??????*) ;;
+        *) [ "$2" -lt "$3" ] || [ "$2" -gt "$4" ] || return 0 ;;
+    esac
+    fail "$1=$2 is not a whole number of $3 to $4"
+}
+
+start_worker() { # NUMBER COMMAND...
+    number=$1
+    shift
+    config="{\"cluster\":{\"worker\":[$(addresses)]},\"task\":{\"type\":\"worker\",\"index\":$number}}"
+    say "[worker $number] + TF_CONFIG='$config' $(quoted "$@")"
+    mkfifo "$folder/$number.out" "$folder/$number.err"
+    TF_CONFIG=$config "$@" >"$folder/$number.out" 2>"$folder/$number.err" </dev/null 3>&- &
+    running="$running $number:$!"
+    tag "$number" <"$folder/$number.out" 3>&- &
+    { tag "$number" >&2 && echo "$number" >&3; } <"$folder/$number.err" &
+}
+
+addresses() {
+    separator=
+    for_port=$port
+    while [ "$for_port" -lt $((port + workers)) ]; do
+        printf '%s"localhost:%s"' "$separator" "$for_port"
+        separator=,
+        for_port=$((for_port + 1))
+    done
+}
+
+# A process of its own, which ends when there is nothing more to pass on.
+tag() { # NUMBER
+    trap '' HUP INT TERM
+    while IFS= read -r line || [ -n "$line" ]; do
+        printf '[worker %s] %s\n' "$1" "$line"
+    done
+}
+
+# The number of a worker comes through the pipe when it has closed its error output.
+await_workers() {
+    while [ -n "$running" ]; do
+        read -r ended <&3 || continue # a signal
+        case $ended in
+            late) end_workers ;;
+            *) note_end "$ended" ;;
+        esac
+    done
+    end_sleeper
+    wait # until all that was written has been passed on
+}
+
+note_end() { # NUMBER
+    result=0
+    rest=
+    for worker in $running; do
+        if [ "${worker%:*}" = "$1" ]; then
+            wait "${worker#*:}" || result=$?
+        else
+            rest="$rest $worker"
+        fi
+    done
+    running=$rest
+    if [ "$result" -eq 0 ] || [ -n "$is_leaving" ]; then
+        return
+    fi
+    say "error: worker $1 ended with exit status $result"
+    [ "$status" -ne 0 ] || status=$result
+    [ -n "$sleeper" ] || [ -z "$running" ] || start_sleeper
+}
+
+start_sleeper() {
+    mkfifo "$folder/sleeper"
+    sleep "$patience_s" >"$folder/sleeper" 3>&- &
+    sleeper=$!
+    { tag sleeper && echo late >&3; } <"$folder/sleeper" &
+}
+
+end_sleeper() {
+    [ -z "$sleeper" ] || kill "$sleeper" 2>/dev/null || true
+}
+
+end_workers() {
+    for worker in $running; do
+        kill "${worker#*:}" 2>/dev/null || true
+    done
+}
+
+# shellcheck disable=SC2329 # traps call it
+leave() { # STATUS
+    is_leaving=yes
+    [ "$status" -ne 0 ] || status=$1
+    end_workers
+}
+
+check_number WORKERS "$workers" 1 64
+check_number PORT "$port" 1 $((65536 - workers))
+say "two_terminals.sh: trains on handwritten digits with $workers workers, as if each had a terminal of its own."
+prepare examples
+set -- python "$(program train_digits.py)" --strategy multi-worker "$@"
+folder=$(mktemp -d)
+trap 'end_workers; end_sleeper; rm -rf "$folder"' EXIT
+trap 'leave 129' HUP
+trap 'leave 130' INT
+trap 'leave 143' TERM
+mkfifo "$folder/ends"
+exec 3<>"$folder/ends"
+next=0
+while [ "$next" -lt "$workers" ]; do
+    start_worker "$next" "$@"
+    next=$((next + 1))
+done
+await_workers
+exit "$status"
