@@ -19,6 +19,8 @@ from typing import IO
 from grpc_jobs import environ_with
 from mpi_jobs import HERE
 
+from collectives.network.addresses import Address
+
 PROGRAM = HERE / "worker_job.py"
 LIMIT_S = 30.0
 LOST_LIMIT_S = 10.0  # within which every worker ends that has lost another one
@@ -199,6 +201,19 @@ def port_addresses(workers: int, host: str = "127.0.0.1") -> list[str]:
     family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
     ports = free_ports(workers, "::1" if host == "[::1]" else "127.0.0.1", family)
     return [f"{host}:{port}" for port in ports]
+
+
+def until_listening(address: str) -> None:
+    """Return when somebody accepts connections there."""
+    give_up = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            Address.parse(address).reach(LIMIT_S)
+        except OSError:
+            assert time.monotonic() < give_up, f"nobody listens at {address}"
+            time.sleep(0.02)
+        else:
+            return
 
 
 def facts_of_process(worker: Worker) -> dict[str, str]:

@@ -1,0 +1,484 @@
+"""Who may join the workers over gRPC: certificates, the job token, and what else all of them have to agree on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from certificates import SERVER, Authority, Files
+from grpc_jobs import socket_addresses
+from strangers import answer_at, good_hello, proven
+from workers import (
+    Job,
+    Worker,
+    assert_end_well,
+    assert_still_right,
+    disposed_of,
+    free_ports,
+    last_line,
+    port_addresses,
+    running,
+    until_listening,
+)
+
+import collectives
+from collectives import Limits, SecurityError, Settings
+from collectives.network.security import AUTHORITY, CERTIFICATE, INSECURE, KEY, TLS_VARIABLES, TOKEN, Security
+
+ELSEWHERE = "192.0.2.1:3737"  # of TEST-NET-1, which nobody owns
+RIGHT_TOKEN = "the-right-token"
+SECURITY_ERROR = "collectives.errors.SecurityError: "
+PATIENCE = ["--connect-timeout-s", "8"]  # of wrong workers that are not refused
+TOLD_WITHIN_S = 5.0
+
+
+def connect(addresses: Sequence[str], rank: int, **options: object) -> collectives.Communicator:
+    settings = Settings(limits=Limits(connect_timeout_s=0.2))
+    return collectives.connect("grpc", settings, addresses=addresses, rank=rank, **options)
+
+
+# ---- plaintext
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_plaintext_does_not_leave_this_machine(rank: int) -> None:
+    """The address in use would be an error as well, if the worker came to listen there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = f"127.0.0.1:{listener.getsockname()[1]}"
+        addresses = [taken, ELSEWHERE] if rank == 0 else [ELSEWHERE, taken]
+        with pytest.raises(SecurityError) as caught:
+            connect(addresses, rank)
+    text = str(caught.value)
+    assert f"{ELSEWHERE} is not on this machine" in text
+    assert all(name in text for name in (*TLS_VARIABLES, f"{INSECURE}=1"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "[2001:db8::1]", "no-such-host.invalid"])
+def test_only_loopback_addresses_are_taken_for_this_machine(host: str) -> None:
+    with pytest.raises(SecurityError, match="not on this machine"):
+        connect([f"{host}:3737", "127.0.0.1:3738"], 0)
+
+
+def test_an_address_of_this_machine_that_others_reach_is_no_loopback_address() -> None:
+    addresses = own_addresses()
+    with pytest.raises(SecurityError, match=f"{addresses[0]}, {addresses[1]} are not on this machine"):
+        connect(addresses, 0)
+
+
+@pytest.mark.job
+def test_plaintext_between_machines_is_possible_and_warned_of() -> None:
+    addresses = own_addresses()
+    with running(Job(addresses, environ={INSECURE: "1"}), "rounds") as workers:
+        for worker in workers:
+            warning = worker.wait_for("WARNING")
+            assert f"{INSECURE}=1" in warning
+            assert all(address in warning for address in addresses)
+        assert_end_well(workers)
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "true"])
+def test_a_doubtful_permission_is_none(value: str) -> None:
+    with pytest.raises(SecurityError, match=f"{INSECURE}='{value}'; use 1"):
+        Security.from_environ({INSECURE: value})
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_plaintext_can_be_forbidden_explicitly(value: str) -> None:
+    assert Security.from_environ({INSECURE: value}) == Security()
+
+
+def own_addresses() -> list[str]:
+    """Addresses of this machine that are none of its loopback interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # nothing is sent
+        except OSError as error:
+            pytest.skip(f"this machine has no IPv4 address but that of its loopback interface: {error}")
+        host = probe.getsockname()[0]
+    return [f"{host}:{port}" for port in free_ports(2, host)]
+
+
+# ---- certificates in files
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("right"), "authority")
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("wrong"), "stranger")
+
+
+@pytest.fixture(scope="module")
+def right(authority: Authority) -> Files:
+    return authority.issue("right", ["localhost", "127.0.0.1", "::1"])
+
+
+@pytest.mark.parametrize("named", [[CERTIFICATE], [KEY], [AUTHORITY], [CERTIFICATE, KEY], [KEY, AUTHORITY]])
+def test_mutual_tls_needs_all_three_files(right: Files, named: Sequence[str]) -> None:
+    missing = [name for name in TLS_VARIABLES if name not in named]
+    with pytest.raises(SecurityError) as caught:
+        Security.from_environ({name: right.environ[name] for name in named})
+    verb = "is" if len(named) == 1 else "are"
+    assert f"{', '.join(named)} {verb} set and {', '.join(missing)} not" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TLS_VARIABLES)
+def test_a_file_that_is_missing_is_named(right: Files, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environ(monkeypatch, {**right.environ, name: "/nowhere/at-all.pem"})
+    with pytest.raises(SecurityError, match=f"{name}=/nowhere/at-all.pem is not a file"):
+        connect(["localhost:3737", "localhost:3738"], 0)
+
+
+@pytest.mark.parametrize("name", TLS_VARIABLES)
+def test_a_file_that_is_no_certificate_is_named(
+    right: Files, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    garbage = tmp_path / "garbage.pem"
+    garbage.write_text("-----BEGIN CERTIFICATE-----\nnone\n-----END CERTIFICATE-----\n")
+    set_environ(monkeypatch, {**right.environ, name: str(garbage)})
+    with pytest.raises(SecurityError, match=f"{name}={garbage}"):
+        connect(["localhost:3737", "localhost:3738"], 0)
+
+
+def test_a_key_has_to_belong_to_the_certificate(
+    authority: Authority, right: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = authority.issue("other", ["localhost"])
+    set_environ(monkeypatch, {**right.environ, KEY: str(other.key)})
+    with pytest.raises(SecurityError, match=f"{KEY}={other.key} are not a certificate and its key"):
+        connect(["localhost:3737", "localhost:3738"], 0)
+
+
+def set_environ(monkeypatch: pytest.MonkeyPatch, environ: Mapping[str, str]) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_token_is_not_shown_with_the_settings() -> None:
+    assert RIGHT_TOKEN not in repr(Security.from_environ({TOKEN: RIGHT_TOKEN}))
+
+
+# ---- certificates of workers
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "unix", "this machine's own"])
+def test_workers_with_certificates_of_one_authority_meet(authority: Authority, right: Files, host: str) -> None:
+    with socket_addresses(2) as sockets:
+        files = right
+        if host == "unix":
+            addresses = sockets
+        elif host == "this machine's own":
+            addresses = own_addresses()
+            files = authority.issue("own", [addresses[0].rpartition(":")[0]])
+        else:
+            addresses = port_addresses(2, host)
+        with running(Job(addresses, environ=files.environ), "rounds") as workers:
+            assert_end_well(workers)
+            assert not workers[0].containing("WARNING")
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("size", [3])
+def test_a_token_and_certificates_go_together(right: Files, size: int) -> None:
+    environ = {**right.environ, TOKEN: RIGHT_TOKEN}
+    with running(Job(port_addresses(size), environ=environ), "rounds") as workers:
+        assert_end_well(workers)
+
+
+# ---- wrong workers that come while a right one waits
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The first of two workers, which waits for the right second one."""
+
+    job: Job
+    worker: Worker
+
+    def assert_refuses(self, environ: Mapping[str, str], here: str, there: str = "") -> None:
+        """A second worker with another environment ends with the words `here`; the first one logs those `there`."""
+        self._assert_refused(self.job.start("rounds", 1, *PATIENCE, environ=environ), here, there)
+
+    def assert_refuses_with(self, arguments: Sequence[str], addresses: Sequence[str], reason: str) -> None:
+        """A second worker with other arguments is refused."""
+        wrong = self.job.start("rounds", 1, *PATIENCE, *arguments, addresses=addresses)
+        self._assert_refused(wrong, reason, reason)
+
+    def _assert_refused(self, wrong: Worker, here: str, there: str) -> None:
+        with disposed_of() as workers:
+            workers.append(wrong)
+            assert wrong.end() == 1, wrong.text
+            error = last_line(wrong)
+            assert error.startswith(("collectives.errors.PeerRefusedError: rank 1 at", SECURITY_ERROR)), wrong.text
+            assert here in error
+            assert f"rank 0 at {self.job.addresses[0]}" in error or error.startswith(SECURITY_ERROR)
+        if there:
+            self.worker.wait_for("WARNING", there, limit_s=TOLD_WITHIN_S)
+        assert self.worker.process.poll() is None
+
+
+def waiting_for_the_right_one(job: Job) -> Iterator[Waiting]:
+    """Afterwards the right one comes, and the job completes."""
+    with disposed_of() as workers:
+        workers.append(job.start("rounds", 0))
+        until_listening(job.addresses[0])
+        yield Waiting(job, workers[0])
+        workers.append(job.start("rounds", 1))
+        assert_end_well(workers)
+
+
+@pytest.fixture(scope="module")
+def with_certificates(right: Files) -> Iterator[Waiting]:
+    yield from waiting_for_the_right_one(Job(port_addresses(2), environ=right.environ))
+
+
+@pytest.fixture(scope="module")
+def with_token() -> Iterator[Waiting]:
+    with socket_addresses(2) as addresses:
+        yield from waiting_for_the_right_one(Job(addresses, environ={TOKEN: RIGHT_TOKEN}))
+
+
+@pytest.fixture(scope="module")
+def without_token() -> Iterator[Waiting]:
+    with socket_addresses(2) as addresses:
+        yield from waiting_for_the_right_one(Job(addresses, environ={TOKEN: ""}))
+
+
+NO_FIT = "certificates do not fit"
+
+
+@pytest.mark.job
+def test_a_worker_of_another_authority_is_refused(with_certificates: Waiting, stranger: Authority) -> None:
+    wrong = stranger.issue("stranger", ["localhost", "127.0.0.1"])
+    with_certificates.assert_refuses(wrong.environ, NO_FIT, NO_FIT)
+
+
+@pytest.mark.job
+def test_a_certificate_of_another_authority_is_refused(
+    with_certificates: Waiting, authority: Authority, stranger: Authority
+) -> None:
+    wrong = stranger.issue("knows-ours", ["localhost", "127.0.0.1"])
+    knows_ours = {**wrong.environ, AUTHORITY: str(authority.path)}
+    with_certificates.assert_refuses(knows_ours, "certificate")
+
+
+@pytest.mark.job
+def test_a_worker_that_trusts_another_authority_is_refused(
+    with_certificates: Waiting, right: Files, stranger: Authority
+) -> None:
+    trusts_others = {**right.environ, AUTHORITY: str(stranger.path)}
+    with_certificates.assert_refuses(trusts_others, "certificate")
+
+
+@pytest.mark.job
+def test_a_certificate_that_is_not_for_clients_is_refused(with_certificates: Waiting, authority: Authority) -> None:
+    wrong = authority.issue("server-only", ["localhost", "127.0.0.1"], [SERVER])
+    with_certificates.assert_refuses(wrong.environ, "certificate")
+
+
+@pytest.mark.job
+def test_an_expired_certificate_is_refused(with_certificates: Waiting, authority: Authority) -> None:
+    wrong = authority.issue("expired", ["localhost", "127.0.0.1"], is_expired=True)
+    with_certificates.assert_refuses(wrong.environ, "certificate")
+
+
+@pytest.mark.job
+def test_a_certificate_for_another_host_is_refused(with_certificates: Waiting, authority: Authority) -> None:
+    """By the worker that calls it; it cannot be seen by the one that is called."""
+    wrong = authority.issue("elsewhere", ["elsewhere.example"])
+    with disposed_of() as workers:
+        workers.append(with_certificates.job.start("rounds", 1, environ=wrong.environ))
+        with_certificates.worker.wait_for("WARNING", f"rank 1 at {with_certificates.job.addresses[1]}", NO_FIT)
+
+
+@pytest.mark.job
+def test_a_worker_without_certificate_is_refused(with_certificates: Waiting) -> None:
+    with disposed_of() as workers:
+        job = with_certificates.job
+        plain = dict.fromkeys(TLS_VARIABLES, "")
+        workers.append(job.start("rounds", 1, "--connect-timeout-s", "2", environ=plain))
+        with_certificates.worker.wait_for("WARNING", f"rank 1 at {job.addresses[1]}", NO_FIT)
+        assert workers[0].end() == 1
+        assert f"rank 0 at {job.addresses[0]} (" in last_line(workers[0])
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("token", ["another-token", ""], ids=["another", "none"])
+def test_a_worker_with_the_wrong_token_is_refused(with_token: Waiting, token: str) -> None:
+    reason = "its job token is not ours"
+    with_token.assert_refuses({TOKEN: token}, reason, reason)
+
+
+@pytest.mark.job
+def test_a_worker_with_a_token_does_not_join_those_without(without_token: Waiting) -> None:
+    without_token.assert_refuses({TOKEN: RIGHT_TOKEN}, "does not know our job token", "job token")
+
+
+@pytest.mark.job
+def test_a_worker_of_another_description_is_refused(with_token: Waiting) -> None:
+    addresses = with_token.job.addresses
+    reason = f"its cluster is not ours, which is {', '.join(addresses)}"
+    with_token.assert_refuses_with(["--description", "8 replicas"], addresses, reason)
+
+
+@pytest.mark.job
+def test_a_worker_of_another_cluster_is_refused(with_token: Waiting) -> None:
+    addresses = with_token.job.addresses
+    reason = f"its cluster is not ours, which is {', '.join(addresses)}"
+    with_token.assert_refuses_with([], [*addresses, f"{addresses[0]}.more"], reason)
+
+
+# ---- strangers that come while a job runs
+
+
+@dataclass(frozen=True)
+class Running:
+    """Two workers that reduce again and again."""
+
+    job: Job
+    workers: Sequence[Worker]
+    token: str = ""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Running]:
+    """With a token; afterwards the job completes."""
+    with socket_addresses(2) as addresses:
+        job = Job(addresses, environ={TOKEN: RIGHT_TOKEN})
+        with running(job, "rounds") as workers:
+            for worker in workers:
+                worker.wait_for("round 1 was right")
+            yield Running(job, workers, RIGHT_TOKEN)
+            assert_end_well(workers)
+
+
+@pytest.fixture(scope="module")
+def secured_pair(right: Files) -> Iterator[Running]:
+    """With certificates; afterwards the job completes."""
+    job = Job(port_addresses(2, "localhost"), environ=right.environ)
+    with running(job, "rounds") as workers:
+        for worker in workers:
+            worker.wait_for("round 1 was right")
+        yield Running(job, workers)
+        assert_end_well(workers)
+
+
+METHODS = pytest.mark.parametrize("method", ["control", "lane"])
+
+
+def assert_refused(pair: Running, answer: tuple[grpc.StatusCode, str], reason: str) -> None:
+    """The stranger knows why, the worker says it, and the job goes on."""
+    code, details = answer
+    assert code is grpc.StatusCode.PERMISSION_DENIED, details
+    assert reason in details
+    pair.workers[0].wait_for("WARNING", f"rank 0 at {pair.job.addresses[0]} refused", reason)
+    assert_still_right(pair.workers)
+
+
+@pytest.mark.job
+@METHODS
+def test_a_stream_without_hello_is_refused(pair: Running, method: str) -> None:
+    assert_refused(pair, answer_at(pair.job.addresses[0], (), method), "it says no hello")
+
+
+@pytest.mark.job
+@METHODS
+@pytest.mark.parametrize("token", ["", "another-token", RIGHT_TOKEN[:-1], f"{RIGHT_TOKEN} "])
+def test_a_stream_with_the_wrong_token_is_refused(pair: Running, method: str, token: str) -> None:
+    hello = good_hello(pair.job.addresses, method).encode()
+    answer = answer_at(pair.job.addresses[0], proven(hello, token), method, [b"x" * 64])
+    assert_refused(pair, answer, "its job token is not ours")
+
+
+@pytest.mark.job
+@METHODS
+def test_a_proof_holds_for_one_hello_only(pair: Running, method: str) -> None:
+    hello = good_hello(pair.job.addresses, method)
+    (_, proof) = proven(hello.encode(), pair.token)
+    other = good_hello(pair.job.addresses, method, incarnation="fedcba9876543210").encode()
+    answer = answer_at(pair.job.addresses[0], ((proven(other, "")[0]), proof), method)
+    assert_refused(pair, answer, "its job token is not ours")
+
+
+@pytest.mark.job
+@METHODS
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"protocol": 0}, "it speaks version 0 and we speak 1"),
+        ({"protocol": 2}, "it speaks version 2 and we speak 1"),
+        ({"cluster": "0" * 16}, "its cluster is not ours"),
+        ({"source": 0}, "it is rank 0 and looks for rank 0, but this is rank 0"),
+        ({"source": 2}, "it is rank 2 and looks for rank 0, but this is rank 0"),
+        ({"source": -1}, "it is rank -1 and looks for rank 0, but this is rank 0"),
+        ({"to": 1}, "it is rank 1 and looks for rank 1, but this is rank 0"),
+        ({}, "rank 1 is taken by another process"),
+        ({"incarnation": ""}, "rank 1 is taken by another process"),
+    ],
+    ids=str,
+)
+def test_a_stream_of_the_wrong_worker_is_refused(
+    pair: Running, method: str, changes: Mapping[str, object], reason: str
+) -> None:
+    hello = good_hello(pair.job.addresses, method, **changes).encode()
+    answer = answer_at(pair.job.addresses[0], proven(hello, pair.token), method, [b"x" * 64])
+    assert_refused(pair, answer, reason)
+
+
+@pytest.mark.job
+@METHODS
+def test_a_hello_that_says_more_than_it_should_is_refused(pair: Running, method: str) -> None:
+    hello = json.dumps({**asdict(good_hello(pair.job.addresses, method)), "is_admin": True})
+    answer = answer_at(pair.job.addresses[0], proven(hello, pair.token), method)
+    assert_refused(pair, answer, "its hello cannot be read")
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("method", ["/popdist.Collectives/Anything", "/grpc.health.v1.Health/Check", "/"])
+def test_what_workers_do_not_offer_is_not_there(pair: Running, method: str) -> None:
+    code, _ = answer_at(pair.job.addresses[0], (), method)
+    assert code is grpc.StatusCode.UNIMPLEMENTED
+    assert_still_right(pair.workers)
+
+
+@pytest.mark.job
+def test_the_token_itself_never_shows(pair: Running) -> None:
+    assert_still_right(pair.workers)
+    assert not any(RIGHT_TOKEN in worker.text for worker in pair.workers)
+
+
+@pytest.mark.job
+def test_clients_without_our_certificates_reach_nothing(
+    secured_pair: Running, authority: Authority, right: Files, stranger: Authority
+) -> None:
+    address = secured_pair.job.addresses[0]
+    wrong = stranger.issue("wrong-client", ["localhost"])
+    unknown = Files(wrong.certificate, wrong.key, authority.path)
+    server_only = authority.issue("server-only-client", ["localhost"], [SERVER])
+    expired = authority.issue("expired-client", ["localhost"], is_expired=True)
+    hello = proven(good_hello(secured_pair.job.addresses).encode(), "")
+    answers = {
+        "plaintext": answer_at(address, hello),
+        "no certificate": answer_at(address, hello, files=right, presents_certificate=False),
+        "another authority": answer_at(address, hello, files=unknown),
+        "a server's certificate": answer_at(address, hello, files=server_only),
+        "expired": answer_at(address, hello, files=expired),
+    }
+    assert {name: code for name, (code, _) in answers.items()} == dict.fromkeys(answers, grpc.StatusCode.UNAVAILABLE)
+    assert_still_right(secured_pair.workers)
+
+
+@pytest.mark.job
+def test_our_certificate_alone_is_no_right_to_a_taken_rank(secured_pair: Running, right: Files) -> None:
+    hello = good_hello(secured_pair.job.addresses).encode()
+    answer = answer_at(secured_pair.job.addresses[0], proven(hello, ""), files=right)
+    assert_refused(secured_pair, answer, "rank 1 is taken by another process")
