@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.extend.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -79,6 +80,28 @@ class ReplicaDevices:
         spread = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False)
         return jax.jit(spread, donate_argnums=tuple(donated), keep_unused=bool(donated))
 
+    def trace(
+        self, function: Callable[..., Any], arguments: Sequence[Any], is_split: Sequence[bool]
+    ) -> jax.extend.core.ClosedJaxpr:
+        """The equations of one replica's program.
+
+        Args:
+            function: the program of one replica.
+            arguments: pytrees of the shapes that all replicas of a wave have together.
+            is_split: for each of them whether the replicas get their parts of its first axis.
+        """
+        traced = []
+
+        def body(*arguments: Any) -> tuple[()]:
+            # Equations remember the mesh under which they were traced, so it has to be this one.
+            traced.append(jax.make_jaxpr(function)(*arguments))
+            return ()
+
+        specs = tuple(PartitionSpec(AXIS) if split else PartitionSpec() for split in is_split)
+        spread = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=(), check_vma=False)
+        jax.eval_shape(spread, *arguments)
+        return traced[0]
+
     def cut_into_waves(self, tree: Any) -> Iterator[Any]:
         """The parts of a tree whose leaves have all local replicas along the first axis, one per wave."""
         if self.waves == 1:
@@ -96,10 +119,10 @@ class ReplicaDevices:
 
     def share(self, tree: Any) -> Any:
         """Show a tree that lies on the first device to all devices; on CPU nothing is copied."""
-        if self.width == 1:
-            return tree
         if self.devices[0].platform != "cpu":
             return jax.device_put(tree, self.copied)
+        if self.width == 1:
+            return tree
         leaves, structure = jax.tree.flatten(tree)
         views = [borrow(leaf) for leaf in leaves]
         aliases = [leaves] + [jax.device_put(views, device) for device in self.devices[1:]]

@@ -54,6 +54,11 @@ class FlatLayout:
         """All buffers; the one of float32, which has the tail, comes first."""
         return self._plan[1]
 
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """For each leaf the name of its buffer."""
+        return tuple(name for name, _ in self._plan[0])
+
     @cached_property
     def _plan(self) -> tuple[tuple[tuple[str, int], ...], tuple[Buffer, ...]]:
         """For each leaf its buffer and where it begins there; and the buffers."""
@@ -69,8 +74,10 @@ class FlatLayout:
         ends[FLOAT32.name] += self.tail
         return tuple(places), tuple(Buffer(name, dtypes[name], end) for name, end in ends.items())
 
-    def flatten(self, leaves: Sequence[jax.Array], tail: jax.Array, into: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Write leaves and tail into buffers, in the order of `buffers`, whose gaps are zero; traceable."""
+    def flatten(
+        self, leaves: Sequence[jax.Array], tail: jax.Array | None, into: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        """Write leaves and tail, if any, into buffers, in the order of `buffers`, whose gaps are zero; traceable."""
         written = {buffer.name: array for buffer, array in zip(self.buffers, into, strict=True)}
         # Written one by one: XLA's CPU backend turns a concatenation into an element-wise loop that pulls whatever
         # produced the parts into it (measured: 50 times slower than the gradients themselves).
@@ -78,8 +85,9 @@ class FlatLayout:
             flat = leaf.reshape(-1)
             is_alone = flat.size == written[name].size and name != FLOAT32.name
             written[name] = flat if is_alone else jax.lax.dynamic_update_slice(written[name], flat, (start,))
-        position = written[FLOAT32.name].size - self.tail
-        written[FLOAT32.name] = jax.lax.dynamic_update_slice(written[FLOAT32.name], tail, (position,))
+        if tail is not None:
+            position = written[FLOAT32.name].size - self.tail
+            written[FLOAT32.name] = jax.lax.dynamic_update_slice(written[FLOAT32.name], tail, (position,))
         return tuple(written.values())
 
     def views(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -90,6 +90,11 @@ class Strategy:
         """The role of this instance, with the original's names; instance 0 writes files."""
         return Extended(self.instance.is_leader, self.instance.is_leader)
 
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether `Trainer` sends gradients to the other instances while it computes the rest of them."""
+        return self.variables_on_host and self.num_instances > 1
+
     # ---- values
 
     def variable(

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from strategies.errors import NonFiniteGradientError
-from strategies.flat import FlatLayout
+from strategies.gradients import Arguments, GradientPrograms
 from strategies.replica_context import replica_context
 from strategies.strategy import Strategy
 
@@ -65,22 +65,15 @@ class _Step:
     """A step compiled for the shapes of one batch.
 
     Attributes:
-        gradients: (variables, batch, replica indices, step, buffers) -> one buffer per dtype, the replicas behind
-            each other; the memory of the given buffers, which are used up.
-        buffers: for each wave what the next step gives to it, so that no step has to ask for fresh memory.
+        gradients: computes the gradients.
         update: (variables, optimizer state, mean gradients) -> the first two anew, and a token that is ready
             when they are.
-        layout: of the buffers.
-        results: where the means of the buffers go.
-        means: the same memory as a pytree like the variables.
+        means: where the mean gradients are, as a pytree like the variables.
         names: of the metrics.
     """
 
-    gradients: Callable[..., Any]
-    buffers: list[tuple[jax.Array, ...]]
+    gradients: GradientPrograms
     update: Callable[..., Any]
-    layout: FlatLayout
-    results: tuple[np.ndarray, ...]
     means: Any
     names: tuple[str, ...]
 
@@ -158,29 +151,29 @@ class Trainer:
         """
         self._strategy.progress.step(state.step)
         step = self._compiled(state, batch)
-        contributions = self._gradients(step, state, batch)
-        if self._updated is not None:
-            self._updated.block_until_ready()  # the last update may still be reading the results
-        for buffer, arrays, result in zip(step.layout.buffers, contributions, step.results, strict=True):
-            self._strategy.communicator.ordered_all_reduce(arrays, result, "mean", name=f"gradients/{buffer.name}")
-        tail = step.layout.tail_view(step.results).copy()
+        shared = self._begin(step, state, batch)
+        for bucket, contributions in step.gradients.collect():
+            if self._updated is not None:
+                self._updated.block_until_ready()  # the last update may still be reading the results
+            for buffer, arrays, result in zip(bucket.layout.buffers, contributions, bucket.results, strict=True):
+                if buffer.size:
+                    name = f"{bucket.name}/{buffer.name}"
+                    self._strategy.communicator.ordered_all_reduce(arrays, result, "mean", name=name)
+        del shared  # not before XLA has read it: what it lets go itself is too late for the update to take over
+        tail = step.gradients.tail.copy()
         if self._check_numerics:
             self._raise_if_not_finite(state, tail[len(step.names) :])
         variables, optimizer_state, self._updated = step.update(state.variables, state.optimizer_state, step.means)
         metrics = Metrics(step.names, tail)
         return TrainState(variables, optimizer_state, state.step + 1), metrics
 
-    def _gradients(self, step: _Step, state: TrainState, batch: Any) -> list[list[np.ndarray]]:
-        """For each dtype, each local replica's buffer."""
-        number = np.int32(state.step)
+    def _begin(self, step: _Step, state: TrainState, batch: Any) -> Any:
+        """Have the gradients of all local replicas computed; the variables as the devices see them."""
         shared = self._devices.share(state.variables)
-        contributions: list[list[np.ndarray]] = [[] for _ in step.results]
         parts = zip(self._devices.cut_into_waves(batch), self._devices.cut_into_waves(self._indices), strict=True)
         for wave, (part, indices) in enumerate(parts):
-            buffers = step.buffers[wave] = step.gradients(shared, part, indices, number, step.buffers[wave])
-            for of_dtype, buffer in zip(contributions, buffers, strict=True):
-                of_dtype += self._devices.views(buffer)
-        return contributions
+            step.gradients.dispatch((shared, part, indices, np.int32(state.step)), wave)
+        return shared
 
     # ---- compiling
 
@@ -194,23 +187,25 @@ class Trainer:
 
     def _compile(self, state: TrainState, batch: Any) -> _Step:
         names, has_metrics = self._metric_names(state.variables, jax.tree.map(self._wave_shape, batch))
-        variables = jax.tree.leaves(state.variables)
-        flags = len(variables) * self._strategy.num_replicas_in_sync if self._check_numerics else 0
-        layout = FlatLayout.of(variables, len(names) + flags)
-        allocate = self._strategy.communicator.allocate
-        results = tuple(allocate((buffer.size,), buffer.dtype) for buffer in layout.buffers)
+        variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
+        count = len(jax.tree.leaves(variables))
+        flags = count * self._strategy.num_replicas_in_sync if self._check_numerics else 0
+        arguments = Arguments(
+            (variables, jax.tree.map(self._wave_shape, batch), self._wave_of_indices(), np.int32(0)),
+            (False, True, True, False),
+        )
+        gradients = GradientPrograms(
+            self._devices,
+            self._gradient_function(names, has_metrics),
+            arguments,
+            self._strategy.streams_gradients,
+            len(names) + flags,
+            self._strategy.communicator.allocate,
+        )
         return _Step(
-            gradients=self._devices.compile(
-                self._gradient_program(layout, names, has_metrics), (False, True, True, False, True), donated=(4,)
-            ),
-            buffers=[
-                tuple(self._devices.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers)
-                for _ in range(self._devices.waves)
-            ],
+            gradients=gradients,
             update=jax.jit(self._update, donate_argnums=(0, 1)),
-            layout=layout,
-            results=results,
-            means=jax.tree.unflatten(jax.tree.structure(state.variables), layout.views(results)),
+            means=jax.tree.unflatten(jax.tree.structure(variables), gradients.means),
             names=names,
         )
 
@@ -252,12 +247,10 @@ class Trainer:
     def _wave_of_indices(self) -> np.ndarray:
         return self._indices[: self._devices.width]
 
-    def _gradient_program(self, layout: FlatLayout, names: tuple[str, ...], has_metrics: bool) -> Callable[..., Any]:
+    def _gradient_function(self, names: tuple[str, ...], has_metrics: bool) -> Callable[..., Any]:
         total = self._strategy.num_replicas_in_sync
 
-        def gradients(
-            variables: Any, batch: Any, index: jax.Array, step: jax.Array, buffers: tuple[jax.Array, ...]
-        ) -> tuple[jax.Array, ...]:
+        def gradients(variables: Any, batch: Any, index: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
             replica = index[0]
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), step), replica)
             with replica_context(self._strategy.new_context(replica, "step")):
@@ -268,7 +261,7 @@ class Trainer:
             if self._check_numerics:
                 is_bad = jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
                 tail.append((is_bad[:, None] & (jnp.arange(total) == replica)).astype(jnp.float32).reshape(-1))
-            return layout.flatten(leaves, jnp.concatenate(tail), buffers)
+            return (jnp.concatenate(tail), *leaves)
 
         return gradients
 

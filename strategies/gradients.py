@@ -1,0 +1,222 @@
+"""The compiled programs behind the gradients of the local replicas, and the buffers in which gradients leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from strategies.devices import ReplicaDevices
+from strategies.flat import LARGE_BYTES, FlatLayout
+from strategies.segments import Part, Segment, cut
+
+TAIL = 0  # the first result of a gradient function, before the gradients
+BUCKET_BYTES = LARGE_BYTES
+"""Gradients travel as soon as so many bytes are finished. (Over 200 Mbit/s a message of 1 MiB takes 42 ms, what
+precedes it 2 to 5 ms.)"""
+
+GradientFunction = Callable[..., Sequence[jax.Array]]
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that leave the programs together.
+
+    Attributes:
+        name: of their collectives.
+        layout: how they lie in buffers.
+        parts: what lies there, in the order of the layout.
+        results: where the means of the buffers go.
+    """
+
+    name: str
+    layout: FlatLayout
+    parts: tuple[Part, ...]
+    results: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a gradient function.
+
+    Attributes:
+        shapes: (variables, batch, replica index, step), the shapes as all replicas of a wave have them together.
+        is_split: for each whether the replicas get their parts of it.
+    """
+
+    shapes: tuple[Any, ...]
+    is_split: tuple[bool, ...]
+
+    @property
+    def structure(self) -> jax.tree_util.PyTreeDef:
+        """How to put flat arguments together."""
+        return jax.tree.structure(self.shapes)
+
+    @property
+    def split_leaves(self) -> list[bool]:
+        """`is_split` for each flat argument."""
+        pairs = zip(self.shapes, self.is_split, strict=True)
+        return [split for shape, split in pairs for _ in jax.tree.leaves(shape)]
+
+
+class GradientPrograms:
+    """Computes the gradients of all local replicas, bucket by bucket.
+
+    With one segment they all come at the end. With several, XLA computes the later ones while the earlier ones are
+    on their way.
+
+    Args:
+        devices: where the replicas run.
+        function: `(variables, batch, replica index, step) -> (tail, *gradients)` of one replica.
+        arguments: for which it is compiled.
+        streams: whether to cut it into segments.
+        tail: how many values the tail has.
+        allocate: makes memory for results.
+    """
+
+    def __init__(
+        self,
+        devices: ReplicaDevices,
+        function: GradientFunction,
+        arguments: Arguments,
+        streams: bool,
+        tail: int,
+        allocate: Allocate,
+    ) -> None:
+        self._devices = devices
+        self._variables = jax.tree.leaves(arguments.shapes[0])
+        self._whole: dict[int, np.ndarray] = {}
+        self._segments = _cut(devices, function, arguments) if streams else [_uncut(function, arguments)]
+        self.buckets = [
+            self._bucket(segment.parts, number, tail, allocate) for number, segment in enumerate(self._segments)
+        ]
+        self._programs = [
+            self._compile(segment, bucket.layout, arguments.split_leaves)
+            for segment, bucket in zip(self._segments, self.buckets, strict=True)
+        ]
+        self._buffers = [
+            [
+                tuple(devices.zeros(buffer.size, buffer.dtype) for buffer in bucket.layout.buffers)
+                for bucket in self.buckets
+            ]
+            for _ in range(devices.waves)
+        ]
+
+    @property
+    def means(self) -> list[np.ndarray]:
+        """Where the mean gradients of the variables are, once all buckets have been reduced."""
+        found = dict(self._whole)
+        for bucket in self.buckets:
+            for part, view in zip(bucket.parts, bucket.layout.views(bucket.results), strict=True):
+                found.setdefault(part.result, view)
+        return [found[number].reshape(leaf.shape) for number, leaf in enumerate(self._variables, TAIL + 1)]
+
+    @property
+    def tail(self) -> np.ndarray:
+        """Where the mean tail is, once the last bucket has been reduced."""
+        return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
+
+    def dispatch(self, arguments: Sequence[Any], wave: int) -> None:
+        """Begin to compute the gradients of one wave of replicas; does not wait for them."""
+        flat = jax.tree.leaves(arguments)
+        residuals: dict[int, jax.Array] = {}
+        buffers = self._buffers[wave]
+        for number, (segment, program) in enumerate(zip(self._segments, self._programs, strict=True)):
+            inputs = [flat[place] for place in segment.inputs]
+            buffers[number], given = program(inputs, [residuals[taken] for taken in segment.takes], buffers[number])
+            residuals.update(zip(segment.gives, given, strict=True))
+
+    def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
+        """Each bucket when it is ready, with the local replicas' arrays for each of its buffers."""
+        for number, bucket in enumerate(self.buckets):
+            contributions: list[list[np.ndarray]] = [[] for _ in bucket.results]
+            for of_wave in self._buffers:
+                for of_buffer, array in zip(contributions, of_wave[number], strict=True):
+                    of_buffer += self._devices.views(array)
+            yield bucket, contributions
+
+    # ---- compiling
+
+    def _bucket(self, parts: Sequence[Part], number: int, tail: int, allocate: Allocate) -> Bucket:
+        leaves = [self._shape_of(part) for part in parts if part.result != TAIL]
+        is_last = number == len(self._segments) - 1
+        layout = FlatLayout.of(leaves, tail if is_last else 0)
+        name = "gradients" if len(self._segments) == 1 else f"gradients/{number}"
+        of_gradients = tuple(part for part in parts if part.result != TAIL)
+        pieces = {
+            buffer: part for buffer, part in zip(layout.homes, of_gradients, strict=True) if part.rows is not None
+        }
+        results = tuple(
+            self._piece(pieces[buffer.name], allocate)
+            if buffer.name in pieces
+            else allocate((buffer.size,), buffer.dtype)
+            for buffer in layout.buffers
+        )
+        return Bucket(name, layout, of_gradients, results)
+
+    def _shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
+        leaf = self._variables[part.result - TAIL - 1]
+        if part.rows is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        start, stop = part.rows
+        return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
+
+    def _piece(self, part: Part, allocate: Allocate) -> np.ndarray:
+        """The place of some rows in the mean of the whole gradient."""
+        assert part.rows is not None
+        leaf = self._variables[part.result - TAIL - 1]
+        if part.result not in self._whole:
+            self._whole[part.result] = allocate(leaf.shape, np.dtype(leaf.dtype))
+        rows: np.ndarray = self._whole[part.result][slice(*part.rows)].reshape(-1)
+        return rows
+
+    def _compile(self, segment: Segment, layout: FlatLayout, is_split: Sequence[bool]) -> Callable[..., Any]:
+        first_result = len(segment.inputs)
+        first_buffer = first_result + len(segment.takes)
+
+        def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
+            taken = [
+                value[0] if number in segment.scalars else value
+                for number, value in zip(segment.takes, values[first_result:first_buffer], strict=True)
+            ]
+            results = segment.function(*values[:first_result], *taken)
+            finished = dict(zip(segment.parts, results, strict=False))
+            tail = finished.pop(Part(TAIL), None)
+            buffers = layout.flatten(list(finished.values()), tail, values[first_buffer:])
+            given = [
+                value[None] if number in segment.scalars else value
+                for number, value in zip(segment.gives, results[len(segment.parts) :], strict=True)
+            ]
+            return (*buffers, *given)
+
+        count = len(layout.buffers)
+        split = [is_split[place] for place in segment.inputs] + [True] * (len(segment.takes) + count)
+        program = self._devices.compile(of_one_replica, split, range(first_buffer, first_buffer + count))
+
+        def run(inputs: Sequence[Any], residuals: Sequence[Any], buffers: Sequence[Any]) -> tuple[Any, Any]:
+            results = program(*inputs, *residuals, *buffers)
+            return results[:count], results[count:]
+
+        return run
+
+
+def _uncut(function: GradientFunction, arguments: Arguments) -> Segment:
+    """All of it as one segment."""
+    leaves, structure = jax.tree.flatten(arguments.shapes)
+
+    def flat(*values: jax.Array) -> Sequence[jax.Array]:
+        return function(*jax.tree.unflatten(structure, values))
+
+    results = TAIL + 1 + len(jax.tree.leaves(arguments.shapes[0]))
+    return Segment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))), frozenset())
+
+
+def _cut(devices: ReplicaDevices, function: GradientFunction, arguments: Arguments) -> list[Segment]:
+    """Segments, each of which finishes some gradients."""
+    closed = devices.trace(function, arguments.shapes, arguments.is_split)
+    gradients = range(TAIL + 1, TAIL + 1 + len(jax.tree.leaves(arguments.shapes[0])))
+    return cut(closed, gradients, BUCKET_BYTES, LARGE_BYTES)
