@@ -1,0 +1,251 @@
+"""What a worker does for a test: `multi_worker_program.py TASK on_host|on_device LOCAL_REPLICAS [STEPS]`.
+
+Each task ends with one line of JSON.
+
+rows        what the rows of the original's strategy found
+everything  who is there, what each replica reads, how training ends
+steps       trains for STEPS, or with 0 until something goes wrong: how far it came
+"""
+
+import itertools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import popdist
+import strategies
+from collectives import CollectiveError
+from strategies import get_replica_context
+
+ROWS = np.arange(50, dtype=np.int32)
+POINTS = np.random.default_rng(0).standard_normal((96, 3)).astype(np.float32)
+STEPS = 12
+SAYS_SO_AT_STEP = 5
+
+
+# ---- the rows of spec 2.6, two workers with one replica each; t is this worker's index
+
+
+def m01_m02(strategy):
+    """Who is there, and who writes files."""
+    extended = strategy.extended
+    return [
+        strategy.num_replicas_in_sync,
+        extended.experimental_between_graph,
+        extended.experimental_should_init,
+        extended.should_checkpoint,
+        extended.should_save_summary,
+    ]
+
+
+def m04_m05(strategy):
+    """Where variables live; replicas use them on their device."""
+    variable = strategy.variable(1.0)
+
+    def use(value):
+        return value + 1
+
+    [used] = strategy.run(use, args=(variable.value,))
+    return [type(variable).__name__, place_of(strategy, variable.value), float(used)]
+
+
+def m06(strategy):
+    """The squares of x = t + 1, added up."""
+    return float(strategy.reduce("SUM", strategy.run(square, args=(one_more_than_index(strategy),))))
+
+
+def m07(strategy):
+    """A mirrored variable begins with the value of worker 0."""
+    variable = strategy.variable(float(strategy.instance_index + 1))
+    total = strategy.reduce("SUM", strategy.run(square, args=(variable.value,)))
+    return [type(variable).__name__, float(variable.read_value()), float(total)]
+
+
+def m08(strategy):
+    """A variable of each replica's own is on the device, and averaged when it is read."""
+    variable = strategy.variable(lambda: float(strategy.instance_index + 1), synchronization="on_read")
+    place, before = place_of(strategy, variable.values[0]), float(variable.read_value())
+    variable.assign(strategy.run(jnp.add, args=(variable.values, one_more_than_index(strategy))))
+    return [type(variable).__name__, place, before, float(variable.values[0]), float(variable.read_value())]
+
+
+def m10(strategy):
+    """Gradients on the replicas, the update beside them: the sum of the losses, and w after the step."""
+    variable = strategy.variable(1.0)
+    losses, gradients = zip(*strategy.run(jax.value_and_grad(jnp.multiply), args=(variable.value, 1.0)), strict=True)
+    variable.assign(variable.value - 0.5 * strategy.reduce("mean", strategies.PerReplica(gradients)))
+    return [float(strategy.reduce("SUM", strategies.PerReplica(losses))), float(variable.read_value())]
+
+
+def m11_m12(strategy):
+    """The same with `Trainer` and momentum: one slot beside the variable."""
+    trainer = strategies.Trainer(strategy, lambda v, x, key: v["w"] * x.mean(), optax.sgd(0.5, momentum=0.9))
+    state = trainer.init({"w": jnp.float32(strategy.instance_index + 1)})
+    slots = len(jax.tree.leaves(state.optimizer_state))
+    state, metrics = trainer.step(state, np.ones(1, np.float32))
+    total = metrics["loss"] * strategy.num_replicas_in_sync
+    return [slots, total, float(state.variables["w"]), float(jax.tree.leaves(state.optimizer_state)[0])]
+
+
+def m14(strategy):
+    """w = 2, x = t + 1."""
+    variable = strategy.variable(2.0)
+    product = strategy.run(jnp.multiply, args=(variable.value, one_more_than_index(strategy)))
+    return float(strategy.reduce("SUM", product))
+
+
+def m16(strategy):
+    """Batch normalisation with momentum 0, by hand: its statistics are each replica's own until they are read."""
+    gamma, beta = strategy.variable(np.ones(1, np.float32)), strategy.variable(np.zeros(1, np.float32))
+    mean, variance = (strategy.variable(np.zeros(1, np.float32), synchronization="on_read") for _ in range(2))
+
+    def normalise(x, gamma, beta):
+        return gamma * (x - x.mean(0)) / jnp.sqrt(x.var(0)) + beta, x.mean(0), x.var(0)
+
+    x = strategy.per_replica(lambda r: np.float32([[2 * (r + 1)], [0]]))
+    normalised, means, variances = zip(*strategy.run(normalise, args=(x, gamma.value, beta.value)), strict=True)
+    mean.assign(strategies.PerReplica(means))
+    variance.assign(strategies.PerReplica(variances))
+    return {
+        "places": [place_of(strategy, variable.value) for variable in (gamma, beta)],
+        "normalised": normalised[0].tolist(),
+        "local mean": mean.values[0].tolist(),
+        "mean": mean.read_value().tolist(),
+        "variance": variance.read_value().tolist(),
+    }
+
+
+def m17(strategy):
+    """A reduction inside a compiled function, and one of its result."""
+
+    def fn(x):
+        return square(get_replica_context().all_reduce("sum", square(x)))
+
+    return float(strategy.reduce("SUM", strategy.run(fn, args=(one_more_than_index(strategy),))))
+
+
+def m22(strategy):
+    """The sum of ten elements 0 + t."""
+    dataset = strategy.distribute_datasets_from_function(lambda context: [np.int32([context.input_pipeline_id])] * 10)
+    return sum(int(strategy.run(jnp.sum, args=(batch,))[0]) for batch in dataset)
+
+
+TABLE = [m01_m02, m04_m05, m06, m07, m08, m10, m11_m12, m14, m16, m17, m22]
+
+
+def rows(variables_on_host, local_replicas):
+    strategy = make_strategy(variables_on_host, local_replicas)
+    return {row.__name__: row(strategy) for row in TABLE}
+
+
+def square(x):
+    return x * x
+
+
+def one_more_than_index(strategy):
+    return strategy.per_replica(lambda r: float(r + 1))
+
+
+def place_of(strategy, value):
+    if isinstance(value, jax.Array):
+        assert list(value.devices()) == [strategy.devices.devices[0]]
+        return "device"
+    return type(value).__name__
+
+
+# ---- everything else that a worker may ask
+
+
+def everything(variables_on_host, local_replicas):
+    strategy = make_strategy(variables_on_host, local_replicas)
+    contexts = []
+
+    def make(context):
+        contexts.append(context)
+        return range(3 + 2 * context.input_pipeline_id)
+
+    uneven = list(strategy.distribute_datasets_from_function(make))
+    [context] = contexts
+    statistics = strategy.variable(np.zeros(2, np.float32), "on_read", "sum")
+    statistics.assign(strategy.per_replica(lambda r: np.float32([r, 1])))
+    return {
+        "who": [strategy.instance_index, strategy.num_instances, list(strategy.local_replicas)],
+        "is leader": strategy.extended.should_checkpoint,
+        "context": [context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync],
+        "per replica": context.get_per_replica_batch_size(2 * strategy.num_replicas_in_sync),
+        "uneven": uneven,
+        "statistics": statistics.read_value().tolist(),
+        "arrays": read(strategy, ROWS),
+        "iterable": read(strategy, ROWS.tolist()),
+        "trained": trained(strategy, STEPS),
+    }
+
+
+def read(strategy, source):
+    """For each step, what each local replica reads."""
+    dataset = strategy.distribute_dataset(source, batch_size=2, seed=5)
+    return [np.asarray(batch).reshape(len(strategy.local_replicas), 2).tolist() for batch in dataset.epoch(2)]
+
+
+# ---- training
+
+
+def loss_fn(variables, batch, key):
+    hidden = jnp.tanh(batch @ variables["first"] + 0.1 * jax.random.normal(key, (5,)))
+    error = hidden @ variables["last"] - batch.sum(-1)
+    wide = jnp.tanh(batch @ variables["wide"])
+    return jnp.mean(error**2) + jnp.mean(wide**2), {"largest": jnp.abs(error).max()}
+
+
+def begin(strategy):
+    """A trainer and its first state; every worker but the first begins with values that must not matter.
+
+    One variable is large enough to travel alone.
+    """
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01))
+    own = 1.0 + strategy.instance_index
+    variables = {"first": jnp.full((3, 5), 0.3), "last": jnp.linspace(-1, 1, 5), "wide": jnp.full((3, 100_003), 0.5)}
+    return trainer, trainer.init(jax.tree.map(lambda leaf: leaf * own, variables))
+
+
+def batches(strategy):
+    dataset = strategy.distribute_dataset(POINTS, batch_size=4, seed=1)
+    return itertools.chain.from_iterable(map(dataset.epoch, itertools.count()))
+
+
+def trained(strategy, steps):
+    """The fingerprint after some steps."""
+    trainer, state = begin(strategy)
+    for batch in itertools.islice(batches(strategy), steps):
+        state, _ = trainer.step(state, batch)
+    return strategies.fingerprint(state.variables)
+
+
+def steps(variables_on_host, local_replicas, last=0):
+    """Trains to a step, or for ever with 0; the state is one that was reached whatever happens."""
+    strategy = make_strategy(variables_on_host, local_replicas)
+    trainer, state = begin(strategy)
+    try:
+        for batch in batches(strategy):
+            state, _ = trainer.step(state, batch)
+            if state.step == SAYS_SO_AT_STEP:
+                print(f"step {state.step}", flush=True)
+            if state.step == last:
+                break
+    except CollectiveError:
+        print(json.dumps([state.step, strategies.fingerprint(state.variables)]), flush=True)
+        raise
+    return [state.step, strategies.fingerprint(state.variables)]
+
+
+def make_strategy(variables_on_host, local_replicas):
+    return strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(), variables_on_host, local_replicas)
+
+
+if __name__ == "__main__":
+    task = {"rows": rows, "everything": everything, "steps": steps}[sys.argv[1]]
+    print(json.dumps(task(sys.argv[2] == "on_host", *map(int, sys.argv[3:]))), flush=True)

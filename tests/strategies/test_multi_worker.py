@@ -1,0 +1,370 @@
+"""`IPUMultiWorkerStrategy`: real processes, each started with its own TF_CONFIG and nothing else in common."""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import multi_worker_program as program
+import pytest
+import train_digits
+from certificates import Authority
+from digits_data import load_digits
+from grpc_jobs import socket_addresses
+from workers import LOST_LIMIT_S, Worker, disposed_of, last_line, port_addresses
+
+import popdist
+import strategies
+
+ROOT = Path(__file__).parents[2]
+OURS = [sys.executable, program.__file__]
+MAIN_JOB = [sys.executable, str(ROOT / "launch_scripts" / "train_digits.py"), "--strategy", "multi-worker"]
+FOREIGN = ("PJRT_", "XLA_", "JAX_", "POPDIST_", "OMPI_", "PMIX_", "TF_CONFIG")
+END_LIMIT_S = 170.0
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the tasks of a job listen, in the order of their ranks.
+
+    Attributes:
+        addresses: of all of them.
+        chiefs: how many of them, from the beginning, are no workers; 0 or 1.
+        environ: more variables for all of them.
+    """
+
+    addresses: list[str]
+    chiefs: int = 0
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def start(self, rank, *command):
+        """Start one of them."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        process = subprocess.Popen(
+            [*map(str, command)],
+            env=clean | {"PYTHONPATH": str(ROOT), "TF_CONFIG": self.config(rank)} | self.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return Worker(process)
+
+    def config(self, rank):
+        """The TF_CONFIG of one of them."""
+        jobs = {"chief": self.addresses[: self.chiefs], "worker": self.addresses[self.chiefs :]}
+        is_chief = rank < self.chiefs
+        task = {"type": "chief" if is_chief else "worker", "index": rank if is_chief else rank - self.chiefs}
+        return json.dumps({"cluster": {job: tasks for job, tasks in jobs.items() if tasks}, "task": task})
+
+
+@contextlib.contextmanager
+def running(cluster, *command):
+    """All tasks of a cluster, started together; none outlives the block."""
+    with disposed_of() as workers:
+        for rank in range(len(cluster.addresses)):
+            workers.append(cluster.start(rank, *command))
+        yield workers
+
+
+def results_of(workers):
+    """What they wrote at their good end: JSON in the last line of their own."""
+    for worker in workers:
+        assert worker.end(END_LIMIT_S) == 0, worker.text
+    return [found(worker) for worker in workers]
+
+
+def found(worker):
+    return json.loads([line for line in worker.lines if line.startswith(("{", "["))][-1])
+
+
+def finish(cluster, *command):
+    """Run all tasks to their good end; their results in the order of the ranks."""
+    with running(cluster, *command) as workers:
+        return results_of(workers)
+
+
+@functools.cache
+def fingerprint_alone(replicas, steps):
+    """That of one process which drives all replicas."""
+    return program.trained(strategies.IPUStrategy(replicas), steps)
+
+
+@functools.cache
+def rows_of(variables):
+    """For each row what two workers found."""
+    with socket_addresses(2) as addresses:
+        first, second = finish(Cluster(addresses), *OURS, "rows", variables, 1)
+    return {name: [first[name], second[name]] for name in first}
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("variables", ["on_host", "on_device"])
+class TestTheRowsOfTheOriginal:
+    """`ipu_multi_worker_strategy_test.py`: two workers with one replica each."""
+
+    @pytest.fixture
+    def rows(self, variables):
+        return rows_of(variables)
+
+    @pytest.fixture
+    def place(self, variables):
+        """Where mirrored variables are."""
+        return {"on_host": "ndarray", "on_device": "device"}[variables]
+
+    def test_m01_m02_the_roles_of_the_workers(self, rows):
+        """M-01, M-02: two replicas in sync; both workers run and initialise; the first one writes files."""
+        assert rows["m01_m02"] == [[2, True, True, True, True], [2, True, True, False, False]]
+
+    def test_m04_m05_where_variables_are(self, rows, place):
+        """M-04, M-05: in host memory or on the device; replicas use them on their device."""
+        assert rows["m04_m05"] == [["MirroredVariable", place, 2.0]] * 2
+
+    def test_m06_a_sum_of_squares(self, rows):
+        """M-06: 1 + 4."""
+        assert rows["m06"] == [5.0, 5.0]
+
+    def test_m07_a_mirrored_variable(self, rows):
+        """M-07: 1.0 everywhere, the sum of the squares is 2.0."""
+        assert rows["m07"] == [["MirroredVariable", 1.0, 2.0]] * 2
+
+    def test_m08_a_variable_that_is_synchronised_when_it_is_read(self, rows):
+        """M-08: on the device even with variables on the host; 1.0 at first, then the mean of 1 + 1 and 1 + 2."""
+        assert rows["m08"] == [["SyncOnReadVariable", "device", 1.0, own, 2.5] for own in (2.0, 3.0)]
+
+    def test_m10_gradients_on_the_replicas_and_the_update_beside_them(self, rows):
+        """M-10: total loss 2.0; the gradients are averaged here, so w = 1 - 0.5."""
+        assert rows["m10"] == [[2.0, 0.5]] * 2
+
+    def test_m11_m12_one_slot_for_one_variable(self, rows):
+        """M-11, M-12: momentum has one slot; total loss 2.0."""
+        assert rows["m11_m12"] == [[1, 2.0, 0.5, 1.0]] * 2
+
+    def test_m14_a_weighted_sum(self, rows):
+        """M-14: 2 * 1 + 2 * 2."""
+        assert rows["m14"] == [6.0, 6.0]
+
+    def test_m16_batch_normalisation(self, rows, place):
+        """M-16: beta and gamma are mirrored; the moving statistics are reduced when they are read."""
+        for index, statistics in enumerate(rows["m16"]):
+            assert statistics == {
+                "places": [place, place],
+                "normalised": [[1.0], [-1.0]],
+                "local mean": [index + 1.0],
+                "mean": [1.5],
+                "variance": [2.5],
+            }
+
+    def test_m17_a_reduction_in_a_compiled_function(self, rows):
+        """M-17: twice the square of 1 + 4."""
+        assert rows["m17"] == [50.0, 50.0]
+
+    def test_m22_a_loop_over_a_data_set(self, rows):
+        """M-22: ten elements 0 + t."""
+        assert rows["m22"] == [0, 10]
+
+
+CLUSTERS = {
+    "2 workers": (2, 0, 2, "on_host"),
+    "chief and 2 workers": (3, 1, 2, "on_device"),
+    "4 workers": (4, 0, 1, "on_host"),
+}
+
+
+@functools.cache
+def everything_of(shape):
+    """What each task found, and all that it wrote."""
+    tasks, chiefs, local, variables = CLUSTERS[shape]
+    with (
+        socket_addresses(tasks) as addresses,
+        running(Cluster(addresses, chiefs), *OURS, "everything", variables, local) as workers,
+    ):
+        results = results_of(workers)
+        return [result | {"text": worker.text} for result, worker in zip(results, workers, strict=True)]
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("shape", CLUSTERS)
+class TestAnyCluster:
+    """Who is there, what replicas read and what they become."""
+
+    @pytest.fixture
+    def tasks(self, shape):
+        """How many there are, with how many replicas each."""
+        return CLUSTERS[shape][0], CLUSTERS[shape][2]
+
+    @pytest.fixture
+    def found(self, shape):
+        return everything_of(shape)
+
+    @pytest.fixture
+    def alone(self, tasks):
+        return strategies.IPUStrategy(tasks[0] * tasks[1])
+
+    def test_tasks_are_numbered_and_so_are_their_replicas(self, found, tasks):
+        count, local = tasks
+        assert [of["who"] for of in found] == [
+            [index, count, list(range(index * local, (index + 1) * local))] for index in range(count)
+        ]
+
+    def test_the_first_one_writes_files(self, found, tasks):
+        assert [of["is leader"] for of in found] == [index == 0 for index in range(tasks[0])]
+
+    def test_each_has_an_input_pipeline_of_its_own(self, found, tasks):
+        count, local = tasks
+        assert [of["context"] for of in found] == [[count, index, count * local] for index in range(count)]
+        assert {of["per replica"] for of in found} == {2}
+
+    @pytest.mark.parametrize("source", ["arrays", "iterable"])
+    def test_each_replica_reads_what_it_reads_in_one_process(self, found, alone, source):
+        rows = {"arrays": program.ROWS, "iterable": program.ROWS.tolist()}[source]
+        steps = zip(*(of[source] for of in found), strict=True)
+        assert [list(itertools.chain(*parts)) for parts in steps] == program.read(alone, rows)
+
+    def test_unequal_amounts_of_data_end_at_the_same_step_with_a_message(self, found, tasks):
+        others = ", ".join(map(str, range(1, tasks[0])))
+        left = f"what is left on instance{'s' if tasks[0] > 2 else ''} {others} is not used"
+        for of in found:
+            assert of["uneven"] == [0, 1, 2]
+            assert "instance 0 ran out of data after 3 steps of the data set" in of["text"]
+            assert left in of["text"]
+
+    def test_statistics_of_the_replicas_are_added_when_they_are_read(self, found, tasks):
+        replicas = tasks[0] * tasks[1]
+        assert [of["statistics"] for of in found] == [[sum(range(replicas)), replicas]] * tasks[0]
+
+    def test_training_gives_the_bits_of_one_process(self, found, alone):
+        wanted = fingerprint_alone(alone.num_replicas_in_sync, program.STEPS)
+        assert [of["trained"] for of in found] == [wanted] * len(found)
+
+
+@functools.cache
+def digits_alone(model, replicas, **changes):
+    """What the main job says of one process that drives all replicas."""
+    options = train_digits.read_options(["--model", model, "--max-steps", "20", "--replicas", str(replicas)])
+    data = load_digits("digits")
+    strategy = strategies.IPUStrategy(replicas)
+    return asdict(train_digits.train(strategy, train_digits.distribute(strategy, data, options), data, options))
+
+
+def assert_equal_to_one_process(result, model, instances, replicas):
+    assert (result["instances"], result["replicas"], result["steps"]) == (instances, replicas, 20)
+    alone = digits_alone(model, replicas)
+    for fact in ("final_loss", "final_accuracy", "test_accuracy", "variables_sha256"):
+        assert result[fact] == alone[fact], fact
+
+
+@pytest.mark.job
+class TestTheMainJob:
+    """`train_digits.py --strategy multi-worker` gives the bits of `--strategy ipu`.
+
+    So do `--strategy popdist` under poprun, as `tests/jobs/test_promises.py` shows for the same MLP, and mpirun.
+    """
+
+    @pytest.mark.parametrize(("tasks", "replicas", "model"), [(2, 4, "cnn"), (3, 6, "mlp"), (4, 4, "mlp")])
+    def test_on_workers_that_start_together(self, tasks, replicas, model):
+        command = [*MAIN_JOB, "--replicas", replicas, "--model", model, "--max-steps", 20, "--json", "-"]
+        cluster = Cluster(port_addresses(tasks, "localhost"))
+        with running(cluster, *command) as workers:
+            for worker in workers:
+                assert worker.end(END_LIMIT_S) == 0, worker.text
+            assert_equal_to_one_process(found(workers[0]), model, tasks, replicas)
+
+    def test_with_certificates_and_a_token_and_the_last_worker_first(self, tmp_path):
+        files = Authority(tmp_path, "authority").issue("workers", ["localhost"])
+        cluster = Cluster(port_addresses(2, "localhost"), environ=files.environ | {"POPDIST_JOB_TOKEN": "secret"})
+        command = [*MAIN_JOB, "--replicas", "4", "--model", "mlp", "--max-steps", "20", "--json", "-"]
+        with disposed_of() as workers:
+            workers.append(cluster.start(1, *command))
+            workers[0].wait_for(f"worker 1 at {cluster.addresses[1]} has waited", f"worker 0 at {cluster.addresses[0]}")
+            workers.append(cluster.start(0, *command))
+            for worker in workers:
+                assert worker.end(END_LIMIT_S) == 0, worker.text
+            assert_equal_to_one_process(found(workers[1]), "mlp", 2, 4)
+
+
+@pytest.mark.job
+class TestAWorkerThatIsLost:
+    @pytest.mark.parametrize(
+        ("tasks", "victim", "variables"),
+        [(2, 1, "on_host"), (3, 0, "on_device"), (4, 2, "on_host")],
+    )
+    def test_ends_all_others_between_two_updates(self, tasks, victim, variables):
+        """Within 10 s, saying who it was, where, and in which operation; the state is that of a whole step."""
+        with (
+            socket_addresses(tasks) as addresses,
+            running(Cluster(addresses), *OURS, "steps", variables, 1, 0) as all_,
+        ):
+            for worker in all_:
+                worker.wait_for(f"step {program.SAYS_SO_AT_STEP}", limit_s=END_LIMIT_S)
+            all_[victim].kill()
+            killed_at = time.monotonic()
+            others = [worker for worker in all_ if worker is not all_[victim]]
+            for worker in others:
+                assert worker.end(LOST_LIMIT_S) == 1, worker.text
+            assert time.monotonic() - killed_at < LOST_LIMIT_S
+            for worker in others:
+                error = last_line(worker)
+                assert error.startswith("collectives.errors.PeerLostError: "), worker.text
+                assert f"worker {victim} at {addresses[victim]}" in error
+                assert "'gradients/" in error
+                step, fingerprint = found(worker)
+                assert step >= program.SAYS_SO_AT_STEP
+                assert fingerprint == fingerprint_alone(tasks, step)
+
+
+@pytest.mark.job
+def test_a_worker_that_is_stopped_for_8_s_is_named_and_changes_nothing():
+    steps = 400
+    with socket_addresses(2) as addresses:
+        cluster = Cluster(addresses, environ={"POPDIST_STALL_WARNING_S": "2"})
+        with running(cluster, *OURS, "steps", "on_host", 1, steps) as workers:
+            workers[1].wait_for(f"step {program.SAYS_SO_AT_STEP}", limit_s=END_LIMIT_S)
+            workers[1].stop()
+            waits = workers[0].wait_for("worker 0 at", " s for worker 1 at", "'gradients/", count=4)  # one every 2 s
+            assert re.search(rf"{addresses[0]} has waited 8(\.\d+)? s for worker 1 at {addresses[1]} ", waits)
+            workers[1].resume()
+            assert results_of(workers) == [[steps, fingerprint_alone(2, steps)]] * 2
+
+
+CONFIG = '{"cluster":{"worker":["localhost:3737","localhost:3738"]},"task":{"type":"worker","index":%s}}'
+
+
+@pytest.mark.parametrize(
+    ("config", "replicas", "words"),
+    [
+        (None, "2", "TF_CONFIG is not set"),
+        ("{'cluster': {}}", "2", "TF_CONFIG is not JSON"),
+        (CONFIG % 2, "2", "the task index is 2, the cluster lists 2 of type worker"),
+        (CONFIG.replace("3738", "3737") % 0, "2", 'TF_CONFIG lists the address "localhost:3737" twice'),
+        (CONFIG.replace("localhost:3738", "localhost") % 0, "2", 'the address "localhost" in TF_CONFIG has no port'),
+        (CONFIG % 0, "3", "--replicas 3 on 2 workers; each has equally many: use a multiple of 2"),
+    ],
+)
+def test_a_wrong_cluster_is_one_clear_line(monkeypatch, capsys, config, replicas, words):
+    monkeypatch.setattr(sys, "argv", ["train_digits.py", "--strategy", "multi-worker", "--replicas", replicas])
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    if config is not None:
+        monkeypatch.setenv("TF_CONFIG", config)
+    assert train_digits.main() == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("train_digits.py: error: ")
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert not popdist.isBackendInitialized()
+
+
+def test_a_worker_has_replicas():
+    with pytest.raises(ValueError, match="num_local_replicas is 0; a worker needs at least one replica"):
+        strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(environ={"TF_CONFIG": CONFIG % 0}), False, 0)
