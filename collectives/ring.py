@@ -25,6 +25,7 @@ from collectives.transport import Parts, Transport
 from collectives.waiting import Watch
 
 INLINE_BYTES = 1 << 16  # per rank and exchange
+CHUNKS_AT_LEAST = 16  # of long arrays
 DIRECT_BYTES = 1 << 21  # larger arrays take the ring
 _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
@@ -146,13 +147,13 @@ class RingTransport(Transport):
         if out.nbytes <= self._direct_bytes and (max(parts.counts) + 1) * (self.size - 1) <= 2 * self.size:
             self._reduce_directly(contributions, out, reduction, parts)
             return
-        chunks = _cut(0, out.size, self._chunk_elements(reduction))
+        chunks = _cut(0, out.size, self._chunk_elements(reduction, out.size))
         destinations = range(self.size - 1)
         self._flow(contributions, out, reduction, parts, [(chunk, destinations) for chunk in chunks])
 
     def reduce_scatter(self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
         total = np.empty(contribution.size, contribution.dtype)
-        step = self._chunk_elements(reduction)
+        step = self._chunk_elements(reduction, out.size)
         plan = [
             (chunk, range(owner, owner + 1) if owner < self.size - 1 else range(0))
             for owner in range(self.size)
@@ -201,8 +202,11 @@ class RingTransport(Transport):
         pending = deque(transfers)
         self._watch.wait(lambda: drain(pending), lambda: sorted({rank for _, rank in pending}))
 
-    def _chunk_elements(self, reduction: Reduction) -> int:
-        return max(1, self._chunk_bytes // reduction.accumulator.itemsize)
+    def _chunk_elements(self, reduction: Reduction, size: int) -> int:
+        """Chunks as large as the link likes them, but not so large that filling the ring takes a good part of all."""
+        itemsize = reduction.accumulator.itemsize
+        nbytes = max(min(self._chunk_bytes, CHUNK_BYTES), min(self._chunk_bytes, size * itemsize // CHUNKS_AT_LEAST))
+        return max(1, nbytes // itemsize)
 
     def _flow(
         self,

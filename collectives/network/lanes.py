@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-HELD = 3  # messages that wait for their receiver; more wait in the network
+HELD = 2  # messages that wait for their receiver; more wait in the network
 SMALL_BYTES = 1 << 17  # copied at once, so that the sender need not wait
 
 
