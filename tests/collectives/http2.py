@@ -1,0 +1,116 @@
+"""As much of HTTP/2 as it takes to say wrong things in it (RFC 9113; header fields as in RFC 7541, 6.2.2)."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterable
+
+from collectives.network.addresses import Address
+
+LIMIT_S = 10.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 8, 9
+END_STREAM, END_HEADERS = 1, 4
+LONGEST_FRAME = (1 << 24) - 1
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"", announced: int | None = None) -> bytes:
+    """One frame; `announced` is the length that it pretends to have."""
+    length = len(payload) if announced is None else announced
+    return struct.pack(">I", length)[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def message(content: bytes, announced: int | None = None) -> bytes:
+    """One message of gRPC, without compression."""
+    return struct.pack(">BI", 0, len(content) if announced is None else announced) + content
+
+
+def field(name: str, value: str) -> bytes:
+    """A header field as it is, without any table."""
+    return b"\0" + _string(name) + _string(value)
+
+
+def _string(text: str) -> bytes:
+    return _integer(len(text.encode()), 7) + text.encode()
+
+
+def _integer(value: int, bits: int) -> bytes:
+    most = (1 << bits) - 1
+    if value < most:
+        return bytes([value])
+    rest = bytearray([most])
+    value -= most
+    while value >= 128:
+        rest.append(value % 128 + 128)
+        value //= 128
+    return bytes([*rest, value])
+
+
+def request(path: str, metadata: Iterable[tuple[str, str]] = ()) -> bytes:
+    """The header fields that begin a call."""
+    fields = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", path),
+        (":authority", "localhost"),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+        *metadata,
+    ]
+    return b"".join(field(name, value) for name, value in fields)
+
+
+def opening() -> bytes:
+    """What a client says first."""
+    return PREFACE + frame(SETTINGS, 0, 0)
+
+
+def call(path: str, metadata: Iterable[tuple[str, str]] = (), *messages: bytes, stream: int = 1) -> bytes:
+    """A whole call but for its end."""
+    begin = frame(HEADERS, END_HEADERS, stream, request(path, metadata))
+    return begin + b"".join(frame(DATA, 0, stream, each) for each in messages)
+
+
+def random_frames(chance: random.Random, count: int) -> bytes:
+    """Frames of all kinds, some of which pretend to be longer or shorter than they are."""
+    frames = []
+    for _ in range(count):
+        payload = chance.randbytes(chance.choice([0, 4, 8, 9, 100, 5000]))
+        announced = chance.choice([len(payload)] * 6 + [0, LONGEST_FRAME])
+        stream = chance.choice([0, 1, 2, 3, 5, 1 << 31, (1 << 32) - 1])
+        frames.append(frame(chance.randrange(16), chance.randrange(256), stream, payload, announced))
+    return b"".join(frames)
+
+
+def connected(address: str) -> socket.socket:
+    """A connection to what listens at the address."""
+    (endpoint, *_) = Address.parse(address).endpoints()
+    connection = socket.socket(endpoint.family, socket.SOCK_STREAM)
+    connection.settimeout(LIMIT_S)
+    connection.connect(endpoint.location)
+    return connection
+
+
+def throw(address: str, data: bytes) -> None:
+    """Connect, say it and go; the other side may go earlier."""
+    with connected(address) as connection:
+        try:
+            connection.sendall(data)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+
+def throw_and_listen(address: str, data: bytes, limit_s: float = LIMIT_S) -> bytes:
+    """Connect, say it, and hear what comes until the other side goes, or is silent for the limit."""
+    heard = bytearray()
+    with connected(address) as connection:
+        connection.settimeout(limit_s)
+        try:
+            connection.sendall(data)
+            while some := connection.recv(1 << 16):
+                heard += some
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+            pass
+    return bytes(heard)

@@ -1,0 +1,474 @@
+"""Garbage from the network neither ends, stops nor swells a worker, and what it is told by a peer it does not trust."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+import grpc
+import http2
+import numpy as np
+import pytest
+from grpc_jobs import socket_addresses
+from strangers import UNLIMITED, answer_at, answer_to, channel_to, good_hello, proven
+from workers import (
+    Job,
+    Worker,
+    assert_end_well,
+    assert_still_right,
+    disposed_of,
+    last_line,
+    mebibytes_of,
+    port_addresses,
+    running,
+    threads_of,
+    until_listening,
+)
+
+from collectives import Limits
+from collectives.calls import Call
+from collectives.network.addresses import Address
+from collectives.network.hello import Hello
+from collectives.network.node import Node
+from collectives.network.security import Security
+from collectives.network.wire import CONTROL_METHOD, HELLO, LANE_METHOD, MESSAGE_BYTES
+
+MEBIBYTES = 64
+THREADS = 32
+LINES = 300
+TOLD_WITHIN_S = 8.0
+LINE_LENGTH = 9000
+FOUR_GIB = (1 << 32) - 1
+BILLION_BYTES = b"\x7f" + b"\xff" * 4 + b"\x04"  # the announced length of a string in a header field
+ORDINARY_LINE = re.compile(r"(WARNING rank \d at |begins|has met|round 1 was|report: |all \d+ rounds)")
+
+SEEDS = pytest.mark.parametrize("seed", range(3))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A pair of workers that reduce again and again, the first of which gets the garbage."""
+
+    job: Job
+    workers: Sequence[Worker]
+
+    @property
+    def address(self) -> str:
+        return self.job.addresses[0]
+
+    @contextlib.contextmanager
+    def unharmed(self) -> Iterator[None]:
+        """During and after the block the sums are right, and the worker has not grown."""
+        victim = self.workers[0]
+        mebibytes, threads = mebibytes_of(victim), threads_of(victim)
+        yield
+        assert_still_right(self.workers)
+        assert mebibytes_of(victim) <= mebibytes + MEBIBYTES
+        assert threads_of(victim) <= threads + THREADS
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    """Afterwards the job completes, and its log is short and not made up by others."""
+    job = Job(port_addresses(2))
+    with running(job, "rounds") as workers:
+        for worker in workers:
+            worker.wait_for("round 1 was right")
+        before = mebibytes_of(workers[0])
+        yield Target(job, workers)
+        assert mebibytes_of(workers[0]) <= before + MEBIBYTES
+        assert_end_well(workers)
+        lines = [line for line in workers[0].lines if not line.startswith("report: ")]
+        assert [line for line in lines if not ORDINARY_LINE.match(line)][:5] == []
+        assert len(lines) <= LINES
+        assert max(map(len, lines)) <= LINE_LENGTH
+
+
+# ---- bytes
+
+
+@pytest.mark.job
+@SEEDS
+def test_random_bytes(target: Target, seed: int) -> None:
+    chance = random.Random(seed)
+    with target.unharmed():
+        for _ in range(30):
+            http2.throw(target.address, chance.randbytes(chance.choice([1, 24, 1000, 100_000])))
+
+
+@pytest.mark.job
+@SEEDS
+def test_random_frames(target: Target, seed: int) -> None:
+    chance = random.Random(seed)
+    with target.unharmed():
+        for _ in range(30):
+            http2.throw(target.address, http2.opening() + http2.random_frames(chance, 50))
+
+
+@pytest.mark.job
+@SEEDS
+def test_a_good_call_with_flipped_bits(target: Target, seed: int) -> None:
+    chance = random.Random(seed)
+    good = good_call(target)
+    with target.unharmed():
+        for _ in range(60):
+            bad = bytearray(good)
+            for _ in range(chance.choice([1, 2, 10])):
+                bad[chance.randrange(24, len(bad))] ^= 1 << chance.randrange(8)
+            http2.throw(target.address, bytes(bad))
+
+
+@pytest.mark.job
+def test_a_good_call_that_ends_anywhere(target: Target) -> None:
+    good = good_call(target)
+    with target.unharmed():
+        for length in range(0, len(good), 7):
+            http2.throw(target.address, good[:length])
+
+
+def good_call(target: Target) -> bytes:
+    hello = good_hello(target.job.addresses, "lane").encode()
+    return http2.opening() + http2.call(LANE_METHOD, [(HELLO, hello)], http2.message(b"x" * 64))
+
+
+@pytest.mark.job
+def test_other_protocols(target: Target) -> None:
+    with target.unharmed():
+        for words in (
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"SSH-2.0-OpenSSH_9.9\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(508),  # the beginning of TLS
+            b"\0" * 1000,
+            b"\n" * 1000,
+        ):
+            http2.throw(target.address, words)
+
+
+ABSURD = {
+    "a frame of 16 MiB": http2.frame(http2.DATA, 0, 1, b"x", http2.LONGEST_FRAME),
+    "settings of 16 MiB": http2.frame(http2.SETTINGS, 0, 0, b"", http2.LONGEST_FRAME),
+    "header fields of 16 MiB": http2.frame(http2.HEADERS, http2.END_HEADERS, 1, b"", http2.LONGEST_FRAME),
+    "a name of a billion bytes": http2.frame(http2.HEADERS, http2.END_HEADERS, 1, b"\0" + BILLION_BYTES),
+    "a value of a billion bytes": http2.frame(http2.HEADERS, http2.END_HEADERS, 1, b"\0\1a" + BILLION_BYTES),
+    "a table of a billion bytes": http2.frame(http2.HEADERS, http2.END_HEADERS, 1, b"\x3f" + b"\xff" * 4 + b"\x03"),
+    "windows of 2 GiB": http2.frame(http2.WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff") * 2,
+    "a message of 4 GiB": http2.call(LANE_METHOD, [], http2.message(b"x", FOUR_GIB)),
+    "compressed nothing of 4 GiB": http2.call(LANE_METHOD, [], b"\1\xff\xff\xff\xff"),
+}
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("words", ABSURD.values(), ids=list(ABSURD))
+def test_absurd_lengths(target: Target, words: bytes) -> None:
+    with target.unharmed(), contextlib.ExitStack() as stack:
+        for _ in range(20):
+            connection = stack.enter_context(http2.connected(target.address))
+            connection.sendall(http2.opening() + words)
+        assert_still_right(target.workers)
+
+
+FLOODS = {
+    "settings": http2.frame(http2.SETTINGS, 0, 0, bytes([0, 4, 0, 1, 0, 0])) * 5000,
+    "pings": http2.frame(http2.PING, 0, 0, bytes(8)) * 5000,
+    "resets": b"".join(
+        http2.call(LANE_METHOD, stream=stream) + http2.frame(http2.RST_STREAM, 0, stream, bytes(4))
+        for stream in range(1, 4001, 2)
+    ),
+    "calls": b"".join(http2.call(LANE_METHOD, stream=stream) for stream in range(1, 4001, 2)),
+    "header fields without end": http2.frame(http2.HEADERS, 0, 1, http2.request(LANE_METHOD))
+    + http2.frame(http2.CONTINUATION, 0, 1, http2.field("x" * 100, "y" * 8000)) * 1000,
+    "many header fields": http2.call(LANE_METHOD, [(f"x-{number}", "y") for number in range(1000)]),
+}
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("words", FLOODS.values(), ids=list(FLOODS))
+def test_floods(target: Target, words: bytes) -> None:
+    with target.unharmed():
+        http2.throw(target.address, http2.opening() + words)
+
+
+# ---- connections
+
+
+@pytest.mark.job
+def test_a_port_scanner(target: Target) -> None:
+    with target.unharmed():
+        for _ in range(500):
+            http2.connected(target.address).close()
+
+
+@pytest.mark.job
+def test_connections_that_say_little_or_nothing(target: Target) -> None:
+    good = good_call(target)
+    with target.unharmed(), contextlib.ExitStack() as stack:
+        for number in range(100):
+            connection = stack.enter_context(http2.connected(target.address))
+            connection.sendall(good[: number * 3])
+        assert_still_right(target.workers)
+
+
+@pytest.mark.job
+def test_many_streams_at_once(target: Target) -> None:
+    with target.unharmed(), channel_to(target.address) as channel:
+        calls = [channel.stream_unary(LANE_METHOD).future(iter([b"x" * 100]), timeout=20) for _ in range(300)]
+        codes = {call.exception(20).code() for call in calls}
+    # gRPC may see that a refused stream is reset before it reads why.
+    assert codes <= {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+
+
+# ---- hellos
+
+
+def hello_with(**changes: object) -> str:
+    return json.dumps({**asdict(good_hello(["unix:/a", "unix:/b"])), **changes})
+
+
+HELLOS = {
+    "nothing": "",
+    "no JSON": "hello?",
+    "a number": "7",
+    "a list": "[1, 2, 3]",
+    "a text": '"popdist"',
+    "an empty object": "{}",
+    "deep lists": "[" * 3000,
+    "deep objects": '{"a":' * 1000,
+    "not a number": hello_with(source=float("nan")),
+    "a number with 4000 digits": hello_with(protocol=0).replace('"protocol": 0', f'"protocol": {"9" * 4000}'),
+    "a number with 5000 digits": hello_with(protocol=0).replace('"protocol": 0', f'"protocol": {"9" * 5000}'),
+    "a fraction": hello_with(source=1.0),
+    "a truth": hello_with(source=True),
+    "a huge rank": hello_with(source=1 << 200),
+    "a negative rank": hello_with(source=-(1 << 200)),
+    "a rank that is a text": hello_with(source="1"),
+    "a rank that is a list": hello_with(source=[1]),
+    "no incarnation": hello_with(incarnation=None),
+    "a lane of slashes": hello_with(lane="/" * 1000),
+    "a lane of dots": hello_with(lane="../../../etc/passwd"),
+    "a lane of zeros": hello_with(lane="\0" * 100),
+    "a long lane": hello_with(lane="x" * 7000),
+    "unknown keys": hello_with(**{"x" * 3000: 1}),
+    "half a character": hello_with(**{"\ud800": 1}),
+    "half a character in a text": hello_with(cluster="\ud800"),
+    "lines of a log": hello_with(**{"\nWARNING all is well\n": 1}),
+    "colours of a terminal": hello_with(**{"\x1b[2J": 1}),
+    "formats": hello_with(**{"%s%s%n{0}": 1}),
+}
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("method", ["control", "lane"])
+@pytest.mark.parametrize("hello", HELLOS.values(), ids=list(HELLOS))
+def test_hellos_that_are_none_are_refused(target: Target, hello: str, method: str) -> None:
+    code, details = answer_at(target.address, [(HELLO, hello)], method, [b"x" * 100])
+    assert code is grpc.StatusCode.PERMISSION_DENIED, details
+    assert details
+    assert target.workers[0].process.poll() is None
+
+
+@pytest.mark.job
+def test_hellos_that_are_too_long_are_refused(target: Target) -> None:
+    refusals = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    with target.unharmed():
+        for length in (8000, 16_000, 100_000, 900_000):
+            code, details = answer_at(target.address, [(HELLO, "[" * length)])
+            assert code in refusals, (length, details)
+
+
+@pytest.mark.job
+def test_metadata_of_other_kinds_are_refused(target: Target) -> None:
+    metadata: list[list[tuple[str, str | bytes]]] = [
+        [(f"{HELLO}-bin", bytes(range(256)))],
+        [(HELLO, hello_with()), (HELLO, "{}")],
+        [(HELLO, hello_with()), ("popdist-proof", "x" * 5000)],
+        [(f"popdist-{number}", "x") for number in range(100)],
+        [("grpc-timeout", "99999999999H"), (HELLO, "{}")],
+    ]
+    with target.unharmed():
+        for pairs in metadata:
+            code, _ = answer_at(target.address, pairs)
+            assert code is not grpc.StatusCode.OK
+
+
+@pytest.mark.job
+def test_many_reasons_make_few_lines(target: Target) -> None:
+    with target.unharmed(), channel_to(target.address) as channel:
+        for number in range(300):
+            hello = good_hello(target.job.addresses, protocol=1000 + number).encode()
+            code, _ = answer_to(channel, proven(hello, ""))
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+
+
+# ---- somebody who takes the place of a worker, while the other one waits for it
+
+
+@pytest.fixture
+def lonely() -> Iterator[tuple[Job, Worker]]:
+    """The first of two workers, which waits for the second."""
+    with socket_addresses(2) as addresses, disposed_of() as workers:
+        job = Job(addresses)
+        workers.append(job.start("rounds", 0, "--timeout-s", "20"))
+        until_listening(addresses[0])
+        yield job, workers[0]
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(
+    "words",
+    [
+        http2.message(b"x", FOUR_GIB),
+        http2.message(b"x", MESSAGE_BYTES * 2) + b"x" * MESSAGE_BYTES,
+        b"\1" + http2.message(b"x" * 1000)[1:],
+        b"\xff" * 1000,
+        b"\0\0",
+    ],
+    ids=["4 GiB announced", "4 MiB", "compressed", "garbage", "half a prefix"],
+)
+def test_a_first_stream_with_garbage_does_not_keep_the_right_worker_away(
+    lonely: tuple[Job, Worker], words: bytes
+) -> None:
+    job, worker = lonely
+    before = mebibytes_of(worker)
+    hello = good_hello(job.addresses).encode()
+    frames = [words[start : start + 16_000] for start in range(0, len(words), 16_000)]
+    http2.throw(job.addresses[0], http2.opening() + http2.call(CONTROL_METHOD, [(HELLO, hello)], *frames))
+    right = job.start("rounds", 1)
+    with disposed_of() as others:
+        others.append(right)
+        right.wait_for("round 1 was right")
+        assert mebibytes_of(worker) <= before + MEBIBYTES
+        assert_end_well([worker, right])
+
+
+@dataclass(frozen=True)
+class Impostor:
+    """What the worker takes for its peer."""
+
+    node: Node
+    worker: Worker
+    channel: grpc.Channel
+    calls: list[grpc.Future] = field(default_factory=list)  # gRPC cancels those that nobody holds
+
+    def begin(self, lane: str, messages: Iterator[bytes]) -> grpc.Future:
+        """Send messages on a lane, without any limit of our own."""
+        cluster, incarnation = self.node.cluster, self.node.incarnation
+        hello = Hello(1, cluster, 1, 0, incarnation, lane).encode()
+        call = self.channel.stream_unary(LANE_METHOD).future(messages, metadata=proven(hello, ""), timeout=30)
+        self.calls.append(call)
+        return call
+
+    def answer(self, lane: str, *messages: bytes) -> grpc.StatusCode:
+        """How the worker ends such a stream."""
+        call = self.begin(lane, iter(messages))
+        call.exception(30)
+        return call.code()
+
+
+@pytest.fixture
+def impostor(lonely: tuple[Job, Worker]) -> Iterator[Impostor]:
+    """It joins as a worker does; the worker waits for it in its first all-reduce."""
+    job, worker = lonely
+    addresses = [Address.parse(address) for address in job.addresses]
+    names = [f"rank {rank} at {address.text}" for rank, address in enumerate(addresses)]
+    node = Node(addresses, names, 1, "", Security(), Limits(connect_timeout_s=20))
+    node.join()
+    worker.wait_for("has met the others")
+    (endpoint, *_) = addresses[0].endpoints()
+    with grpc.insecure_channel(endpoint.target, [("grpc.use_local_subchannel_pool", 1), *UNLIMITED]) as channel:
+        yield Impostor(node, worker, channel)
+    worker.dispose()
+    node.leave()
+
+
+EXCHANGE_LANE = "all/0/0"
+FIRST_CALL = Call("all_reduce", "weights", "sum", "float32", (1004,))
+
+
+def header(fingerprint: int, count: int, nbytes: int) -> bytes:
+    """How the message of an exchange begins."""
+    return np.array([fingerprint, count, nbytes, 0, 0, 0, 0, 0], np.uint64).tobytes()
+
+
+def assert_ends_because_of_its_peer(impostor: Impostor, *words: str) -> None:
+    """With one of our errors, which names the peer, and without having made room for what it announced."""
+    before = mebibytes_of(impostor.worker)
+    impostor.worker.wait_for("Error: ", limit_s=TOLD_WITHIN_S)
+    with contextlib.suppress(FileNotFoundError, KeyError):  # it has ended already
+        assert mebibytes_of(impostor.worker) <= before + MEBIBYTES
+    assert impostor.worker.end() == 1
+    error = last_line(impostor.worker)
+    assert error.startswith("collectives.errors."), impostor.worker.text
+    assert all(word in error for word in (impostor.node.names[1], "all_reduce 'weights'", *words)), error
+
+
+@pytest.mark.job
+def test_a_peer_that_sends_more_than_was_asked_for_is_lost(impostor: Impostor) -> None:
+    impostor.answer(EXCHANGE_LANE, bytes(MESSAGE_BYTES))
+    assert_ends_because_of_its_peer(impostor, "PeerLostError", "is lost", f"{MESSAGE_BYTES} bytes")
+
+
+@pytest.mark.job
+def test_messages_of_a_peer_have_a_limit(impostor: Impostor) -> None:
+    before = mebibytes_of(impostor.worker)
+    for size in (MESSAGE_BYTES * 2, MESSAGE_BYTES * 50):
+        assert impostor.answer(EXCHANGE_LANE, bytes(size)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert mebibytes_of(impostor.worker) <= before + MEBIBYTES
+    assert impostor.worker.process.poll() is None
+
+
+@pytest.mark.job
+def test_messages_that_nobody_takes_stay_with_their_sender(impostor: Impostor) -> None:
+    """1 GiB for lanes that do not exist: a few messages of each are kept, the others wait."""
+    before = mebibytes_of(impostor.worker)
+    large = bytes(MESSAGE_BYTES)
+    calls = [impostor.begin(f"all/0/{lane}", (large for _ in range(256))) for lane in (100, 101)]
+    for call in calls:
+        with pytest.raises(grpc.FutureTimeoutError):
+            call.exception(1.0)
+    assert mebibytes_of(impostor.worker) <= before + 2 * MEBIBYTES
+    for call in calls:
+        call.cancel()
+
+
+@pytest.mark.job
+def test_a_peer_opens_no_more_lanes_than_it_may(impostor: Impostor) -> None:
+    before = mebibytes_of(impostor.worker)
+    calls = [impostor.begin(f"x{number}/0/0", iter([])) for number in range(4200)]
+    errors = [call.exception(20) for call in calls]
+    assert grpc.StatusCode.PERMISSION_DENIED in {error.code() for error in errors if isinstance(error, grpc.RpcError)}
+    assert mebibytes_of(impostor.worker) <= before + MEBIBYTES
+    assert impostor.worker.containing("it opens too many lanes")
+    assert impostor.answer("x" * 257, b"") is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(
+    ("count", "nbytes"),
+    [(0, 0), (2, 8032), (1 << 20, 8032), (1 << 40, 1004), ((1 << 64) - 1, 0)],
+)
+def test_absurd_numbers_of_a_peer_end_the_collective(impostor: Impostor, count: int, nbytes: int) -> None:
+    """A truncated contribution, or more of them than this rank could ever hold."""
+    impostor.begin(EXCHANGE_LANE, iter([header(FIRST_CALL.fingerprint, count, nbytes)]))
+    assert_ends_because_of_its_peer(impostor)
+
+
+@pytest.mark.job
+def test_a_peer_whose_messages_end_too_early_is_lost(impostor: Impostor) -> None:
+    impostor.begin(EXCHANGE_LANE, iter([header(FIRST_CALL.fingerprint, 1, 1004 * 4) + bytes(100)]))
+    assert_ends_because_of_its_peer(impostor)
+
+
+@pytest.mark.job
+@SEEDS
+def test_a_peer_that_calls_nothing_there_is_gets_an_error(impostor: Impostor, seed: int) -> None:
+    """Random bytes in place of the description of a call, and of its text."""
+    chance = random.Random(seed)
+    garbage = [chance.randbytes(64)]
+    text = header(Call("message").fingerprint, 700, 0)
+    pieces = [header(Call("message").fingerprint, 1, 512) + chance.randbytes(512) for _ in range(2)]
+    impostor.begin(EXCHANGE_LANE, iter([*garbage, text, *pieces]))
+    assert_ends_because_of_its_peer(impostor)
