@@ -344,6 +344,18 @@ def test_a_first_stream_with_garbage_does_not_keep_the_right_worker_away(
         assert_end_well([worker, right])
 
 
+@pytest.mark.job
+def test_a_worker_that_goes_as_soon_as_it_comes_leaves_its_rank_free(lonely: tuple[Job, Worker]) -> None:
+    job, worker = lonely
+    for number in range(300):
+        hello = good_hello(job.addresses, incarnation=str(number)).encode()
+        http2.throw(job.addresses[0], http2.opening() + http2.call(CONTROL_METHOD, [(HELLO, hello)]))
+    with disposed_of() as others:
+        others.append(job.start("rounds", 1))
+        others[0].wait_for("round 1 was right")
+        assert_end_well([worker, *others])
+
+
 @dataclass(frozen=True)
 class Impostor:
     """What the worker takes for its peer."""

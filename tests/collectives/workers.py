@@ -156,11 +156,11 @@ def disposed_of() -> Iterator[list[Worker]]:
 
 @contextlib.contextmanager
 def running(job: Job, task: str) -> Iterator[list[Worker]]:
-    """All workers of a job, started together."""
+    """All workers of a job in a new list, started together."""
     with disposed_of() as workers:
         for rank in range(len(job.addresses)):
             workers.append(job.start(task, rank))
-        yield workers
+        yield workers.copy()
 
 
 def assert_end_well(workers: Sequence[Worker]) -> None:

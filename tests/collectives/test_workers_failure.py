@@ -1,0 +1,212 @@
+"""A worker that dies, stops or falls silent: every other one ends soon and says who, where and in what; or survives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from grpc_jobs import socket_addresses
+from workers import (
+    LOST_LIMIT_S,
+    Job,
+    Worker,
+    assert_end_well,
+    is_root,
+    last_line,
+    port_addresses,
+    running,
+    seconds_since,
+)
+
+MEBIBYTES_8 = ["--length", str(2 << 20)]
+STOPPED_S = 8.0
+
+
+def assert_lost(workers: Sequence[Worker], since: float, name: str, operation: str = "all_reduce 'weights'") -> None:
+    """All of them end in time, with an error that names the lost worker and what they did."""
+    for worker in workers:
+        status = worker.end(max(0.1, LOST_LIMIT_S - seconds_since(since)))
+        error = last_line(worker)
+        assert status == 1, worker.text
+        assert error.startswith("collectives.errors.PeerLostError: "), worker.text
+        assert name in error
+        assert operation in error
+
+
+def name_of(addresses: Sequence[str], rank: int) -> str:
+    return f"rank {rank} at {addresses[rank]}"
+
+
+# ---- death
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (3, 1), (4, 0), (4, 3)])
+@pytest.mark.parametrize("kind", ["port", "socket"])
+def test_a_worker_that_is_killed_is_named_by_all_who_wait_for_it(size: int, victim: int, kind: str) -> None:
+    with socket_addresses(size) as sockets:
+        addresses = port_addresses(size) if kind == "port" else sockets
+        with running(Job(addresses, ["--absent", str(victim)]), "away") as workers:
+            lost = workers.pop(victim)
+            lost.wait_for("is away")
+            for worker in workers:
+                worker.wait_for("waits")
+            started = time.monotonic()
+            lost.kill()
+            assert_lost(workers, started, f"{name_of(addresses, victim)} is lost")
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0), (4, 2)])
+def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named(size: int, victim: int) -> None:
+    addresses = port_addresses(size)
+    with running(Job(addresses, MEBIBYTES_8), "rounds") as workers:
+        for worker in workers:
+            worker.wait_for("round 1 was right")
+        started = time.monotonic()
+        workers.pop(victim).kill()
+        assert_lost(workers, started, f"{name_of(addresses, victim)} is lost")
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_worker_that_raises_an_error_is_named(size: int) -> None:
+    with socket_addresses(size) as addresses, running(Job(addresses, ["--absent", "1"]), "away") as workers:
+        failing = workers.pop(1)
+        failing.wait_for("is away")
+        started = time.monotonic()
+        failing.tell("raise")
+        assert_lost(workers, started, name_of(addresses, 1))
+        assert failing.end() == 1
+        assert last_line(failing) == "RuntimeError: out of data"
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("task", ["away", "forget"])
+def test_a_worker_that_ends_without_closing_is_named(task: str) -> None:
+    """By `sys.exit(0)` in the middle, or at the end of a program that forgets to close."""
+    with socket_addresses(3) as addresses, running(Job(addresses, ["--absent", "2"]), task) as workers:
+        leaving = workers.pop(2)
+        leaving.wait_for("is away")
+        started = time.monotonic()
+        leaving.tell("exit")
+        assert_lost(workers, started, name_of(addresses, 2))
+        assert leaving.end() == 0, leaving.text
+
+
+@pytest.mark.job
+def test_no_partial_sum_is_seen_after_a_loss() -> None:
+    """What a worker says about its rounds, it says about complete ones only."""
+    addresses = port_addresses(2)
+    with running(Job(addresses, MEBIBYTES_8), "rounds") as workers:
+        workers[0].wait_for("round 1 was right")
+        workers[1].kill()
+        assert workers[0].end(LOST_LIMIT_S) == 1
+        assert not workers[0].containing("are wrong")
+
+
+# ---- slowness
+
+
+@pytest.mark.job
+def test_a_worker_that_is_stopped_for_a_while_is_survived_and_named() -> None:
+    addresses = port_addresses(2)
+    with running(Job(addresses, ["--stall-warning-s", "1"]), "rounds") as workers:
+        stopped = workers[1]
+        for worker in workers:
+            worker.wait_for("round 1 was right")
+        started = time.monotonic()
+        stopped.stop()
+        line = workers[0].wait_for("WARNING", "rank 0 at", f"for {name_of(addresses, 1)}", "in all_reduce 'weights'")
+        assert "has waited 1" in line
+        with pytest.raises(subprocess.TimeoutExpired):  # it goes on waiting
+            workers[0].process.wait(max(0.1, STOPPED_S - seconds_since(started)))
+        stopped.resume()
+        assert_end_well(workers)
+
+
+@pytest.mark.job
+def test_a_worker_that_is_stopped_for_too_long_is_named_when_the_others_give_up() -> None:
+    addresses = port_addresses(3)
+    with running(Job(addresses, ["--timeout-s", "2", *MEBIBYTES_8]), "rounds") as workers:
+        for worker in workers:
+            worker.wait_for("round 1 was right")
+        started = time.monotonic()
+        workers[1].stop()
+        others = [workers[0], workers[2]]
+        for worker in others:
+            assert worker.end(max(0.1, 2 + LOST_LIMIT_S - seconds_since(started))) == 1, worker.text
+        errors = [last_line(worker) for worker in others]
+        timed_out = [error for error in errors if "CollectiveTimeoutError" in error]
+        assert any(f"for {name_of(addresses, 1)} in all_reduce 'weights'" in error for error in timed_out), errors
+        assert all("timeout_s = 2" in error for error in timed_out)
+
+
+# ---- silence
+
+NAMESPACES = ("collectives-test-a", "collectives-test-b")
+HOSTS = ("10.231.77.1", "10.231.77.2")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Sequence[str]]:
+    """The names of two network namespaces with a cable between them, one end in each."""
+    if not (is_root() and shutil.which("ip")):
+        pytest.skip("network namespaces need root and the program ip")
+    names = [f"{name}-{os.getpid()}" for name in NAMESPACES]
+    cable = [f"col{os.getpid() % 10**8:x}{end}" for end in "ab"]
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(ip, "netns", "delete", name)
+            ip("link", "add", cable[0], "netns", names[0], "type", "veth", "peer", "name", cable[1], "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        for name, end, host in zip(names, cable, HOSTS, strict=True):
+            ip("-n", name, "address", "add", f"{host}/24", "dev", end)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", end, "up")
+        yield names
+
+
+def unplug(namespace: str) -> None:
+    """From now on nothing passes, and nobody is told."""
+    cable = f"col{os.getpid() % 10**8:x}a"
+    ip("-n", namespace, "link", "set", cable, "down")
+
+
+@contextlib.contextmanager
+def running_on(hosts: Sequence[str], task: str, *arguments: str) -> Iterator[tuple[list[str], list[Worker]]]:
+    """One worker on each host."""
+    addresses = [f"{host}:3737" for host in HOSTS]
+    job = Job(addresses, arguments, {"POPDIST_GRPC_INSECURE": "1"})
+    workers = []
+    try:
+        for rank, host in enumerate(hosts):
+            workers.append(job.start(task, rank, prefix=["ip", "netns", "exec", host]))
+        yield addresses, workers
+    finally:
+        for worker in workers:
+            worker.dispose()
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("length", [7, 2 << 20])
+def test_workers_whose_network_is_cut_notice_it_in_time(hosts: Sequence[str], length: int) -> None:
+    with running_on(hosts, "rounds", "--length", str(length)) as (addresses, workers):
+        for worker in workers:
+            worker.wait_for("round 1 was right")
+        started = time.monotonic()
+        unplug(hosts[0])
+        for rank, worker in enumerate(workers):
+            assert_lost([worker], started, f"{name_of(addresses, 1 - rank)} is lost")

@@ -1,0 +1,40 @@
+"""What an all-reduce of 64 MiB over gRPC takes: memory besides the buffer, and bytes that are sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from grpc_jobs import end_of, socket_addresses, start_worker
+from memory_job import BUFFER_BYTES
+from mpi_jobs import HERE
+from test_ring_traffic import allowed
+from workers import port_addresses
+
+EXTRA_MEBIBYTES = 16
+
+
+@pytest.fixture(scope="module", params=["port", "socket"])
+def measured(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each of two workers has measured."""
+    with socket_addresses(2) as sockets:
+        addresses = port_addresses(2) if request.param == "port" else sockets
+        ends = end_of([start_worker(HERE / "memory_job.py", [str(rank), *addresses]) for rank in range(2)])
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    return [json.loads(out) for _, out, _ in ends]
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("calls", ["first", "later"])
+def test_an_all_reduce_of_64_mib_takes_little_memory_besides_its_buffer(
+    measured: list[dict[str, Any]], calls: str
+) -> None:
+    extra = {f"rank {rank}": round(facts[calls], 1) for rank, facts in enumerate(measured)}
+    assert max(extra.values()) <= EXTRA_MEBIBYTES, extra
+
+
+@pytest.mark.job
+def test_each_worker_sends_every_byte_at_most_twice(measured: list[dict[str, Any]]) -> None:
+    assert max(facts["sent_bytes"] for facts in measured) <= allowed(BUFFER_BYTES)
+    assert min(facts["sent_bytes"] for facts in measured) >= BUFFER_BYTES
