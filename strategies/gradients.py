@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 from strategies.devices import ReplicaDevices
 from strategies.flat import LARGE_BYTES, FlatLayout
 from strategies.segments import Part, Segment, cut
+
+logger = logging.getLogger(__name__)
 
 TAIL = 0  # the first result of a gradient function, before the gradients
 BUCKET_BYTES = LARGE_BYTES
@@ -216,7 +219,13 @@ def _uncut(function: GradientFunction, arguments: Arguments) -> Segment:
 
 
 def _cut(devices: ReplicaDevices, function: GradientFunction, arguments: Arguments) -> list[Segment]:
-    """Segments, each of which finishes some gradients."""
+    """Segments, each of which finishes some gradients; only one where the function calls back into Python.
+
+    JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
+    """
     closed = devices.trace(function, arguments.shapes, arguments.is_split)
+    if closed.effects:
+        logger.info("gradients are not streamed: the loss function has effects, such as an all_reduce of its own")
+        return [_uncut(function, arguments)]
     gradients = range(TAIL + 1, TAIL + 1 + len(jax.tree.leaves(arguments.shapes[0])))
     return cut(closed, gradients, BUCKET_BYTES, LARGE_BYTES)

@@ -63,7 +63,7 @@ def cut(closed: core.ClosedJaxpr, early: Sequence[int], bucket_bytes: int, piece
     """Cut a function at some of its results, in the order in which they can be finished.
 
     Args:
-        closed: the traced function.
+        closed: the traced function, without effects.
         early: the positions of the results to be finished early; all the others come with the last segment.
         bucket_bytes: results are finished together until they have so many bytes.
         piece_bytes: a larger product of two matrices is cut into pieces of at least so many bytes.
@@ -167,8 +167,7 @@ class _Graph:
 
     def is_repeated(self, number: int) -> bool:
         """Whether an equation only moves data."""
-        equation = self.equations[number]
-        return equation.primitive.name in _REPEATED and not equation.effects
+        return self.equations[number].primitive.name in _REPEATED
 
     # ---- products in pieces
 
@@ -288,20 +287,12 @@ def _segments(graph: _Graph, buckets: Sequence[Sequence[Part]]) -> list[Segment]
 
 
 def _share_out(graph: _Graph, buckets: Sequence[Sequence[Part]]) -> list[set[int]]:
-    """The equations of each bucket that no earlier one has; those with effects that no result needs come last."""
+    """The equations of each bucket that no earlier one has."""
     known: set[int] = set()
     own = []
     for bucket in buckets:
-        wanted = [graph.variables[part] for part in bucket]
-        if bucket is buckets[-1]:
-            effects = [number for number, equation in enumerate(graph.equations) if equation.effects]
-            new = graph.ancestors(wanted, known) | (set(effects) - known)
-            for number in effects:
-                new |= graph.ancestors(graph.equations[number].invars, known)
-        else:
-            new = graph.ancestors(wanted, known)
-        known |= new
-        own.append(new)
+        own.append(graph.ancestors([graph.variables[part] for part in bucket], known))
+        known |= own[-1]
     return own
 
 
@@ -346,7 +337,6 @@ def _segment(
         invars=[graph.arguments[number] for number in inputs] + list(takes),
         outvars=results + list(gives),
         eqns=list(equations),
-        effects=frozenset().union(*(equation.effects for equation in equations)),
         debug_info=graph.closed.jaxpr.debug_info.with_unknown_names(),
     )
     values = [graph.constants[constant] for constant in constants]

@@ -105,7 +105,6 @@ class Cluster:
         machines = [_place_of(address).machine for address in self.addresses]
         return machines[: self.rank].count(machines[self.rank])
 
-
     @property
     def names(self) -> tuple[str, ...]:
         """What each task is called in messages, in the order of the ranks."""

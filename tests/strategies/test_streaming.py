@@ -1,0 +1,250 @@
+"""Gradients that are sent while the rest of the backward pass runs: cut where they are finished, with the same bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies import get_replica_context
+from strategies.segments import Part, cut
+
+WIDTH = 768  # a square matrix of float32 has 2.25 MiB, enough for two pieces
+BATCH = 6
+MIB = 1 << 20
+
+
+def weights(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32) / np.sqrt(shape[0])
+
+
+def mlp():
+    start = {"a": weights(40, WIDTH), "b": weights(WIDTH, WIDTH, seed=1), "c": weights(WIDTH, WIDTH, seed=2)}
+    start["bias"] = jnp.zeros(WIDTH)
+
+    def loss_fn(variables, batch, key):
+        hidden = jax.nn.relu(batch @ variables["a"] + variables["bias"])
+        hidden = jnp.tanh(hidden @ variables["b"])
+        return jnp.mean((hidden @ variables["c"]) ** 2)
+
+    return start, loss_fn
+
+
+def nested():
+    """Inner jits, recomputation, a scan, a custom gradient and dropout."""
+    start = {"a": weights(40, WIDTH), "blocks": jnp.stack([weights(WIDTH, WIDTH, seed=s) for s in (1, 2)])}
+    start["z"] = weights(WIDTH, WIDTH, seed=3)
+
+    @jax.custom_vjp
+    def halve(x):
+        return x / 2
+
+    halve.defvjp(lambda x: (x / 2, None), lambda _, gradient: (gradient / 2,))
+
+    @jax.jit
+    def dense(x, kernel):
+        return x @ kernel
+
+    def loss_fn(variables, batch, key):
+        hidden = jax.nn.gelu(dense(batch, variables["a"]))
+        hidden, _ = jax.lax.scan(lambda h, kernel: (jnp.tanh(h @ kernel), None), hidden, variables["blocks"])
+        hidden = jax.checkpoint(lambda h: jax.nn.silu(dense(h, variables["z"])))(hidden)
+        kept = jax.random.bernoulli(key, 0.9, hidden.shape)
+        return jnp.mean(halve(jnp.where(kept, hidden, 0)) ** 2)
+
+    return start, loss_fn
+
+
+def normalised():
+    """Statistics over all replicas in the middle of the program, and metrics."""
+    start = {"a": weights(40, WIDTH), "b": weights(WIDTH, WIDTH, seed=1), "scale": jnp.ones(WIDTH)}
+
+    def loss_fn(variables, batch, key):
+        hidden = batch @ variables["a"]
+        mean = get_replica_context().all_reduce("mean", hidden.mean(0))
+        hidden = (hidden - mean) * variables["scale"]
+        out = hidden @ variables["b"]
+        return jnp.mean(out**2), {"largest": jnp.max(out), "mean": jnp.mean(mean)}
+
+    return start, loss_fn
+
+
+def half():
+    """Two dtypes, so two buffers."""
+    start = {"a": weights(40, WIDTH), "b": weights(WIDTH, 2 * WIDTH, seed=1).astype(jnp.bfloat16)}
+
+    def loss_fn(variables, batch, key):
+        hidden = jnp.tanh(batch @ variables["a"]).astype(jnp.bfloat16)
+        return jnp.mean((hidden @ variables["b"]).astype(jnp.float32) ** 2)
+
+    return start, loss_fn
+
+
+MODELS = {model.__name__: model for model in (mlp, nested, half)}
+
+
+def train(strategy, model, steps=3, **options):
+    start, loss_fn = MODELS[model]()
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.001), **options)
+    data = np.random.default_rng(0).standard_normal((BATCH * 4 * steps, 40)).astype(np.float32)
+    state = trainer.init(start)
+    for batch in strategy.distribute_dataset(data, batch_size=BATCH).epoch(0):
+        state, metrics = trainer.step(state, batch)
+    return strategies.fingerprint(state.variables), dict(metrics), state.step
+
+
+@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_streamed_gradients_have_the_same_bits(on_instances, model, instances):
+    alone = train(strategies.IPUStrategy(4), model)
+    streamed = on_instances(instances, 4, lambda strategy: train(strategy, model), variables_on_host=True)
+    assert streamed == [alone] * instances
+    assert alone[2] == 3
+
+
+def test_gradients_are_checked_while_they_are_streamed(on_instances):
+    alone = train(strategies.IPUStrategy(4), "mlp")
+    streamed = on_instances(2, 4, lambda strategy: train(strategy, "mlp", check_numerics=True), variables_on_host=True)
+    assert streamed == [alone] * 2
+
+
+class Recorder:
+    """A communicator that notes what it is asked to reduce."""
+
+    def __init__(self, communicator, note):
+        self._communicator = communicator
+        self._note = note
+
+    def __getattr__(self, name):
+        return getattr(self._communicator, name)
+
+    def ordered_all_reduce(self, contributions, out=None, op="sum", *, name=""):
+        self._note(name, contributions[0].nbytes)
+        return self._communicator.ordered_all_reduce(contributions, out, op, name=name)
+
+
+def test_each_gradient_byte_is_sent_once_and_large_gradients_in_pieces(on_instances):
+    def program(strategy):
+        sent = []
+        strategy.communicator = Recorder(strategy.communicator, lambda name, nbytes: sent.append((name, nbytes)))
+        train(strategy, "mlp", steps=1)
+        return [entry for entry in sent if entry[0].startswith("gradients/")]
+
+    for sent in on_instances(2, 4, program, variables_on_host=True):
+        names = [name for name, _ in sent]
+        assert len(set(names)) == len(names)
+        small, *large = sorted(nbytes for _, nbytes in sent)
+        assert len(large) == 4  # two pieces each of c and b; then there are a, the bias and the loss
+        assert all(MIB <= nbytes <= 2 * MIB for nbytes in large)
+        assert small < MIB
+        gradients = 4 * (2 * WIDTH * WIDTH + 40 * WIDTH + WIDTH)
+        assert gradients < sum(nbytes for _, nbytes in sent) < gradients + 1024
+
+
+def test_the_first_gradients_leave_before_the_last_are_computed(on_instances):
+    def program(strategy):
+        start, loss_fn = mlp()
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+        were_ready = []
+
+        def note(name, nbytes):
+            if name.startswith("gradients/0/"):
+                (step,) = trainer._steps.values()
+                were_ready.append(all(array.is_ready() for array in step.gradients._buffers[0][-1]))
+
+        strategy.communicator = Recorder(strategy.communicator, note)
+        state = trainer.init(start)
+        batch = strategy.devices.place(np.ones((2 * 4000, 40), np.float32))
+        for _ in range(3):
+            state, _ = trainer.step(state, batch)
+        return were_ready
+
+    for were_ready in on_instances(2, 4, program, variables_on_host=True):
+        assert were_ready == [False] * 3
+
+
+def test_a_loss_with_collectives_of_its_own_is_not_cut(on_instances):
+    """Its callbacks would wait behind the segments that wait for them."""
+
+    def program(strategy):
+        found = []
+        for start, loss_fn in (normalised(), mlp()):
+            trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+            step = trainer._compiled(trainer.init(start), np.ones((2 * BATCH, 40), np.float32))
+            found.append(len(step.gradients.buckets))
+        return found
+
+    assert on_instances(2, 4, program, variables_on_host=True) == [[1, 4]] * 2
+
+
+def test_without_host_variables_all_gradients_leave_at_the_end(on_instances):
+    def program(strategy):
+        return strategy.streams_gradients
+
+    assert on_instances(2, 2, program) == [False, False]
+    assert on_instances(2, 2, program, variables_on_host=True) == [True, True]
+    assert not strategies.IPUStrategy(2).streams_gradients
+
+
+# ---- cutting
+
+
+def flat_gradients(loss_fn):
+    def gradients(*arguments):
+        value, tree = jax.value_and_grad(loss_fn)(*arguments)
+        return (value, *jax.tree.leaves(tree))
+
+    return gradients
+
+
+def run_in_turn(segments, arguments):
+    """The results of all segments, and in which segment each part was finished."""
+    residuals, results, places = {}, {}, {}
+    for place, segment in enumerate(segments):
+        values = segment.function(
+            *(arguments[number] for number in segment.inputs), *(residuals[number] for number in segment.takes)
+        )
+        results.update(zip(segment.parts, values, strict=False))
+        places.update(dict.fromkeys(segment.parts, place))
+        residuals.update(zip(segment.gives, values[len(segment.parts) :], strict=True))
+    return results, places
+
+
+def test_segments_compute_what_the_function_does():
+    start, loss_fn = mlp()
+    batch = np.ones((BATCH, 40), np.float32)
+    arguments = (start, batch, jax.random.key(0))
+    closed = jax.make_jaxpr(flat_gradients(loss_fn))(*arguments)
+    segments = cut(closed, range(1, 5), MIB, MIB)
+    results, places = run_in_turn(segments, jax.tree.leaves(arguments))
+    loss, *leaves = flat_gradients(loss_fn)(*arguments)
+    np.testing.assert_allclose(results[Part(0)], loss, rtol=1e-6)
+    for number, leaf in enumerate(leaves, 1):
+        pieces = [results[part] for part in sorted(results, key=str) if part.result == number]
+        np.testing.assert_allclose(np.concatenate(pieces), leaf, rtol=1e-5, atol=1e-7)
+    first, last = min(places, key=places.get), max(places, key=places.get)
+    assert first.result == 4  # "c", whose gradient is finished first
+    assert last.result in (0, 1, 2)  # "a" and the bias
+    assert first.rows == (0, WIDTH // 2)
+
+
+def test_small_gradients_are_finished_together():
+    def loss_fn(variables, batch):
+        return jnp.sum(batch @ variables["a"]) + jnp.sum(variables["b"] ** 2)
+
+    closed = jax.make_jaxpr(flat_gradients(loss_fn))({"a": jnp.ones((3, 3)), "b": jnp.ones(5)}, jnp.ones((2, 3)))
+    (only,) = cut(closed, (1, 2), MIB, MIB)
+    assert {part.result for part in only.parts} == {0, 1, 2}
+    assert not only.takes
+    assert not only.gives
+
+
+def test_a_gradient_that_is_no_product_stays_whole():
+    def loss_fn(variables):
+        return jnp.sum(jnp.sin(variables["a"])) + jnp.sum(variables["b"] ** 2)
+
+    start = {"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones((WIDTH, WIDTH))}
+    segments = cut(jax.make_jaxpr(flat_gradients(loss_fn))(start), (1, 2), MIB, MIB)
+    assert [part.rows for segment in segments for part in segment.parts] == [None] * 3
+    assert len(segments) == 2
