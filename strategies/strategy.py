@@ -17,7 +17,7 @@ from collectives.reduction import normalise_op
 from popdist.environments import NoProgress, ProgressPage
 from popdist.instance import Instance
 from strategies.datasets import DistributedDataset
-from strategies.devices import claim_devices
+from strategies.devices import borrow, claim_devices
 from strategies.extended import Extended
 from strategies.input_context import InputContext
 from strategies.lockstep import Lockstep
@@ -173,7 +173,9 @@ class Strategy:
         named = [*args, *kwargs.values()]
         program = self._program(function, tuple(isinstance(value, PerReplica) for value in named), tuple(kwargs))
         indices = np.array(self.local_replicas, np.int32)
-        stacked = [_stack(value.values) if isinstance(value, PerReplica) else _checked(value) for value in named]
+        stacked = [
+            _stack(value.values) if isinstance(value, PerReplica) else self._shared(_checked(value)) for value in named
+        ]
         results: list[Any] = []
         for wave in range(self.devices.waves):
             part = slice(wave * self.devices.width, (wave + 1) * self.devices.width)
@@ -183,6 +185,10 @@ class Strategy:
             ]
             results += self._run_wave(program, indices[part], mine)
         return PerReplica(tuple(results))
+
+    def _shared(self, value: Any) -> Any:
+        """A value that all replicas get whole; on which device it lies does not matter."""
+        return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
     def _run_wave(self, program: Callable[..., Any], indices: np.ndarray, values: list[Any]) -> list[Any]:
         self.reducer.last_error = None
@@ -293,6 +299,11 @@ class Strategy:
 def get_strategy() -> Strategy | None:
     """The strategy whose scope this is, or None."""
     return _scope.get()
+
+
+def _is_on_one_device(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and len(leaf.devices()) == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _host_array(leaf: Any) -> np.ndarray:

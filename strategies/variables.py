@@ -41,9 +41,12 @@ class MirroredVariable:
 
         Args:
             value: `PerReplica`, reduced over all replicas of all instances (a collective call), or one tree that
-                is the same on all instances.
+                is the same on all instances; converted to the variable's dtypes.
+
+        Raises:
+            ValueError: if it differs from the variable in structure or shapes.
         """
-        self.value = self._placed(_reduced(self._strategy, self._aggregation, value))
+        self.value = self._placed(_like(self.value, _reduced(self._strategy, self._aggregation, value)))
 
     def _placed(self, value: Any) -> Any:
         if self._strategy.variables_on_host:
@@ -112,6 +115,20 @@ def _reduced(strategy: Strategy, aggregation: str, value: Any) -> Any:
     if aggregation == "only_first_replica":
         return strategy.broadcast(value.values[0])
     return strategy.reduce(aggregation, value)
+
+
+def _like(variable: Any, value: Any) -> Any:
+    """`value` with the dtypes of `variable`, if it has its structure and shapes."""
+    given, wanted = (str(jax.tree.structure(tree)) for tree in (value, variable))
+    if given != wanted:
+        raise ValueError(f"a value of structure {given} for a variable of structure {wanted}; assign one like it")
+    return jax.tree.map(_leaf_like, variable, value)
+
+
+def _leaf_like(variable: Any, value: Any) -> Any:
+    if np.shape(value) != variable.shape:
+        raise ValueError(f"a value of shape {list(np.shape(value))} for a variable of {list(variable.shape)}")
+    return jnp.asarray(value, variable.dtype)
 
 
 def _host_copy(leaf: Any) -> np.ndarray:

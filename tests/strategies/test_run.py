@@ -290,3 +290,8 @@ def test_a_per_replica_value_is_not_kept_alive_by_run():
     del array
     gc.collect()
     assert gone() is None
+
+
+def test_an_array_on_one_device_goes_whole_to_all_replicas(strategy):
+    for value in (jnp.arange(3.0), strategy.variable(np.arange(3, dtype=np.float32)).value):
+        assert [list(result) for result in strategy.run(lambda v: v * 2, args=(value,))] == [[0, 2, 4]] * 4

@@ -1,0 +1,67 @@
+"""Variables without a trainer: mirrored ones, and those that are reduced when they are read."""
+
+import jax
+import numpy as np
+import pytest
+
+import strategies
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_mirrored_variable_begins_with_instance_0s_value_and_reduces_what_replicas_write(on_instances, on_host):
+    def program(strategy):
+        variable = strategy.variable(lambda: np.float32(strategy.instance_index + 1), aggregation="sum")
+        before = float(variable.read_value())
+        variable.assign(strategy.per_replica(lambda r: np.float32(r)))
+        return before, float(variable.read_value()), isinstance(variable.value, np.ndarray)
+
+    assert on_instances(2, 4, program, variables_on_host=on_host) == [(1.0, 6.0, on_host)] * 2
+
+
+def test_a_variable_takes_only_values_like_itself(strategy):
+    variable = strategy.variable({"w": np.ones((2, 3), np.float32)})
+    variable.assign({"w": np.full((2, 3), 2)})
+    assert variable.value["w"].dtype == np.float32
+    with pytest.raises(ValueError, match=r"a value of shape \[3\] for a variable of \[2, 3\]"):
+        variable.assign({"w": np.ones(3)})
+    with pytest.raises(ValueError, match="structure"):
+        variable.assign(np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(("aggregation", "wanted"), [("mean", 2.5), ("sum", 10.0), ("only_first_replica", 1.0)])
+def test_a_variable_that_is_synchronised_on_reading_is_reduced_over_all_replicas(on_instances, aggregation, wanted):
+    def program(strategy):
+        variable = strategy.variable(0.0, "on_read", aggregation)
+        variable.assign(strategy.per_replica(lambda r: np.float32(r + 1)))
+        return float(variable.read_value())
+
+    assert on_instances(2, 4, program) == [wanted] * 2
+
+
+def test_a_sum_that_is_assigned_is_read_back(on_instances):
+    def program(strategy):
+        variable = strategy.variable(0.0, "on_read", "sum")
+        variable.assign(np.float32(12))
+        return [float(jax.numpy.asarray(value)) for value in variable.values], float(variable.read_value())
+
+    assert on_instances(2, 4, program) == [([3.0, 3.0], 12.0)] * 2
+
+
+def test_unknown_words_are_refused_with_the_known_ones():
+    strategy = strategies.IPUStrategy()
+    with pytest.raises(ValueError, match="on_write, on_read"):
+        strategy.variable(0.0, "on_sunday")
+    with pytest.raises(ValueError, match="sum, mean, only_first_replica"):
+        strategy.variable(0.0, "on_read", "median")
+
+
+def test_only_instance_0_writes_checkpoints(on_instances):
+    """M-01, M-02 on threads."""
+
+    def program(strategy):
+        extended = strategy.extended
+        assert extended.experimental_between_graph
+        assert extended.experimental_should_init
+        return extended.should_checkpoint, extended.should_save_summary
+
+    assert on_instances(2, 2, program) == [(True, True), (False, False)]
