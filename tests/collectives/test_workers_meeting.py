@@ -33,16 +33,7 @@ def test_workers_start_in_any_order(size: int, is_reversed: bool) -> None:
 
 
 @pytest.mark.job
-def test_workers_may_start_seconds_apart(addresses: Sequence[str]) -> None:
-    with disposed_of() as workers:
-        workers.append(Job(addresses).start("rounds", 1))
-        workers[0].wait_for(f"has waited 2 s for rank 0 at {addresses[0]}")
-        workers.append(Job(addresses).start("rounds", 0))
-        assert_end_well(workers)
-
-
-@pytest.mark.job
-def test_a_worker_that_waits_says_which_addresses_have_not_answered() -> None:
+def test_workers_that_wait_say_who_has_not_answered_and_meet_one_that_comes_seconds_later() -> None:
     with socket_addresses(3) as addresses, disposed_of() as workers:
         job = Job(addresses)
         workers.extend(job.start("rounds", rank) for rank in (0, 2))
