@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,19 @@ class GradientPrograms:
                     of_buffer += self._devices.views(array)
             yield bucket, contributions
 
+    def leaves(self) -> list[list[np.ndarray]]:
+        """The gradients that were begun last, for each local replica."""
+        found: list[dict[Part, np.ndarray]] = [{} for _ in self._devices.replicas]
+        for bucket, contributions in self.collect():
+            for parts, buffers in zip(found, zip(*contributions, strict=True), strict=True):
+                parts.update(zip(bucket.parts, bucket.layout.views(buffers), strict=True))
+        return [self._put_together(parts) for parts in found]
+
+    def _put_together(self, parts: Mapping[Part, np.ndarray]) -> list[np.ndarray]:
+        ordered = sorted(parts, key=lambda part: (part.result, part.rows or (0, 0)))
+        grouped = itertools.groupby(ordered, key=lambda part: part.result)
+        return [np.concatenate([parts[part].reshape(-1) for part in group]) for _, group in grouped]
+
     # ---- compiling
 
     def _bucket(self, parts: Sequence[Part], number: int, tail: int, allocate: Allocate) -> Bucket:
@@ -225,7 +239,7 @@ def _cut(devices: ReplicaDevices, function: GradientFunction, arguments: Argumen
     """
     closed = devices.trace(function, arguments.shapes, arguments.is_split)
     if closed.effects:
-        logger.info("gradients are not streamed: the loss function has effects, such as an all_reduce of its own")
+        logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
         return [_uncut(function, arguments)]
     gradients = range(TAIL + 1, TAIL + 1 + len(jax.tree.leaves(arguments.shapes[0])))
     return cut(closed, gradients, BUCKET_BYTES, LARGE_BYTES)

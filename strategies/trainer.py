@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +15,11 @@ import numpy as np
 import optax
 
 from strategies.errors import NonFiniteGradientError
-from strategies.gradients import Arguments, GradientPrograms
+from strategies.gradients import Allocate, Arguments, GradientPrograms
 from strategies.replica_context import replica_context
 from strategies.strategy import Strategy
+
+logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any, jax.Array], Any]
 
@@ -151,7 +155,7 @@ class Trainer:
         """
         self._strategy.progress.step(state.step)
         step = self._compiled(state, batch)
-        shared = self._begin(step, state, batch)
+        shared = self._begin(step.gradients, state, batch)
         for bucket, contributions in step.gradients.collect():
             if self._updated is not None:
                 self._updated.block_until_ready()  # the last update may still be reading the results
@@ -167,12 +171,12 @@ class Trainer:
         metrics = Metrics(step.names, tail)
         return TrainState(variables, optimizer_state, state.step + 1), metrics
 
-    def _begin(self, step: _Step, state: TrainState, batch: Any) -> Any:
+    def _begin(self, gradients: GradientPrograms, state: TrainState, batch: Any) -> Any:
         """Have the gradients of all local replicas computed; the variables as the devices see them."""
         shared = self._devices.share(state.variables)
         parts = zip(self._devices.cut_into_waves(batch), self._devices.cut_into_waves(self._indices), strict=True)
         for wave, (part, indices) in enumerate(parts):
-            step.gradients.dispatch((shared, part, indices, np.int32(state.step)), wave)
+            gradients.dispatch((shared, part, indices, np.int32(state.step)), wave)
         return shared
 
     # ---- compiling
@@ -194,20 +198,45 @@ class Trainer:
             (variables, jax.tree.map(self._wave_shape, batch), self._wave_of_indices(), np.int32(0)),
             (False, True, True, False),
         )
-        gradients = GradientPrograms(
-            self._devices,
-            self._gradient_function(names, has_metrics),
-            arguments,
-            self._strategy.streams_gradients,
-            len(names) + flags,
-            self._strategy.communicator.allocate,
-        )
+        function = self._gradient_function(names, has_metrics)
+
+        def programs(streams: bool, allocate: Allocate) -> GradientPrograms:
+            return GradientPrograms(self._devices, function, arguments, streams, len(names) + flags, allocate)
+
+        streams = self._strategy.streams_gradients and self._is_streaming_exact(programs, state, batch)
+        gradients = programs(streams, self._strategy.communicator.allocate)
         return _Step(
             gradients=gradients,
             update=jax.jit(self._update, donate_argnums=(0, 1)),
             means=jax.tree.unflatten(jax.tree.structure(variables), gradients.means),
             names=names,
         )
+
+    def _is_streaming_exact(
+        self, programs: Callable[[bool, Allocate], GradientPrograms], state: TrainState, batch: Any
+    ) -> bool:
+        """Whether the gradients of this batch have the same bits when they are streamed, on all instances.
+
+        XLA fuses and contracts what lies in one program; cut elsewhere, some models round differently (seen with
+        attention and dropout). A collective call.
+        """
+        cut = programs(True, np.empty)
+        if len(cut.buckets) == 1:
+            return False
+        streamed = self._gradients_of(cut, state, batch)
+        whole = self._gradients_of(programs(False, np.empty), state, batch)
+        pairs = zip(itertools.chain(*streamed), itertools.chain(*whole), strict=True)
+        is_exact = np.array([all(one.tobytes() == other.tobytes() for one, other in pairs)], np.int8)
+        self._strategy.communicator.all_reduce(is_exact, "min", name="streamed gradients have the same bits")
+        if not is_exact[0]:
+            logger.info("gradients are not streamed: computed in parts they would have other bits")
+        return bool(is_exact[0])
+
+    def _gradients_of(self, programs: GradientPrograms, state: TrainState, batch: Any) -> list[list[np.ndarray]]:
+        shared = self._begin(programs, state, batch)
+        leaves = programs.leaves()
+        del shared
+        return leaves
 
     def _wave_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """The part of a batch that one wave of replicas takes."""

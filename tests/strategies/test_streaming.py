@@ -187,6 +187,31 @@ def test_without_host_variables_all_gradients_leave_at_the_end(on_instances):
     assert not strategies.IPUStrategy(2).streams_gradients
 
 
+def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypatch):
+    """Only on one of the instances; all of them stay together."""
+    from strategies import gradients
+
+    honest = gradients.GradientPrograms.leaves
+    found_by = []
+
+    def leaves(programs):
+        values = honest(programs)
+        if len(programs.buckets) > 1 and not found_by:
+            found_by.append(programs)
+            values[0][0] = np.nextafter(values[0][0], 2, dtype=np.float32)
+        return values
+
+    monkeypatch.setattr(gradients.GradientPrograms, "leaves", leaves)
+
+    def program(strategy):
+        start, loss_fn = mlp()
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+        step = trainer._compiled(trainer.init(start), np.ones((2 * BATCH, 40), np.float32))
+        return len(step.gradients.buckets)
+
+    assert on_instances(2, 4, program, variables_on_host=True) == [1, 1]
+
+
 # ---- cutting
 
 
