@@ -46,6 +46,9 @@ FOUR_GIB = (1 << 32) - 1
 BILLION_BYTES = b"\x7f" + b"\xff" * 4 + b"\x04"  # the announced length of a string in a header field
 ORDINARY_LINE = re.compile(r"(WARNING rank \d at |begins|has met|round 1 was|report: |all \d+ rounds)")
 
+# Where many streams end at once, gRPC may see that one was reset before it reads why.
+REFUSALS = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.CANCELLED}
+
 SEEDS = pytest.mark.parametrize("seed", range(3))
 
 
@@ -217,8 +220,7 @@ def test_many_streams_at_once(target: Target) -> None:
     with target.unharmed(), channel_to(target.address) as channel:
         calls = [channel.stream_unary(LANE_METHOD).future(iter([b"x" * 100]), timeout=20) for _ in range(300)]
         codes = {call.exception(20).code() for call in calls}
-    # gRPC may see that a refused stream is reset before it reads why.
-    assert codes <= {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+    assert codes <= REFUSALS | {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 # ---- hellos
@@ -388,6 +390,7 @@ def impostor(lonely: tuple[Job, Worker]) -> Iterator[Impostor]:
     names = [f"rank {rank} at {address.text}" for rank, address in enumerate(addresses)]
     node = Node(addresses, names, 1, "", Security(), Limits(connect_timeout_s=20))
     node.join()
+    node.inbox(0, EXCHANGE_LANE).close()  # it takes no notice of what it gets
     worker.wait_for("has met the others")
     (endpoint, *_) = addresses[0].endpoints()
     with grpc.insecure_channel(endpoint.target, [("grpc.use_local_subchannel_pool", 1), *UNLIMITED]) as channel:
@@ -414,7 +417,7 @@ def assert_ends_because_of_its_peer(impostor: Impostor, *words: str) -> None:
     assert impostor.worker.end() == 1
     error = last_line(impostor.worker)
     assert error.startswith("collectives.errors."), impostor.worker.text
-    assert all(word in error for word in (impostor.node.names[1], "all_reduce 'weights'", *words)), error
+    assert all(word in error for word in ("rank 1", "all_reduce 'weights'", *words)), error
 
 
 @pytest.mark.job
@@ -450,11 +453,17 @@ def test_messages_that_nobody_takes_stay_with_their_sender(impostor: Impostor) -
 def test_a_peer_opens_no_more_lanes_than_it_may(impostor: Impostor) -> None:
     before = mebibytes_of(impostor.worker)
     calls = [impostor.begin(f"x{number}/0/0", iter([])) for number in range(4200)]
-    errors = [call.exception(20) for call in calls]
-    assert grpc.StatusCode.PERMISSION_DENIED in {error.code() for error in errors if isinstance(error, grpc.RpcError)}
+    refused = [call for call in calls if call.exception(20) is not None]
+    assert 0 < len(refused) <= 200
+    assert {call.code() for call in refused} <= REFUSALS
     assert mebibytes_of(impostor.worker) <= before + MEBIBYTES
-    assert impostor.worker.containing("it opens too many lanes")
-    assert impostor.answer("x" * 257, b"") is grpc.StatusCode.PERMISSION_DENIED
+    impostor.worker.wait_for("WARNING", "it opens too many lanes")
+
+
+@pytest.mark.job
+def test_names_of_lanes_are_short(impostor: Impostor) -> None:
+    assert impostor.answer("x" * 257, b"") in REFUSALS
+    assert impostor.answer("x" * 256) is grpc.StatusCode.OK
 
 
 @pytest.mark.job
