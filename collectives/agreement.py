@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from collectives.calls import Call, describe_mismatch
-from collectives.errors import LayoutMismatchError
+from collectives.errors import LayoutMismatchError, PeerLostError
 from collectives.transport import Parts, Transport
 
 _TEXT = Call("message").fingerprint
 _TEXT_BYTES = 512
+_LONGEST_BYTES = 1 << 24
 
 
 def agree(transport: Transport, call: Call, arrays: Sequence[np.ndarray], count: int) -> Parts:
@@ -22,7 +23,7 @@ def agree(transport: Transport, call: Call, arrays: Sequence[np.ndarray], count:
     """
     equal, parts = transport.exchange(call.fingerprint, arrays, count)
     if not equal:
-        calls = [message.decode() for message in exchange_bytes(transport, str(call).encode())]
+        calls = [message.decode(errors="replace") for message in exchange_bytes(transport, str(call).encode())]
         raise LayoutMismatchError(describe_mismatch(calls))
     return parts
 
@@ -31,6 +32,10 @@ def exchange_bytes(transport: Transport, message: bytes) -> list[bytes]:
     """Give every rank `message`, of any length; the messages of all ranks, in rank order."""
     _, parts = transport.exchange(_TEXT, (), len(message))
     lengths = parts.counts
+    if max(lengths) > _LONGEST_BYTES:
+        raise PeerLostError(
+            f"rank {lengths.index(max(lengths))} announced a message of {max(lengths)} bytes; it is faulty"
+        )
     gathered = [bytearray() for _ in lengths]
     for start in range(0, max(lengths), _TEXT_BYTES):
         piece = np.zeros(_TEXT_BYTES, np.uint8)

@@ -12,7 +12,15 @@ CHUNK_BYTES = 1 << 18
 
 
 class Transfer(Protocol):
-    """A message on its way."""
+    """A message on its way.
+
+    Attributes:
+        received: how many bytes came, once it is done; None where the network itself sees to it that all of them do.
+    """
+
+    @property
+    def received(self) -> int | None:
+        """See above."""
 
     def done(self) -> bool:
         """Whether it has arrived, or its buffer may be used again; asking also drives the transfer on.
@@ -34,6 +42,7 @@ class FetchedInto:
     """A message that is received into `room`."""
 
     __slots__ = ("done", "message")
+    received = None
 
     def __init__(self, transfer: Transfer, room: np.ndarray) -> None:
         self.done = transfer.done

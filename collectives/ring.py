@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 
+from collectives.errors import PeerLostError
 from collectives.link import CHUNK_BYTES, Link, Transfer
 from collectives.memory import aligned_empty
 from collectives.reduction import Reduction
@@ -31,6 +32,7 @@ _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
 _PLANS = 256  # cached layouts
 _TOO_LARGE = (1 << 64) - 1
+_MOST_ARRAYS = 1 << 20  # that one rank contributes
 
 
 class RingTransport(Transport):
@@ -91,11 +93,12 @@ class RingTransport(Transport):
         self._complete(receives, self._others)
         self._complete(sends, self._others)
         alike = True
-        for other in self._others:
+        for other, receive in zip(self._others, receives, strict=True):
             theirs = headers[other]
             if theirs[_FINGERPRINT] != fingerprint:
                 return False, Parts((), ())
-            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes:
+            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes or receive.received not in (None, message.size):
+                self._check_header(other, theirs, receive.received, arrays)
                 alike = False
         if alike and plan is not None:
             return True, parts
@@ -103,6 +106,20 @@ class RingTransport(Transport):
         if plan is None or any(header[_NBYTES] == _TOO_LARGE for header in headers):
             return True, Parts(counts, ())
         return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
+
+    def _check_header(self, rank: int, header: memoryview, received: int | None, arrays: Sequence[np.ndarray]) -> None:
+        """Refuse what no rank of ours would send: a faulty one must not take this one's memory or spoil its sums."""
+        count, nbytes = header[_COUNT], header[_NBYTES]
+        each = arrays[0].nbytes if arrays else 0
+        is_left_at_home = nbytes == _TOO_LARGE and bool(arrays)
+        inline = 0 if is_left_at_home else nbytes
+        fits = is_left_at_home or (nbytes == count * each <= self._inline_bytes if arrays else nbytes == 0)
+        is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
+        if not is_plausible or received not in (None, _HEADER_BYTES + inline):
+            raise PeerLostError(
+                f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
+                f"{received}, in {self._watch.call.title}; it is faulty"
+            )
 
     def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
         """Views of all buffers for arrays like `like`, `count` from each rank, for both parities."""

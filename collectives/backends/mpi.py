@@ -27,6 +27,7 @@ class MpiTransfer:
     """One MPI request."""
 
     __slots__ = ("_test",)
+    received = None
 
     def __init__(self, request: MPI.Request) -> None:
         self._test = request.Test

@@ -55,11 +55,15 @@ class ThreadHub:
 class _Sent:
     """Messages between threads are copied at once."""
 
+    received = None
+
     def done(self) -> bool:
         return True
 
 
 class _Receive:
+    received = None
+
     def __init__(self, messages: queue.SimpleQueue[np.ndarray], into: np.ndarray) -> None:
         self._messages = messages
         self._into = into

@@ -1,11 +1,13 @@
 """Workers that share nothing but a network: who may join, the streams between them, and whether they are alive."""
 
+import logging
 import os
 
 from collectives.errors import MissingBackendError
 
 # Read when gRPC is loaded. Its core reports every connection that ends; what matters we say ourselves.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)  # it logs whatever strangers send as metadata
 
 try:
     import grpc  # noqa: F401

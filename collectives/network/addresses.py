@@ -164,11 +164,14 @@ class Address:
 def describe_os_error(error: OSError) -> str:
     """An error of the operating system in words, without numbers and brackets."""
     if isinstance(error, ssl.SSLError):
-        return getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower()
+        reason = getattr(error, "reason", None) or str(error.args[-1])
+        return getattr(error, "verify_message", "") or reason.replace("_", " ").lower()
     return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
 
 
 def _shake_hands(connection: socket.socket, tls: ssl.SSLContext, name: str) -> None:
     with tls.wrap_socket(connection, server_hostname=name) as secured:
         secured.settimeout(_HELLO_LIMIT_S)
-        secured.recv(1)  # with TLS 1.3 a refusal of our certificate comes only now, otherwise the server's greeting
+        # With TLS 1.3 a refusal of our certificate comes only now, otherwise the server's greeting.
+        if not secured.recv(1):
+            raise ssl.SSLError(ssl.SSL_ERROR_EOF, "it ended the connection, so it does not accept our certificate")

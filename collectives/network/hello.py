@@ -46,7 +46,7 @@ class Hello:
             values = json.loads(text)
             hello = cls(**values)
         except (TypeError, RecursionError) as error:
-            raise ValueError(f"not a hello: {error}") from error
+            raise ValueError(ascii(str(error))) from error
         for entry in fields(cls):
             expected = int if entry.type == "int" else str
             if type(getattr(hello, entry.name)) is not expected:

@@ -79,9 +79,10 @@ class Received:
         complain: told what is wrong with a message that does not fit.
     """
 
-    __slots__ = ("_complain", "_inbox", "_into", "_is_done")
+    __slots__ = ("_complain", "_inbox", "_into", "_is_done", "received")
 
     def __init__(self, inbox: Inbox, into: np.ndarray, complain: Callable[[str], None]) -> None:
+        self.received = 0
         self._inbox = inbox
         self._into = into
         self._complain = complain
@@ -98,6 +99,7 @@ class Received:
             self._complain(f"it sent {len(message)} bytes where {self._into.size} at most were expected")
             return False
         self._into[: len(message)] = np.frombuffer(message, np.uint8)
+        self.received = len(message)
         self._is_done = True
         return True
 
@@ -112,6 +114,7 @@ class Fetched:
     """
 
     __slots__ = ("_complain", "_inbox", "_size", "message")
+    received = None
 
     def __init__(self, inbox: Inbox, size: int, complain: Callable[[str], None]) -> None:
         self._inbox = inbox
@@ -137,6 +140,7 @@ class Sent:
     """A message on its way; done as soon as it has been copied."""
 
     __slots__ = ("_data", "_is_done")
+    received = None
 
     def __init__(self, data: np.ndarray) -> None:
         self._is_done = data.size <= SMALL_BYTES

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collectives.network.node import Node
 
 BEAT_S = 0.5  # how often each worker tells all the others that it is there
-SILENCE_S = 2.0  # after this its machine is asked whether it still listens
 LOST_AFTER_S = 6.0  # silent, and nobody answers at its address
 _ANSWER_LIMIT_S = 1.0
 
@@ -36,9 +35,8 @@ class Liveness:
     def _watch(self) -> None:
         while not self._node.is_leaving.wait(BEAT_S):
             for peer in self._node.peers.values():
-                is_silent = time.monotonic() - peer.heard_at > SILENCE_S
                 is_there = not (peer.has_left or peer.is_lost)
-                if is_silent and is_there and peer.is_being_probed.acquire(blocking=False):
+                if peer.is_silent and is_there and peer.is_being_probed.acquire(blocking=False):
                     name = f"collectives-probe-{peer.rank}"
                     threading.Thread(target=self._probe, args=(peer,), name=name, daemon=True).start()
 

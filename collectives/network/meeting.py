@@ -24,6 +24,7 @@ _ATTEMPT_S = 1.0
 _PAUSE_S = 0.1
 _FIRST_NEWS_S = 2.0
 _NEWS_EVERY_S = 10.0
+_LINGER_S = 1.0
 
 
 class Meeting:
@@ -51,6 +52,9 @@ class Meeting:
             threading.Thread(target=self._call, args=(peer,), name=name, daemon=True).start()
         try:
             self._await_all()
+        except PeerRefusedError:
+            self._over.wait(_LINGER_S)  # those who call this worker are to hear of it too
+            raise
         finally:
             self._over.set()
 

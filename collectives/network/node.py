@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -143,7 +144,7 @@ class Node:
             yield b""
         yield GOODBYE + self.loss.encode()[:_FAREWELL_BYTES]
 
-    def end_lanes(self, prefix: str) -> None:
+    def end_lanes(self, prefix: str, limit_s: float = LEAVE_LIMIT_S) -> None:
         """Send what is left on the lanes of a group, then no more."""
         calls = []
         for peer in self.peers.values():
@@ -155,12 +156,12 @@ class Node:
             inboxes = [inbox for (_, lane), inbox in self._inboxes.items() if lane.startswith(prefix)]
         for inbox in inboxes:
             inbox.close()
-        self._await_end(calls)
+        self._await_end(calls, limit_s)
 
-    def _await_end(self, calls: Sequence[tuple[Peer, grpc.Future]]) -> None:
-        give_up = time.monotonic() + LEAVE_LIMIT_S
+    def _await_end(self, calls: Sequence[tuple[Peer, grpc.Future]], limit_s: float) -> None:
+        give_up = time.monotonic() + limit_s
         for peer, call in calls:
-            while not (call.done() or peer.is_lost or time.monotonic() > give_up):
+            while not (call.done() or peer.is_lost or peer.is_silent or time.monotonic() > give_up):
                 try:
                     call.exception(timeout=BEAT_S)
                 except grpc.FutureTimeoutError:
@@ -174,9 +175,11 @@ class Node:
         """Send what is left, say goodbye, and close everything; waits a little, for those who are there."""
         if self.is_leaving.is_set():
             return
+        give_up = time.monotonic() + LEAVE_LIMIT_S
         self.end_lanes("")
         self.is_leaving.set()
-        self._await_end([(peer, peer.control) for peer in self.peers.values() if peer.control and peer.is_connected])
+        controls = [(peer, peer.control) for peer in self.peers.values() if peer.control and peer.is_connected]
+        self._await_end(controls, give_up - time.monotonic())
         if self._server is not None:
             self._server.stop(None)
         for peer in self.peers.values():
@@ -254,14 +257,15 @@ class Node:
         logger.log(logging.WARNING if is_new else logging.DEBUG, "%s", line)
         context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal.reason)
 
-    def listen_to(self, peer: Peer, incarnation: str, beats: Iterator[bytes]) -> None:
-        """Hear that a worker lives, until it does not."""
-        with self.changed:
-            peer.is_here = True
-            peer.heard_at = time.monotonic()
-            self.changed.notify_all()
+    def listen_to(self, peer: Peer, incarnation: str, beats: Iterator[bytes], welcome: Callable[[], None]) -> None:
+        """Welcome a worker, and hear that it lives until it does not."""
         last = b""
         try:
+            welcome()
+            with self.changed:
+                peer.is_here = True
+                peer.heard_at = time.monotonic()
+                self.changed.notify_all()
             for beat in beats:
                 peer.heard_at = time.monotonic()
                 last = beat
@@ -334,8 +338,8 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
             raise
         welcome = f"{node.incarnation} welcomes {hello.incarnation}"
         proof = node.security.prove(welcome)
-        context.send_initial_metadata(((wire.WELCOME, node.incarnation), (wire.PROOF, proof)))
-        node.listen_to(node.peers[hello.source], hello.incarnation, beats)
+        answer = partial(context.send_initial_metadata, ((wire.WELCOME, node.incarnation), (wire.PROOF, proof)))
+        node.listen_to(node.peers[hello.source], hello.incarnation, beats, answer)
         return b""
 
     def _lane(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:

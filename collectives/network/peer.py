@@ -11,6 +11,8 @@ import grpc
 from collectives.network.addresses import Address
 from collectives.network.lanes import Outbox
 
+SILENCE_S = 2.0  # workers say that they live several times in this time
+
 
 @dataclass
 class Peer:
@@ -48,6 +50,11 @@ class Peer:
     has_left: bool = False
     is_lost: bool = False
     is_being_probed: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has come for so long that it may be stopped or lost."""
+        return time.monotonic() - self.heard_at > SILENCE_S
 
     @property
     def is_connected(self) -> bool:
