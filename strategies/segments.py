@@ -66,11 +66,18 @@ def cut(closed: core.ClosedJaxpr, early: Sequence[int], bucket_bytes: int, piece
         closed: the traced function, without effects.
         early: the positions of the results to be finished early; all the others come with the last segment.
         bucket_bytes: results are finished together until they have so many bytes.
-        piece_bytes: a larger product of two matrices is cut into pieces of at least so many bytes.
+        piece_bytes: the last of the large ones, if it is the product of two matrices, is finished in pieces of at
+            least so many bytes: nothing is left to be computed while it travels. (The others are not, because it
+            takes longer to compute a product in pieces: a fifth, for three of them.)
     """
     graph = _Graph.of(closed)
-    parts = [part for number in early for part in graph.divide(number, piece_bytes)]
-    parts.sort(key=lambda part: graph.place(graph.results[part.result]))  # stable: pieces keep their order
+    ordered = sorted(early, key=lambda number: graph.place(graph.results[number]))
+    large = [number for number in ordered if graph.nbytes(graph.results[number]) >= 2 * piece_bytes]
+    parts = [
+        part
+        for number in ordered
+        for part in (graph.divide(number, piece_bytes) if number in large[-1:] else [Part(number)])
+    ]
     buckets = _fill(parts, [graph.nbytes(graph.variables[part]) for part in parts], bucket_bytes)
     late = [Part(number) for number in range(len(graph.results)) if number not in set(early)]
     buckets[-1] += late
