@@ -3,7 +3,7 @@
 As root: the workers are in two network namespaces, see `slow_link.py`. Each has one core and one replica, and trains
 the MLP of `train_step.py`; both ways take turns. Usage:
 
-    python benchmarks/overlap.py [--batch-sizes 1024 4096 6144] [--rate 200mbit] [--delay-ms 1] [--rounds 5] [--json PATH]
+    python benchmarks/overlap.py [--batch-sizes 1024 4096 6144] [--rate 200mbit] [--delay-ms 1] [--json PATH]
 
 The columns, in ms per step, medians: "compute" is a step of one worker alone with the same batch; "communication" is
 what the link needs at its nominal rate for the bytes that a ring has to send in each direction; "ideal" is the larger
@@ -88,7 +88,14 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--batch-sizes", type=int, nargs="+", default=[1024, 4096, 6144], metavar="N", help="per worker (1024 4096 6144)")
+    add(
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        default=[1024, 4096, 6144],
+        metavar="N",
+        help="per worker (1024 4096 6144)",
+    )
     add("--rate", type=rate, default="200mbit", help="of each direction, with kbit, mbit or gbit (%(default)s)")
     add("--delay-ms", type=float, default=1.0, metavar="MS", help="of each direction (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way (%(default)s)")

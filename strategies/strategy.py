@@ -91,6 +91,14 @@ class Strategy:
         return Extended(self.instance.is_leader, self.instance.is_leader)
 
     @property
+    def variables_device(self) -> jax.Device:
+        """Where variables and optimizer state lie and are updated: the host's CPU, or the first device."""
+        first = self.devices.devices[0]
+        if first.platform != "cpu" and self.variables_on_host:
+            return jax.local_devices(backend="cpu")[0]
+        return first
+
+    @property
     def streams_gradients(self) -> bool:
         """Whether `Trainer` sends gradients to the other instances while it computes the rest of them."""
         return self.variables_on_host and self.num_instances > 1
@@ -129,7 +137,7 @@ class Strategy:
     def _broadcast_leaf(self, name: str, leaf: Any) -> jax.Array:
         array = np.array(jnp.asarray(leaf), order="C")
         self.communicator.broadcast(array, name=name)
-        placed: jax.Array = jax.device_put(array, self.devices.devices[0], may_alias=False)
+        placed: jax.Array = jax.device_put(array, self.variables_device, may_alias=False)
         return placed
 
     def reduce(self, op: str, value: Any) -> Any:

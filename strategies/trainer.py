@@ -133,7 +133,7 @@ class Trainer:
                     "variables can be trained: keep others outside"
                 )
         shared = self._strategy.broadcast(variables)
-        with jax.default_device(self._devices.devices[0]):
+        with jax.default_device(self._strategy.variables_device):
             optimizer_state = jax.jit(self._optimizer.init)(shared)
         return TrainState(shared, optimizer_state, 0)
 

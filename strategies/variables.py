@@ -51,7 +51,7 @@ class MirroredVariable:
     def _placed(self, value: Any) -> Any:
         if self._strategy.variables_on_host:
             return jax.tree.map(_host_copy, value)
-        return jax.device_put(value, self._strategy.devices.devices[0], may_alias=False)
+        return jax.device_put(value, self._strategy.variables_device, may_alias=False)
 
 
 class SyncOnReadVariable:
