@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 CHUNK_BYTES = 1 << 18
+DIRECT_BYTES = 1 << 21
 
 
 class Transfer(Protocol):
@@ -59,6 +60,7 @@ class Link(ABC):
         rank: this rank.
         size: the number of ranks.
         chunk_bytes: the size in which long arrays are best sent.
+        direct_bytes: up to which size of the partial sums slices are better sent to the rank that reduces them.
         pause: returns when a transfer may have ended, at the latest after the given seconds; None where the link
             cannot tell.
     """
@@ -66,6 +68,7 @@ class Link(ABC):
     rank: int
     size: int
     chunk_bytes: int = CHUNK_BYTES
+    direct_bytes: int = DIRECT_BYTES
     pause: Callable[[float], None] | None = None
 
     @abstractmethod

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from collectives.errors import PeerLostError
-from collectives.link import CHUNK_BYTES, Link, Transfer
+from collectives.link import CHUNK_BYTES, DIRECT_BYTES, Link, Transfer
 from collectives.memory import aligned_empty
 from collectives.reduction import Reduction
 from collectives.ring_passes import EXCHANGE, PARTIALS, RESULTS, PartialPass, ResultPass, drain
@@ -27,7 +27,6 @@ from collectives.waiting import Watch
 
 INLINE_BYTES = 1 << 16  # per rank and exchange
 CHUNKS_AT_LEAST = 16  # of long arrays
-DIRECT_BYTES = 1 << 21  # larger arrays take the ring
 _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
 _PLANS = 256  # cached layouts
@@ -161,7 +160,8 @@ class RingTransport(Transport):
         parts: Parts,
         is_shared: bool = False,
     ) -> None:
-        if out.nbytes <= self._direct_bytes and (max(parts.counts) + 1) * (self.size - 1) <= 2 * self.size:
+        is_short = out.size * reduction.accumulator.itemsize <= self._direct_bytes
+        if is_short and (max(parts.counts) + 1) * (self.size - 1) <= 2 * self.size:
             self._reduce_directly(contributions, out, reduction, parts)
             return
         chunks = _cut(0, out.size, self._chunk_elements(reduction, out.size))

@@ -17,7 +17,9 @@ from collectives.network.addresses import Address
 from collectives.network.lanes import Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
 from collectives.network.security import Security
+from collectives.network.wire import MESSAGE_BYTES
 
+DIRECT_BYTES = 2 * MESSAGE_BYTES  # two workers exchange halves
 CHUNK_BYTES = 1 << 19  # larger messages are hardly faster and take more memory, smaller ones cost more calls
 
 
@@ -32,6 +34,7 @@ class GrpcLink(Link):
     """
 
     chunk_bytes = CHUNK_BYTES
+    direct_bytes = DIRECT_BYTES
 
     def __init__(self, node: Node, group: str, channel: int, members: Sequence[int]) -> None:
         self.rank = members.index(node.rank)

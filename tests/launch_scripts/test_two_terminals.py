@@ -88,6 +88,14 @@ def fake(folder, name, body):
     (folder / name).chmod(0o755)
 
 
+@pytest.fixture(autouse=True)
+def _signals_as_in_a_terminal():
+    """A shell cannot trap what was ignored when it started, as SIGHUP is under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def terminal(tmp_path):
     with ExitStack() as stack:
