@@ -222,7 +222,7 @@ class RingTransport(Transport):
     def _chunk_elements(self, reduction: Reduction, size: int) -> int:
         """Chunks as large as the link likes them, but not so large that filling the ring takes a good part of all."""
         itemsize = reduction.accumulator.itemsize
-        nbytes = max(min(self._chunk_bytes, CHUNK_BYTES), min(self._chunk_bytes, size * itemsize // CHUNKS_AT_LEAST))
+        nbytes = min(self._chunk_bytes, max(CHUNK_BYTES, size * itemsize // CHUNKS_AT_LEAST))
         return max(1, nbytes // itemsize)
 
     def _flow(

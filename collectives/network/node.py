@@ -215,11 +215,14 @@ class Node:
     # ---- what comes in
 
     def admit(self, context: grpc.ServicerContext) -> Hello:
-        """Who begins this stream.
+        """Who begins this stream; ends it where that is nobody who may."""
+        try:
+            return self._identify(context)
+        except Refusal as refusal:
+            self._refuse(context, refusal)
+            raise
 
-        Raises:
-            Refusal: nobody who may.
-        """
+    def _identify(self, context: grpc.ServicerContext) -> Hello:
         metadata = dict(context.invocation_metadata())
         text = metadata.get(wire.HELLO)
         if not isinstance(text, str):
@@ -249,7 +252,7 @@ class Node:
             if len(hello.lane) > 256 or len(self._inboxes) > _LANES_PER_PEER * len(self.peers):
                 raise Refusal("it opens too many lanes")
 
-    def refuse(self, context: grpc.ServicerContext, refusal: Refusal) -> None:
+    def _refuse(self, context: grpc.ServicerContext, refusal: Refusal) -> None:
         """Tell both sides why; does not return."""
         line = f"{self.names[self.rank]} refused {context.peer()}: {refusal.reason}"
         is_new = refusal.reason not in self._refused and len(self._refused) < _REFUSALS_LOGGED
@@ -331,11 +334,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
 
     def _control(self, beats: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         node = self._node
-        try:
-            hello = node.admit(context)
-        except Refusal as refusal:
-            node.refuse(context, refusal)
-            raise
+        hello = node.admit(context)
         welcome = f"{node.incarnation} welcomes {hello.incarnation}"
         proof = node.security.prove(welcome)
         answer = partial(context.send_initial_metadata, ((wire.WELCOME, node.incarnation), (wire.PROOF, proof)))
@@ -344,11 +343,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
 
     def _lane(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         node = self._node
-        try:
-            hello = node.admit(context)
-        except Refusal as refusal:
-            node.refuse(context, refusal)
-            raise
+        hello = node.admit(context)
         peer = node.peers[hello.source]
         inbox = node.inbox(peer.rank, hello.lane)
         try:
