@@ -268,7 +268,7 @@ def assert_equal_to_one_process(result, model, instances, replicas):
 class TestTheMainJob:
     """`train_digits.py --strategy multi-worker` gives the bits of `--strategy ipu`.
 
-    So do `--strategy popdist` under poprun, as `tests/jobs/test_promises.py` shows for the same MLP, and mpirun.
+    So do `--strategy popdist` under poprun, as `tests/jobs/test_promises.py` shows for the same MLP.
     """
 
     @pytest.mark.parametrize(("tasks", "replicas", "model"), [(2, 4, "cnn"), (3, 6, "mlp"), (4, 4, "mlp")])
