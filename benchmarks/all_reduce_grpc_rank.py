@@ -5,20 +5,16 @@ usage: all_reduce_grpc_rank.py SOCKET RANK ADDRESS...     (of all ranks)
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import control
 import numpy as np
 from contributions import contribution, sequential_sum
+from resident_memory import peak_bytes, reset_peak, resident_bytes
 
 import collectives
-
-KIB = 1 << 10
-RESET_HIGH_WATER_MARK = "5"  # see proc_pid_clear_refs(5)
 
 
 def main() -> None:
@@ -69,29 +65,6 @@ class Ring:
 
     def _reduce(self) -> None:
         self._communicator.ordered_all_reduce(self._contributions, self._out)
-
-
-def resident_bytes() -> int:
-    return _status_bytes("VmRSS")
-
-
-def peak_bytes() -> int:
-    return _status_bytes("VmHWM")
-
-
-def reset_peak() -> None:
-    """Let the peak begin anew; where that is not allowed it counts from the start of the process."""
-    try:
-        Path("/proc/self/clear_refs").write_text(RESET_HIGH_WATER_MARK)
-    except OSError:
-        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-        if largest > resident_bytes():
-            print("the peak of the memory cannot be reset here: what is printed may be too small", file=sys.stderr)
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * KIB for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
+
+PORTS = range(20_000, 32_768)  # below those that kernels give by themselves, even before a worker comes to listen
 
 
 def free_addresses(count: int, host: str = "127.0.0.1") -> list[str]:
-    """`host:port` of ports at which nobody listens; all different, as they are taken together before they are freed."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind((host, 0))
-        return [f"{host}:{listener.getsockname()[1]}" for listener in listeners]
+    """`host:port` of different ports at which nobody listens."""
+    free: list[str] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(free) == count:
+            break
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            free.append(f"{host}:{port}")
+    return free
 
 
 def tf_config(addresses: Sequence[str], index: int) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
+
+Contributions = Sequence[np.ndarray]
+Reduce = Callable[[], np.ndarray]
 
 
 def contribution(replica: int, elements: int) -> np.ndarray:
@@ -16,3 +21,22 @@ def sequential_sum(replicas: int, elements: int) -> np.ndarray:
     for replica in range(1, replicas):
         total += contribution(replica, elements)
     return total
+
+
+def sum_checks(result: np.ndarray, expected: np.ndarray) -> dict[str, bool]:
+    """Whether a sum is right: to the last bit, and but for rounding."""
+    return {
+        "has_same_bits": np.array_equal(result.view(np.uint32), expected.view(np.uint32)),
+        "is_close": bool(np.allclose(result, expected, rtol=1e-5, atol=1e-5)),
+    }
+
+
+def add(contributions: Contributions, out: np.ndarray) -> np.ndarray:
+    """The sum of the arrays of the local replicas, in their order, in `out`."""
+    if len(contributions) == 1:
+        np.copyto(out, contributions[0])
+        return out
+    np.add(contributions[0], contributions[1], out)
+    for contribution in contributions[2:]:
+        np.add(out, contribution, out)
+    return out

@@ -1,17 +1,26 @@
-"""One process tells others when it is their turn; they wait at a socket meanwhile, which takes no processor time."""
+"""One process tells others when it is their turn; they wait at a socket meanwhile, which takes no processor time.
+
+Some processes never wait: a thread of Horovod goes on asking the other ranks for work. These are stopped (SIGSTOP)
+outside of their turns.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+TETHERED = Path(__file__).with_name("tethered.py")
 _POLL_S = 1.0
 _END_S = 20.0
 
@@ -46,7 +55,7 @@ def serve(path: str, group: str, rank: int, handlers: dict[str, Callable[..., An
     with socket.socket(socket.AF_UNIX) as connected:
         connected.connect(path)
         conversation = Conversation(connected)
-        conversation.tell({"group": group, "rank": rank})
+        conversation.tell({"group": group, "rank": rank, "pid": os.getpid()})
         while (request := conversation.hear()) is not None:
             conversation.tell(handlers[request.pop("do")](**request))
         conversation.close()
@@ -60,13 +69,17 @@ class Group:
         name: of the group.
         ranks: how many workers it has.
         processes: what was started for it.
+        is_restless: its workers compute even while nothing is asked; they are stopped then.
         conversations: with its workers.
+        pids: of its workers.
     """
 
     name: str
     ranks: int
     processes: list[subprocess.Popen[bytes]]
+    is_restless: bool = False
     conversations: dict[int, Conversation] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
 
     def ask(self, **request: Any) -> list[Any]:
         """Tell all workers to do something; what they answer, in the order of their ranks.
@@ -74,13 +87,28 @@ class Group:
         Raises:
             SystemExit: if one of them has ended, or does not answer in time.
         """
+        self.resume()
         everybody = [self.conversations[rank] for rank in range(self.ranks)]
         for conversation in everybody:
             conversation.tell(request)
         answers = [conversation.hear(f"{self.name} {rank}") for rank, conversation in enumerate(everybody)]
         if None in answers:
             raise SystemExit(f"{self.name} {answers.index(None)} has ended; the reason is above")
+        self.rest()
         return answers
+
+    def rest(self) -> None:
+        """Stop the workers, if they would not sleep by themselves; all of them have answered."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let stopped workers go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids.values() if self.is_restless else ():
+            with suppress(ProcessLookupError):  # it has ended, which the next question to it will tell
+                os.kill(pid, number)
 
 
 class Coordinator:
@@ -100,10 +128,19 @@ class Coordinator:
         self._listener.settimeout(_POLL_S)
         self._groups: list[Group] = []
 
-    def start(self, name: str, ranks: int, commands: Sequence[Sequence[str]], environ: dict[str, str]) -> Group:
+    def start(
+        self,
+        name: str,
+        ranks: int,
+        commands: Sequence[Sequence[str]],
+        environ: dict[str, str],
+        is_restless: bool = False,
+    ) -> Group:
         """Start the processes of a group; returns when all its workers have connected."""
-        group = Group(name, ranks, [])
+        group = Group(name, ranks, [], is_restless)
         self._groups.append(group)
+        if is_restless:  # when this process is killed, stopped workers do not hear that the conversation has ended
+            commands = [[sys.executable, str(TETHERED), str(os.getpid()), *command] for command in commands]
         for command in commands:
             group.processes.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL))
         give_up = time.monotonic() + self._limit_s
@@ -114,6 +151,7 @@ class Coordinator:
                 raise SystemExit(f"{name} ended with {ended[0].returncode} before it began; the reason is above")
             if time.monotonic() > give_up:
                 raise SystemExit(f"{name} has not started within {self._limit_s:g} s")
+        group.rest()
         return group
 
     def _accept(self, group: Group) -> None:
@@ -125,6 +163,7 @@ class Coordinator:
         conversation = Conversation(connected)
         hello = conversation.hear(group.name)
         group.conversations[hello["rank"]] = conversation
+        group.pids[hello["rank"]] = hello["pid"]
 
     def __enter__(self) -> Coordinator:
         return self
@@ -136,6 +175,7 @@ class Coordinator:
         for group in self._groups:
             for conversation in group.conversations.values():
                 conversation.close()
+            group.resume()
             for process in group.processes:
                 if error is not None:
                     process.terminate()

@@ -14,37 +14,52 @@ streaming takes off plain.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import training_task
 from cluster import tf_config
 from control import Coordinator, Group
 from slow_link import SlowLink, SlowLinkError, bytes_per_s, slow_link
-from timing import OtherLoad, describe_machine, environment, medians, one_core_each, pinned_command
+from timing import OtherLoad, describe_machine, environment, medians, one_core_each, pinned_command, write_figures
 
 from popdist.environments import thread_pool_setting
 
 PROGRAM = Path(__file__).with_name("training_jax.py")
 MODEL = "mlp"
 WORKERS = 2
-PORTS = {"streaming": 4001, "plain": 4002}
-KINDS = {"streaming": "streaming", "plain": "multi-worker", "compute": "single"}
-SETTINGS = ("rate", "delay_ms", "rounds", "steps")
-WIDTHS = {
-    "batch": 7,
-    "compute": 10,
-    "communication": 15,
-    "ideal": 8,
-    "streaming": 11,
-    "streaming/ideal": 17,
-    "plain": 8,
-    "saved": 8,
-}
+BATCH_SIZES = (1024, 4096, 6144)
+BATCH_SIZES_OF_TRANSFERS = (64, 1024)
+DTYPES = ("float16", "bfloat16", "int8")
+SETTINGS = ("gradient_transfer_dtype", "rate", "delay_ms", "rounds", "steps")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How two workers train.
+
+    Attributes:
+        port: they listen at.
+        kind: of their strategy.
+        dtype: in which their gradients travel; None: float32, as they are.
+    """
+
+    port: int
+    kind: str
+    dtype: str | None = None
+
+
+PLAIN = Way(4002, "multi-worker")
+STREAMING = {"streaming": Way(4001, "streaming"), "plain": PLAIN}
+
+
+def transfers(dtype: str) -> dict[str, Way]:
+    """The ways that differ in the dtype of gradients on their way."""
+    return {"float32": PLAIN, dtype: Way(4003, PLAIN.kind, dtype)}
 
 
 @dataclass(frozen=True)
@@ -69,20 +84,18 @@ def main() -> None:
     load = OtherLoad()
     try:
         with slow_link(options.rate, options.delay_ms * 1e-3) as link:
-            print_header(options, link)
+            print(header(options, link), flush=True)
             place = Place(link, cpus, options.limit_s)
             rows = [measure_and_print(batch_size, place, options) for batch_size in options.batch_sizes]
     except SlowLinkError as error:
         raise SystemExit(str(error)) from error
     load.warn()
-    if options.json:
-        settings = {name: getattr(options, name) for name in SETTINGS}
-        result = {"machine": machine, "other_load": load.share(), **settings, "delayed_by": link.delayed_by}
-        Path(options.json).write_text(json.dumps({**result, "rows": rows}, indent=2) + "\n")
+    write_figures(options, SETTINGS, machine, load, delayed_by=link.delayed_by, rows=rows)
     differing = [str(row["batch_size"]) for row in rows if not row["has_same_bits"]]
     if differing:
         raise SystemExit(f"the fingerprints of the variables differ with batches of {', '.join(differing)}")
-    print("fingerprints: the same on both workers, with streaming and without")
+    both = "" if options.gradient_transfer_dtype else ", with streaming and without"
+    print(f"fingerprints: the same on both workers{both}")
 
 
 def read_options() -> argparse.Namespace:
@@ -92,17 +105,24 @@ def read_options() -> argparse.Namespace:
         "--batch-sizes",
         type=int,
         nargs="+",
-        default=[1024, 4096, 6144],
         metavar="N",
-        help="per worker (1024 4096 6144)",
+        help=f"per worker ({listed(BATCH_SIZES)}; of transfers {listed(BATCH_SIZES_OF_TRANSFERS)})",
     )
+    add("--gradient-transfer-dtype", choices=DTYPES, help="compare it with float32, instead of streaming with plain")
     add("--rate", type=rate, default="200mbit", help="of each direction, with kbit, mbit or gbit (%(default)s)")
     add("--delay-ms", type=float, default=1.0, metavar="MS", help="of each direction (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way (%(default)s)")
     add("--steps", type=int, default=5, metavar="N", help="in each turn (%(default)s)")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
     add("--json", metavar="PATH", help="write the figures to this file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.batch_sizes is None:
+        options.batch_sizes = list(BATCH_SIZES_OF_TRANSFERS if options.gradient_transfer_dtype else BATCH_SIZES)
+    return options
+
+
+def listed(sizes: tuple[int, ...]) -> str:
+    return " ".join(map(str, sizes))
 
 
 def rate(text: str) -> str:
@@ -115,54 +135,102 @@ def rate(text: str) -> str:
 
 
 def measure_and_print(batch_size: int, place: Place, options: argparse.Namespace) -> dict[str, Any]:
-    row = measure(batch_size, place, options.rounds, options.steps)
-    print_row(row)
+    dtype = options.gradient_transfer_dtype
+    ways = transfers(dtype) if dtype else STREAMING
+    figures = measure(batch_size, ways, place, options.rounds, options.steps)
+    row = figures.row(communication_ms(place.link))
+    row |= compare_transfers(row, dtype) if dtype else compare_streaming(row)
+    columns = cells(row, dtype)
+    if batch_size == options.batch_sizes[0]:
+        print("".join(f"{title:>{width(title)}}" for title in columns))
+    print("".join(f"{text:>{width(title)}}" for title, text in columns.items()), flush=True)
     return row
 
 
-def measure(batch_size: int, place: Place, rounds: int, steps: int) -> dict[str, Any]:
+def width(title: str) -> int:
+    return max(8, len(title) + 2)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured with batches of one size.
+
+    Attributes:
+        batch_size: per worker.
+        times: ms per step of each turn, of both ways and of one worker alone ("compute").
+        sent: bytes that the interface of each worker has sent per step, of both ways.
+        fingerprints: of both workers, of both ways.
+    """
+
+    batch_size: int
+    times: dict[str, list[float]]
+    sent: dict[str, list[float]]
+    fingerprints: dict[str, list[str]]
+
+    def row(self, communication: float) -> dict[str, Any]:
+        """What does not depend on what is compared."""
+        return {
+            "batch_size": self.batch_size,
+            "ms_per_step": {**medians(self.times), "communication": communication},
+            "rounds_ms": self.times,
+            "sent_bytes_per_step": self.sent,
+            "fingerprints": self.fingerprints,
+        }
+
+
+def measure(batch_size: int, ways: dict[str, Way], place: Place, rounds: int, steps: int) -> Figures:
     """Both ways, and one worker alone, take turns with batches of one size."""
     with (
         tempfile.TemporaryDirectory(prefix="overlap-") as folder,
         Coordinator(folder, place.limit_s) as coordinator,
     ):
-        groups = {way: start_workers(coordinator, way, batch_size, place) for way in PORTS}
+        groups = {name: start_workers(coordinator, name, way, batch_size, place) for name, way in ways.items()}
         groups["compute"] = start_alone(coordinator, batch_size, place)
         for group in groups.values():
             take_turn(group, training_task.WARM_UP_STEPS)
-        times: dict[str, list[float]] = {way: [] for way in groups}
+        times: dict[str, list[float]] = {name: [] for name in groups}
+        sent = {name: np.zeros(WORKERS) for name in groups}
         for _ in range(rounds):
-            for way, group in groups.items():
-                times[way].append(take_turn(group, steps))
-        fingerprints = {way: groups[way].ask(do="fingerprint") for way in PORTS}
-    return make_row(batch_size, times, communication_ms(place.link), fingerprints)
+            for name, group in groups.items():
+                before = sent_bytes(place.link)
+                times[name].append(take_turn(group, steps))
+                sent[name] += sent_bytes(place.link) - before
+        fingerprints = {name: groups[name].ask(do="fingerprint") for name in ways}
+    per_step = {name: (sent[name] / (rounds * steps)).tolist() for name in ways}
+    return Figures(batch_size, times, per_step, fingerprints)
 
 
-def start_workers(coordinator: Coordinator, way: str, batch_size: int, place: Place) -> Group:
+def start_workers(coordinator: Coordinator, name: str, way: Way, batch_size: int, place: Place) -> Group:
     """One worker on each host of the link; TF_CONFIG has their addresses."""
-    addresses = [f"{host.address}:{PORTS[way]}" for host in place.link.hosts]
+    addresses = [f"{host.address}:{way.port}" for host in place.link.hosts]
+    words = [way.kind, coordinator.path, MODEL, str(batch_size), *([way.dtype] if way.dtype else [])]
     commands = [
-        host.command(["env", f"TF_CONFIG={tf_config(addresses, index)}", *program(coordinator, way, batch_size, cpu)])
+        host.command(["env", f"TF_CONFIG={tf_config(addresses, index)}", *program(words, cpu)])
         for index, (host, cpu) in enumerate(zip(place.link.hosts, place.cpus, strict=True))
     ]
     environ = environment(POPDIST_GRPC_INSECURE="1")
-    return coordinator.start(way, WORKERS, commands, environ | thread_pool_setting(environ, WORKERS))
+    return coordinator.start(name, WORKERS, commands, environ | thread_pool_setting(environ, WORKERS))
 
 
 def start_alone(coordinator: Coordinator, batch_size: int, place: Place) -> Group:
-    command = program(coordinator, "compute", batch_size, place.cpus[0])
+    command = program(["single", coordinator.path, MODEL, str(batch_size)], place.cpus[0])
     environ = environment()
     return coordinator.start("compute", 1, [command], environ | thread_pool_setting(environ, WORKERS))
 
 
-def program(coordinator: Coordinator, way: str, batch_size: int, cpu: str) -> list[str]:
-    return pinned_command(cpu, [sys.executable, str(PROGRAM), KINDS[way], coordinator.path, MODEL, str(batch_size)])
+def program(words: list[str], cpu: str) -> list[str]:
+    return pinned_command(cpu, [sys.executable, str(PROGRAM), *words])
 
 
 def take_turn(group: Group, steps: int) -> float:
     """Milliseconds per step of the slower worker."""
     seconds: list[float] = [answer["seconds"] for answer in group.ask(do="placed", steps=steps)]
     return 1e3 * max(seconds) / steps
+
+
+def sent_bytes(link: SlowLink) -> np.ndarray:
+    """What the interface of each host has sent so far."""
+    return np.array([host.sent_bytes() for host in link.hosts], np.float64)
 
 
 def communication_ms(link: SlowLink) -> float:
@@ -172,42 +240,56 @@ def communication_ms(link: SlowLink) -> float:
     return 1e3 * 2 * (WORKERS - 1) / WORKERS * nbytes / link.bytes_per_s
 
 
-def make_row(
-    batch_size: int, times: dict[str, list[float]], communication: float, fingerprints: dict[str, list[str]]
-) -> dict[str, Any]:
-    ms = {**medians(times), "communication": communication}
-    ideal = max(ms["compute"], communication)
+def compare_streaming(row: dict[str, Any]) -> dict[str, Any]:
+    ms = row["ms_per_step"]
+    ideal = max(ms["compute"], ms["communication"])
     return {
-        "batch_size": batch_size,
-        "ms_per_step": ms,
         "ideal_ms": ideal,
         "streaming_over_ideal": ms["streaming"] / ideal,
         "saved_by_streaming": 1 - ms["streaming"] / ms["plain"],
-        "rounds_ms": times,
-        "fingerprints": fingerprints,
-        "has_same_bits": len({each for of_workers in fingerprints.values() for each in of_workers}) == 1,
+        "has_same_bits": len({each for of_workers in row["fingerprints"].values() for each in of_workers}) == 1,
     }
 
 
-def print_header(options: argparse.Namespace, link: SlowLink) -> None:
+def compare_transfers(row: dict[str, Any], dtype: str) -> dict[str, Any]:
+    ms, sent = row["ms_per_step"], row["sent_bytes_per_step"]
+    return {
+        "faster": ms["float32"] / ms[dtype],
+        "bytes_over_float32": max(sent[dtype]) / max(sent["float32"]),
+        "has_same_bits": all(len(set(of_workers)) == 1 for of_workers in row["fingerprints"].values()),
+    }
+
+
+def header(options: argparse.Namespace, link: SlowLink) -> str:
     where = f"{options.rate} and {options.delay_ms:g} ms (by {link.delayed_by}) in each direction"
-    print(f"{WORKERS} workers, one core each, over a link with {where}; ms per step, medians")
-    print("".join(f"{title:>{width}}" for title, width in WIDTHS.items()), flush=True)
+    return f"{WORKERS} workers, one core each, over a link with {where}; ms per step, medians"
 
 
-def print_row(row: dict[str, Any]) -> None:
+def cells(row: dict[str, Any], dtype: str | None) -> dict[str, str]:
+    """The title of each column, and what it says of this row."""
     ms = row["ms_per_step"]
-    cells = {
+    first = {
         "batch": str(row["batch_size"]),
         "compute": f"{ms['compute']:.1f}",
         "communication": f"{ms['communication']:.1f}",
-        "ideal": f"{row['ideal_ms']:.1f}",
-        "streaming": f"{ms['streaming']:.1f}",
-        "streaming/ideal": f"{row['streaming_over_ideal']:.2f}",
-        "plain": f"{ms['plain']:.1f}",
-        "saved": f"{row['saved_by_streaming']:.0%}",
     }
-    print("".join(f"{cells[title]:>{width}}" for title, width in WIDTHS.items()), flush=True)
+    if dtype is None:
+        return first | {
+            "ideal": f"{row['ideal_ms']:.1f}",
+            "streaming": f"{ms['streaming']:.1f}",
+            "streaming/ideal": f"{row['streaming_over_ideal']:.2f}",
+            "plain": f"{ms['plain']:.1f}",
+            "saved": f"{row['saved_by_streaming']:.0%}",
+        }
+    sent = row["sent_bytes_per_step"]
+    return first | {
+        "float32": f"{ms['float32']:.1f}",
+        dtype: f"{ms[dtype]:.1f}",
+        "faster": f"{row['faster']:.2f}x",
+        "MB of float32": f"{max(sent['float32']) / 1e6:.2f}",
+        f"MB of {dtype}": f"{max(sent[dtype]) / 1e6:.2f}",
+        "MB ratio": f"{row['bytes_over_float32']:.3f}",
+    }
 
 
 if __name__ == "__main__":

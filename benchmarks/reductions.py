@@ -6,18 +6,16 @@ Each is made for the arrays of the local replicas, which it leaves as they are; 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from contributions import Contributions, Reduce, add
 from mpi4py import MPI
 
 import collectives
-
-Contributions = Sequence[np.ndarray]
-Reduce = Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Connections:
         mpi: all ranks.
         window: ours over shared memory.
         ring: ours over messages.
-        torch: the module, its process group initialised; None where it is not installed.
+        torch: the module, its process group initialised; None where it is not installed or not wanted.
     """
 
     mpi: MPI.Intracomm
@@ -37,15 +35,15 @@ class Connections:
     torch: Any
 
 
-def connect(rendezvous: Path) -> Connections:
+def connect(rendezvous: Path | None) -> Connections:
     """Connect all ranks in all ways; a collective call.
 
     Args:
-        rendezvous: a file that does not exist yet, through which the ranks of gloo find each other.
+        rendezvous: a file that does not exist yet, through which the ranks of gloo find each other; None: without.
     """
     comm = MPI.COMM_WORLD
     window, ring = (collectives.connect("mpi", collectives.Settings(mechanism=name)) for name in ("window", "ring"))
-    return Connections(comm, window, ring, _start_gloo(comm, rendezvous))
+    return Connections(comm, window, ring, _start_gloo(comm, rendezvous) if rendezvous else None)
 
 
 def disconnect(connections: Connections) -> None:
@@ -97,7 +95,7 @@ def mpi(connections: Connections, contributions: Contributions) -> Reduce:
     out = np.empty_like(contributions[0])
     if len(contributions) == 1:
         return lambda: _mpi_all_reduce(connections.mpi, contributions[0], out)
-    return lambda: _mpi_all_reduce(connections.mpi, MPI.IN_PLACE, _add(contributions, out))
+    return lambda: _mpi_all_reduce(connections.mpi, MPI.IN_PLACE, add(contributions, out))
 
 
 def gloo(connections: Connections, contributions: Contributions) -> Reduce:
@@ -107,7 +105,7 @@ def gloo(connections: Connections, contributions: Contributions) -> Reduce:
     all_reduce = connections.torch.distributed.all_reduce
 
     def reduce() -> np.ndarray:
-        _add(contributions, out)
+        add(contributions, out)
         all_reduce(tensor)
         return out
 
@@ -121,7 +119,6 @@ WAYS: dict[str, Callable[[Connections, Contributions], Reduce]] = {
     "mpi": mpi,
     "gloo": gloo,
 }
-KEEPS_ORDER = ("window", "window_private", "ring")
 
 
 def available_ways(connections: Connections) -> list[str]:
@@ -130,14 +127,4 @@ def available_ways(connections: Connections) -> list[str]:
 
 def _mpi_all_reduce(comm: MPI.Intracomm, source: Any, out: np.ndarray) -> np.ndarray:
     comm.Allreduce(source, out)
-    return out
-
-
-def _add(contributions: Contributions, out: np.ndarray) -> np.ndarray:
-    if len(contributions) == 1:
-        np.copyto(out, contributions[0])
-        return out
-    np.add(contributions[0], contributions[1], out)
-    for contribution in contributions[2:]:
-        np.add(out, contribution, out)
     return out

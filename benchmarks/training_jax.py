@@ -1,6 +1,6 @@
-"""A worker of `train_step.py` and `overlap.py`: trains with a strategy of this project, or computes alone with JAX.
+"""A worker of the benchmarks of training: trains with a strategy of this project, or computes alone with JAX.
 
-usage: training_jax.py single|popdist|multi-worker|streaming SOCKET MODEL BATCH_SIZE
+usage: training_jax.py single|popdist|horovod|multi-worker|streaming SOCKET MODEL BATCH_SIZE [GRADIENT_TRANSFER_DTYPE]
        training_jax.py alone SOCKET MODEL BATCH_SIZE RANK RANKS
 """
 
@@ -41,10 +41,11 @@ def main() -> None:
         alone = Alone(model, int(batch_size), rank, ranks)
         control.serve(path, kind, rank, {"alone": alone.run})
     else:
-        ours = Ours(kind, model, int(batch_size))
+        ours = Ours(kind, model, int(batch_size), *place)
         handlers: dict[str, Callable[..., Any]] = {
             "placed": ours.placed,
             "dataset": ours.from_dataset,
+            "saved": ours.saved,
             "fingerprint": ours.fingerprint,
         }
         control.serve(path, "ours", ours.strategy.instance_index, handlers)
@@ -53,16 +54,20 @@ def main() -> None:
 class Ours:
     """One replica per instance, one of our strategies and `Trainer`."""
 
-    def __init__(self, kind: str, model: str, batch_size: int) -> None:
+    def __init__(self, kind: str, model: str, batch_size: int, transfer_dtype: str | None = None) -> None:
         import strategies
 
         self._fingerprint_of = strategies.fingerprint
         self.strategy = STRATEGIES[kind]()
-        self._trainer = strategies.Trainer(self.strategy, loss_of(model), optax.adam(training_task.LEARNING_RATE))
+        optimizer = optax.adam(training_task.LEARNING_RATE)
+        self._trainer = strategies.Trainer(
+            self.strategy, loss_of(model), optimizer, gradient_transfer_dtype=transfer_dtype
+        )
         self._state = self._trainer.init(first_variables(model))
         arrays = training_task.dataset(batch_size, self.strategy.num_replicas_in_sync)
         self._dataset = self.strategy.distribute_dataset(arrays, batch_size=batch_size, shuffle=False)
         self._placed = itertools.cycle(list(self._dataset.epoch(0)))
+        self._checkpoints: strategies.Checkpoints | None = None
 
     def placed(self, steps: int) -> Answer:
         """Steps on batches that lie on the device already."""
@@ -72,6 +77,26 @@ class Ours:
         """Steps on batches that the data set gathers, prefetches and places."""
         return self._train(itertools.islice(self._read(), steps))
 
+    def saved(self, steps: int, every: int, folder: str) -> Answer:
+        """The same with a checkpoint every so many steps; and how long the calls for them took."""
+        if self._checkpoints is None:
+            import strategies
+
+            self._checkpoints = strategies.Checkpoints(folder, self._trainer, self._dataset, every=every)
+        calls_s: list[float] = []
+        made: set[int | None] = set()
+
+        def after_step(state: strategies.TrainState) -> None:
+            began = time.perf_counter()
+            self._checkpoints.after_step(state)
+            calls_s.append(time.perf_counter() - began)
+            made.add(self._checkpoints.last_step)
+
+        made_before = self._checkpoints.last_step
+        answer = self._train(itertools.islice(self._placed, steps), after_step)
+        self._checkpoints.wait()
+        return {**answer, "blocked_s": sum(calls_s), "made": len(made - {made_before})}
+
     def fingerprint(self) -> str:
         """Of the variables."""
         return self._fingerprint_of(self._state.variables)
@@ -80,7 +105,7 @@ class Ours:
         for epoch in itertools.count():
             yield from self._dataset.epoch(epoch)
 
-    def _train(self, batches: Iterator[Batch]) -> Answer:
+    def _train(self, batches: Iterator[Batch], after_step: Callable[[Any], None] = lambda state: None) -> Answer:
         self.strategy.communicator.barrier()
         losses = []
         state = self._state
@@ -88,6 +113,7 @@ class Ours:
         for batch in batches:
             state, metrics = self._trainer.step(state, batch)
             losses.append(metrics)
+            after_step(state)
         jax.block_until_ready(state.variables)
         seconds = time.perf_counter() - began
         self._state = state
@@ -112,6 +138,13 @@ def popdist_strategy() -> strategies.Strategy:
     return strategies.PopDistStrategy()
 
 
+def horovod_strategy() -> strategies.Strategy:
+    """Under poprun, over Horovod."""
+    import strategies
+
+    return strategies.IPUHorovodStrategy()
+
+
 def multi_worker_strategy(variables_on_host: bool = False) -> strategies.Strategy:
     """With TF_CONFIG, over gRPC."""
     import popdist
@@ -123,6 +156,7 @@ def multi_worker_strategy(variables_on_host: bool = False) -> strategies.Strateg
 STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
     "single": single_strategy,
     "popdist": popdist_strategy,
+    "horovod": horovod_strategy,
     "multi-worker": multi_worker_strategy,
     "streaming": partial(multi_worker_strategy, variables_on_host=True),
 }

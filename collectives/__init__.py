@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 from collectives.assembly import Settings
@@ -43,10 +44,11 @@ __all__ = [
     "ThreadHub",
     "UnsupportedBufferError",
     "connect",
+    "load_backend",
     "run_on_threads",
 ]
 
-BACKENDS = ("single", "thread", "mpi", "grpc")
+BACKENDS = ("single", "thread", "mpi", "grpc", "horovod")
 
 
 def connect(backend: str, settings: Settings | None = None, **options: Any) -> Communicator:
@@ -62,8 +64,17 @@ def connect(backend: str, settings: Settings | None = None, **options: Any) -> C
         ValueError: for an unknown backend.
         MissingBackendError: if the library behind the backend is not installed.
     """
+    communicator: Communicator = load_backend(backend).connect(settings or Settings(), **options)
+    return communicator
+
+
+def load_backend(backend: str) -> ModuleType:
+    """The module of a backend.
+
+    Raises:
+        ValueError: for an unknown backend.
+        MissingBackendError: if the library behind the backend is not installed.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"no backend is called {backend!r}; use one of {', '.join(BACKENDS)}")
-    module = importlib.import_module(f"collectives.backends.{backend}")
-    communicator: Communicator = module.connect(settings or Settings(), **options)
-    return communicator
+    return importlib.import_module(f"collectives.backends.{backend}")

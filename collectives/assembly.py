@@ -89,10 +89,7 @@ def assemble(
     watches = (group.watch(settings), group.watch(settings))
     for link, watch in zip(links, watches, strict=True):
         watch.pause = link.pause
-    rings = [
-        RingTransport(link, watch, link.chunk_bytes, direct_bytes=link.direct_bytes)
-        for link, watch in zip(links, watches, strict=True)
-    ]
+    rings = [RingTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
     windows = _open_windows(settings, rings[0], watches) if share_host and settings.mechanism != "ring" else None
     if windows is None and settings.mechanism == "window":
         raise RuntimeError(

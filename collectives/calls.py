@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from operator import index
 
 MISMATCH = "Tensor layouts did not match on all instances"
 
@@ -22,6 +23,7 @@ class Call:
         shape: the tensor's shape.
         root: the sending rank of a broadcast, otherwise -1.
         into_shared: whether the result goes into memory that the ranks allocated together.
+        group: of a grouped call, what it consists of.
     """
 
     operation: str
@@ -31,6 +33,7 @@ class Call:
     shape: tuple[int, ...] = ()
     root: int = -1
     into_shared: bool = False
+    group: tuple[Call, ...] = ()
 
     @cached_property
     def fingerprint(self) -> int:
@@ -55,7 +58,30 @@ class Call:
             facts.append(f"root {self.root}")
         if self.into_shared:
             facts.append("into shared memory")
+        facts += map(str, self.group)
         return f"{self.title} ({', '.join(facts)})" if facts else self.title
+
+
+def checked_root(name: str, root: int, size: int, members: str) -> int:
+    """The root of a broadcast as an `int`.
+
+    Args:
+        name: of the argument, for messages.
+        root: what the caller gave.
+        size: how many members there are.
+        members: what they are called.
+
+    Raises:
+        TypeError: it is not a whole number.
+        ValueError: there is no such member.
+    """
+    try:
+        number = int(index(root))
+    except TypeError:
+        raise TypeError(f"{name} is {root!r}, not a whole number; name one of the {members} 0 to {size - 1}") from None
+    if not 0 <= number < size:
+        raise ValueError(f"{name} is {number}, but the {members} are 0 to {size - 1}; name one of them")
+    return number
 
 
 def describe_mismatch(calls: Sequence[str]) -> str:

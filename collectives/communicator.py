@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from collectives import finishing
 from collectives.agreement import agree
 from collectives.buffers import flat_contributions, flat_view, new_call, result_array
-from collectives.calls import Call
+from collectives.calls import Call, checked_root
 from collectives.errors import (
     BrokenError,
     BusyError,
@@ -127,9 +127,40 @@ class Communicator:
         self._run(call, arrays, len(arrays), finish, flat, reduction)
         return out
 
+    def grouped_ordered_all_reduce(
+        self,
+        contributions: Sequence[Sequence[np.ndarray]],
+        outs: Sequence[np.ndarray],
+        op: str = "sum",
+        *,
+        names: Sequence[str],
+    ) -> Sequence[np.ndarray]:
+        """`ordered_all_reduce` of several tensors, in one call where that saves negotiations (over Horovod).
+
+        Args:
+            contributions: for each tensor this rank's arrays, equally many for all tensors.
+            outs: for each tensor where its result goes.
+            op: "sum", "mean", "min" or "max".
+            names: of the tensors.
+
+        Returns:
+            `outs`.
+        """
+        tensors = self._check_group(contributions, outs, names)
+        prepared = [self._prepare(arrays, out, op, name) for arrays, out, name in tensors]
+        if not self._transport.groups_reductions or len(tensors) < 2:
+            for call, arrays, finish, flat, reduction in prepared:
+                self._run(call, arrays, len(arrays), finish, flat, reduction)
+            return outs
+        group = [(arrays, flat, reduction) for _, arrays, _, flat, reduction in prepared]
+        whole = Call("grouped_ordered_all_reduce", ", ".join(names), group=tuple(call for call, *_ in prepared))
+        self._run(whole, (), len(contributions[0]), finishing.reduce_group, group)
+        return outs
+
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
         """Copy `buffer` of rank `root` into `buffer` of every other rank; return it."""
-        call, _ = self._describe("broadcast", name, "", buffer, self._check_root(root))
+        root = checked_root("root", root, self.size, "ranks")
+        call, _ = self._describe("broadcast", name, "", buffer, root)
         flat = flat_view(buffer) if self.rank == root else self._private(buffer)
         self._run(call, [flat], 1, finishing.broadcast, flat, root)
         return buffer
@@ -164,8 +195,39 @@ class Communicator:
         """
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = result_array(out, self._block_shape(buffer), buffer.dtype)
-        flat = flat_view(buffer)
-        self._run(call, [flat], 1, finishing.reduce_scatter, flat, self._private(out), reduction)
+        self._run(call, [flat_view(buffer)], 1, finishing.reduce_scatter, self._private(out), reduction)
+        return out
+
+    def ordered_reduce_scatter(
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray | None = None,
+        op: str = "sum",
+        *,
+        name: str = "",
+    ) -> np.ndarray:
+        """`ordered_all_reduce` of which each rank receives its one of `size` equal blocks of the first axis.
+
+        Args:
+            contributions: this rank's arrays, one per local replica, of shape (size * k, ...); they are not changed.
+                Ranks may contribute different numbers of arrays.
+            out: receives the block, of shape (k, ...); default: a new array.
+            op: "sum", "mean" (over all contributions), "min" or "max".
+            name: the tensor's name.
+
+        Returns:
+            `out`: the bits of that block of what `ordered_all_reduce` returns.
+
+        Raises:
+            ValueError: if the first axis cannot be divided by the number of ranks.
+        """
+        if not contributions:
+            raise ValueError("ordered_reduce_scatter was called without contributions; give one array per replica")
+        first = contributions[0]
+        call, reduction = self._describe("ordered_reduce_scatter", name, op, first)
+        arrays = flat_contributions(contributions)
+        out = result_array(out, self._block_shape(first), first.dtype)
+        self._run(call, arrays, len(arrays), finishing.reduce_scatter, self._private(out), reduction)
         return out
 
     def barrier(self, *, name: str = "") -> None:
@@ -192,7 +254,8 @@ class Communicator:
 
     def start_broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str) -> Handle:
         """Begin `broadcast`; `wait` on the handle returns `buffer`."""
-        call, _ = self._describe("broadcast", name, "", buffer, self._check_root(root))
+        root = checked_root("root", root, self.size, "ranks")
+        call, _ = self._describe("broadcast", name, "", buffer, root)
         flat = flat_view(buffer) if self.rank == root else self._private(buffer)
         return self._start(call, [flat], 1, buffer, finishing.broadcast, flat, root)
 
@@ -209,8 +272,7 @@ class Communicator:
         """Begin `reduce_scatter`; `wait` on the handle returns this rank's block."""
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = result_array(out, self._block_shape(buffer), buffer.dtype)
-        flat = flat_view(buffer)
-        return self._start(call, [flat], 1, out, finishing.reduce_scatter, flat, self._private(out), reduction)
+        return self._start(call, [flat_view(buffer)], 1, out, finishing.reduce_scatter, self._private(out), reduction)
 
     # ---- memory and groups
 
@@ -231,6 +293,14 @@ class Communicator:
             self._shared_bases.add(id(array.base))
             weakref.finalize(array.base, self._shared_bases.discard, id(array.base))
         return array
+
+    @property
+    def scatters_reductions(self) -> bool:
+        """Whether `ordered_reduce_scatter` moves fewer bytes than `ordered_all_reduce`, with the same bits.
+
+        Over Horovod it does neither; one rank alone has nothing to move.
+        """
+        return self.size > 1 and self._transport.scatters_reductions
 
     @property
     def calls_made(self) -> int:
@@ -367,6 +437,24 @@ class Communicator:
             found = self._calls[key] = new_call(operation, name, op, buffer, root, into_shared)
         return found
 
+    def _check_group(
+        self, contributions: Sequence[Sequence[np.ndarray]], outs: Sequence[np.ndarray], names: Sequence[str]
+    ) -> list[tuple[Sequence[np.ndarray], np.ndarray, str]]:
+        """The tensors of a grouped call."""
+        counts = {len(contributions), len(outs), len(names)}
+        if len(counts) > 1:
+            raise ValueError(
+                f"a group of {len(contributions)} lists of contributions, {len(outs)} outs and {len(names)} names; "
+                "give one of each for every tensor"
+            )
+        shares = sorted({len(arrays) for arrays in contributions})
+        if shares[:1] == [0] or len(shares) > 1:
+            raise ValueError(
+                f"the tensors of a group have {' or '.join(map(str, shares))} contributions; "
+                "give one array per local replica for each of them"
+            )
+        return list(zip(contributions, outs, names, strict=True))
+
     def _prepare(
         self, contributions: Sequence[np.ndarray], out: np.ndarray, op: str, name: str
     ) -> tuple[Call, list[np.ndarray], Finish, np.ndarray, Reduction]:
@@ -388,11 +476,6 @@ class Communicator:
                 "give ordered_all_reduce the whole array"
             )
         return flat_view(out, writable=True)
-
-    def _check_root(self, root: int) -> int:
-        if not 0 <= root < self.size:
-            raise ValueError(f"root is {root}, but the ranks are 0 to {self.size - 1}; name one of them")
-        return root
 
     def _block_shape(self, buffer: np.ndarray) -> tuple[int, ...]:
         if buffer.ndim == 0 or buffer.shape[0] % self.size:

@@ -8,7 +8,7 @@ import numpy as np
 
 from collectives.memory import aligned_empty
 from collectives.reduction import Reduction
-from collectives.transport import Parts, Transport
+from collectives.transport import Contributions, Parts, Transport
 
 SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
 
@@ -39,11 +39,20 @@ def reduce_into_shared(
     transport.reduce(arrays, out, reduction, parts, True)
 
 
+def reduce_group(
+    transport: Transport,
+    parts: Parts,
+    arrays: Sequence[np.ndarray],
+    group: Sequence[tuple[Contributions, np.ndarray, Reduction]],
+) -> None:
+    """All contributions to each of the group, combined on every rank."""
+    transport.reduce_group([one for one in group if one[1].size], parts)
+
+
 def reduce_scatter(
     transport: Transport,
     parts: Parts,
     arrays: Sequence[np.ndarray],
-    flat: np.ndarray,
     out: np.ndarray,
     reduction: Reduction,
 ) -> None:
@@ -52,7 +61,7 @@ def reduce_scatter(
         block = slice(transport.rank * out.size, (transport.rank + 1) * out.size)
         reduction.reduce([array[block] for array in parts.arrays], out, parts.total)
     elif out.size:
-        transport.reduce_scatter(flat, out, reduction, parts)
+        transport.reduce_scatter(arrays, out, reduction, parts)
 
 
 def broadcast(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, root: int) -> None:

@@ -14,7 +14,12 @@ import numpy as np
 from collectives.dtypes import accumulator_dtype
 
 OPERATIONS = ("sum", "mean", "min", "max")
-REDUCING = ("all_reduce", "ordered_all_reduce", "reduce_scatter")  # the collectives that combine contributions
+REDUCING = (
+    "all_reduce",
+    "ordered_all_reduce",
+    "reduce_scatter",
+    "ordered_reduce_scatter",
+)  # the collectives that combine contributions
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 BLOCK_BYTES = 1 << 18  # several passes over a block stay in a core's cache
@@ -67,6 +72,10 @@ class Reduction:
     def is_direct(self) -> bool:
         """Whether partial results may be kept in an array of the result's dtype."""
         return self.accumulator == self.dtype
+
+    def first_dtype(self, count: int) -> np.dtype:
+        """The dtype in which rank 0 hands on what its `count` contributions come to: a single one as it is."""
+        return self.dtype if count == 1 else self.accumulator
 
     @cached_property
     def _block(self) -> int:
@@ -121,8 +130,11 @@ class Reduction:
             window = slice(start, start + block)
             self._reduce_block([source[window] for source in sources], out[window], count)
 
-    def _finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
+    def finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
         """Turn the complete partial result `total`, which is used up, into the result `out`; they may be the same."""
+        _quietly(self._finish, total, out, count)
+
+    def _finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
         if self.op == "mean":
             _divide(total, out, count)
         elif total is not out:

@@ -5,8 +5,10 @@ the last rank finishes the chunk and sends it on to 0, 1, ... Each link carries 
 pipelined and both passes overlap. Whoever owns the replicas, the sum is taken in their order.
 
 Small arrays never enter the ring: they travel with the exchange that precedes every collective, from every rank to
-every other one, and each rank adds all of them itself. Arrays of medium size are cut into one slice per rank; every
-rank receives the others' parts of its slice, reduces it and sends it to all, as long as this moves no more bytes.
+every other one, and each rank adds all of them itself. Arrays of medium size, and 16-bit floats of any, are cut into
+one slice per rank; every rank receives the others' parts of its slice, reduces it and sends it to all, as long as this
+moves no more bytes (the partial sums of 16-bit floats have 32 bits, what travels so has 16). Which arrays these are
+depends on the link.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from functools import partial
 import numpy as np
 
 from collectives.errors import PeerLostError
-from collectives.link import CHUNK_BYTES, DIRECT_BYTES, Link, Transfer
+from collectives.link import Link, Transfer
 from collectives.memory import aligned_empty
 from collectives.reduction import Reduction
-from collectives.ring_passes import EXCHANGE, PARTIALS, RESULTS, PartialPass, ResultPass, drain
+from collectives.ring_passes import EXCHANGE, RESULTS, Chunk, PartialPass, ResultPass, drain
+from collectives.slice_pass import SlicePass
 from collectives.transport import Parts, Transport
 from collectives.waiting import Watch
 
-INLINE_BYTES = 1 << 16  # per rank and exchange
-CHUNKS_AT_LEAST = 16  # of long arrays
+Stage = PartialPass | ResultPass | SlicePass
+
 _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
 _PLANS = 256  # cached layouts
@@ -40,31 +43,20 @@ class RingTransport(Transport):
     Args:
         link: how messages travel.
         watch: how to wait.
-        chunk_bytes: the size of a message in the pipelined passes.
-        inline_bytes: how much each rank may send to every other one along with an exchange.
-        direct_bytes: up to which size slices are sent to the rank that reduces them.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        watch: Watch,
-        chunk_bytes: int = CHUNK_BYTES,
-        inline_bytes: int = INLINE_BYTES,
-        direct_bytes: int = DIRECT_BYTES,
-    ) -> None:
+    def __init__(self, link: Link, watch: Watch) -> None:
         self.rank = link.rank
         self.size = link.size
         self.link = link
         self._watch = watch
-        self._chunk_bytes = chunk_bytes
-        self._inline_bytes = inline_bytes
-        self._direct_bytes = direct_bytes
+        self._sizes = link.sizes
+        self._inline_bytes = link.sizes.inline_bytes
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._parity = 0
         self._scratch = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
         self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
-        room = _HEADER_BYTES + inline_bytes
+        room = _HEADER_BYTES + self._inline_bytes
         self._buffers = [[aligned_empty(room) for _ in range(self.size)] for _ in (0, 1)]
         self._headers = [[buffer[:_HEADER_BYTES].data.cast("Q") for buffer in buffers] for buffers in self._buffers]
 
@@ -160,84 +152,65 @@ class RingTransport(Transport):
         parts: Parts,
         is_shared: bool = False,
     ) -> None:
-        is_short = out.size * reduction.accumulator.itemsize <= self._direct_bytes
-        if is_short and (max(parts.counts) + 1) * (self.size - 1) <= 2 * self.size:
-            self._reduce_directly(contributions, out, reduction, parts)
+        if self._sizes.goes_directly(out.size, reduction, parts.counts):
+            piece = self._piece_elements(reduction, out.size)
+            self._run([SlicePass(self, contributions, out, reduction, parts, piece)])
             return
         chunks = _cut(0, out.size, self._chunk_elements(reduction, out.size))
         destinations = range(self.size - 1)
-        self._flow(contributions, out, reduction, parts, [(chunk, destinations) for chunk in chunks])
+        self._flow(contributions, reduction, parts, [Chunk(chunk, out[chunk], destinations) for chunk in chunks])
 
-    def reduce_scatter(self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
-        total = np.empty(contribution.size, contribution.dtype)
+    def reduce_scatter(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        if self._sizes.scatters_directly(reduction, parts.counts):
+            piece = self._piece_elements(reduction, out.size * self.size)
+            self._run([SlicePass(self, contributions, out, reduction, parts, piece, hands_on=False)])
+            return
         step = self._chunk_elements(reduction, out.size)
+        own = self.rank * out.size
         plan = [
-            (chunk, range(owner, owner + 1) if owner < self.size - 1 else range(0))
+            Chunk(
+                chunk,
+                out[chunk.start - own : chunk.stop - own] if owner == self.rank else None,
+                range(owner, owner + 1) if owner < self.size - 1 else range(0),
+            )
             for owner in range(self.size)
             for chunk in _cut(owner * out.size, (owner + 1) * out.size, step)
         ]
-        self._flow([contribution], total, reduction, parts, plan)
-        np.copyto(out, total[self.rank * out.size : (self.rank + 1) * out.size])
-
-    def _reduce_directly(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
-    ) -> None:
-        bounds = [out.size * rank // self.size for rank in range(self.size + 1)]
-        slices = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
-        mine = slices[self.rank]
-        own = [contribution[mine] for contribution in contributions]
-        # Rank 0 begins the sums, so it may send the sum of its replicas instead of each of them.
-        counts = [1, *parts.counts[1:]]
-        dtypes = [reduction.accumulator] + [reduction.dtype] * (self.size - 1)
-        arrived = [
-            np.empty((count, mine.stop - mine.start), dtype) for count, dtype in zip(counts, dtypes, strict=True)
-        ]
-        receives = [
-            (self.link.receive(row.view(np.uint8), rank, PARTIALS), rank)
-            for rank in self._others
-            for row in arrived[rank]
-        ]
-        sends: list[tuple[Transfer, int]] = []
-        for rank in self._others:
-            leaving = [contribution[slices[rank]] for contribution in contributions]
-            if self.rank == 0 and not (len(leaving) == 1 and reduction.is_direct):
-                total = np.empty(leaving[0].size, reduction.accumulator)
-                reduction.fold(leaving, total)
-                leaving = [total]
-            sends += [(self.link.send(part.view(np.uint8), rank, PARTIALS), rank) for part in leaving]
-        self._complete_all(receives)
-        sources = [part for rank in range(self.size) for part in (own if rank == self.rank else arrived[rank])]
-        reduction.reduce(sources, out[mine], parts.total)
-        self._complete_all(sends)  # `out` may be what was sent
-        receives = [(self.link.receive(out[slices[rank]].view(np.uint8), rank, RESULTS), rank) for rank in self._others]
-        result = out[mine].view(np.uint8)
-        sends = [(self.link.send(result, rank, RESULTS), rank) for rank in self._others]
-        self._complete_all(receives + sends)
+        self._flow(contributions, reduction, parts, plan)
 
     def _complete_all(self, transfers: Sequence[tuple[Transfer, int]]) -> None:
         """Wait until all transfers, each named with its rank, are done."""
         pending = deque(transfers)
         self._watch.wait(lambda: drain(pending), lambda: sorted({rank for _, rank in pending}))
 
+    def _piece_elements(self, reduction: Reduction, size: int) -> int:
+        """The part of a slice that travels in one message: all of it, unless the array is long."""
+        if size * reduction.accumulator.itemsize <= max(self._sizes.direct_bytes, self._sizes.short_bytes):
+            return -(-size // self.size)
+        itemsize = reduction.dtype.itemsize
+        return max(1, self._sizes.chunk_of(size * itemsize) // itemsize)
+
     def _chunk_elements(self, reduction: Reduction, size: int) -> int:
-        """Chunks as large as the link likes them, but not so large that filling the ring takes a good part of all."""
         itemsize = reduction.accumulator.itemsize
-        nbytes = min(self._chunk_bytes, max(CHUNK_BYTES, size * itemsize // CHUNKS_AT_LEAST))
-        return max(1, nbytes // itemsize)
+        return max(1, self._sizes.chunk_of(size * itemsize) // itemsize)
 
     def _flow(
         self,
         contributions: Sequence[np.ndarray],
-        out: np.ndarray,
         reduction: Reduction,
         parts: Parts,
-        plan: Sequence[tuple[slice, range]],
+        plan: Sequence[Chunk],
     ) -> None:
-        """Run both passes. The plan names, for each chunk, the ranks that need its result."""
+        """Run both passes."""
         last = self.size - 1
-        results = ResultPass(self, out, plan) if self.rank < last else None
-        partials = PartialPass(self, contributions, out, reduction, parts.total, plan)
-        stages: list[PartialPass | ResultPass] = [partials] if results is None else [results, partials]
+        results = ResultPass(self, plan) if self.rank < last else None
+        partials = PartialPass(self, contributions, reduction, parts, plan)
+        self._run([partials] if results is None else [results, partials])
+
+    def _run(self, stages: Sequence[Stage]) -> None:
+        """Go through the given passes at the same time."""
         while stages := [stage for stage in stages if not stage.is_over]:
             if not _advance(stages):
                 self._watch.wait(partial(_advance, stages), partial(_awaited, stages))
@@ -254,7 +227,7 @@ class RingTransport(Transport):
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         sends: deque[tuple[Transfer, int]] = deque()
-        for chunk in _cut(0, buffer.size, self._chunk_bytes):
+        for chunk in _cut(0, buffer.size, self._sizes.chunk_of(buffer.nbytes)):
             if self.rank != root:
                 self._complete([self.link.receive(buffer[chunk], before, RESULTS)], [before])
             if after != root:
@@ -268,7 +241,7 @@ class RingTransport(Transport):
         for step in range(self.size - 1):
             outgoing = out[(self.rank - step) % self.size]
             incoming = out[(self.rank - step - 1) % self.size]
-            for chunk in _cut(0, block.size, self._chunk_bytes):
+            for chunk in _cut(0, block.size, self._sizes.chunk_bytes):
                 receive = self.link.receive(incoming[chunk], before, RESULTS)
                 send = self.link.send(outgoing[chunk], after, RESULTS)
                 self._complete([receive, send], [before, after])
@@ -282,12 +255,12 @@ class RingTransport(Transport):
         self.link.close()
 
 
-def _advance(stages: Sequence[PartialPass | ResultPass]) -> bool:
+def _advance(stages: Sequence[Stage]) -> bool:
     """Do what can be done at once; whether anything was."""
     return any([stage.advance() for stage in stages])
 
 
-def _awaited(stages: Sequence[PartialPass | ResultPass]) -> list[int]:
+def _awaited(stages: Sequence[Stage]) -> list[int]:
     """The ranks without which none of the stages can go on."""
     return sorted({rank for stage in stages for rank in stage.waits_for()})
 

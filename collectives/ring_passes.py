@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from collectives.link import Fetch, Transfer
 from collectives.reduction import Reduction
+from collectives.transport import Parts
 
 if TYPE_CHECKING:
     from collectives.ring import RingTransport
 
 DEPTH = 4  # chunks under way on each lane
 EXCHANGE, PARTIALS, RESULTS = 0, 1, 2  # lanes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What goes through the ring together.
+
+    Attributes:
+        place: where it lies in the contributions.
+        result: where this rank keeps the result; None where it needs none.
+        destinations: the ranks, but for the last one, that need the result: that one sends it to the first of them,
+            each of them to the next.
+    """
+
+    place: slice
+    result: np.ndarray | None
+    destinations: range
 
 
 class PartialPass:
@@ -25,29 +43,32 @@ class PartialPass:
         self,
         ring: RingTransport,
         contributions: Sequence[np.ndarray],
-        out: np.ndarray,
         reduction: Reduction,
-        replicas: int,
-        plan: Sequence[tuple[slice, range]],
+        parts: Parts,
+        plan: Sequence[Chunk],
     ) -> None:
         self._link = ring.link
         self._contributions = contributions
-        self._out = out
         self._reduction = reduction
-        self._replicas = replicas
+        self._replicas = parts.total
         self._plan = plan
         self._is_first = ring.rank == 0
         self._is_last = ring.rank == ring.size - 1
         self._before = ring.rank - 1
         self._after = (ring.rank + 1) % ring.size
-        longest = max((chunk.stop - chunk.start for chunk, _ in plan), default=0)
+        longest = max((chunk.place.stop - chunk.place.start for chunk in plan), default=0)
         rows = min(DEPTH, len(plan))
         self._sends: deque[tuple[Transfer, int]] = deque()
         self._receives: deque[Fetch] = deque()
-        self._forwards_own = self._is_first and len(contributions) == 1 and reduction.is_direct
-        self._incoming = ring.scratch(0, 0 if self._is_first else rows, longest, reduction.accumulator)
+        self._forwards_own = self._is_first and len(contributions) == 1
+        self._received = reduction.first_dtype(parts.counts[0]) if ring.rank == 1 else reduction.accumulator
+        self._incoming = ring.scratch(0, 0 if self._is_first else rows, longest, self._received)
+        keeps_all = self._is_last and all(chunk.result is not None for chunk in plan)
         self._outgoing = ring.scratch(
-            1, 0 if self._is_last or self._forwards_own else rows, longest, reduction.accumulator
+            1,
+            0 if keeps_all or self._forwards_own else rows,
+            longest,
+            reduction.dtype if self._is_last else reduction.accumulator,
         )
         self._next = 0
         self._posted = 0
@@ -73,28 +94,34 @@ class PartialPass:
         return moved or self.is_over
 
     def _step(self) -> bool:
-        chunk, destinations = self._plan[self._next]
+        chunk = self._plan[self._next]
         partial: list[np.ndarray] = []
         if not self._is_first:
             fetch = self._receives[0]
             if not fetch.done():
                 return False
             self._receives.popleft()
-            partial = [fetch.message.view(self._reduction.accumulator)]
-        mine = [contribution[chunk] for contribution in self._contributions]
+            partial = [fetch.message.view(self._received)]
+        mine = [contribution[chunk.place] for contribution in self._contributions]
         if self._is_last:
-            self._reduction.reduce(partial + mine, self._out[chunk], self._replicas)
-            if destinations:
-                self._send(self._out[chunk], 0, RESULTS)
+            result = self._room(chunk) if chunk.result is None else chunk.result
+            self._reduction.reduce(partial + mine, result, self._replicas)
+            if chunk.destinations:
+                self._send(result, chunk.destinations[0], RESULTS)
         elif self._forwards_own:
             self._send(mine[0], self._after, PARTIALS)
         else:
-            total = self._outgoing[self._next % DEPTH][: chunk.stop - chunk.start]
+            total = self._room(chunk)
             self._reduction.fold(partial + mine, total)
             self._send(total, self._after, PARTIALS)
         self._next += 1
         self._post()
         return True
+
+    def _room(self, chunk: Chunk) -> np.ndarray:
+        """Memory for what is sent next; what was sent from there before has left."""
+        room: np.ndarray = self._outgoing[self._next % DEPTH][: chunk.place.stop - chunk.place.start]
+        return room
 
     def _send(self, data: np.ndarray, to: int, lane: int) -> None:
         self._sends.append((self._link.send(data.view(np.uint8), to, lane), to))
@@ -102,8 +129,8 @@ class PartialPass:
     def _post(self) -> None:
         """Have receives waiting for the next partial sums."""
         while not self._is_first and self._posted < min(len(self._plan), self._next + DEPTH):
-            chunk, _ = self._plan[self._posted]
-            row = self._incoming[self._posted % DEPTH][: chunk.stop - chunk.start]
+            place = self._plan[self._posted].place
+            row = self._incoming[self._posted % DEPTH][: place.stop - place.start]
             self._receives.append(self._link.fetch(row.view(np.uint8), self._before, PARTIALS))
             self._posted += 1
 
@@ -111,15 +138,13 @@ class PartialPass:
 class ResultPass:
     """The second pass on one rank: take the finished chunks that it needs, hand on those that others need."""
 
-    def __init__(self, ring: RingTransport, out: np.ndarray, plan: Sequence[tuple[slice, range]]) -> None:
+    def __init__(self, ring: RingTransport, plan: Sequence[Chunk]) -> None:
         self._link = ring.link
-        self._out = out
-        self._before = (ring.rank - 1) % ring.size
         self._after = ring.rank + 1
         self._plan = [
-            (chunk, destinations.stop - 1 > ring.rank)
-            for chunk, destinations in plan
-            if destinations and destinations.stop - 1 >= ring.rank
+            (chunk.result.view(np.uint8), self._source(ring, chunk), ring.rank < chunk.destinations[-1])
+            for chunk in plan
+            if ring.rank in chunk.destinations and chunk.result is not None
         ]
         self._sends: deque[tuple[Transfer, int]] = deque()
         self._receives: deque[Transfer] = deque()
@@ -134,7 +159,7 @@ class ResultPass:
 
     def waits_for(self) -> list[int]:
         """The ranks without which this pass cannot go on."""
-        return [self._before] if self._receives else [self._after]
+        return [self._plan[self._next][1]] if self._receives else [self._after]
 
     def advance(self) -> bool:
         """Do what can be done at once; whether anything was."""
@@ -142,9 +167,8 @@ class ResultPass:
         moved = False
         while self._receives and self._receives[0].done():
             self._receives.popleft()
-            chunk, is_needed_after = self._plan[self._next]
+            data, _, is_needed_after = self._plan[self._next]
             if is_needed_after:
-                data = self._out[chunk].view(np.uint8)
                 self._sends.append((self._link.send(data, self._after, RESULTS), self._after))
             self._next += 1
             self._post()
@@ -153,10 +177,14 @@ class ResultPass:
 
     def _post(self) -> None:
         while self._posted < min(len(self._plan), self._next + DEPTH):
-            chunk, _ = self._plan[self._posted]
-            into = self._out[chunk].view(np.uint8)
-            self._receives.append(self._link.receive(into, self._before, RESULTS))
+            into, source, _ = self._plan[self._posted]
+            self._receives.append(self._link.receive(into, source, RESULTS))
             self._posted += 1
+
+    @staticmethod
+    def _source(ring: RingTransport, chunk: Chunk) -> int:
+        """The rank from which this one gets the result."""
+        return ring.size - 1 if ring.rank == chunk.destinations[0] else ring.rank - 1
 
 
 def drain(transfers: deque[tuple[Transfer, int]]) -> bool:

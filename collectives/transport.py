@@ -11,6 +11,7 @@ import numpy as np
 from collectives.reduction import Reduction
 
 Bytes = np.ndarray  # one-dimensional, contiguous, dtype uint8
+Contributions = Sequence[np.ndarray]  # of one rank: an array for each local replica
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Transport(ABC):
     size: int
     shares_memory: bool = False
     """Whether `allocate` returns the same memory on all ranks."""
+    groups_reductions: bool = False
+    """Whether `reduce_group` costs less than `reduce` for each of the group."""
+    scatters_reductions: bool = True
+    """Whether `reduce_scatter` costs less than `reduce`, with the same bits."""
 
     @abstractmethod
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
@@ -59,7 +64,7 @@ class Transport(ABC):
             one rank's arrays were too large, `arrays` is empty.
         """
 
-    def stage(self, contributions: Sequence[np.ndarray], reduction: Reduction) -> None:  # noqa: B027
+    def stage(self, contributions: Contributions, reduction: Reduction) -> None:  # noqa: B027
         """Begin to move contributions before the exchange, where that saves time.
 
         After an exchange without arrays, `reduce` of the same contributions into shared memory follows, or nothing.
@@ -68,7 +73,7 @@ class Transport(ABC):
     @abstractmethod
     def reduce(
         self,
-        contributions: Sequence[np.ndarray],
+        contributions: Contributions,
         out: np.ndarray,
         reduction: Reduction,
         parts: Parts,
@@ -79,9 +84,14 @@ class Transport(ABC):
         `out` may be the first of the contributions. `is_shared` says that it is what `allocate` returned on all ranks.
         """
 
+    def reduce_group(self, group: Sequence[tuple[Contributions, np.ndarray, Reduction]], parts: Parts) -> None:
+        """`reduce` for several (contributions, out, reduction) that all ranks have agreed on together."""
+        for contributions, out, reduction in group:
+            self.reduce(contributions, out, reduction, parts)
+
     @abstractmethod
-    def reduce_scatter(self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
-        """Combine the contributions in rank order; `out` receives this rank's one of `size` equal blocks."""
+    def reduce_scatter(self, contributions: Contributions, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
+        """Combine all contributions in rank order; `out` receives this rank's one of `size` equal blocks."""
 
     @abstractmethod
     def broadcast(self, buffer: np.ndarray, root: int) -> None:

@@ -60,6 +60,9 @@ class Progress(Protocol):
     def waiting_for(self, instances: Sequence[int]) -> None:
         """The wait has become long; these instances have not come."""
 
+    def carry_on(self, lost: int) -> None:
+        """So many instances of the job are lost, and the others carry on without them."""
+
 
 class NoProgress:
     """Nobody watches."""
@@ -73,6 +76,9 @@ class NoProgress:
         """Do nothing."""
 
     def waiting_for(self, instances: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def carry_on(self, lost: int) -> None:
         """Do nothing."""
 
 

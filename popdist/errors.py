@@ -3,6 +3,7 @@
 PopDistError
 ├── EnvironmentMismatchError  the launcher's variables are incomplete or contradict: fix how it is started
 ├── LifeCycleError            init, register, finalise in an impossible order: fix the program
+│   └── NotInitializedError   the Horovod interface was used before its `init` (also a ValueError)
 └── InstanceError             an `Instance` was built from impossible numbers (also a ValueError)
 """
 
@@ -21,3 +22,7 @@ class InstanceError(PopDistError, ValueError):
 
 class LifeCycleError(PopDistError, RuntimeError):
     """A call that does not fit what was initialised, registered or finalised so far."""
+
+
+class NotInitializedError(LifeCycleError, ValueError):
+    """The Horovod interface was used before `popdist.horovod.init`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import index
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from popdist import context
@@ -18,6 +19,12 @@ _DEFAULT = "default"
 
 _registered: dict[str, Communicator | None] = {}
 _of_instances: dict[tuple[int, ...], Communicator] = {}
+
+
+def forget() -> None:
+    """Drop all groups: the instances are numbered anew."""
+    _registered.clear()
+    _of_instances.clear()
 
 
 def defaultCommunicatorId() -> str:
@@ -109,7 +116,10 @@ def _everybody() -> Communicator:
 
 
 def _check(instances: Iterable[int]) -> tuple[int, ...]:
-    members = tuple(sorted(set(instances)))
+    try:
+        members = tuple(sorted({index(instance) for instance in instances}))
+    except TypeError:
+        raise TypeError(f"instances is {instances!r}, not a set of whole numbers; name them as {{0, 1}}") from None
     count = context.instance().count
     if not members or members[0] < 0 or members[-1] >= count:
         raise ValueError(f"instances {list(members)} were named; name some of 0 to {count - 1}")

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from popdist.errors import InstanceError
 
-Launcher = Literal["poprun", "mpirun", "single", "tf_config"]
+Launcher = Literal["poprun", "mpirun", "slurm", "single", "tf_config"]
 
 
 def this_host() -> str:
     """The name of this machine, as the kernel knows it."""
     return os.uname().nodename
+
+
+def replica_block(index: int, count: int, total_replicas: int) -> range:
+    """The replicas of instance `index` of `count`, which share them as evenly as they can, in order."""
+    share, rest = divmod(total_replicas, count)
+    start = index * share + min(index, rest)
+    return range(start, start + share + (index < rest))
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,19 @@ class Instance:
     def _require(holds: bool, message: str) -> None:
         if not holds:
             raise InstanceError(message)
+
+    def renumbered(self, index: int, count: int) -> Instance:
+        """This instance as number `index` of `count`, which share the replicas as evenly as they can, in order."""
+        block = replica_block(index, count, self.total_replicas)
+        return replace(
+            self,
+            index=index,
+            count=count,
+            local_replicas=len(block),
+            replica_offset=block.start,
+            local_index=min(self.local_index, index),
+            uniform=self.total_replicas % count == 0,
+        )
 
     @property
     def local_replica_range(self) -> range:

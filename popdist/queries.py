@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from popdist.context import instance
-from popdist.environments.poprun import TOTAL
+from popdist.environments.environment import read_whole_number
+from popdist.environments.poprun import DEVICE, TOTAL
 
 
 def isPopdistEnvSet() -> bool:
@@ -56,15 +57,20 @@ def getLocalInstanceIndex() -> int:
 def getDeviceId(ipusPerReplica: int = 0) -> int:
     """The id of a device for this instance; the instances of one host get neighbouring ids.
 
+    It is the one in the partition that poprun was given, otherwise the index among the instances of the host.
+
     Args:
         ipusPerReplica: the devices that one replica needs; 0 stands for the launched number.
 
     Raises:
         ValueError: if the job was launched with another number.
+        EnvironmentMismatchError: if the variable that names the device holds no number.
     """
     if ipusPerReplica and not checkNumIpusPerReplica(ipusPerReplica):
         raise ValueError(
             f"a device for {ipusPerReplica} IPUs per replica was asked for, the job was launched with "
             f"{getNumIpusPerReplica()}; give poprun --ipus-per-replica {ipusPerReplica}"
         )
+    if DEVICE in os.environ:
+        return read_whole_number(os.environ, DEVICE, 0)
     return getLocalInstanceIndex()

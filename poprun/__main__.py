@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from popdist.environments.threads import thread_pool_setting
-from popdist.instance import this_host
-from poprun.command import FORWARDED, Launch, build_command, extra_variables
-from poprun.command_line import read_command_line
-from poprun.cores import format_cpus, usable_cores
+from poprun.command import Launch, build_command
+from poprun.command_line import CommandLine, read_command_line
+from poprun.config import check_export, export_config, import_config
+from poprun.dry_run import describe_plan, draw_placement
 from poprun.errors import PopRunError
-from poprun.log import Log, level_from
-from poprun.lookup import check_program, check_user, find_mpirun, quote_words
+from poprun.log import Level, Log, fault_of_level, level_from
+from poprun.lookup import check_user, quote_words
+from poprun.notes import Circumstances, note_without_effect, warn_of_deprecated, warn_of_output
 from poprun.options import describe_options
-from poprun.placement import place_instances
-from poprun.settings import Settings, settings_from
+from poprun.plan import plan_launch
+from poprun.settings import settings_from
 from poprun.topology import draw_topology
 
 
@@ -31,32 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     _open_missing_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # words of the user that are not UTF-8 come out as they are
     try:
+        if list(words[:1]) == ["doctor"]:
+            from poprun.doctor import main as examine
+
+            return examine(words[1:])
         return _run(words, os.environ)
     except PopRunError as error:
         Log().error(str(error))
         return error.exit_status
-
-
-def plan_launch(settings: Settings, environ: Mapping[str, str]) -> Launch:
-    """Decide everything about a launch; nothing is started.
-
-    Raises:
-        PopRunError: mpirun or the program cannot be found.
-    """
-    cores = usable_cores()
-    mpirun = find_mpirun(sys.executable, environ)
-    check_program(settings.program[0], environ)
-    pool = thread_pool_setting(environ, settings.num_replicas)
-    return Launch(
-        settings=settings,
-        places=place_instances(settings, this_host(), cores),
-        mpirun=mpirun,
-        python=sys.executable,
-        extra=extra_variables(settings, pool, environ),
-        forwarded=tuple(name for name in FORWARDED if name in environ),
-        oversubscribes=settings.num_instances > len(cores),
-    )
+    except KeyboardInterrupt:  # before the launch; a job has a supervisor that takes the signal
+        return 128 + signal.SIGINT
 
 
 def _open_missing_streams() -> None:
@@ -76,28 +65,61 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
         print(describe_version(str(line.values.get("version-format", "text"))))
         return 0
-    settings = settings_from(line)
-    launch = plan_launch(settings, environ)
-    log = Log(level_from(settings.verbosity, environ))
-    if settings.shows_topology:
-        print(draw_topology(launch.places), flush=True)
+    line = import_config(line)
+    settings = settings_from(line, environ)
+    if not settings.dry_run:
+        check_user(settings, os.geteuid(), environ)
+    log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))
+    if fault := fault_of_level(environ):
+        log.warn(fault)
+    check_export(line)
+    launch = plan_launch(settings, environ, log)
+    _comment(line, launch, log)
+    exported = export_config(line)
+    if exported is not None:
+        log.info(f"wrote the options in force to {exported}")
     command = build_command(launch)
     if settings.dry_run:
-        print(quote_words(command))
+        _show_plan(launch, command)
         return 0
-    check_user(settings, os.geteuid(), environ)
-    return _launch(launch, command, environ, log)
+    if settings.shows_topology:
+        print(draw_topology(launch.places), flush=True)
+    from poprun.job import run_job
+
+    return run_job(launch, environ, log)
 
 
-def _launch(launch: Launch, command: Sequence[str], environ: Mapping[str, str], log: Log) -> int:
-    from poprun.output import Output
-    from poprun.supervision import Supervisor
+def _comment(line: CommandLine, launch: Launch, log: Log) -> None:
+    """Say which options have no effect, and with --debug which are in force."""
+    for text in warn_of_deprecated(line.values):
+        log.warn(text)
+    settings = launch.settings
+    for text in warn_of_output(settings.all_mpi_args):
+        log.warn(text)
+    circumstances = Circumstances(
+        is_offline=settings.offline_mode,
+        has_partition=settings.vipu_partition is not None,
+        leaves_this_machine=launch.leaves_this_machine,
+        on_failure=settings.on_failure,
+    )
+    for text in note_without_effect(line.values, circumstances):
+        log.info(text)
+    if settings.debug:
+        for name, value in line.values.items():
+            log.debug(f"option --{name}: {value}")
 
-    for place in launch.places:
-        log.debug(f"instance {place.index} runs on cores {format_cpus(place.cpus) or 'of any kind'}")
-    log.info(f"running command: {quote_words(command)}")
-    output = Output(launch.settings.only_output_from)
-    return Supervisor(command, len(launch.places), output, log).run(environ)
+
+def _show_plan(launch: Launch, command: Sequence[str]) -> None:
+    """Print the command on standard output, as it would be run; what explains it goes to standard error."""
+    if launch.settings.json:
+        import json  # costs some milliseconds, needed only by those who ask for it
+
+        print(json.dumps(describe_plan(launch, command), indent=2))
+        return
+    asked_for = launch.settings.shows_topology
+    print(draw_topology(launch.places), file=sys.stdout if asked_for else sys.stderr, flush=True)
+    print(draw_placement(launch), file=sys.stderr, flush=True)
+    print(quote_words(command))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from poprun.cores import format_cpus
+from popdist.environments.faults import VARIABLE as FAULTS_VARIABLE
+from popdist.environments.poprun import DEVICE, IPUS, LOCAL, LOCAL_INSTANCE, OFFSET, SHRINKS_VARIABLE, TOTAL, UNIFORM
+from poprun.hosts import Host
 from poprun.placement import Place, names_binding
+from poprun.remote import Remote, mpirun_options
 from poprun.settings import Settings
-
-CONTROL_VARIABLE = "POPRUN_CONTROL"
-"""Names the socket at which shims report; forwarded by name, so the command does not depend on it."""
+from poprun.vipu import PARTITION_VARIABLE
+from poprun.wire import CONTROL_VARIABLE
+from poprun.wording import list_ranges
 
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 SHIM = Path(__file__).with_name("shim.py")
@@ -34,21 +37,32 @@ class Launch:
 
     Attributes:
         settings: what the user asked for.
+        hosts: the machines, in the order of their instances.
         places: where each instance runs.
         mpirun: path of mpirun.
         python: path of the interpreter that runs the shims.
         extra: variables that poprun sets besides POPDIST_*.
         forwarded: variables of the user that are forwarded by name.
-        oversubscribes: whether there are more instances than cores.
+        oversubscribes: whether a host has more instances than cores.
+        remote: how other hosts are reached; None: nothing leaves this machine.
+        mpirun_variables: what mpirun needs in its own environment besides.
     """
 
     settings: Settings
+    hosts: tuple[Host, ...]
     places: tuple[Place, ...]
     mpirun: str
     python: str
     extra: dict[str, str]
     forwarded: tuple[str, ...]
     oversubscribes: bool
+    remote: Remote | None = None
+    mpirun_variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def leaves_this_machine(self) -> bool:
+        """Whether instances run elsewhere than beside poprun."""
+        return not all(host.is_this_machine for host in self.hosts)
 
 
 def build_command(launch: Launch) -> list[str]:
@@ -61,15 +75,31 @@ def build_command(launch: Launch) -> list[str]:
 
 
 def popdist_variables(settings: Settings, place: Place) -> dict[str, str]:
-    """The variables that describe one instance to its program, in the original's order."""
-    return {
-        "POPDIST_NUM_TOTAL_REPLICAS": str(settings.num_replicas),
-        "POPDIST_NUM_IPUS_PER_REPLICA": str(settings.ipus_per_replica),
-        "POPDIST_NUM_LOCAL_REPLICAS": str(len(place.replicas)),
-        "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "1",
-        "POPDIST_REPLICA_INDEX_OFFSET": str(place.replicas.start),
-        "POPDIST_LOCAL_INSTANCE_INDEX": str(place.local_index),
+    """The variables that describe one instance to its program, in the original's order; what is unset is left out."""
+    variables = {
+        TOTAL: str(settings.num_replicas),
+        IPUS: str(settings.ipus_per_replica),
+        LOCAL: str(len(place.replicas)),
+        UNIFORM: "1",
+        OFFSET: str(place.replicas.start),
+        LOCAL_INSTANCE: str(place.local_index),
     }
+    if settings.executable_cache_path is not None:
+        variables["POPDIST_EXECUTABLE_CACHE_PATH"] = settings.executable_cache_path
+    if place.device is not None:
+        variables[DEVICE] = str(place.device)
+    if settings.vipu_partition is not None and settings.uses_partition:
+        variables[PARTITION_VARIABLE] = settings.vipu_partition
+    return variables
+
+
+def instance_variables(launch: Launch, place: Place) -> dict[str, str]:
+    """All variables that poprun sets for one instance; those that the user exports for it are the user's."""
+    exported = exports(launch.settings.mpi_args_of(place.index))
+    own = {name: value for name, value in launch.extra.items() if name not in exported}
+    injected = {FAULTS_VARIABLE: ";".join(launch.settings.inject)} if launch.settings.inject else {}
+    shrinks = {SHRINKS_VARIABLE: "1"} if launch.settings.on_failure == "shrink" else {}
+    return popdist_variables(launch.settings, place) | own | injected | shrinks
 
 
 def extra_variables(settings: Settings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -85,19 +115,20 @@ def extra_variables(settings: Settings, pool: Mapping[str, str], environ: Mappin
     wanted = {name: value for name, value in defaults.items() if name not in environ}
     if settings.offline_mode:
         wanted["JAX_PLATFORMS"] = "cpu"
-    exported = exported_names((*settings.mpi_global_args, *settings.mpi_local_args))
+    exported = exports((*settings.mpi_global_args, *settings.mpi_local_args))
     return {name: value for name, value in wanted.items() if name not in exported}
 
 
-def exported_names(arguments: Sequence[str]) -> set[str]:
-    """The variables that `-x NAME` and `-x NAME=value` in options for mpirun set."""
+def exports(arguments: Sequence[str]) -> dict[str, str | None]:
+    """What `-x NAME=value` in options for mpirun sets, and what `-x NAME` forwards (None)."""
     pairs = zip(arguments, arguments[1:], strict=False)
-    return {value.partition("=")[0] for option, value in pairs if option == "-x"}
+    written = [value.partition("=") for option, value in pairs if option == "-x"]
+    return {name: value if equals else None for name, equals, value in written}
 
 
 def _general_options(launch: Launch) -> list[str]:
     settings = launch.settings
-    user = (*settings.mpi_global_args, *settings.mpi_local_args)
+    user = settings.all_mpi_args
     words = ["--tag-output"]
     if not names_binding(user):
         words += ["--bind-to", "none", "--oversubscribe"]
@@ -105,6 +136,10 @@ def _general_options(launch: Launch) -> list[str]:
     for name, value in parameters.items():
         if name not in user:
             words += ["--mca", name, value]
+    if launch.remote is not None:
+        words += mpirun_options(launch.remote, user)
+    if settings.on_failure == "shrink" and "--with-ft" not in user:
+        words += ["--with-ft", "ulfm"]
     words += settings.mpi_global_args
     if settings.allow_run_as_root and "--allow-run-as-root" not in settings.mpi_global_args:
         words.append("--allow-run-as-root")
@@ -112,12 +147,14 @@ def _general_options(launch: Launch) -> list[str]:
 
 
 def _application_context(launch: Launch, place: Place) -> list[str]:
-    variables = popdist_variables(launch.settings, place) | launch.extra
     words = ["-np", "1"]
-    for name, value in variables.items():
+    if launch.leaves_this_machine:
+        instances = sum(other.host == place.host for other in launch.places)
+        words += ["--host", f"{place.host}:{instances}"]
+    for name, value in instance_variables(launch, place).items():
         words += ["-x", f"{name}={value}"]
     for name in (*launch.forwarded, CONTROL_VARIABLE):
         words += ["-x", name]
-    words += launch.settings.mpi_local_args
-    shim = [launch.python, "-I", "-S", str(SHIM), format_cpus(place.cpus) or "any"]
+    words += launch.settings.mpi_args_of(place.index)
+    shim = [launch.python, "-I", "-S", str(SHIM), list_ranges(place.cpus) or "any"]
     return [*words, *shim, *launch.settings.program]

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from popdist.environments.faults import Fault, parse_fault
 from poprun.errors import UsageError
 from poprun.options import OPTIONS, Kind, Option
+from poprun.wording import name_nearest
 
 Value = bool | int | str | tuple[str, ...]
 
 _TRUE = ("yes", "on", "true", "1")
 _FALSE = ("no", "off", "false", "0")
+
+_NUMBER = re.compile(r"[+-]?[0-9]{1,4000}")
+"""A whole number; `int` would read `1_0` and digits of every script too, and none longer than 4300 digits."""
+
+_WITHOUT_DASH = (Kind.TEXT, Kind.PATH, Kind.HOSTS)
+"""What is seldom meant to begin with a dash: otherwise `--output-dir --timestamps` would make such a folder."""
+
+_OF_MPIRUN = {
+    **dict.fromkeys(("-c", "-n", "-np", "--n", "--np"), "--num-instances"),
+    "-x": "--mpi-local-args",
+    **dict.fromkeys(("--bind-to", "--map-by", "--mca", "--oversubscribe"), "--mpi-global-args"),
+}
+"""What users of mpirun try, and what has the same effect here."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         if attached is None and option.kind is not Kind.FLAG:
             attached = _next_word(words, position, option)
             position += 1
-        _store(values, option, _convert(option, attached))
+        _store(values, option, True if attached is None else read_value(option, attached))
     if words[position : position + 1] == ["--"]:
         position += 1
     return CommandLine(values, tuple(words[position:]))
@@ -69,6 +85,71 @@ def find_option(written: str) -> Option:
     raise UsageError(f"unknown option {written}{_suggest(written)}; poprun --help lists all options")
 
 
+def read_value(option: Option, text: str) -> Value:
+    """The value of an option that does not stand alone, from the word that follows it.
+
+    Raises:
+        UsageError: the word is not what the option needs.
+    """
+    if option.kind in (Kind.FLAG, Kind.BOOLEAN):
+        return _read_boolean(option, text)
+    if option.kind is Kind.NUMBER:
+        return _read_number(option, text)
+    if option.kind is Kind.ARGUMENTS:
+        return _split(option, text)
+    if option.kind is Kind.FAULT:
+        read_fault(text)
+        return (text,)
+    if option.kind is Kind.INSTANCE_ARGUMENTS:
+        read_instance_arguments(text)
+        return (text,)
+    if not text:
+        raise UsageError(f"--{option.name} is empty; give it {option.kind.value}")
+    if option.choices and text not in option.choices:
+        raise UsageError(f"--{option.name} is {text!r}; use one of {', '.join(option.choices)}")
+    return (text,) if option.kind is Kind.HOSTS else text
+
+
+def read_instance_arguments(text: str) -> tuple[int, tuple[str, ...]]:
+    """The instance and the words in `<index>:-x A=1 -x B=2`; quotes around all of the words are taken off.
+
+    Raises:
+        UsageError: there is no index or no colon, or the words cannot be split.
+    """
+    option = find_option("--instance-mpi-local-args")
+    index, colon, arguments = text.partition(":")
+    if not colon or not index.strip().isdecimal():
+        raise UsageError(f'--{option.name} is {text!r}; write the index of the instance first: 0:"-x NAME=value"')
+    words = _split(option, arguments)
+    if len(words) == 1 and arguments.strip()[:1] in ('"', "'"):
+        words = _split(option, words[0])
+    return int(index), words
+
+
+def read_fault(text: str) -> Fault:
+    """The fault that a user wants to happen.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return parse_fault(text)
+    except ValueError as error:
+        raise UsageError(f"--inject {text!r}: {error}") from None
+
+
+def check_number(option: Option, number: int) -> None:
+    """Refuse a number that is too small or too large for its option.
+
+    Raises:
+        UsageError: it is.
+    """
+    if option.at_least is not None and number < option.at_least:
+        raise UsageError(f"--{option.name} is {number}; use {option.at_least} or more")
+    if number > option.at_most:
+        raise UsageError(f"--{option.name} is {number}; use at most {option.at_most}")
+
+
 def _is_option(word: str) -> bool:
     return word.startswith("-") and word not in ("-", "--")
 
@@ -78,17 +159,21 @@ def _is_prefix(written: str, option: Option) -> bool:
 
 
 def _suggest(written: str) -> str:
-    import difflib  # costs some milliseconds, needed only on the way out
-
-    known = [spelling for option in OPTIONS for spelling in (f"--{option.name}", *option.spellings)]
-    nearest = difflib.get_close_matches(written.replace("_", "-"), known, n=3, cutoff=0.6)
-    return f", did you mean {' or '.join(nearest)}?" if nearest else ""
+    if written in _OF_MPIRUN:
+        return f", did you mean {_OF_MPIRUN[written]}?"
+    return name_nearest(written, [name for option in OPTIONS for name in (f"--{option.name}", *option.spellings)])
 
 
 def _next_word(words: Sequence[str], position: int, option: Option) -> str:
     if position == len(words):
         raise UsageError(f"--{option.name} needs {option.kind.value}, the command line ends there")
-    return words[position]
+    word = words[position]
+    if word.startswith("-") and option.kind in _WITHOUT_DASH:
+        raise UsageError(
+            f"--{option.name} needs {option.kind.value}, got {word!r}; "
+            f"write --{option.name}={word} if that is not the next option"
+        )
+    return word
 
 
 def _store(values: dict[str, Value], option: Option, value: Value) -> None:
@@ -98,20 +183,6 @@ def _store(values: dict[str, Value], option: Option, value: Value) -> None:
     values[option.name] = value
 
 
-def _convert(option: Option, text: str | None) -> Value:
-    if text is None:
-        return True
-    if option.kind in (Kind.FLAG, Kind.BOOLEAN):
-        return _read_boolean(option, text)
-    if option.kind is Kind.NUMBER:
-        return _read_number(option, text)
-    if option.kind is Kind.ARGUMENTS:
-        return _split(option, text)
-    if option.choices and text not in option.choices:
-        raise UsageError(f"--{option.name} is {text!r}; use one of {', '.join(option.choices)}")
-    return text
-
-
 def _read_boolean(option: Option, text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
         raise UsageError(f"--{option.name} needs yes or no (on, off, true, false, 1, 0), got {text!r}")
@@ -119,10 +190,11 @@ def _read_boolean(option: Option, text: str) -> bool:
 
 
 def _read_number(option: Option, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"--{option.name} needs {option.kind.value}, got {text!r}") from None
+    if not _NUMBER.fullmatch(text):
+        raise UsageError(f"--{option.name} needs {option.kind.value}, got {text!r}")
+    number = int(text)
+    check_number(option, number)
+    return number
 
 
 def _split(option: Option, text: str) -> tuple[str, ...]:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
-from collections.abc import Mapping
+import time
 from contextlib import suppress
 
 from poprun import wire
+from poprun.keep_alive import keep_alive
+from poprun.local_sockets import is_own, open_socket
 
 _READ_BYTES = 1 << 18
 
 
 class Member:
-    """poprun's end of the connection to one shim."""
+    """poprun's end of the connection to one shim.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Attributes:
+        index: the instance; -1 until its shim has said so.
+        lag_s: what is added to times on the shim's clock to have them on ours.
+        fault: why the connection broke, where the kernel said so.
+
+    Args:
+        connection: to it.
+        token: what it has to prove that it belongs to the job.
+        shares_clock: whether it runs on this machine.
+    """
+
+    def __init__(self, connection: socket.socket, token: bytes, shares_clock: bool) -> None:
         self.is_open = True
         self.index = -1
+        self.lag_s = 0.0
+        self.fault = ""
         self._connection = connection
         self._reader = wire.MessageReader()
+        self._token = token
+        self._shares_clock = shares_clock
 
     def fileno(self) -> int:
         """For poll."""
@@ -34,10 +52,33 @@ class Member:
         """The messages that have come; sets `is_open` to false at the end."""
         try:
             data = self._connection.recv(_READ_BYTES)
-        except OSError:
+        except OSError as error:
             data = b""
+            self.fault = error.strerror or str(error)
         self.is_open = bool(data)
         return self._reader.feed(data)
+
+    def meet(self, content: bytes, count: int) -> tuple[int, str] | None:
+        """Take note of who it is; None, and the end of the connection, if it is no instance of this job.
+
+        Args:
+            content: of its HELLO.
+            count: how many instances the job has.
+
+        Returns:
+            Its program's pid and its host.
+        """
+        try:
+            index, pid, clock_s, token, host = wire.unpack_hello(content)
+        except (ValueError, UnicodeDecodeError):
+            self.is_open = False
+            return None
+        if not hmac.compare_digest(token, self._token) or index >= count:
+            self.is_open = False
+            return None
+        self.index = index
+        self.lag_s = 0.0 if self._shares_clock else time.monotonic() - clock_s
+        return pid, host
 
     def close(self) -> None:
         """Close the connection, which tells the shim to end its instance."""
@@ -45,46 +86,49 @@ class Member:
 
 
 class Reception:
-    """A listening Unix socket in a private directory, which is there only until every shim has connected."""
+    """A listening socket, which is there only until every shim has connected: one of this machine, or of a network.
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._directory = _make_directory(environ.get("TMPDIR") or "/tmp")
-        self._path = os.path.join(self._directory, "control")
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(self._path)
+    Args:
+        interface: the address at which the other hosts reach us; "" where there are none.
+        silence_s: after which silence a host counts as gone.
+    """
+
+    def __init__(self, interface: str = "", silence_s: float = 0.0) -> None:
+        self._token = os.urandom(16)
+        self._silence_s = silence_s
+        self._is_local = not interface
+        if interface:
+            family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+            self._socket = socket.socket(family)
+            self._socket.bind((interface, 0))
+            self._address = f"tcp:{interface},{self._socket.getsockname()[1]},{silence_s:g}"
+        else:
+            self._socket, name = open_socket()
+            self._address = f"unix:{name}"
         self._socket.listen(4096)
         self.is_open = True
 
     @property
-    def address(self) -> str:
-        """Where shims find it; the part before the colon names the kind."""
-        return f"unix:{self._path}"
+    def contact(self) -> str:
+        """Where shims find it, and what they show to be let in; the part before the colon names the kind."""
+        return f"{self._address} {self._token.hex()}"
 
     def fileno(self) -> int:
         """For poll."""
         return self._socket.fileno()
 
-    def accept(self) -> Member:
-        """The next shim."""
-        return Member(self._socket.accept()[0])
+    def accept(self) -> Member | None:
+        """The next shim, or whoever else has called; None for another user of this machine."""
+        connection = self._socket.accept()[0]
+        if not self._is_local:
+            keep_alive(connection, self._silence_s)
+        elif not is_own(connection):
+            connection.close()
+            return None
+        return Member(connection, self._token, shares_clock=self._is_local)
 
     def close(self) -> None:
-        """Stop listening and remove every trace."""
+        """Stop listening."""
         if self.is_open:
             self.is_open = False
             self._socket.close()
-            with suppress(OSError):
-                os.unlink(self._path)
-                os.rmdir(self._directory)
-
-
-def _make_directory(parent: str) -> str:
-    """A directory that nobody else can enter; below /tmp where the path of a socket would become too long."""
-    name = f"poprun-{os.getpid()}-{os.urandom(6).hex()}"
-    for place in (parent, "/tmp"):
-        path = os.path.join(place, name)
-        if len(path) < 90:
-            with suppress(FileNotFoundError, PermissionError):
-                os.mkdir(path, 0o700)
-                return path
-    raise OSError(f"cannot make a directory below {parent} or /tmp; set TMPDIR to a short path that is writable")

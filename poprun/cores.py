@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-_NODES = Path("/sys/devices/system/node")
-_CPUS = Path("/sys/devices/system/cpu")
+from poprun import survey_script
 
 
 @dataclass(frozen=True, order=True)
@@ -30,69 +27,50 @@ class Core:
 
 def usable_cores() -> tuple[Core, ...]:
     """The cores that this process may run on, sorted; where the machine tells nothing, all on one node."""
-    nodes = _node_of_each_cpu()
-    return tuple(sorted(_describe(cpu, nodes.get(cpu, 0)) for cpu in os.sched_getaffinity(0)))
+    return tuple(Core(*each) for each in survey_script.cores())
 
 
-def divide_cores(cores: Sequence[Core], count: int) -> tuple[tuple[int, ...], ...]:
+def divide_cores(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], ...]:
     """Divide the cores into `count` disjoint blocks of equal size or nearly so, in order.
 
     Physical cores are kept whole where there are enough of them. Because the cores are sorted by NUMA node,
     the nodes are divided among the blocks wherever their numbers divide.
 
     Returns:
-        For each block the numbers of its CPUs; empty blocks (run anywhere) if there are more than cores.
+        The blocks; empty ones (run anywhere) if there are more than cores.
     """
-    whole = _physical_cores(cores)
-    units = whole if len(whole) >= count else [(core.cpu,) for core in cores]
-    if len(units) < count:
+    units = _units(cores, count)
+    if not units:
         return ((),) * count
     edges = [index * len(units) // count for index in range(count + 1)]
     blocks = (units[low:high] for low, high in zip(edges, edges[1:], strict=False))
-    return tuple(tuple(sorted(cpu for unit in block for cpu in unit)) for block in blocks)
+    return tuple(tuple(core for unit in block for core in unit) for block in blocks)
 
 
-def format_cpus(cpus: Iterable[int]) -> str:
-    """CPU numbers as the kernel lists them: `0-3,8`."""
-    ranges: list[tuple[int, int]] = []
-    for cpu in sorted(cpus):
-        if ranges and cpu == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], cpu)
-        else:
-            ranges.append((cpu, cpu))
-    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
+def deal_cores(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], ...]:
+    """Give one core to each of `count` instances in turn, as `mpirun --bind-to core` does.
+
+    Returns:
+        A core with its threads for each, or a thread where cores are too few; nothing (run anywhere) if those are.
+    """
+    return tuple(_units(cores, count)[:count]) or ((),) * count
 
 
-def parse_cpus(text: str) -> tuple[int, ...]:
-    """The CPU numbers in a list such as `0-3,8`."""
-    bounds = (part.partition("-")[::2] for part in text.strip().split(",") if part)
-    return tuple(cpu for low, high in bounds for cpu in range(int(low), int(high or low) + 1))
-
-
-def _physical_cores(cores: Sequence[Core]) -> list[tuple[int, ...]]:
-    threads: dict[tuple[int, int, int], list[int]] = {}
+def deal_sockets(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], ...]:
+    """Give all cores of one processor to each of `count` instances in turn, as `mpirun --map-by socket` does."""
+    sockets: dict[int, list[Core]] = {}
     for core in cores:
-        threads.setdefault((core.node, core.package, core.core), []).append(core.cpu)
-    return [tuple(cpus) for cpus in threads.values()]
+        sockets.setdefault(core.package, []).append(core)
+    blocks = [tuple(block) for _, block in sorted(sockets.items())]
+    return tuple(blocks[index % len(blocks)] for index in range(count))
 
 
-def _node_of_each_cpu() -> dict[int, int]:
-    nodes = {}
-    for directory in _NODES.glob("node[0-9]*"):
-        for cpu in parse_cpus(_read(directory / "cpulist")):
-            nodes[cpu] = int(directory.name[4:])
-    return nodes
-
-
-def _describe(cpu: int, node: int) -> Core:
-    topology = _CPUS / f"cpu{cpu}" / "topology"
-    package = _read(topology / "physical_package_id").strip()
-    core = _read(topology / "core_id").strip()
-    return Core(node, int(package or 0), int(core or cpu), cpu)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+def _units(cores: Sequence[Core], count: int) -> list[tuple[Core, ...]]:
+    """What is not divided any further among `count` instances: cores, or else threads; empty if those are too few."""
+    whole: dict[tuple[int, int, int], list[Core]] = {}
+    for core in cores:
+        whole.setdefault((core.node, core.package, core.core), []).append(core)
+    units: list[tuple[Core, ...]] = [tuple(threads) for threads in whole.values()]
+    if len(units) < count:
+        units = [(core,) for core in cores]
+    return units if len(units) >= count else []

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import signal
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from popdist.environments.progress import State
 from poprun.facts import EndKind, Facts
+from poprun.stacks import innermost_line
+from poprun.wording import list_ranges
 
 MOST_LINES = 15
 SAME_MOMENT_S = 0.05
 """Ends closer than this may be in the wrong order: a signal comes from outside, so it is the cause."""
+
+STUCK_STATUS = 124
+"""The exit status of a job with an instance that is stuck; that of timeout(1)."""
 
 Wait = tuple[int, int, int]
 """Instance, the instance it waits for, and the number of the collective."""
@@ -23,6 +30,8 @@ class Verdict:
         instance: the one to blame; None when none is.
         exit_status: poprun's.
         lines: what to tell the user, at most `MOST_LINES`.
+        is_of_hosts: whether no instance failed by itself, but its host, a daemon, mpirun or what connects them.
+        lost: the instances that failed, or were lost with their host; empty where none is known to have.
         is_unexplained: whether mpirun's own words are needed to understand it.
     """
 
@@ -30,6 +39,8 @@ class Verdict:
     exit_status: int
     lines: tuple[str, ...]
     is_unexplained: bool = False
+    is_of_hosts: bool = False
+    lost: tuple[int, ...] = ()
 
 
 def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
@@ -37,7 +48,7 @@ def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
 
     One look may see a collective that is about to end; a wait that is there in two looks is in vain.
     """
-    gone = {each.index for each in facts if each.is_gone}
+    gone = {each.index for each in facts if each.is_gone and not each.is_given_up}
     return frozenset(
         (each.index, other, each.record.number)
         for each in facts
@@ -49,7 +60,7 @@ def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
 
 def has_failed(facts: Sequence[Facts]) -> bool:
     """Whether an instance has failed by itself."""
-    return any(each.ending is not None and each.ending.is_own_failure for each in facts)
+    return any(each.ending is not None and each.ending.is_own_failure and not each.is_given_up for each in facts)
 
 
 def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | None:
@@ -62,7 +73,7 @@ def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | N
         facts: one entry for each instance, in order.
         in_vain: waits that were seen twice.
     """
-    failed = [each for each in facts if each.ending is not None and each.ending.is_own_failure]
+    failed = [each for each in facts if each.ending is not None and each.ending.is_own_failure and not each.is_given_up]
     if not failed:
         waited_for = sorted(gone for _, gone, _ in in_vain)
         return waited_for[0] if waited_for else _ended_by_itself(facts)
@@ -74,44 +85,168 @@ def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | N
     return blamed.index
 
 
-def judge(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> Verdict | None:
-    """The verdict over a failed job, or None when no instance explains it."""
+def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Verdict | None:
+    """The verdict over a failed job, or None when neither an instance nor the end of a daemon explains it.
+
+    Args:
+        facts: one entry for each instance, in order.
+        here: the host of mpirun, which needs no daemon.
+        in_vain: waits that were seen twice.
+    """
     in_vain = tuple(in_vain)
+    if host := _orphaned_host(facts, here):
+        return _blame_daemon(host, facts)
     index = first_cause(facts, in_vain)
     if index is None:
         return None
     blamed = facts[index]
+    if any(_is_swept(each) for each in facts) and (_is_swept(blamed) or _is_victim(blamed)):
+        return None
+    if host := _host_without_daemon(facts, blamed):
+        return _blame_daemon(host, facts) if host != here else None
     status = blamed.ending.exit_status if blamed.ending is not None else 1
     others = _describe_others(facts, index)
-    return Verdict(index, status, (_describe_blamed(blamed, facts), *others)[:MOST_LINES])
+    lines = (_describe_blamed(blamed, facts), *others)[:MOST_LINES]
+    return Verdict(index, status, lines, is_of_hosts=is_of_hosts([blamed]), lost=(index,))
+
+
+def is_of_hosts(failed: Sequence[Facts]) -> bool:
+    """Whether it is hosts that have failed, or what connects them: then Open MPI cannot go on."""
+    return any(each.ending is not None and bool(each.ending.fault) for each in failed)
+
+
+def describe_failure(failed: Facts, facts: Sequence[Facts]) -> str:
+    """A line about an instance without which the others go on."""
+    return _describe_blamed(failed, facts)
 
 
 def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
     """The verdict when mpirun has ended or was too slow to start, and no instance explains it."""
     missing = [each for each in facts if each.ending is None]
     never = [each.index for each in missing if not each.is_started]
-    how = "did not start every instance in time" if mpirun_status is None else f"ended with {mpirun_status}"
-    lines = [f"mpirun {how} before every instance had completed"]
+    how = "the job was ended"
+    if mpirun_status is not None:
+        how = f"mpirun ended with {mpirun_status}"
+    elif never:
+        how = "mpirun did not start every instance in time"
+    lines = [f"{how} before every instance had completed"]
     if never:
         lines.append(f"{list_instances(never)} never started")
-    unfinished = [each.name for each in missing if each.is_started]
-    lines += [f"{name} did not report how it ended" for name in unfinished]
-    stopped = [each.index for each in facts if each.ending is not None and each.ending.told]
-    if stopped:
-        lines.append(f"{list_instances(stopped)} had to stop because mpirun said so")
-    return Verdict(None, mpirun_status or 1, tuple(lines[:MOST_LINES]), is_unexplained=True)
+    lines += [f"{name} did not report how it ended" for name in (each.name for each in missing if each.is_started)]
+    stopped: dict[tuple[str, str], list[int]] = {}
+    for each in facts:
+        if reason := _why_stopped(each):
+            stopped.setdefault((each.host, reason), []).append(each.index)
+    lines += [
+        f"{list_instances(indices)} on host {host} had to stop because {reason}"
+        for (host, reason), indices in stopped.items()
+    ]
+    return Verdict(None, mpirun_status or 1, tuple(lines[:MOST_LINES]), is_unexplained=True, is_of_hosts=True)
+
+
+def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
+    """The instance for which others have waited for `limit_s`, while it did nothing itself; or None.
+
+    They wait in a collective, or in their exit handlers for it to come there too. One that has not even come to the
+    collective is meant before one that waits there for others.
+    """
+    still = {
+        each.index: each
+        for each in facts
+        if each.ending is None and each.record.since_s and now_s - each.record.since_s >= limit_s
+    }
+    waiting = [each for each in still.values() if each.record.is_inside]
+    awaited = [still[index] for each in waiting for index in each.record.waiting_for if index in still]
+    if not awaited and any(each.record.is_leaving for each in still.values()):
+        awaited = _awaited_at_end(facts, still)
+    if not awaited:
+        return None
+    return min(awaited, key=lambda each: (_waits(each), each.record.number, each.record.since_s)).index
+
+
+def judge_stuck(facts: Sequence[Facts], stuck: int, limit_s: float) -> Verdict:
+    """The verdict over a job in which an instance, which has been examined, is stuck."""
+    blamed = facts[stuck]
+    fact = f"{blamed.name} has made no progress for {limit_s:g} s (--stuck-timeout-s){_describe_place(blamed)}"
+    lines = [f"{fact}: it is {_describe_state(blamed)}", *_describe_others(facts, stuck)]
+    at_end = [each.index for each in facts if each.ending is None and each.record.state is State.LEAVING]
+    if at_end:
+        lines.append(f"{list_instances(at_end)} had come to the end of the program")
+    return Verdict(stuck, STUCK_STATUS, tuple(lines[:MOST_LINES]), lost=(stuck,))
 
 
 def list_instances(indices: Sequence[int]) -> str:
     """`instance 3` or `instances 0-2, 5`."""
-    ranges: list[list[int]] = []
-    for index in sorted(indices):
-        if ranges and index == ranges[-1][1] + 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    text = ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
+    text = list_ranges(indices, ", ")
     return f"instance {text}" if len(indices) == 1 else f"instances {text}"
+
+
+def _awaited_at_end(facts: Sequence[Facts], still: Mapping[int, Facts]) -> list[Facts]:
+    """Those that are not in their exit handlers, if all of them are `still`."""
+    here = [each for each in facts if each.ending is None and not each.record.is_leaving]
+    here = [each for each in here if each.record.state is not State.FINISHED]
+    return here if all(each.index in still for each in here) else []
+
+
+def _waits(each: Facts) -> bool:
+    return each.record.is_inside and bool(each.record.waiting_for)
+
+
+def _describe_state(each: Facts) -> str:
+    if each.state in ("T", "t"):
+        return "stopped by a signal or a debugger"
+    place = innermost_line(each.stack)
+    return f"at {place}" if place else "at a place that it does not show"
+
+
+def _why_stopped(each: Facts) -> str:
+    if _is_swept(each):
+        return "SIGTERM came to all processes there, as when a batch system ends a job"
+    if each.ending is not None and each.ending.told:
+        return "Open MPI said so, or its daemon there is gone"
+    return ""
+
+
+def _blame_daemon(host: str, facts: Sequence[Facts]) -> Verdict:
+    members = [each.index for each in facts if each.host == host]
+    line = f"host {host} has lost its daemon of Open MPI, and with it {list_instances(members)}"
+    lines = (line, *_describe_others(facts, -1))[:MOST_LINES]
+    return Verdict(None, 1, lines, is_of_hosts=True, lost=tuple(members))
+
+
+def _orphaned_host(facts: Sequence[Facts], here: str) -> str:
+    """The host whose daemon was the first to end; none if mpirun was, since the daemons follow it."""
+    orphans = sorted((each.orphaned_at_s, each.host) for each in facts if each.orphaned_at_s)
+    others = (host for at_s, host in orphans if at_s <= orphans[0][0] + SAME_MOMENT_S and host != here)
+    return next(others, "")
+
+
+def _is_swept(each: Facts) -> bool:
+    """Whether SIGTERM came to the program and to its shim alike; Open MPI sends it to the shim only."""
+    ending = each.ending
+    is_terminated = ending is not None and ending.kind is EndKind.SIGNAL and ending.number == signal.SIGTERM
+    return is_terminated and each.told_at_s > 0
+
+
+def _is_victim(each: Facts) -> bool:
+    """Whether it may have failed because it could not reach another one: by an exit inside a collective."""
+    return each.record.is_inside and each.ending is not None and each.ending.kind is EndKind.EXIT
+
+
+def _host_without_daemon(facts: Sequence[Facts], victim: Facts) -> str:
+    """The host all of whose instances were told to stop before another host's instance failed in a collective.
+
+    When the daemon of a host ends, Open MPI makes instances elsewhere fail before it tells them to stop.
+    """
+    ending = victim.ending
+    if ending is None or not _is_victim(victim):
+        return ""
+    end_s = ending.at_s + SAME_MOMENT_S
+    before = {each.host for each in facts if 0 < each.told_at_s < end_s}
+    if len(before) != 1 or victim.host in before:
+        return ""
+    host = before.pop()
+    return host if all(0 < each.told_at_s < end_s for each in facts if each.host == host) else ""
 
 
 def _order(each: Facts, failed: Sequence[Facts]) -> tuple[bool, float]:
@@ -146,7 +281,7 @@ def _absent_since(each: Facts) -> float:
 
 def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
     """After mpirun has told all to stop: the one that had an end of its own, as after MPI_Abort."""
-    own = [each for each in facts if each.ending is not None and not each.ending.is_success]
+    own = [each for each in facts if each.ending is not None and not each.ending.is_success and not each.is_given_up]
     own = [each for each in own if each.ending is not None and each.ending.kind is EndKind.EXIT]
     return min(own, key=_absent_since).index if own else None
 

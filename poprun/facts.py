@@ -27,12 +27,16 @@ class Ending:
         number: the exit status or the signal; 0 when lost.
         at_s: when, on the clock of `time.monotonic`.
         told: whether mpirun or poprun had told it to stop before.
+        fault: of one that is lost, what the network said.
+        lacked_memory: of one that was killed, whether the kernel did that because memory had run out.
     """
 
     kind: EndKind
     number: int
     at_s: float
     told: bool = False
+    fault: str = ""
+    lacked_memory: bool = False
 
     @property
     def is_success(self) -> bool:
@@ -56,8 +60,11 @@ class Ending:
         if self.kind is EndKind.EXIT:
             return f"ended with exit status {self.number}"
         if self.kind is EndKind.SIGNAL:
-            return f"was killed by {signal_name(self.number)}"
-        return "was lost: its supervisor process is gone, most probably killed by SIGKILL"
+            why = " for lack of memory" if self.lacked_memory else ""
+            return f"was killed by {signal_name(self.number)}{why}"
+        if self.fault:
+            return f"was lost: the connection to its host broke ({self.fault})"
+        return "was lost: its supervisor process was killed or cut off"
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class Facts:
         pid: its program; 0 before it has reported.
         ending: None while it runs.
         record: what it noted last.
+        is_given_up: whether the others go on without it.
+        told_at_s: when its shim was told to stop, by Open MPI or because Open MPI's daemon is gone; 0 if it was not.
+        orphaned_at_s: the same time where the daemon, or mpirun itself, which had started the shim, was gone already.
+        state: the letter of its process's state, once it was asked for.
+        stack: its Python stack, as faulthandler writes it, once it was asked for; empty where it shows none.
     """
 
     index: int
@@ -77,6 +89,11 @@ class Facts:
     pid: int = 0
     ending: Ending | None = None
     record: ProgressRecord = field(default_factory=ProgressRecord)
+    told_at_s: float = 0.0
+    orphaned_at_s: float = 0.0
+    is_given_up: bool = False
+    state: str = ""
+    stack: str = ""
 
     @property
     def name(self) -> str:

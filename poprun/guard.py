@@ -13,23 +13,38 @@ import signal
 import time
 
 from poprun import wire
-from poprun.lines import LineBuffer
-from poprun.processes import adopt_orphans, descendants, die_with_parent, send, start
+from poprun.keep_alive import keep_alive
+from poprun.lines import LineBuffer, silence_s
+from poprun.out_of_memory import OutOfMemory
+from poprun.pace import Pace
+from poprun.processes import adopt_orphans, catch_signals, descendants, die_with_parent, send, start, state_of
 from poprun.standard_input import Feed
-from poprun.terminals import open_outputs
+from poprun.terminals import PIPE_BYTES, enlarge, open_outputs
 
-CONTROL_VARIABLE = "POPRUN_CONTROL"
+TYPE_CHECKING = False  # that of `typing`, which takes too long to load
+if TYPE_CHECKING:
+    import socket
+
 PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
+STACK_VARIABLE = "POPRUN_STACK"
+STACK_SIGNAL = signal.SIGRTMAX - 4  # not one of those that programs use
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN1\0" + bytes(PAGE_BYTES - 8)
-RELEASED_OFFSET = 64
+RELEASED_OFFSET, SUPERVISOR_OFFSET = 64, 80
+CUT_SIGNAL = signal.SIGRTMIN + 1  # of an injected fault
 
 ABORT_GRACE_S = 0.15
-"""After mpirun has said stop: the instance that called MPI_Abort ends by itself, and its status is wanted."""
+"""After mpirun has said stop: the instance that called MPI_Abort ends by itself, and its status is wanted. Not twice as
+long: where a host is cut off, the daemons of the others would kill us before we have said that we were told."""
 LINGER_S = 0.1
 """After the program has ended: helpers such as Python's resource tracker clean up and end by themselves."""
 SWEEP_S = 0.003
-_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STACK_S = 0.1
+"""How often it is looked whether a program has written its stack: it has when there is one that grows no more."""
+STACK_LIMIT_S = 4.0
+"""How long that may take on a machine with too few cores."""
+STACK_BYTES = 1 << 16
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, wire.ORPHANED)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP)
 _NEVER = float("inf")
 
@@ -42,12 +57,12 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         words: the program and its arguments.
         environ: the environment; what is meant for the shim is not passed on.
     """
-    wakeup = _catch_signals()
-    die_with_parent(signal.SIGTERM)
+    wakeup = catch_signals((*_STOPPING, *_PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
+    die_with_parent(wire.ORPHANED)
     adopt_orphans()
-    address, _, terminals = environ.pop(CONTROL_VARIABLE).rpartition(" ")
+    address, token, terminals = environ.pop(wire.CONTROL_VARIABLE).rsplit(" ", 2)
     rank = int(environ["OMPI_COMM_WORLD_RANK"])
-    page = _new_page(environ)
+    page, stack = _new_page(environ), _new_stack(environ)
     outputs = open_outputs(terminals)
     stdin, feed = os.pipe() if rank == 0 else (os.open(os.devnull, os.O_RDONLY), -1)
     parent = os.getpid()
@@ -61,31 +76,34 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         for target, (_, writer) in outputs.items():
             os.dup2(writer, target)
         if cpus != "any":
-            os.sched_setaffinity(0, _parse_cpus(cpus))
+            os.sched_setaffinity(0, parse_cpus(cpus))
 
     pid = start(words, environ, prepare)
     os.close(stdin)
     for _, writer in outputs.values():
         os.close(writer)
-    link = Link(address)
-    link.send(wire.pack_hello(rank, pid, os.uname().nodename))
-    Guard(pid, page, link, wakeup, [outputs[1][0], outputs[2][0]], Feed(feed)).run()
+    try:
+        link = Link(address)
+    except OSError:  # poprun is gone
+        _end_descendants()
+        raise
+    link.send(wire.pack_hello(rank, pid, time.monotonic(), bytes.fromhex(token), os.uname().nodename))
+    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], Feed(feed)).run()
     return 0
 
 
 class Link:
-    """The socket to poprun; once it has failed, everything sent is dropped."""
+    """The socket to poprun; once it has failed, everything sent is dropped.
+
+    Attributes:
+        is_open: whether poprun may still be there.
+        is_cut: whether it has ended because nothing came through any more, rather than by poprun's will or end.
+    """
 
     def __init__(self, address: str) -> None:
-        import socket  # the program has been started by now, so this costs no time
-
-        scheme, _, path = address.partition(":")
-        if scheme != "unix":
-            raise ValueError(f"the control address {address!r} is not a unix: address")
         self.is_open = True
-        self._path = path
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
+        self.is_cut = False
+        self._socket = _connect(address)
         self._reader = wire.MessageReader()
 
     def fileno(self) -> int:
@@ -97,49 +115,81 @@ class Link:
         if self.is_open:
             try:
                 self._socket.sendall(message)
-            except OSError:
-                self.is_open = False
+            except OSError as error:
+                self._fail(error)
 
     def receive(self) -> list[tuple[int, bytes]]:
         """The messages that have come; sets `is_open` to false at the end."""
         try:
             data = self._socket.recv(65536)
-        except OSError:
+        except OSError as error:
             data = b""
+            self._fail(error)
         self.is_open = self.is_open and bool(data)
-        if not self.is_open:
-            self._tidy()
         return self._reader.feed(data)
 
-    def _tidy(self) -> None:
-        """Remove the socket that a poprun killed during the start could not remove."""
-        for remove, path in ((os.unlink, self._path), (os.rmdir, os.path.dirname(self._path))):
-            try:
-                remove(path)
-            except OSError:
-                return
+    def cut(self) -> None:
+        """Break the connection."""
+        import socket
+
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _fail(self, error: OSError) -> None:
+        self.is_open = False
+        self.is_cut = self.is_cut or not isinstance(error, ConnectionError)
+
+
+def _connect(address: str) -> socket.socket:
+    """The connection to poprun."""
+    import socket  # the program has been started by now, so this costs no time
+
+    scheme, _, place = address.partition(":")
+    if scheme == "unix":
+        from poprun.local_sockets import connect
+
+        return connect(place)
+    if scheme != "tcp":
+        raise ValueError(f"the control address {address!r} is neither a unix: nor a tcp: address")
+    host, port, silence_s = place.rsplit(",", 2)
+    connection = socket.create_connection((host, int(port)), timeout=float(silence_s))
+    connection.settimeout(None)
+    keep_alive(connection, float(silence_s))
+    return connection
 
 
 class Guard:
     """The state of one instance, from its start until nothing of it is left and poprun has said so."""
 
-    def __init__(self, pid: int, page: int, link: Link, wakeup: int, outputs: list[int], feed: Feed) -> None:
+    def __init__(
+        self, pid: int, page: int, stack: int, link: Link, wakeup: int, outputs: list[int], feed: Feed
+    ) -> None:
         self._pid = pid
+        self._daemon = os.getppid()
         self._page = page
+        self._stack = stack
+        self._stack_begin = self._stack_end = 0  # of the stack that was asked for, as far as it is written
         self._link = link
         self._wakeup = wakeup
         self._feed = feed
+        self._memory = OutOfMemory()
         self._outputs = dict(zip(outputs, (wire.STDOUT, wire.STDERR), strict=True))
-        self._lines = {descriptor: LineBuffer() for descriptor in outputs}
+        self._lines = {descriptor: LineBuffer(silence_s(os.isatty(descriptor))) for descriptor in outputs}
+        self._pace = Pace(min(map(enlarge, outputs)))
+        self._read_bytes = 0
+        self._read_at_s = _NEVER  # in a pause: when it is over
         self._is_running = True
         self._has_children = True
         self._is_dismissed = False
         self._told = 0
         self._kill_at_s = _NEVER  # the program itself
+        self._examined_at_s = _NEVER  # when the stack is looked at
+        self._stack_limit_s = _NEVER
         self._sweep_at_s = _NEVER  # whatever is left of its descendants
         self._poll = select.poll()
+        for descriptor in outputs:
+            os.set_blocking(descriptor, False)
         for descriptor in (wakeup, link.fileno(), *outputs):
-            os.set_blocking(descriptor, descriptor == link.fileno())
             self._poll.register(descriptor, select.POLLIN)
         if feed.is_open:
             os.set_blocking(feed.descriptor, False)
@@ -151,7 +201,12 @@ class Guard:
             for descriptor, _ in self._poll.poll(self._timeout_ms()):
                 self._serve(descriptor)
             self._hand_over_input()
-            self._keep_time(time.monotonic())
+            now_s = time.monotonic()
+            self._keep_pace(now_s)
+            self._keep_time(now_s)
+        if self._link.is_cut and os.getppid() == self._daemon:
+            # It has told mpirun of our instance, and keep-alive ends no connection on which data wait to be confirmed.
+            send(self._daemon, signal.SIGTERM)
 
     def _serve(self, descriptor: int) -> None:
         if descriptor == self._wakeup:
@@ -165,6 +220,8 @@ class Guard:
     def _take_signal(self, number: int) -> None:
         if number in _PASSED_ON:
             self._pass_on(number)
+        elif number == CUT_SIGNAL:
+            self._link.cut()
         elif number in _STOPPING and not self._told:
             self._told = number
             self._link.send(wire.pack_number(wire.TOLD, number))
@@ -195,9 +252,11 @@ class Guard:
             elif kind == wire.SIGNAL:
                 self._pass_on(wire.unpack_number(content))
             elif kind == wire.RELEASE and self._page >= 0:
-                os.pwrite(self._page, b"\1", RELEASED_OFFSET)
+                os.pwrite(self._page, wire.unpack_number(content).to_bytes(8, "little"), RELEASED_OFFSET)
             elif kind == wire.STDIN:
                 self._feed.put(content)
+            elif kind == wire.EXAMINE:
+                self._examine()
             elif kind == wire.STOP:
                 self._dismiss()
         if not self._link.is_open:
@@ -208,6 +267,8 @@ class Guard:
         self._is_dismissed = True
         self._told = self._told or int(signal.SIGKILL)
         self._kill_at_s = 0.0
+        if not self._is_running:
+            self._sweep_at_s = 0.0
 
     def _report(self) -> None:
         page = b""
@@ -218,11 +279,37 @@ class Guard:
                 if again == page:
                     break
                 page = again
-        self._link.send(wire.pack_progress(time.monotonic(), page))
+        now_s = time.monotonic()
+        self._memory.look(now_s)
+        self._link.send(wire.pack_progress(now_s, page))
+
+    def _examine(self) -> None:
+        """Have the program write its stack, if it has said that it can."""
+        self._stack_begin = os.fstat(self._stack).st_size if self._stack >= 0 else 0
+        if self._stack_begin and self._is_running:
+            send(self._pid, STACK_SIGNAL)
+        now_s = time.monotonic()
+        self._examined_at_s, self._stack_limit_s = now_s + STACK_S, now_s + STACK_LIMIT_S
+        self._stack_end = self._stack_begin
+
+    def _look_at_stack(self, now_s: float) -> None:
+        """Tell the stack, if the program has written it or will not."""
+        is_awaited = self._stack_begin and self._is_running and state_of(self._pid) not in (b"T", b"t")
+        before, self._stack_end = self._stack_end, os.fstat(self._stack).st_size if is_awaited else 0
+        is_written = before == self._stack_end > self._stack_begin
+        if is_awaited and not is_written and now_s < self._stack_limit_s:
+            self._examined_at_s = now_s + STACK_S
+        else:
+            self._tell_stack()
+
+    def _tell_stack(self) -> None:
+        self._examined_at_s = _NEVER
+        stack = os.pread(self._stack, STACK_BYTES, self._stack_begin) if self._stack_begin else b""
+        self._link.send(wire.pack(wire.EXAMINED, state_of(self._pid) + stack))
 
     def _forward(self, descriptor: int) -> None:
         try:
-            data = os.read(descriptor, 65536)
+            data = os.read(descriptor, PIPE_BYTES)
         except BlockingIOError:
             return
         except OSError:  # a terminal whose last writer has gone
@@ -230,11 +317,36 @@ class Guard:
         if not data:
             self._close_output(descriptor)
             return
+        self._read_bytes += len(data)
         self._send_output(descriptor, self._lines[descriptor].feed(data, time.monotonic()))
+
+    def _keep_pace(self, now_s: float) -> None:
+        """Read at the end of a pause, and begin one when readings follow each other fast."""
+        if now_s >= self._read_at_s:
+            for descriptor in list(self._outputs):
+                self._forward(descriptor)
+        elif not self._read_bytes:
+            return
+        pause_s = self._pace.pause_s(now_s, self._read_bytes) if self._read_bytes else 0.0
+        self._read_bytes = 0
+        if pause_s and self._read_at_s == _NEVER:
+            for descriptor in self._outputs:
+                self._poll.unregister(descriptor)
+        elif not pause_s and self._read_at_s != _NEVER:
+            for descriptor in self._outputs:
+                self._poll.register(descriptor, select.POLLIN)
+        self._read_at_s = now_s + pause_s if pause_s else _NEVER
+
+    def _let_go(self, descriptor: int, lines: LineBuffer, now_s: float) -> None:
+        """Send a piece that has waited long enough, unless more has come while we waited for poprun to read."""
+        self._forward(descriptor)
+        if descriptor in self._outputs:
+            self._send_output(descriptor, lines.expire(now_s))
 
     def _close_output(self, descriptor: int) -> None:
         self._send_output(descriptor, self._lines[descriptor].flush())
-        self._poll.unregister(descriptor)
+        if self._read_at_s == _NEVER:
+            self._poll.unregister(descriptor)
         os.close(descriptor)
         del self._outputs[descriptor], self._lines[descriptor]
 
@@ -256,12 +368,15 @@ class Guard:
                 self._send_output(descriptor, self._lines[descriptor].flush())
 
     def _keep_time(self, now_s: float) -> None:
-        for descriptor, lines in self._lines.items():
-            self._send_output(descriptor, lines.expire(now_s))
+        for descriptor, lines in list(self._lines.items()):
+            if now_s >= lines.deadline_s():
+                self._let_go(descriptor, lines, now_s)
         self._reap()
         if self._is_running and now_s >= self._kill_at_s:
             send(self._pid, signal.SIGKILL)
             self._kill_at_s = _NEVER
+        if now_s >= self._examined_at_s:
+            self._look_at_stack(now_s)
         if self._has_children and now_s >= self._sweep_at_s:
             for pid in descendants(os.getpid()):
                 send(pid, signal.SIGKILL)
@@ -285,10 +400,12 @@ class Guard:
         self._sweep_at_s = now_s + LINGER_S
         self._drain()
         self._report()
-        self._link.send(wire.pack_ended(code < 0, bool(self._told), abs(code), now_s))
+        lacked_memory = code == -signal.SIGKILL and self._memory.has_just_killed(now_s)
+        self._link.send(wire.pack_ended(code < 0, bool(self._told), lacked_memory, abs(code), now_s))
 
     def _timeout_ms(self) -> int | None:
         deadlines = [lines.deadline_s() for lines in self._lines.values()]
+        deadlines += [self._read_at_s, self._examined_at_s]
         if self._is_running:
             deadlines.append(self._kill_at_s)
         if self._has_children:
@@ -299,14 +416,17 @@ class Guard:
         return max(0, int((soonest - time.monotonic()) * 1000) + 1)
 
 
-def _catch_signals() -> int:
-    """Turn signals into bytes in a pipe; its reading end."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (*_STOPPING, *_PASSED_ON, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)
-    return reader
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """The CPU numbers in a list such as `0-3,8`."""
+    bounds = (part.partition("-")[::2] for part in text.split(","))
+    return tuple(cpu for low, high in bounds for cpu in range(int(low), int(high or low) + 1))
+
+
+def _end_descendants() -> None:
+    while left := descendants(os.getpid()):
+        for pid in left:
+            send(pid, signal.SIGKILL)
+        time.sleep(SWEEP_S)
 
 
 def _new_page(environ: dict[str, str]) -> int:
@@ -315,6 +435,7 @@ def _new_page(environ: dict[str, str]) -> int:
     try:
         page = os.memfd_create("poprun-progress", 0)
         os.write(page, NEW_PAGE)
+        os.pwrite(page, os.getpid().to_bytes(8, "little"), SUPERVISOR_OFFSET)
     except OSError:
         return -1
     os.set_inheritable(page, True)
@@ -322,6 +443,13 @@ def _new_page(environ: dict[str, str]) -> int:
     return page
 
 
-def _parse_cpus(text: str) -> tuple[int, ...]:
-    bounds = (part.partition("-")[::2] for part in text.split(","))
-    return tuple(cpu for low, high in bounds for cpu in range(int(low), int(high or low) + 1))
+def _new_stack(environ: dict[str, str]) -> int:
+    """Make the memory file of the program's stack and name it to the program; -1 where that is impossible."""
+    environ.pop(STACK_VARIABLE, None)
+    try:
+        stack = os.memfd_create("poprun-stack", 0)
+    except OSError:
+        return -1
+    os.set_inheritable(stack, True)
+    environ[STACK_VARIABLE] = f"{stack}:{STACK_SIGNAL}"
+    return stack

@@ -29,9 +29,17 @@ def level_from(verbosity: int, environ: Mapping[str, str]) -> Level:
     return Level[name] if name in Level.__members__ else Level.WARN
 
 
+def fault_of_level(environ: Mapping[str, str]) -> str:
+    """What is wrong with the variable POPRUN_LOG_LEVEL; empty if nothing is."""
+    name = environ.get(LEVEL_VARIABLE, "")
+    if not name or name.upper() in Level.__members__:
+        return ""
+    return f"{LEVEL_VARIABLE} is {name!r}, which is no level; use one of {', '.join(Level.__members__)}"
+
+
 @dataclass(frozen=True)
 class Log:
-    """Formats lines and hands those that are wanted to the supervisor of the terminal.
+    """Writes lines, those that are wanted. While a job runs its supervisor does that, in step with the output.
 
     Attributes:
         level: what is shown.
@@ -64,10 +72,17 @@ class Log:
 
 def format_line(level: Level, text: str) -> str:
     """One log line, with its newline; line breaks inside the text begin new log lines."""
-    now = time.time()
-    clock = time.strftime("%H:%M:%S", time.localtime(now))
-    head = f"{clock}.{int(now * 1000) % 1000:03d} {os.getpid()} POPRUN [{level.name[0]}] "
+    head = f"{clock_text(time.time())} {os.getpid()} POPRUN [{level.name[0]}] "
     return "".join(f"{head}{line}\n" for line in text.splitlines() or [""])
+
+
+def clock_text(now_s: float) -> str:
+    """The local time with milliseconds.
+
+    Args:
+        now_s: seconds since 1970.
+    """
+    return f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s * 1000) % 1000:03d}"
 
 
 def write_all(descriptor: int, data: bytes) -> None:

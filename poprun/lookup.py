@@ -36,14 +36,49 @@ def check_program(program: str, environ: Mapping[str, str]) -> None:
     """
     if "/" not in program:
         if _search_path(program, environ) is None:
-            raise UsageError(f"program {program!r} is not in PATH{_hint(Path(program))}")
+            if len(words := program.split()) > 1 and _search_path(words[0], environ):
+                raise UsageError(
+                    f"program {program!r} is one word; write the program and its arguments as words of their own"
+                )
+            raise UsageError(f"program {program!r} is not in PATH{_hint(program)}")
         return
     path = Path(program)
     if not path.exists():
         raise UsageError(f"program {program!r} does not exist; the working directory is {Path.cwd()}")
     if not _is_executable(path):
         what = "a directory" if path.is_dir() else "not executable"
-        raise UsageError(f"program {program!r} is {what}{_hint(path)}")
+        raise UsageError(f"program {program!r} is {what}{_hint(program)}")
+    interpreter = _interpreter_of(path)
+    if interpreter is not None and not Path(interpreter).exists():
+        raise UsageError(
+            f"program {program!r} wants the interpreter {interpreter!r}, which does not exist; mend its first line"
+        )
+
+
+def check_working_directory() -> None:
+    """Refuse a working directory that has been removed; mpirun and every instance need it.
+
+    Raises:
+        UsageError: it has.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working directory cannot be found: {error.strerror}; change into one that exists"
+        ) from None
+
+
+def home_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """HOME for mpirun, which does not run without it, where the environment lacks it, as that of cron may."""
+    if environ.get("HOME"):
+        return {}
+    import pwd  # seldom needed
+
+    try:
+        return {"HOME": pwd.getpwuid(os.geteuid()).pw_dir}
+    except KeyError:  # a user without an entry, as in containers
+        return {"HOME": "/"}
 
 
 def check_user(settings: Settings, user_id: int, environ: Mapping[str, str]) -> None:
@@ -81,9 +116,24 @@ def _is_executable(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
-def _hint(path: Path) -> str:
+def _interpreter_of(script: Path) -> str | None:
+    """What the first line of a script names after `#!`, as the kernel reads it; None where there is no such line."""
+    try:
+        with script.open("rb") as file:
+            line = file.readline(256)
+    except OSError:
+        return None
+    # a carriage return is a part of the name
+    name = line[2:].rstrip(b"\n").strip(b" \t").replace(b"\t", b" ").partition(b" ")[0] if line[:2] == b"#!" else b""
+    return os.fsdecode(name) if name else None
+
+
+def _hint(program: str) -> str:
+    path = Path(program)
     if path.is_file() and path.suffix == ".py":
-        return f"; start it with `python {path}`"
+        return f"; start it with `python {program}`"
     if path.is_file():
-        return f"; write ./{path}, or make it executable with `chmod +x {path}`"
+        make = "" if _is_executable(path) else f"make it executable with `chmod +x {program}`"
+        name = "" if "/" in program else f"write ./{program}"
+        return "; " + " and ".join(filter(None, (make, name)))
     return "; check its spelling"

@@ -29,7 +29,8 @@ class Mpirun:
         # Ctrl-C in a terminal, or SIGTERM for the process group, reaches mpirun too. Blocked there, it is for
         # poprun to say what happens; SIGHUP remains for us.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-        self.pid = start(list(command), dict(environ), lambda: _prepare(out, err))
+        parent = os.getpid()
+        self.pid = start(list(command), dict(environ), lambda: _prepare(out, err, parent))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(out)
         os.close(err)
@@ -51,8 +52,9 @@ class Mpirun:
 
     @property
     def complaint(self) -> bytes:
-        """The end of its standard error so far."""
-        return bytes(self._words)
+        """The end of its standard error so far, as whole lines: some of its messages end with a NUL instead."""
+        words = self._words.replace(b"\0", b"").rstrip()
+        return bytes(words + b"\n") if words else b""
 
     def reap(self) -> None:
         """Take note of its end, and of the end of orphans that poprun has adopted."""
@@ -80,8 +82,13 @@ class Mpirun:
             send(self.pid, number)
 
 
-def _prepare(out: int, err: int) -> None:
+def _prepare(out: int, err: int, parent: int) -> None:
+    # poprun may be killed at any moment: our copy of its handlers must not take the signal that then ends us, nor
+    # may it have been too early for that.
+    signal.signal(END_SIGNAL, signal.SIG_DFL)
+    die_with_parent(END_SIGNAL)
+    if os.getppid() != parent:
+        os._exit(127)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    die_with_parent(END_SIGNAL)

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import os
 import select
+import stat
+import time
 from collections import deque
+
+from poprun.log import Level, format_line
+from poprun.output_files import Keeping, NoFiles, OutputFiles
+from poprun.output_lines import Cursor
+from poprun.output_style import OutputStyle
 
 TAIL_LINES = 50
 MOST_HELD_BYTES = 16 << 20
-_STREAMS = {1: "stdout", 2: "stderr"}
-_PIECE_BYTES = select.PIPE_BUF  # what a pipe that is ready takes without blocking
-
-
-class Cursor:
-    """Who wrote the unfinished line that the cursor of a terminal, or the end of a file, stands on."""
-
-    def __init__(self) -> None:
-        self.owner: bytes = b""
+_PLAIN = OutputStyle()
+_WRITE_BYTES = 1 << 16
 
 
 class Sink:
-    """One of poprun's own descriptors; it holds back what the reader does not take yet."""
+    """One of poprun's own descriptors; it holds back what the reader does not take yet.
 
-    def __init__(self, descriptor: int, cursor: Cursor) -> None:
+    Attributes:
+        is_closed: whether nothing can be written any more.
+        fault: why, unless the reader has gone.
+    """
+
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.is_closed = False
-        self._cursor = cursor
+        self.fault = ""
+        self.is_terminal = os.isatty(descriptor)
+        self._unwaiting = _open_unwaiting(descriptor)
+        self._piece_bytes = _WRITE_BYTES if self._unwaiting >= 0 or _is_file(descriptor) else select.PIPE_BUF
+        self._cursor = Cursor()
         self._held = bytearray()
 
     @property
@@ -33,24 +42,10 @@ class Sink:
         """How much waits for the reader."""
         return len(self._held)
 
-    def write_tagged(self, tag: bytes, data: bytes) -> None:
-        """Write whole lines, or one last piece of a line, with the tag in front of each."""
-        if self._cursor.owner != tag:
-            self.end_line()
-        *lines, piece = data.split(b"\n")
-        for line in lines:
-            self._write_line(tag, line + b"\n")
-            self._cursor.owner = b""
-        if piece:
-            self._write_line(tag, piece)
-            self._cursor.owner = tag
+    def write_tagged(self, tag: bytes, data: bytes, clock: bytes = b"") -> None:
+        """Write whole lines, or one last piece of a line, with clock and tag in front of each."""
+        self._held += self._cursor.tagged(tag, data, clock)
         self.flush()
-
-    def end_line(self) -> None:
-        """Finish a line that somebody left unfinished."""
-        if self._cursor.owner:
-            self._held += b"\n"
-            self._cursor.owner = b""
 
     def write_own(self, data: bytes) -> None:
         """Write lines of poprun's own or of mpirun, untagged."""
@@ -58,82 +53,142 @@ class Sink:
         self._held += data
         self.flush()
 
+    def end_line(self) -> None:
+        """Finish a line that somebody left unfinished."""
+        self._held += self._cursor.end_line()
+
     def flush(self) -> None:
         """Write what can be written without waiting."""
-        while self._held and not self.is_closed and self._is_ready():
+        while self._held and not self.is_closed:
             try:
-                written = os.write(self.descriptor, self._held[:_PIECE_BYTES])
-            except OSError:
+                written = self._write(bytes(self._held[: self._piece_bytes]))
+            except BlockingIOError:
+                return
+            except OSError as error:
                 self.is_closed = True
+                self.fault = "" if isinstance(error, BrokenPipeError) else error.strerror or str(error)
                 break
             del self._held[:written]
         if self.is_closed:
             self._held.clear()
 
-    def _write_line(self, tag: bytes, line: bytes) -> None:
-        if not self._cursor.owner:
-            self._held += tag
-        # A redrawn line keeps its tag; the carriage return of a DOS line end is left alone.
-        body = line.removesuffix(b"\r\n")
-        self._held += body.replace(b"\r", b"\r" + tag) + line[len(body) :]
+    def close(self) -> None:
+        """Close what has been opened besides the descriptor."""
+        if self._unwaiting >= 0:
+            os.close(self._unwaiting)
+            self._unwaiting = -1
+            self._piece_bytes = select.PIPE_BUF
 
-    def _is_ready(self) -> bool:
+    def _write(self, data: bytes) -> int:
+        if self._unwaiting >= 0:
+            return os.write(self._unwaiting, data)
         poll = select.poll()
         poll.register(self.descriptor, select.POLLOUT)
-        return bool(poll.poll(0))
+        if not poll.poll(0):
+            raise BlockingIOError
+        return os.write(self.descriptor, data)  # a pipe that is ready takes PIPE_BUF bytes, a file everything
 
 
 class Output:
-    """Everything that the user sees of the instances.
+    """Everything that the user sees and keeps of the instances.
 
     Args:
-        only: the instance whose output is shown; None: all.
+        only: the instance whose output is shown; None: all. Files keep the output of all.
+        style: how it is shown, and where it is kept.
+
+    Raises:
+        UsageError: the files cannot be made.
     """
 
-    def __init__(self, only: int | None = None) -> None:
-        shared = Cursor()
-        self.stdout = Sink(1, shared)
-        self.stderr = Sink(2, shared if _same_file(1, 2) else Cursor())
+    def __init__(self, only: int | None = None, style: OutputStyle = _PLAIN) -> None:
+        self.style = style
+        self._files: Keeping = NoFiles()
+        if style.directory is not None:
+            self._files = OutputFiles(style.directory, len(style.hosts), self._warn)
+        self.stdout = Sink(1)
+        self.stderr = self.stdout if _same_file(1, 2) else Sink(2)
         self._only = only
         self._tails: dict[int, deque[bytes]] = {}
 
     @property
-    def sinks(self) -> tuple[Sink, Sink]:
-        """Both descriptors."""
-        return self.stdout, self.stderr
+    def sinks(self) -> tuple[Sink, ...]:
+        """Both descriptors, or one where they are the same file."""
+        return (self.stdout,) if self.stderr is self.stdout else (self.stdout, self.stderr)
 
     @property
     def is_behind(self) -> bool:
         """Whether so much is held back that instances should be made to wait."""
         return any(sink.held_bytes > MOST_HELD_BYTES for sink in self.sinks)
 
+    def record(self, instance: int, descriptor: int, data: bytes) -> None:
+        """Keep output of an instance, whether it will be shown or not; called once for all that comes."""
+        self._files.record(instance, descriptor, data)
+
     def show(self, instance: int, descriptor: int, data: bytes) -> None:
         """Show output of an instance, or, where it is silenced, remember the end of its standard error."""
+        clock = self.style.clock(time.time())
+        self._files.merge(self.style.tag(instance, descriptor), data, clock)
         if self._only is None or instance == self._only:
-            sink = self.stdout if descriptor == 1 else self.stderr
-            sink.write_tagged(tag(instance, descriptor), data)
+            self._write_tagged(instance, descriptor, data, clock)
         elif descriptor == 2:
             tail = self._tails.setdefault(instance, deque(maxlen=TAIL_LINES))
             tail.extend(data.splitlines(keepends=True))
 
+    def show_own(self, descriptor: int, data: bytes) -> None:
+        """Show lines of poprun's own or of mpirun."""
+        self._files.merge_own(data)
+        self._sink(descriptor).write_own(data)
+
     def show_hidden_errors(self, instance: int) -> None:
         """Show the last lines of standard error of an instance that was silenced."""
         for line in self._tails.pop(instance, ()):
-            self.stderr.write_tagged(tag(instance, 2), line)
+            self._write_tagged(instance, 2, line, self.style.clock(time.time()))
 
     def finish(self, limit_s: float | None) -> None:
         """Write what is held back; wait for a slow reader for ever, or at most `limit_s` for each piece."""
+        self._files.close()
         for sink in self.sinks:
             sink.end_line()
             poll = select.poll()
             poll.register(sink.descriptor, select.POLLOUT)
             while sink.held_bytes and poll.poll(None if limit_s is None else limit_s * 1000):
                 sink.flush()
+            sink.close()
+
+    def _write_tagged(self, instance: int, descriptor: int, data: bytes, clock: bytes) -> None:
+        sink = self._sink(descriptor)
+        tag = self.style.tag(instance, descriptor, self.style.is_coloured(sink.is_terminal))
+        sink.write_tagged(tag, data, clock)
+
+    def _sink(self, descriptor: int) -> Sink:
+        return self.stdout if descriptor == 1 else self.stderr
+
+    def _warn(self, text: str) -> None:
+        self.stderr.write_own(format_line(Level.WARN, text).encode(errors="surrogateescape"))
 
 
-def tag(instance: int, descriptor: int) -> bytes:
-    """What mpirun's --tag-output puts in front of a line, with the job number 1."""
-    return f"[1,{instance}]<{_STREAMS[descriptor]}>:".encode()
+def _open_unwaiting(descriptor: int) -> int:
+    """The same pipe or terminal, opened once more for writing without waiting; -1 where that is impossible.
+
+    The flag on the descriptor itself would hold for every program that shares it, the user's shell among them.
+    """
+    if not (stat.S_ISFIFO(_mode(descriptor)) or os.isatty(descriptor)):
+        return -1
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return -1
+
+
+def _is_file(descriptor: int) -> bool:
+    return stat.S_ISREG(_mode(descriptor))
+
+
+def _mode(descriptor: int) -> int:
+    try:
+        return os.fstat(descriptor).st_mode
+    except OSError:
+        return 0
 
 
 def _same_file(first: int, second: int) -> bool:

@@ -1,11 +1,11 @@
-"""Where everything runs: replicas on instances, instances on hosts and cores. Pure arithmetic."""
+"""Where everything runs: replicas on instances, instances on hosts, domains and cores. Pure arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from poprun.cores import Core, divide_cores
+from poprun.cores import Core, deal_cores, deal_sockets, divide_cores
 from poprun.settings import Settings
 
 BINDING_OPTIONS = ("--bind-to", "--map-by", "--cpu-set", "--cpu-list", "--rankfile")
@@ -21,6 +21,9 @@ class Place:
         local_index: among the instances of that machine.
         replicas: the global indices of its replicas.
         cpus: what it is pinned to; empty: not pinned.
+        nodes: the NUMA nodes of these; empty: not pinned.
+        domain: its IPU-Link domain.
+        device: the id of its device in the partition; None: there is no partition.
     """
 
     index: int
@@ -28,31 +31,57 @@ class Place:
     local_index: int
     replicas: range
     cpus: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    domain: int = 0
+    device: int | None = None
 
 
-def place_instances(settings: Settings, host: str, cores: Sequence[Core]) -> tuple[Place, ...]:
-    """Place the instances of a job on one host.
+def place_instances(
+    settings: Settings, hosts: Sequence[str], cores: Mapping[str, Sequence[Core]], devices: Sequence[int] = ()
+) -> tuple[Place, ...]:
+    """Place the instances of a job: equal blocks on the hosts, in the order of the hosts.
+
+    Neighbouring instances are thus on one host wherever possible, and a ring over all of them crosses the link of
+    each host once in each direction.
 
     Args:
-        settings: how many instances and replicas, and whether to pin.
-        host: the machine's name.
-        cores: the cores that may be used, sorted.
+        settings: how many instances and replicas, and whether to pin; instances divide over hosts and domains.
+        hosts: the names of the machines.
+        cores: for each host the cores that may be used, sorted.
+        devices: the device of each instance; empty: none.
     """
-    blocks = divide_cores(cores, settings.num_instances) if pins_instances(settings) else None
-    local = settings.replicas_per_instance
+    share = settings.num_instances // len(hosts)
+    pinned = [cores_of for host in hosts for cores_of in pin_instances(settings, share, cores[host])]
+    replicas = settings.replicas_per_instance
     return tuple(
-        Place(index, host, index, range(index * local, (index + 1) * local), blocks[index] if blocks else ())
-        for index in range(settings.num_instances)
+        Place(
+            index=index,
+            host=hosts[index // share],
+            local_index=index % share,
+            replicas=range(index * replicas, (index + 1) * replicas),
+            cpus=tuple(sorted(core.cpu for core in own)),
+            nodes=tuple(sorted({core.node for core in own})),
+            domain=index * settings.domains // settings.num_instances,
+            device=devices[index] if devices else None,
+        )
+        for index, own in enumerate(pinned)
     )
 
 
-def pins_instances(settings: Settings) -> bool:
-    """Whether instances get cores of their own: there are several, and the user wants nothing else."""
-    return (
-        settings.num_instances > 1
-        and settings.process_placement != "disabled"
-        and not names_binding((*settings.mpi_global_args, *settings.mpi_local_args))
-    )
+def pin_instances(settings: Settings, count: int, cores: Sequence[Core]) -> tuple[tuple[Core, ...], ...]:
+    """What each of `count` instances on one host is pinned to; empty where it may run anywhere.
+
+    With `spreadnuma` several instances get cores of their own, and a single one is not pinned.
+    """
+    free: tuple[tuple[Core, ...], ...] = ((),) * count
+    strategy = settings.process_placement
+    if strategy == "disabled" or names_binding(settings.all_mpi_args):
+        return free
+    if strategy == "cores":
+        return deal_cores(cores, count)
+    if strategy == "sockets":
+        return deal_sockets(cores, count)
+    return divide_cores(cores, count) if count > 1 else free
 
 
 def names_binding(arguments: Sequence[str]) -> bool:

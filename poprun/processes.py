@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
 _SET_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -20,6 +20,17 @@ def die_with_parent(number: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, so that it can be found and ended."""
     _prctl(_SET_SUBREAPER, 1)
+
+
+def catch_signals(numbers: Iterable[int]) -> int:
+    """Turn signals into bytes in a pipe; its reading end, which never waits."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    return reader
 
 
 def start(words: list[str], environ: dict[str, str], prepare: Callable[[], None]) -> int:
@@ -66,14 +77,25 @@ def send(pid: int, number: int) -> None:
         return
 
 
+def state_of(pid: int) -> bytes:
+    """The letter of a process's state, see proc(5): `T` for one that is stopped; `X` for one that is gone."""
+    return _read_stat(str(pid))[0]
+
+
 def _living_parent(pid: str) -> int:
     """The parent of a process that is not a zombie; 0 when there is none."""
+    state, parent = _read_stat(pid)
+    return 0 if state in (b"Z", b"X") else parent
+
+
+def _read_stat(pid: str) -> tuple[bytes, int]:
+    """The state and the parent of a process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, parent = file.read().rpartition(b")")[2].split(None, 2)[:2]
+        return state, int(parent)
     except (OSError, ValueError):
-        return 0
-    return 0 if state in (b"Z", b"X") else int(parent)
+        return b"X", 0
 
 
 def _prctl(option: int, argument: int) -> None:

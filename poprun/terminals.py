@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import os
 
-_TAG_COLUMNS = 16  # what a tag such as `[1,10]<stderr>:` takes from the width
+PIPE_BYTES = 1 << 18
+_TERMINAL_BYTES = 1 << 12
 
 
-def describe_terminals() -> str:
-    """The terminals among our own streams, and their size, such as `1,2:24x80`, or `-`; one word."""
+def describe_terminals(tag_columns: int) -> str:
+    """The terminals among our own streams, and their size, such as `1,2:24x80`, or `-`; one word.
+
+    Args:
+        tag_columns: what tags take from the width.
+    """
     found = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
     if not found:
         return "-"
     size = os.get_terminal_size(found[0])
-    columns = max(size.columns - _TAG_COLUMNS, 20) if size.columns else 0
+    columns = max(size.columns - tag_columns, 20) if size.columns else 0
     return f"{','.join(map(str, found))}:{size.lines}x{columns}"
 
 
@@ -29,6 +34,18 @@ def open_outputs(terminals: str) -> dict[int, tuple[int, int]]:
     numbers, _, size = terminals.partition(":")
     wanted = set(numbers.split(","))
     return {target: _open_terminal(size) if str(target) in wanted else os.pipe() for target in (1, 2)}
+
+
+def enlarge(descriptor: int) -> int:
+    """Let a pipe hold more, where the system allows it; how many bytes it, or a terminal, holds before writers wait."""
+    import fcntl
+
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    except PermissionError:  # the user has too many large pipes
+        return fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+    except OSError:
+        return _TERMINAL_BYTES
 
 
 def _open_terminal(size: str) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from poprun.placement import Place
@@ -23,7 +23,7 @@ def draw_topology(places: Sequence[Place]) -> str:
     """The table as text, without a final newline.
 
     The layout is that of the original: a label column of 11, then one cell ` n ` per replica, as wide as the
-    widest index needs; hosts, domains and instances are centred over their replicas, odd space to the right.
+    widest index needs; everything is centred over its replicas, odd space to the right.
     A host whose name is too long is shown as its index in brackets; a legend follows then.
     """
     total = places[-1].replicas.stop
@@ -31,9 +31,9 @@ def draw_topology(places: Sequence[Place]) -> str:
     hosts = _host_cells(places, cell)
     rows = [
         ("hosts", hosts),
-        ("ILDs", [_Cell("0", total)]),
+        ("ILDs", [_Cell(domain, replicas) for domain, replicas in _spans(places, lambda place: str(place.domain))]),
         ("instances", [_Cell(str(place.index), len(place.replicas)) for place in places]),
-        ("replicas", [_Cell(f"{replica:>{cell - 2}}", 1) for replica in range(total)]),
+        ("replicas", [_Cell(str(replica), 1) for replica in range(total)]),
     ]
     return "\n".join([*_frame(rows, total * (cell + 1) - 1, cell), *_legend(places, hosts)])
 
@@ -50,22 +50,27 @@ def _frame(rows: Sequence[tuple[str, Sequence[_Cell]]], width: int, cell: int) -
 
 def _host_cells(places: Sequence[Place], cell: int) -> list[_Cell]:
     cells = []
-    for index, (host, replicas) in enumerate(_replicas_of_hosts(places).items()):
+    for index, (host, replicas) in enumerate(_spans(places, _host_of)):
         fits = len(host) + 2 <= replicas * (cell + 1) - 1
         cells.append(_Cell(host if fits else f"[{index}]", replicas))
     return cells
 
 
-def _replicas_of_hosts(places: Sequence[Place]) -> dict[str, int]:
+def _host_of(place: Place) -> str:
+    return place.host
+
+
+def _spans(places: Sequence[Place], part: Callable[[Place], str]) -> list[tuple[str, int]]:
+    """The hosts or domains in order, each with the number of its replicas."""
     counts: dict[str, int] = {}
     for place in places:
-        counts[place.host] = counts.get(place.host, 0) + len(place.replicas)
-    return counts
+        counts[part(place)] = counts.get(part(place), 0) + len(place.replicas)
+    return list(counts.items())
 
 
 def _legend(places: Sequence[Place], hosts: Sequence[_Cell]) -> list[str]:
-    names = zip(_replicas_of_hosts(places), hosts, strict=True)
-    return [f" {cell.text} = {name}" for name, cell in names if cell.text != name]
+    names = zip(_spans(places, _host_of), hosts, strict=True)
+    return [f" {cell.text} = {name}" for (name, _), cell in names if cell.text != name]
 
 
 def _centre(text: str, width: int) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import struct
 
+CONTROL_VARIABLE = "POPRUN_CONTROL"
+"""Tells shims where to report; forwarded by name, so that mpirun's command does not depend on it."""
+
 HELLO = 1
-"""shim: rank, program's pid, host; the first message."""
+"""shim: rank, program's pid, its clock, the job's token, its host; the first message."""
 STDOUT = 2
 """shim: whole lines of the program's standard output, or a piece without line end that has waited."""
 STDERR = 3
@@ -15,28 +19,34 @@ ENDED = 4
 PROGRESS = 5
 """shim: its clock, and a copy of the progress page."""
 TOLD = 6
-"""shim: mpirun has told it to stop, by this signal."""
+"""shim: mpirun has told it to stop, by this signal; ORPHANED: what has started it, mpirun or its daemon, is gone."""
+ORPHANED = int(signal.SIGRTMIN)
+"""The signal by which the kernel tells a shim so; nobody else sends it."""
 CLOSED = 7
 """shim: no process of the instance is left."""
-
 WANT = 8
 """shim: the program has taken the last piece of standard input."""
+
+EXAMINED = 9
+"""shim: the state of the program's process, and its Python stack if it shows one."""
 
 REPORT = 64
 """poprun: send PROGRESS."""
 SIGNAL = 65
 """poprun: pass this signal to the program."""
 RELEASE = 66
-"""poprun: the program need not wait in its exit handlers any more."""
+"""poprun: so many instances are lost that waiting for the others is of no use any more."""
 STOP = 67
 """poprun: end what is left of the instance and go."""
-
 STDIN = 68
 """poprun: a piece of standard input; an empty one is the end."""
 
+EXAMINE = 69
+"""poprun: send EXAMINED."""
+
 _HEAD = struct.Struct("!BI")
-_HELLO = struct.Struct("!II")
-_ENDED = struct.Struct("!??id")
+_HELLO = struct.Struct("!IId16s")
+_ENDED = struct.Struct("!???id")
 _CLOCK = struct.Struct("!d")
 _NUMBER = struct.Struct("!I")
 
@@ -46,26 +56,32 @@ def pack(kind: int, content: bytes = b"") -> bytes:
     return _HEAD.pack(kind, len(content)) + content
 
 
-def pack_hello(rank: int, pid: int, host: str) -> bytes:
-    """A HELLO."""
-    return pack(HELLO, _HELLO.pack(rank, pid) + host.encode())
+def pack_hello(rank: int, pid: int, clock_s: float, token: bytes, host: str) -> bytes:
+    """A HELLO: the instance, its program, its host's `time.monotonic`, 16 bytes that prove its job, its host's name."""
+    return pack(HELLO, _HELLO.pack(rank, pid, clock_s, token) + host.encode())
 
 
-def unpack_hello(content: bytes) -> tuple[int, int, str]:
-    """Rank, pid and host of a HELLO."""
-    rank, pid = _HELLO.unpack_from(content)
-    return rank, pid, content[_HELLO.size :].decode()
+def unpack_hello(content: bytes) -> tuple[int, int, float, bytes, str]:
+    """What `pack_hello` was given.
+
+    Raises:
+        ValueError: it is no HELLO.
+    """
+    if len(content) < _HELLO.size:
+        raise ValueError(f"a HELLO has {_HELLO.size} bytes or more, this one has {len(content)}")
+    rank, pid, clock_s, token = _HELLO.unpack_from(content)
+    return rank, pid, clock_s, token, content[_HELLO.size :].decode()
 
 
-def pack_ended(by_signal: bool, told: bool, number: int, at_s: float) -> bytes:
-    """An ENDED: exit status or signal number; whether the shim had been told to stop; when."""
-    return pack(ENDED, _ENDED.pack(by_signal, told, number, at_s))
+def pack_ended(by_signal: bool, told: bool, lacked_memory: bool, number: int, at_s: float) -> bytes:
+    """An ENDED: exit status or signal number; whether the shim was told to stop, or memory had run out; when."""
+    return pack(ENDED, _ENDED.pack(by_signal, told, lacked_memory, number, at_s))
 
 
-def unpack_ended(content: bytes) -> tuple[bool, bool, int, float]:
+def unpack_ended(content: bytes) -> tuple[bool, bool, bool, int, float]:
     """What `pack_ended` was given."""
-    by_signal, told, number, at_s = _ENDED.unpack(content)
-    return by_signal, told, number, at_s
+    by_signal, told, lacked_memory, number, at_s = _ENDED.unpack(content)
+    return by_signal, told, lacked_memory, number, at_s
 
 
 def pack_progress(now_s: float, page: bytes) -> bytes:

@@ -1,16 +1,24 @@
 """Deals one data set out to the replicas of all instances, the same way on any number of instances."""
 
+import itertools
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from collectives import Communicator
+from strategies.casts import DTypes, converted
+from strategies.errors import StrategyError
+from strategies.feed_program import Replication
+from strategies.grain_source import as_grain_source
 from strategies.input_context import InputContext
 from strategies.lockstep import in_lockstep
 from strategies.position import Position
 from strategies.prefetch import prefetched
+from strategies.random_access import Elements, RandomAccessSource, Steps
 from strategies.sharding import Layout, Remainder, at_least
 from strategies.sources import ArraySource, Batch, Masked, Source
 from strategies.streams import from_iterable, from_shards, from_values
@@ -28,33 +36,41 @@ class DistributedDataset:
 
     * A pytree of arrays with a common leading length (tuples and mappings; NumPy's memory maps are read as
       needed). Every epoch is one permutation of the whole set drawn from (seed, epoch); replica r takes rows
-      `[r * batch_size, (r + 1) * batch_size)` of each global batch.
+      `[r * B, (r + 1) * B)` of each global batch, B being `gradient_accumulation_count * batch_size`.
+    * A `grain.MapDataset`, a `strategies.GrainSource`, or any object with a length and `[i]` that is not iterable.
+      Elements are dealt out as the rows of arrays are; they are read one by one, and only those of the local
+      replicas.
     * An object with `shard(n, i)`: replica r iterates `source.shard(total_replicas, r)`, anew every epoch.
       The steps per epoch follow from the lengths of the shards, or else from `len(source)` dealt out evenly.
     * An iterable of elements (a list is one): replica r takes elements r, r + R, r + 2R, ... Every instance
       goes through the whole iterable.
     * An object whose `values` holds one iterable per local replica (`strategies.PerReplica`).
 
-    Only arrays are shuffled here; the others come in their own order. Elements are pytrees of arrays or
-    scalars and are stacked. Without lengths, an epoch ends when one of the local replicas cannot fill a batch
-    (or, when padding, when all of them have ended).
+    Arrays and objects with `[i]` are shuffled here; the others come in their own order. Elements are pytrees of
+    arrays or scalars and are stacked. Without lengths, an epoch ends when one of the local replicas cannot fill a
+    batch (or, when padding, when all of them have ended).
 
-    The steps of an epoch over arrays are computed, alike on all instances. For any other source the instances
+    The steps of an epoch over those two are computed, alike on all instances. For any other source the instances
     agree before every batch whether all of them have one: **taking a batch is then a collective call**, and an epoch
     ends for all at the step at which the first instance has none, with a warning (see `strategies.lockstep`).
 
     Args:
         source: see above.
-        batch_size: elements per replica and step.
+        batch_size: elements per replica and micro-batch.
         total_replicas: replicas of all instances.
         local_replicas: global indices of the replicas of this instance.
         seed: seed of the shuffle, the same on all instances.
-        shuffle: whether to shuffle arrays.
+        shuffle: whether to shuffle arrays and objects with `[i]`.
         remainder: `"drop"` the elements that do not fill the last global batch, or `"pad"` it by repeating
             elements; every batch is then a `Masked`.
+        gradient_accumulation_count: micro-batches that a replica takes in one step. It is no part of a position:
+            which elements a step takes depends on its product with `batch_size` only.
+        transfer_dtype: a smaller dtype in which arrays travel to the devices, or one for each entry of a batch:
+            `{"image": np.float16}`. `strategies.casting` casts them back in the compiled step.
         prefetch: batches to prepare ahead in a background thread; 0 prepares them when they are asked for.
         place: puts a batch of host arrays on the devices; runs in the prefetch thread.
         communicator: connects the instances; None where there is only this one.
+        on_batch: called before each batch is yielded.
 
     Raises:
         TypeError: when the source is of no known kind, or an argument is of the wrong type.
@@ -71,17 +87,24 @@ class DistributedDataset:
         seed: int = 0,
         shuffle: bool = True,
         remainder: Remainder = "drop",
+        gradient_accumulation_count: int = 1,
+        transfer_dtype: DTypes = None,
         prefetch: int = 2,
         place: Callable[[Batch], Batch] = lambda batch: batch,
         communicator: Communicator | None = None,
+        on_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        self._layout = Layout(batch_size, total_replicas, local_replicas, remainder)
+        self._layout = Layout(batch_size, total_replicas, local_replicas, remainder, gradient_accumulation_count)
         self._seed = at_least(0, "seed", seed)
         self._shuffle = shuffle
         self._prefetch = at_least(0, "prefetch", prefetch)
+        self._transfer_dtype = transfer_dtype
         self._place = place
+        self._on_batch = on_batch
         self._communicator = communicator if communicator is not None and communicator.size > 1 else None
+        self._given = source
         self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
+        self._last: Batch = None
         self._consumed = (0, 0)
         self._resume: tuple[int, int] | None = None
         if self.dropped:
@@ -99,6 +122,16 @@ class DistributedDataset:
         return self._source.steps
 
     @property
+    def gradient_accumulation_count(self) -> int:
+        """Micro-batches that a replica takes in one step."""
+        return self._layout.gradient_accumulation_count
+
+    @property
+    def global_batch_size(self) -> int:
+        """Elements that all replicas together take in one step: micro-batch x accumulation x R."""
+        return self._layout.global_batch_size
+
+    @property
     def dropped(self) -> int | None:
         """Elements that no replica sees in an epoch, None when the source does not tell its length."""
         if self._source.length is None or self._source.steps is None:
@@ -108,14 +141,45 @@ class DistributedDataset:
     def epoch(self, epoch: int) -> Generator[Batch, None, None]:
         """Yields this instance's batch of every global step of an epoch.
 
-        Leaves have shape `[len(local_replicas) * batch_size, ...]`: the local replicas' elements in replica
-        order. Where the source is none of arrays and there are several instances, each batch is a collective call.
+        Leaves have shape `[len(local_replicas) * gradient_accumulation_count * batch_size, ...]`: the local
+        replicas' elements in replica order, those of a replica's micro-batches one after another. Where the
+        source is a stream and there are several instances, each batch is a collective call.
         """
         at_least(0, "epoch", epoch)
         start = 0
         if self._resume is not None and self._resume[0] == epoch:
             start, self._resume = self._resume[1], None
         return self._read(epoch, start)
+
+    @property
+    def replication(self) -> Replication:
+        """The replicas among which the data set is dealt out."""
+        local = self._layout.local_replicas
+        return Replication(range(local[0], local[-1] + 1), self._layout.total_replicas)
+
+    def parts(self) -> Generator[list[Batch], None, None]:
+        """The host arrays of each local replica for every step of one epoch after another, without end.
+
+        Independent of `epoch` and of the position.
+
+        Raises:
+            StrategyError: with several instances, if the source is a stream: taking a batch is a collective call.
+        """
+        if self._communicator is not None and not self._source.is_random_access:
+            raise StrategyError(
+                "with several instances only data sets of arrays and of random access can be fed; give the infeed an "
+                "iterable of elements, which every instance goes through"
+            )
+        local = len(self._layout.local_replicas)
+        for epoch in itertools.count():
+            is_empty = True
+            for batch in self._source.batches(epoch, 0):
+                is_empty = False
+                leaves, structure = jax.tree.flatten(converted(self._transfer_dtype, batch))
+                split = zip(*(np.split(leaf, local) for leaf in leaves), strict=True)
+                yield [jax.tree.unflatten(structure, part) for part in split]
+            if is_empty:
+                return
 
     def position(self) -> Position:
         """Where the program is: after the batch that was yielded last.
@@ -128,7 +192,7 @@ class DistributedDataset:
     def restore(self, position: Position) -> None:
         """Makes the next `epoch(position.epoch)` begin at that step; other epochs begin at 0.
 
-        Sources other than arrays are read and skipped up to there.
+        Arrays and objects with `[i]` are read from there on; other sources are read and skipped up to there.
 
         Raises:
             ValueError: when the position belongs to a data set that is read differently.
@@ -145,11 +209,37 @@ class DistributedDataset:
             raise ValueError(f"the position is at step {position.step} of an epoch of {self._source.steps} steps")
         self._consumed = self._resume = (position.epoch, position.step)
 
+    def redistribute(self, local_replicas: Sequence[int]) -> None:
+        """Make the batches from the next one on those of other replicas.
+
+        Raises:
+            StrategyError: if the source is a stream: taking a batch of it is a collective call.
+        """
+        if not self._source.is_random_access:
+            raise StrategyError(
+                "an instance is lost, and the others can only read data sets of arrays, grain.MapDataset and other "
+                "random access instead"
+            )
+        self._layout = replace(self._layout, local_replicas=local_replicas)
+        self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
+
+    def has_given(self, batch: Batch) -> bool:
+        """Whether this is the batch that was yielded last."""
+        return batch is self._last and batch is not None
+
+    def read_again(self) -> Batch:
+        """The batch of the step that was yielded last, for the present local replicas."""
+        epoch, step = self._consumed
+        batches = self._source.batches(epoch, step - 1)
+        self._last = self._moved(next(batches))
+        batches.close()
+        return self._last
+
     def _identity(self) -> dict[str, Any]:
         """The fields of a position that must agree for it to mean the same elements."""
         return {
             "seed": self._seed,
-            "batch_size": self._layout.batch_size,
+            "batch_size": self._layout.elements_per_replica,
             "total_replicas": self._layout.total_replicas,
             "length": self._source.length,
             "shuffle": self._shuffle,
@@ -158,24 +248,36 @@ class DistributedDataset:
 
     def _read(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         self._consumed = (epoch, start)
-        batches = prefetched(self._placed(epoch, start), self._prefetch)
-        try:
-            for step, batch in enumerate(self._agreed(batches, epoch, start), start + 1):
-                self._consumed = (epoch, step)
-                yield batch
-            self._consumed = (epoch + 1, 0)
-        finally:
-            batches.close()
+        source = None
+        while source is not self._source:  # it is another one since the replicas were redistributed
+            source = self._source
+            start = self._consumed[1]
+            batches = prefetched(self._placed(epoch, start), self._prefetch)
+            try:
+                for step, batch in enumerate(self._agreed(batches, epoch, start), start + 1):
+                    self._consumed, self._last = (epoch, step), batch
+                    self._on_batch()
+                    yield batch
+                    if source is not self._source:
+                        break
+                else:
+                    self._consumed, self._last = (epoch + 1, 0), None
+            finally:
+                batches.close()
 
     def _agreed(self, batches: Generator[Batch, None, None], epoch: int, start: int) -> Generator[Batch, None, None]:
         """The batches of the steps that all instances make."""
-        if self._communicator is None or isinstance(self._source, ArraySource):
+        if self._communicator is None or self._source.is_random_access:
             return batches
         return in_lockstep(batches, self._communicator, f"epoch {epoch}", start)
 
     def _placed(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         for batch in self._source.batches(epoch, start):
-            yield self._place(batch)
+            yield self._moved(batch)
+
+    def _moved(self, batch: Batch) -> Batch:
+        """The batch on the devices."""
+        return self._place(converted(self._transfer_dtype, batch))
 
 
 def open_source(source: Any, layout: Layout, *, seed: int, shuffle: bool) -> Source:
@@ -185,6 +287,9 @@ def open_source(source: Any, layout: Layout, *, seed: int, shuffle: bool) -> Sou
         TypeError: when it is none, or can only be gone through once.
         ValueError: when it cannot be dealt out as `layout` says.
     """
+    random_access = as_grain_source(source)
+    if random_access is not None:
+        return random_access.open(layout, seed=seed, shuffle=shuffle)
     if callable(getattr(source, "shard", None)):
         return from_shards(source, layout)
     if isinstance(getattr(source, "values", None), list | tuple):
@@ -193,6 +298,8 @@ def open_source(source: Any, layout: Layout, *, seed: int, shuffle: bool) -> Sou
         source = dict(source)  # a mapping that JAX does not know to be one
     if _is_pytree_of_arrays(source):
         return ArraySource(source, layout, seed=seed, shuffle=shuffle)
+    if not isinstance(source, Iterable) and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return RandomAccessSource(Steps(Elements(source), layout, seed=seed, shuffle=shuffle))
     return from_iterable(source, layout)
 
 

@@ -7,15 +7,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from popdist.environments import thread_pool_setting, thread_pool_size
 from popdist.environments.threads import VARIABLE as POOL_VARIABLE
+from strategies.callbacks import in_order
+from strategies.compilation import compiled_in_turn, use_executable_cache
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +34,14 @@ class ReplicaDevices:
     Attributes:
         devices: one device per replica of a wave.
         replicas: the global indices of the local replicas.
+        calls_back: whether collectives of compiled programs leave them.
+        executables: the folder where compiled programs are kept; None to compile them at every start.
     """
 
     devices: tuple[jax.Device, ...]
     replicas: range
+    calls_back: bool = False
+    executables: Path | None = None
 
     @property
     def width(self) -> int:
@@ -76,9 +84,12 @@ class ReplicaDevices:
             donated: the arguments whose memory the results may take over.
         """
         specs = tuple(PartitionSpec(AXIS) if split else PartitionSpec() for split in is_split)
+        function = in_order(function) if self.calls_back else function
         # With check_vma JAX would add up the gradients of what the replicas share, in an order of its own.
         spread = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False)
-        return jax.jit(spread, donate_argnums=tuple(donated), keep_unused=bool(donated))
+        return compiled_in_turn(
+            jax.jit(spread, donate_argnums=tuple(donated), keep_unused=bool(donated)), self.executables
+        )
 
     def trace(
         self, function: Callable[..., Any], arguments: Sequence[Any], is_split: Sequence[bool]
@@ -148,15 +159,24 @@ class ReplicaDevices:
         return zeros
 
 
-def borrow(array: jax.Array) -> np.ndarray:
-    """A read-only view of an array on one device; on CPU nothing is copied."""
+def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
+    """A read-only view of an array on one device, or of NumPy's; on CPU nothing is copied. Keys stay what they are."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array)
     array.block_until_ready()
+    if is_key(array):
+        return array  # type: ignore[return-value]  # NumPy has no such dtype
     is_exportable = array.dtype.kind in "fiu" and array.dtype.isbuiltin == 1
     if array.size and is_exportable and next(iter(array.devices())).platform == "cpu":
         # Unlike this one, a view that `np.asarray` returns stays cached in the array and keeps it from being donated.
         view: np.ndarray = np.from_dlpack(array)  # type: ignore[arg-type]  # JAX declares an older form of the protocol
         return view
     return np.asarray(array)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a typed random key, or an array of them."""
+    return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) -> ReplicaDevices:
@@ -168,6 +188,7 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
             the same bits wherever they run.
         local_index: this instance's place on its host; with accelerators, whose turn begins there.
     """
+    executables = use_executable_cache(os.environ)
     os.environ.update(thread_pool_setting(os.environ, total_replicas))
     if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # else the user has said how many
         try:
@@ -180,4 +201,4 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
     start = 0 if devices[0].platform == "cpu" else local_index * len(replicas)
     width = max(width for width in range(1, len(replicas) + 1) if len(replicas) % width == 0 and width <= len(devices))
     chosen = tuple(devices[(start + number) % len(devices)] for number in range(width))
-    return ReplicaDevices(chosen, replicas)
+    return ReplicaDevices(chosen, replicas, executables=executables)

@@ -2,6 +2,10 @@
 
 StrategyError
 ├── NonFiniteGradientError  a gradient is NaN or infinite: look at the named variable; the state was not updated
+├── DivergenceError         instances have different bits: look at the named instance's memory, or for what is random
+├── CheckpointError         no checkpoint can be used: the message says which folder and why
+├── FeedError               an infeed or outfeed is not in a state for this: the message says what to do first
+│   └── EndOfDataError      a program asks an infeed for more than its data set has: run fewer steps, or repeat the data
 └── DeviceError             more lockstep replicas than devices: make the strategy before JAX starts
 """
 
@@ -14,5 +18,21 @@ class NonFiniteGradientError(StrategyError, ArithmeticError):
     """A gradient is not finite; every instance raises it, and the step is not applied."""
 
 
+class DivergenceError(StrategyError, RuntimeError):
+    """Instances have different bits in what has to be the same; every instance raises it."""
+
+
+class CheckpointError(StrategyError, RuntimeError):
+    """A checkpoint cannot be written, read, or continued by this training."""
+
+
 class DeviceError(StrategyError, RuntimeError):
     """The replicas of this instance cannot run in lockstep on the devices that JAX has."""
+
+
+class FeedError(StrategyError, RuntimeError):
+    """An infeed or outfeed cannot do this in the state in which it is."""
+
+
+class EndOfDataError(FeedError):
+    """A program has asked an infeed for more elements than its data set has."""

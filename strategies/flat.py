@@ -20,11 +20,26 @@ _ALIGNMENT_BYTES = 64  # XLA reads host memory in place only from such addresses
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat buffer: its name, dtype and size in elements."""
+    """A flat buffer.
+
+    Attributes:
+        name: of its dtype, and of the leaf that has it alone.
+        dtype: of its elements.
+        size: in elements.
+        leaves: the numbers of the leaves that lie there.
+        starts: and where they begin.
+    """
 
     name: str
     dtype: np.dtype
     size: int
+    leaves: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether it has been made for one large leaf."""
+        return self.name != self.dtype.name
 
 
 @dataclass(frozen=True)
@@ -32,22 +47,25 @@ class FlatLayout:
     """Where each leaf lies: in the flat buffer of its dtype, or alone if it is large.
 
     In a flat buffer leaves begin at multiples of 64 bytes; the gaps are zero. A tail of float32 values follows the
-    float32 leaves.
+    float32 leaves. A leaf alone is followed by zeros up to a multiple of `multiple` elements.
 
     Attributes:
         shapes: of the leaves, in tree order.
         dtypes: of the leaves.
         tail: how many float32 values follow.
+        multiple: see above.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
     tail: int
+    multiple: int = 1
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], tail: int) -> FlatLayout:
+    def of(cls, leaves: Sequence[Any], tail: int, multiple: int = 1) -> FlatLayout:
         """The layout of arrays like `leaves`."""
-        return cls(tuple(leaf.shape for leaf in leaves), tuple(np.dtype(leaf.dtype) for leaf in leaves), tail)
+        shapes, dtypes = tuple(leaf.shape for leaf in leaves), tuple(np.dtype(leaf.dtype) for leaf in leaves)
+        return cls(shapes, dtypes, tail, multiple)
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -63,6 +81,7 @@ class FlatLayout:
     def _plan(self) -> tuple[tuple[tuple[str, int], ...], tuple[Buffer, ...]]:
         """For each leaf its buffer and where it begins there; and the buffers."""
         dtypes, ends = {FLOAT32.name: FLOAT32}, {FLOAT32.name: 0}
+        lying: dict[str, list[tuple[int, int]]] = {FLOAT32.name: []}
         places = []
         for number, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
             size = math.prod(shape)
@@ -70,9 +89,16 @@ class FlatLayout:
             alignment = _ALIGNMENT_BYTES // dtype.itemsize
             start = -(-ends.get(name, 0) // alignment) * alignment
             places.append((name, start))
+            lying.setdefault(name, []).append((number, start))
             dtypes[name], ends[name] = dtype, start + size
+            if name != dtype.name:
+                ends[name] = -(-size // self.multiple) * self.multiple
         ends[FLOAT32.name] += self.tail
-        return tuple(places), tuple(Buffer(name, dtypes[name], end) for name, end in ends.items())
+        buffers = []
+        for name, end in ends.items():
+            leaves, starts = zip(*lying[name], strict=True) if lying[name] else ((), ())
+            buffers.append(Buffer(name, dtypes[name], end, leaves, starts))
+        return tuple(places), tuple(buffers)
 
     def flatten(
         self, leaves: Sequence[jax.Array], tail: jax.Array | None, into: Sequence[jax.Array]
@@ -92,11 +118,17 @@ class FlatLayout:
 
     def views(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The leaves in host buffers, nothing copied."""
-        of_name = {buffer.name: array for buffer, array in zip(self.buffers, arrays, strict=True)}
-        return [
-            of_name[name][start : start + math.prod(shape)].reshape(shape)
-            for shape, (name, start) in zip(self.shapes, self._plan[0], strict=True)
-        ]
+        return [self.view(leaf, arrays) for leaf in range(len(self.shapes))]
+
+    def view(self, leaf: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """The leaf of that number in host buffers, nothing copied."""
+        shape, (name, start) = self.shapes[leaf], self._plan[0][leaf]
+        return arrays[self._numbers[name]][start : start + math.prod(shape)].reshape(shape)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """For each name the number of the buffer."""
+        return {buffer.name: number for number, buffer in enumerate(self.buffers)}
 
     def tail_view(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """The tail in host buffers, nothing copied."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from collectives.memory import aligned_empty
 from strategies.devices import ReplicaDevices
 from strategies.flat import LARGE_BYTES, FlatLayout
 from strategies.segments import Part, Segment, cut
+from strategies.shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +38,14 @@ class Bucket:
         layout: how they lie in buffers.
         parts: what lies there, in the order of the layout.
         results: where the means of the buffers go.
+        scattered: the numbers of the buffers of whose mean this instance gets its part only.
     """
 
     name: str
     layout: FlatLayout
     parts: tuple[Part, ...]
     results: tuple[np.ndarray, ...]
+    scattered: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ class Arguments:
     """The arguments of a gradient function.
 
     Attributes:
-        shapes: (variables, batch, replica index, step), the shapes as all replicas of a wave have them together.
+        shapes: (variables, batch, replica index, control words, what replicas keep), the shapes as all replicas of a
+            wave have them together.
         is_split: for each whether the replicas get their parts of it.
     """
 
@@ -75,11 +81,15 @@ class GradientPrograms:
 
     Args:
         devices: where the replicas run.
-        function: `(variables, batch, replica index, step) -> (tail, *gradients)` of one replica.
+        function: `(variables, batch, replica index, control words, kept) -> (tail, *gradients, *kept)` of one replica;
+            what it keeps is for its next step.
         arguments: for which it is compiled.
+        gradients: the shapes and dtypes in which they leave the function.
         streams: whether to cut it into segments.
         tail: how many values the tail has.
         allocate: makes memory for results.
+        shards: how the means of gradients that have a buffer alone are cut, of which this instance gets its part only;
+            None for whole means. A gradient that travels in pieces is not cut, nor are others of its bucket.
     """
 
     def __init__(
@@ -87,14 +97,18 @@ class GradientPrograms:
         devices: ReplicaDevices,
         function: GradientFunction,
         arguments: Arguments,
+        gradients: Sequence[jax.ShapeDtypeStruct],
         streams: bool,
         tail: int,
         allocate: Allocate,
+        shards: Shards | None = None,
     ) -> None:
         self._devices = devices
-        self._variables = jax.tree.leaves(arguments.shapes[0])
-        self._whole: dict[int, np.ndarray] = {}
-        self._segments = _cut(devices, function, arguments) if streams else [_uncut(function, arguments)]
+        self._gradients = list(gradients)
+        self._shards = shards
+        self._means: dict[int, np.ndarray] = {}
+        count = len(self._gradients)
+        self._segments = _cut(devices, function, arguments, count) if streams else [_uncut(function, arguments, count)]
         self.buckets = [
             self._bucket(segment.parts, number, tail, allocate) for number, segment in enumerate(self._segments)
         ]
@@ -112,20 +126,19 @@ class GradientPrograms:
 
     @property
     def means(self) -> list[np.ndarray]:
-        """Where the mean gradients of the variables are, once all buckets have been reduced."""
-        found = dict(self._whole)
-        for bucket in self.buckets:
-            for part, view in zip(bucket.parts, bucket.layout.views(bucket.results), strict=True):
-                found.setdefault(part.result, view)
-        return [found[number].reshape(leaf.shape) for number, leaf in enumerate(self._variables, TAIL + 1)]
+        """Where the mean gradients of the variables are, once all buckets have been reduced.
+
+        Of those that are cut this instance's part, in its shape.
+        """
+        return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self._gradients))]
 
     @property
     def tail(self) -> np.ndarray:
         """Where the mean tail is, once the last bucket has been reduced."""
         return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
-    def dispatch(self, arguments: Sequence[Any], wave: int) -> None:
-        """Begin to compute the gradients of one wave of replicas; does not wait for them."""
+    def dispatch(self, arguments: Sequence[Any], wave: int) -> list[jax.Array]:
+        """Begin to compute the gradients of one wave of replicas; does not wait for them. Returns what they keep."""
         flat = jax.tree.leaves(arguments)
         residuals: dict[int, jax.Array] = {}
         buffers = self._buffers[wave]
@@ -133,6 +146,7 @@ class GradientPrograms:
             inputs = [flat[place] for place in segment.inputs]
             buffers[number], given = program(inputs, [residuals[taken] for taken in segment.takes], buffers[number])
             residuals.update(zip(segment.gives, given, strict=True))
+        return list(given)
 
     def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
         """Each bucket when it is ready, with the local replicas' arrays for each of its buffers."""
@@ -161,22 +175,28 @@ class GradientPrograms:
     def _bucket(self, parts: Sequence[Part], number: int, tail: int, allocate: Allocate) -> Bucket:
         leaves = [self._shape_of(part) for part in parts if part.result != TAIL]
         is_last = number == len(self._segments) - 1
-        layout = FlatLayout.of(leaves, tail if is_last else 0)
-        name = "gradients" if len(self._segments) == 1 else f"gradients/{number}"
         of_gradients = tuple(part for part in parts if part.result != TAIL)
-        pieces = {
-            buffer: part for buffer, part in zip(layout.homes, of_gradients, strict=True) if part.rows is not None
-        }
-        results = tuple(
-            self._piece(pieces[buffer.name], allocate)
-            if buffer.name in pieces
-            else allocate((buffer.size,), buffer.dtype)
-            for buffer in layout.buffers
-        )
-        return Bucket(name, layout, of_gradients, results)
+        shards = None if any(part.rows for part in of_gradients) else self._shards
+        layout = FlatLayout.of(leaves, tail if is_last else 0, shards.multiple if shards else 1)
+        name = "gradients" if len(self._segments) == 1 else f"gradients/{number}"
+        results: list[np.ndarray] = []
+        scattered: set[int] = set()
+        for place, buffer in enumerate(layout.buffers):
+            part = of_gradients[buffer.leaves[0]] if buffer.is_of_one else None
+            if part is not None and part.rows is not None:
+                results.append(self._piece(part, allocate))
+            elif part is not None and shards is not None and shards.divides(self._shape_of(part)):
+                results.append(self._share(part, shards))
+                scattered.add(place)
+            else:
+                results.append(allocate((buffer.size,), buffer.dtype))
+        for leaf, part in enumerate(of_gradients):
+            if part.result not in self._means:
+                self._means[part.result] = layout.view(leaf, results)
+        return Bucket(name, layout, of_gradients, tuple(results), frozenset(scattered))
 
     def _shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
-        leaf = self._variables[part.result - TAIL - 1]
+        leaf = self._gradients[part.result - TAIL - 1]
         if part.rows is None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         start, stop = part.rows
@@ -185,11 +205,19 @@ class GradientPrograms:
     def _piece(self, part: Part, allocate: Allocate) -> np.ndarray:
         """The place of some rows in the mean of the whole gradient."""
         assert part.rows is not None
-        leaf = self._variables[part.result - TAIL - 1]
-        if part.result not in self._whole:
-            self._whole[part.result] = allocate(leaf.shape, np.dtype(leaf.dtype))
-        rows: np.ndarray = self._whole[part.result][slice(*part.rows)].reshape(-1)
+        leaf = self._gradients[part.result - TAIL - 1]
+        if part.result not in self._means:
+            self._means[part.result] = allocate(leaf.shape, np.dtype(leaf.dtype))
+        rows: np.ndarray = self._means[part.result][slice(*part.rows)].reshape(-1)
         return rows
+
+    def _share(self, part: Part, shards: Shards) -> np.ndarray:
+        """Memory for this instance's part of the mean of a gradient."""
+        leaf = self._gradients[part.result - TAIL - 1]
+        shape, dtype = shards.shape(leaf), np.dtype(leaf.dtype)
+        room: np.ndarray = aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
+        self._means[part.result] = room.reshape(shape)
+        return room
 
     def _compile(self, segment: Segment, layout: FlatLayout, is_split: Sequence[bool]) -> Callable[..., Any]:
         first_result = len(segment.inputs)
@@ -221,18 +249,19 @@ class GradientPrograms:
         return run
 
 
-def _uncut(function: GradientFunction, arguments: Arguments) -> Segment:
+def _uncut(function: GradientFunction, arguments: Arguments, gradients: int) -> Segment:
     """All of it as one segment."""
     leaves, structure = jax.tree.flatten(arguments.shapes)
 
     def flat(*values: jax.Array) -> Sequence[jax.Array]:
         return function(*jax.tree.unflatten(structure, values))
 
-    results = TAIL + 1 + len(jax.tree.leaves(arguments.shapes[0]))
-    return Segment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))), frozenset())
+    kept = range(len(jax.tree.leaves(arguments.shapes[-1])))
+    parts = tuple(map(Part, range(TAIL + 1 + gradients)))
+    return Segment(flat, tuple(range(len(leaves))), (), tuple(kept), parts, frozenset())
 
 
-def _cut(devices: ReplicaDevices, function: GradientFunction, arguments: Arguments) -> list[Segment]:
+def _cut(devices: ReplicaDevices, function: GradientFunction, arguments: Arguments, gradients: int) -> list[Segment]:
     """Segments, each of which finishes some gradients; only one where the function calls back into Python.
 
     JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
@@ -240,6 +269,5 @@ def _cut(devices: ReplicaDevices, function: GradientFunction, arguments: Argumen
     closed = devices.trace(function, arguments.shapes, arguments.is_split)
     if closed.effects:
         logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
-        return [_uncut(function, arguments)]
-    gradients = range(TAIL + 1, TAIL + 1 + len(jax.tree.leaves(arguments.shapes[0])))
-    return cut(closed, gradients, BUCKET_BYTES, LARGE_BYTES)
+        return [_uncut(function, arguments, gradients)]
+    return cut(closed, range(TAIL + 1, TAIL + 1 + gradients), BUCKET_BYTES, LARGE_BYTES)

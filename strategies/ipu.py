@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collectives import connect
 from popdist.instance import Instance
+from strategies.sharding import positive
 from strategies.strategy import Strategy
 
 
@@ -21,8 +22,7 @@ class IPUStrategy(Strategy):
     """
 
     def __init__(self, num_replicas: int = 1) -> None:
-        if num_replicas < 1:
-            raise ValueError(f"num_replicas is {num_replicas}; a strategy needs at least one replica")
+        positive("num_replicas", num_replicas)
         alone = Instance(
             index=0,
             count=1,

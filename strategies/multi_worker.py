@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import popdist
 from popdist.context import join_cluster
 from popdist.environments import Cluster
+from strategies.sharding import positive
 from strategies.strategy import Strategy
 
 
@@ -51,8 +52,7 @@ class IPUMultiWorkerStrategy(Strategy):
     def __init__(
         self, cluster_resolver: ClusterResolver, variables_on_host: bool = False, num_local_replicas: int = 1
     ) -> None:
-        if num_local_replicas < 1:
-            raise ValueError(f"num_local_replicas is {num_local_replicas}; a worker needs at least one replica")
+        positive("num_local_replicas", num_local_replicas)
         cluster = _cluster_of(cluster_resolver)
         join_cluster(cluster, num_local_replicas * len(cluster.addresses))
         super().__init__(

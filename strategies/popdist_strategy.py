@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import popdist
+from collectives import Communicator
+from popdist.instance import Instance
 from strategies.strategy import Strategy
 
 
@@ -21,3 +23,11 @@ class PopDistStrategy(Strategy):
         super().__init__(
             popdist.instance(), popdist.communicator(), popdist.progress(), add_ipu_cross_replica_reductions
         )
+
+    @property
+    def can_carry_on(self) -> bool:
+        """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
+        return popdist.can_carry_on()
+
+    def _join_survivors(self) -> tuple[Instance, Communicator]:
+        return popdist.carry_on(), popdist.communicator()

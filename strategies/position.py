@@ -15,7 +15,7 @@ class Position:
         epoch: the epoch being read.
         step: global steps of it that were consumed; prefetched ones do not count.
         seed: seed of the shuffle.
-        batch_size: elements per replica and step.
+        batch_size: elements per replica and step, those of all its micro-batches.
         total_replicas: replicas of all instances. The number of instances is not part of a position.
         length: elements of the data set, None when unknown.
         shuffle: whether epochs are shuffled.

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Generator
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -27,7 +27,35 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
     if depth == 0:
         yield from items
         return
-    worker = _Worker(items, depth)
+    yield from _given(_Worker(items, depth))
+
+
+class Prefetcher(Generic[T]):
+    """`prefetched`, of which one can ask whether the next item is there.
+
+    Args:
+        items: see `prefetched`.
+        depth: at least 1.
+    """
+
+    def __init__(self, items: Generator[T, None, None], depth: int) -> None:
+        self._worker = _Worker(items, depth)
+        self._items: Generator[T, None, None] = _given(self._worker)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the next item can be taken without waiting for it."""
+        return self._worker.has_item
+
+    def __next__(self) -> T:
+        return next(self._items)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._items.close()
+
+
+def _given(worker: "_Worker") -> Generator[Any, None, None]:
     try:
         yield from worker.start()
     finally:
@@ -47,6 +75,11 @@ class _Worker:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._produce, name="dataset-prefetch", daemon=True)
 
+    @property
+    def has_item(self) -> bool:
+        with self._changed:
+            return bool(self._ready)
+
     def start(self) -> Generator[Any, None, None]:
         # Last registered, first called: the thread ends before JAX, imported earlier, clears its backends.
         atexit.register(self.stop)
@@ -58,6 +91,8 @@ class _Worker:
 
     def stop(self) -> None:
         with self._changed:
+            if self._is_stopped:  # at exit: the generator is collected when modules are empty already
+                return
             self._is_stopped = True
             self._ready.clear()
             self._changed.notify_all()

@@ -70,7 +70,7 @@ def cut(closed: core.ClosedJaxpr, early: Sequence[int], bucket_bytes: int, piece
             least so many bytes: nothing is left to be computed while it travels. (The others are not, because it
             takes longer to compute a product in pieces: a fifth, for three of them.)
     """
-    graph = _Graph.of(closed)
+    graph = Graph.of(closed)
     ordered = sorted(early, key=lambda number: graph.place(graph.results[number]))
     large = [number for number in ordered if graph.nbytes(graph.results[number]) >= 2 * piece_bytes]
     parts = [
@@ -99,7 +99,7 @@ def _fill(parts: Sequence[Part], sizes: Sequence[int], bucket_bytes: int) -> lis
     return buckets
 
 
-class _Graph:
+class Graph:
     """The equations of a function with nested calls dissolved, and where each variable comes from."""
 
     def __init__(
@@ -114,7 +114,7 @@ class _Graph:
         self.producers: dict[Variable, int] = {}
 
     @classmethod
-    def of(cls, closed: core.ClosedJaxpr) -> _Graph:
+    def of(cls, closed: core.ClosedJaxpr) -> Graph:
         """The graph of a traced function."""
         jaxpr = closed.jaxpr
         graph = cls(closed, [Variable(var.aval) for var in jaxpr.invars], {}, [])
@@ -255,7 +255,7 @@ class _Product:
     side: int
     dimension: int
 
-    def add_to(self, graph: _Graph, operands: Sequence[Any], rows: int) -> Variable:
+    def add_to(self, graph: Graph, operands: Sequence[Any], rows: int) -> Variable:
         """The same product of other operands, with fewer rows."""
         last = self.turn or self.dot
         of_turn = Variable(last.outvars[0].aval.update(shape=(rows, *last.outvars[0].aval.shape[1:])))
@@ -277,7 +277,7 @@ def _renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
 # ---- segments
 
 
-def _segments(graph: _Graph, buckets: Sequence[Sequence[Part]]) -> list[Segment]:
+def _segments(graph: Graph, buckets: Sequence[Sequence[Part]]) -> list[Segment]:
     own = _share_out(graph, buckets)
     home = {number: place for place, members in enumerate(own) for number in members}
     repeated, needed = zip(
@@ -293,7 +293,7 @@ def _segments(graph: _Graph, buckets: Sequence[Sequence[Part]]) -> list[Segment]
     return segments
 
 
-def _share_out(graph: _Graph, buckets: Sequence[Sequence[Part]]) -> list[set[int]]:
+def _share_out(graph: Graph, buckets: Sequence[Sequence[Part]]) -> list[set[int]]:
     """The equations of each bucket that no earlier one has."""
     known: set[int] = set()
     own = []
@@ -304,7 +304,7 @@ def _share_out(graph: _Graph, buckets: Sequence[Sequence[Part]]) -> list[set[int
 
 
 def _look_back(
-    graph: _Graph, home: Mapping[int, int], place: int, own: Sequence[set[int]], buckets: Sequence[Sequence[Part]]
+    graph: Graph, home: Mapping[int, int], place: int, own: Sequence[set[int]], buckets: Sequence[Sequence[Part]]
 ) -> tuple[set[int], set[Any]]:
     """What a segment needs of earlier ones: equations to repeat, and residuals."""
     repeated: set[int] = set()
@@ -327,7 +327,7 @@ def _look_back(
 
 
 def _segment(
-    graph: _Graph,
+    graph: Graph,
     equations: Sequence[Equation],
     parts: list[Part],
     takes: Sequence[Any],

@@ -16,14 +16,15 @@ Indices = NDArray[np.int64]
 class Layout:
     """How elements are dealt to the replicas, and which of the replicas live here.
 
-    Step s takes positions `[s * B * R, (s + 1) * B * R)` of the epoch's order (B: `batch_size`, R:
+    Step s takes positions `[s * B * R, (s + 1) * B * R)` of the epoch's order (B: `elements_per_replica`, R:
     `total_replicas`); replica r takes positions `[r * B, (r + 1) * B)` of those. Instances play no part.
 
     Attributes:
-        batch_size: elements per replica and step.
+        batch_size: elements per replica and micro-batch.
         total_replicas: replicas of all instances.
         local_replicas: global indices of the replicas of this instance.
         remainder: what becomes of elements that do not fill a global batch: `"drop"`, or `"pad"` them.
+        gradient_accumulation_count: micro-batches that a replica takes in one step.
 
     Raises:
         TypeError: when a number is not an integer.
@@ -34,9 +35,11 @@ class Layout:
     total_replicas: int
     local_replicas: Sequence[int]
     remainder: Remainder = "drop"
+    gradient_accumulation_count: int = 1
 
     def __post_init__(self) -> None:
         positive("batch_size", self.batch_size)
+        positive("gradient_accumulation_count", self.gradient_accumulation_count)
         positive("total_replicas", self.total_replicas)
         if not self.local_replicas:
             raise ValueError("local_replicas is empty; an instance drives at least one replica")
@@ -54,9 +57,14 @@ class Layout:
         return self.remainder == "pad"
 
     @property
+    def elements_per_replica(self) -> int:
+        """Elements that one replica takes in one step: all its micro-batches, one after another."""
+        return self.batch_size * self.gradient_accumulation_count
+
+    @property
     def global_batch_size(self) -> int:
         """Elements that all replicas together take in one step."""
-        return self.batch_size * self.total_replicas
+        return self.elements_per_replica * self.total_replicas
 
     def steps(self, length: int) -> int:
         """Steps in an epoch over `length` elements."""
@@ -73,8 +81,8 @@ class Layout:
         Positions past the last element only occur in the last step of a layout that pads.
         """
         first = step * self.global_batch_size
-        starts = first + self.batch_size * np.asarray(self.local_replicas, np.int64)
-        return (starts[:, None] + np.arange(self.batch_size, dtype=np.int64)).reshape(-1)
+        starts = first + self.elements_per_replica * np.asarray(self.local_replicas, np.int64)
+        return (starts[:, None] + np.arange(self.elements_per_replica, dtype=np.int64)).reshape(-1)
 
     def check_length(self, length: int) -> None:
         """Raises ValueError unless `length` elements make at least one step."""
@@ -82,13 +90,20 @@ class Layout:
             raise ValueError("the data set is empty; at least one element is needed")
         if self.steps(length) > 0:
             return
-        largest = length // self.total_replicas
-        smaller = f"a batch_size of at most {largest}" if largest else f"at most {length} replicas"
+        largest = length // (self.total_replicas * self.gradient_accumulation_count)
+        fewer = f"at most {length} {'replicas' if self.gradient_accumulation_count == 1 else 'micro-batches'}"
+        smaller = f"a batch_size of at most {largest}" if largest else fewer
         raise ValueError(
-            f"one global batch takes {self.global_batch_size} elements (batch_size {self.batch_size} on each "
+            f"one global batch takes {self.global_batch_size} elements (batch_size {self.described} on each "
             f"of {self.total_replicas} replicas) and the data set has {length}; use {smaller}, or "
             "remainder='pad'"
         )
+
+    @property
+    def described(self) -> str:
+        """What one replica takes in one step, for messages."""
+        count = self.gradient_accumulation_count
+        return str(self.batch_size) if count == 1 else f"{self.batch_size} x {count} accumulated"
 
 
 def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> Indices:
@@ -110,12 +125,17 @@ def positive(name: str, value: Any) -> int:
 
 def at_least(minimum: int, name: str, value: Any) -> int:
     """`value` as an int; TypeError or ValueError, with `name` in it, unless it is at least `minimum`."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number = integer(value)
     if number is None:
         raise TypeError(f"{name} is {value!r}; an integer of at least {minimum} is needed")
     if number < minimum:
         raise ValueError(f"{name} is {number}; it must be at least {minimum}")
     return number
+
+
+def integer(value: Any) -> int | None:
+    """`value` as an int, whichever library's integer it is; None for anything else, truth values too."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None

@@ -1,8 +1,8 @@
 """Data sets as one instance sees them; this file has the interface and the kind that holds arrays."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -18,8 +18,8 @@ class Masked(NamedTuple):
     """A batch of a data set that pads.
 
     Attributes:
-        values: the batch, leaves of shape `[local_replicas * batch_size, ...]`.
-        mask: bool `[local_replicas * batch_size]`, False where an element was repeated to fill the batch.
+        values: the batch, leaves of shape `[local_replicas * gradient_accumulation_count * batch_size, ...]`.
+        mask: bool, a number for each element, False where an element was repeated to fill the batch.
     """
 
     values: Batch
@@ -30,10 +30,13 @@ class Source(ABC):
     """One instance's share of a data set.
 
     Attributes:
+        is_random_access: whether the batch of any step can be read for any replicas, and every instance knows
+            without asking the others how many steps there are.
         length: elements of the whole data set, None when unknown.
         steps: steps per epoch, the same on every instance; None when unknown before the end of an epoch.
     """
 
+    is_random_access: ClassVar[bool] = False
     length: int | None
     steps: int | None
 
@@ -44,6 +47,8 @@ class Source(ABC):
 
 class ArraySource(Source):
     """A pytree of arrays that share their leading length; a step gathers the local replicas' rows."""
+
+    is_random_access = True
 
     def __init__(self, arrays: Any, layout: Layout, *, seed: int, shuffle: bool) -> None:
         self._arrays = jax.tree.map(np.asarray, arrays)
@@ -64,6 +69,16 @@ class ArraySource(Source):
 
     def _rows(self, indices: NDArray[np.int64]) -> Batch:
         return jax.tree.map(lambda array: array.take(indices, axis=0), self._arrays)
+
+
+def stacked(elements: Sequence[Any]) -> Batch:
+    """Elements as one batch; ValueError when they differ in structure or shapes."""
+    try:
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *elements)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"elements cannot be stacked into a batch ({error}); all need the same structure and shapes"
+        ) from error
 
 
 def common_length(arrays: Any) -> int:

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +17,18 @@ import numpy as np
 from collectives import Communicator
 from collectives.reduction import normalise_op
 from popdist.environments import NoProgress, ProgressPage
+from popdist.environments.faults import DATA
 from popdist.instance import Instance
+from strategies.casts import DTypes
 from strategies.datasets import DistributedDataset
-from strategies.devices import borrow, claim_devices
+from strategies.devices import borrow, claim_devices, is_key
+from strategies.errors import StrategyError
 from strategies.extended import Extended
+from strategies.float64 import refuse_float64
 from strategies.input_context import InputContext
 from strategies.lockstep import Lockstep
-from strategies.per_replica import PerReplica
-from strategies.replica_context import CrossReplicaReducer, ReplicaContext, replica_context
+from strategies.per_replica import PerReplica, dealt
+from strategies.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
 from strategies.sharding import Remainder
 from strategies.variables import MirroredVariable, Synchronization, SyncOnReadVariable, make_variable
 
@@ -34,7 +40,7 @@ _scope: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
 class Strategy:
     """R replicas of one program, spread over instances; what they compute does not depend on how.
 
-    Programs use `IPUStrategy`, `PopDistStrategy` or `IPUMultiWorkerStrategy`.
+    Programs use `IPUStrategy`, `PopDistStrategy`, `IPUMultiWorkerStrategy` or `IPUHorovodStrategy`.
 
     Args:
         instance: which replicas this process drives.
@@ -42,6 +48,12 @@ class Strategy:
         progress: where this instance notes what it is doing.
         add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
         variables_on_host: whether variables and optimizer state live in host memory.
+
+    Raises:
+        TypeError: a switch is not True or False.
+
+    Attributes:
+        first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
     """
 
     def __init__(
@@ -52,13 +64,25 @@ class Strategy:
         add_cross_replica_reductions: bool = True,
         variables_on_host: bool = False,
     ) -> None:
+        _require_switches(
+            add_ipu_cross_replica_reductions=add_cross_replica_reductions, variables_on_host=variables_on_host
+        )
         self.instance = instance
+        self.first_index = instance.index
         self.communicator = communicator
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
-        self.devices = claim_devices(instance.local_replica_range, instance.total_replicas, instance.local_index)
+        self._add_cross_replica_reductions = add_cross_replica_reductions
+        self._datasets: WeakSet[DistributedDataset] = WeakSet()
+        self._claim_replicas()
+
+    def _claim_replicas(self) -> None:
+        """Find devices for the local replicas; programs for others are of no use any more."""
+        instance = self.instance
+        devices = claim_devices(instance.local_replica_range, instance.total_replicas, instance.local_index)
+        self.devices = replace(devices, calls_back=instance.count > 1)
         self.reducer = CrossReplicaReducer(
-            communicator, self.devices, instance.total_replicas, not add_cross_replica_reductions
+            self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._program_numbers = itertools.count()
@@ -103,6 +127,40 @@ class Strategy:
         """Whether `Trainer` sends gradients to the other instances while it computes the rest of them."""
         return self.variables_on_host and self.num_instances > 1
 
+    # ---- instances that are lost
+
+    @property
+    def can_carry_on(self) -> bool:
+        """Whether the other instances can go on when one is lost."""
+        return False
+
+    def carry_on(self) -> None:
+        """Take over, with the other instances that are left, the replicas of those that are lost; a collective call.
+
+        The number of replicas stays; each instance drives other ones than before, also of data sets.
+        """
+        self.instance, self.communicator = self._join_survivors()
+        self._claim_replicas()
+        for dataset in self._datasets:
+            dataset.redistribute(self.local_replicas)
+
+    def _join_survivors(self) -> tuple[Instance, Communicator]:
+        raise NotImplementedError
+
+    def replicas_batch(self, batch: Any) -> Any:
+        """The batch of the same step for the replicas that this instance drives since it has carried on.
+
+        Raises:
+            StrategyError: if the batch is not the last one of a data set that this strategy has distributed.
+        """
+        for dataset in self._datasets:
+            if dataset.has_given(batch):
+                return dataset.read_again()
+        raise StrategyError(
+            "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
+            "strategy.distribute_dataset as they come"
+        )
+
     # ---- values
 
     def variable(
@@ -122,38 +180,47 @@ class Strategy:
         """`function(r)` for the global index r of each local replica."""
         return PerReplica(tuple(function(replica) for replica in self.local_replicas))
 
-    def broadcast(self, tree: Tree) -> Tree:
-        """Instance 0's values on every instance, as JAX arrays.
+    def broadcast(self, tree: Tree, root: int = 0) -> Tree:
+        """The values of instance `root` on every instance, as JAX arrays.
 
         Raises:
             LayoutMismatchError: on all instances if the trees differ in names, shapes or dtypes; it names the leaf.
         """
+        refuse_in_replica("strategy.broadcast")
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-        received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf) for path, leaf in paths]
+        received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf, root) for path, leaf in paths]
         self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
         whole: Tree = jax.tree.unflatten(structure, received)
         return whole
 
-    def _broadcast_leaf(self, name: str, leaf: Any) -> jax.Array:
-        array = np.array(jnp.asarray(leaf), order="C")
-        self.communicator.broadcast(array, name=name)
+    def _broadcast_leaf(self, name: str, leaf: Any, root: int) -> jax.Array:
+        array = np.array(jax.random.key_data(leaf) if is_key(leaf) else _as_jax_would(leaf), order="C")
+        self.communicator.broadcast(array, root, name=name)
         placed: jax.Array = jax.device_put(array, self.variables_device, may_alias=False)
-        return placed
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf)) if is_key(leaf) else placed
 
     def reduce(self, op: str, value: Any) -> Any:
         """Reduce over all replicas of all instances, in replica order; the same result on every instance.
 
         Args:
             op: "sum", "mean", "min" or "max".
-            value: what `run` or `per_replica` returned, or one pytree that all local replicas share.
+            value: what `run` or `per_replica` returned, a pytree of such, or one that all local replicas share.
 
         Returns:
             A pytree of NumPy arrays.
+
+        Raises:
+            ValueError: for another op, or if the replicas' pytrees differ.
         """
         op = normalise_op(op)
+        refuse_in_replica("strategy.reduce")
+        value = dealt(value, len(self.local_replicas))
         values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
         trees = [jax.tree.flatten(one) for one in values]
         structure = trees[0][1]
+        structures = sorted({str(tree) for _, tree in trees})
+        if len(structures) > 1:
+            raise ValueError(f"replicas have values of different structures, {', '.join(structures)}; make them alike")
         reduced = [
             self.communicator.ordered_all_reduce([_host_array(leaf) for leaf in leaves], op=op, name=f"reduce/{number}")
             for number, leaves in enumerate(zip(*(leaves for leaves, _ in trees), strict=True))
@@ -168,21 +235,25 @@ class Strategy:
         Args:
             function: a JAX-traceable function; inside it `get_replica_context` gives the replica's index and
                 collectives over all replicas. Compiled once per function object and argument shapes.
-            args: pytrees; of a `PerReplica` each replica gets its value, other values all get whole.
+            args: pytrees; of a `PerReplica`, wherever it stands, each replica gets its value, of all else the whole.
             kwargs: likewise.
 
         Returns:
             `PerReplica` with the results.
 
         Raises:
+            RuntimeError: inside a function that `run` runs.
             TypeError: "Unsupported data type" for float64 arguments or results, unless JAX has 64 bits enabled.
+            ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape.
         """
+        refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
-        named = [*args, *kwargs.values()]
+        named = [dealt(value, len(self.local_replicas)) for value in (*args, *kwargs.values())]
         program = self._program(function, tuple(isinstance(value, PerReplica) for value in named), tuple(kwargs))
         indices = np.array(self.local_replicas, np.int32)
         stacked = [
-            _stack(value.values) if isinstance(value, PerReplica) else self._shared(_checked(value)) for value in named
+            _stack(value.values) if isinstance(value, PerReplica) else self._shared(refuse_float64(value))
+            for value in named
         ]
         results: list[Any] = []
         for wave in range(self.devices.waves):
@@ -201,11 +272,13 @@ class Strategy:
     def _run_wave(self, program: Callable[..., Any], indices: np.ndarray, values: list[Any]) -> list[Any]:
         self.reducer.last_error = None
         try:
-            result = jax.block_until_ready(program(indices, *values))
+            result, _ = jax.block_until_ready(program(indices, *values))
         except jax.errors.JaxRuntimeError as error:
             if self.reducer.last_error is not None:
                 raise self.reducer.last_error from error
             raise
+        if self.reducer.last_error is not None:  # a feed has failed, and the program went on without it to its end
+            raise self.reducer.last_error
         leaves, structure = jax.tree.flatten(result)
         split = [[view[0] for view in self.devices.views(leaf)] for leaf in leaves]
         return [jax.tree.unflatten(structure, parts) for parts in zip(*split, strict=True)] or [
@@ -231,18 +304,26 @@ class Strategy:
                 for value, split in zip(values, is_split, strict=True)
             ]
             first_named = len(own) - len(names)
-            with replica_context(self.new_context(index[0], "run")):
+            context = self.new_context(index[0], "run", is_watched=True)
+            with replica_context(context):
                 result = function(*own[:first_named], **dict(zip(names, own[first_named:], strict=True)))
-            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], _checked(result, "output"))
+            # With the token the program has a result that is not ready before its last feed.
+            results = (refuse_float64(result, "output"), context.feeds.token)
+            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], results)
 
         return one_replica
 
-    def new_context(self, replica_index: jax.Array, program: str) -> ReplicaContext:
+    def new_context(self, replica_index: jax.Array, program: str, is_watched: bool = False) -> ReplicaContext:
         """The context of a replica whose program is about to be traced.
 
         Programs are numbered as they are traced, which happens in the same order on every instance.
+
+        Args:
+            replica_index: its global index.
+            program: what kind of program.
+            is_watched: whether who runs it looks at `reducer.last_error` when it has ended.
         """
-        return ReplicaContext(self.reducer, replica_index, f"{program}{next(self._program_numbers)}")
+        return ReplicaContext(self.reducer, replica_index, f"{program}{next(self._program_numbers)}", is_watched)
 
     # ---- data
 
@@ -254,21 +335,28 @@ class Strategy:
         *,
         shuffle: bool = True,
         remainder: Remainder = "drop",
+        gradient_accumulation_count: int = 1,
+        transfer_dtype: DTypes = None,
         prefetch: int = 2,
     ) -> DistributedDataset:
         """Give each replica its part of a data set; see `DistributedDataset`.
 
-        With several instances, taking a batch is a collective call unless `source` is a pytree of arrays.
+        With several instances, taking a batch is a collective call unless `source` is a pytree of arrays or
+        random access.
 
         Args:
-            source: a pytree of arrays, an object with `shard(n, i)`, an iterable, or `PerReplica` iterables.
-            batch_size: elements per replica and step.
+            source: a pytree of arrays, a `grain.MapDataset` or `GrainSource` or another object with a length and `[i]`,
+                an object with `shard(n, i)`, an iterable, or `PerReplica` iterables.
+            batch_size: elements per replica and micro-batch.
             seed: of the shuffle, the same on all instances.
-            shuffle: whether arrays are shuffled.
+            shuffle: whether arrays and random access are shuffled.
             remainder: "drop" or "pad" what does not fill the last global batch.
+            gradient_accumulation_count: micro-batches that each replica takes in one step, one after another.
+            transfer_dtype: a smaller dtype in which arrays travel to the devices, or one for each entry of a batch;
+                `strategies.casting` casts them back there.
             prefetch: how many batches are prepared ahead.
         """
-        return DistributedDataset(
+        dataset = DistributedDataset(
             source,
             batch_size=batch_size,
             total_replicas=self.num_replicas_in_sync,
@@ -276,10 +364,15 @@ class Strategy:
             seed=seed,
             shuffle=shuffle,
             remainder=remainder,
+            gradient_accumulation_count=gradient_accumulation_count,
+            transfer_dtype=transfer_dtype,
             prefetch=prefetch,
-            place=self.devices.place,
+            place=lambda batch: self.devices.place(batch),
             communicator=self.communicator,
+            on_batch=lambda: self.progress.begin(DATA),
         )
+        self._datasets.add(dataset)
+        return dataset
 
     def distribute_datasets_from_function(self, function: Callable[[InputContext], Iterable[Any]]) -> Iterable[Any]:
         """The data set that `function` makes for this instance; with one instance untouched.
@@ -309,6 +402,13 @@ def get_strategy() -> Strategy | None:
     return _scope.get()
 
 
+def _require_switches(**switches: bool) -> None:
+    """Refuse what the original takes as its first argument, the name of a device, before it counts as true."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it is True or False, and devices have no names here")
+
+
 def _is_on_one_device(leaf: Any) -> bool:
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     return is_array and len(leaf.devices()) == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -318,16 +418,24 @@ def _host_array(leaf: Any) -> np.ndarray:
     return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
 
 
-def _checked(value: Any, role: str = "input") -> Any:
-    """The value, if JAX will not silently change its precision."""
-    if not jax.config.read("jax_enable_x64"):
-        for leaf in jax.tree.leaves(value):
-            if getattr(leaf, "dtype", None) == np.float64:
-                raise TypeError(f"Unsupported data type for {role}: float64; convert it to float32")
-    return value
+def _as_jax_would(leaf: Any) -> np.ndarray:
+    """What `jnp.asarray` would make of a leaf, but on the host: that compiles a program for each shape and dtype."""
+    array = _host_array(leaf)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def _stack(values: Sequence[Any]) -> Any:
     for value in values:
-        _checked(value)
-    return jax.tree.map(lambda *leaves: np.stack([np.asarray(jnp.asarray(leaf)) for leaf in leaves]), *values)
+        refuse_float64(value)
+    return jax.tree.map(lambda *leaves: _stack_leaves([_as_jax_would(leaf) for leaf in leaves]), *values)
+
+
+def _stack_leaves(leaves: Sequence[np.ndarray]) -> np.ndarray:
+    first = leaves[0]
+    for leaf in leaves[1:]:
+        if leaf.shape != first.shape:
+            raise ValueError(
+                f"the replicas' values have different shapes, {list(first.shape)} and {list(leaf.shape)}; "
+                "one compiled program runs on all of them, so make them alike"
+            )
+    return np.stack(leaves)

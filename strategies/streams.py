@@ -4,11 +4,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count, islice, zip_longest
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from strategies.sharding import Layout
-from strategies.sources import Batch, Masked, Source
+from strategies.sources import Batch, Masked, Source, stacked
 
 
 class Round(NamedTuple):
@@ -23,7 +22,7 @@ class Round(NamedTuple):
 
 
 class StreamSource(Source):
-    """Elements that come one after another; `batch_size` rounds are stacked into a batch.
+    """Elements that come one after another; `elements_per_replica` rounds are stacked into a batch.
 
     Order is the source's own: nothing is shuffled here.
     """
@@ -53,13 +52,13 @@ class StreamSource(Source):
         for step in count():
             if step == self.steps:
                 return
-            taken = list(islice(rounds, self._layout.batch_size))
+            taken = list(islice(rounds, self._layout.elements_per_replica))
             latest = taken[-1] if taken else latest
-            if len(taken) < self._layout.batch_size:
+            if len(taken) < self._layout.elements_per_replica:
                 if not self._can_fill(taken, latest, step):
                     return
                 assert latest is not None
-                taken += [latest.as_padding()] * (self._layout.batch_size - len(taken))
+                taken += [latest.as_padding()] * (self._layout.elements_per_replica - len(taken))
             yield taken
 
     def _can_fill(self, taken: list[Round], latest: Round | None, step: int) -> bool:
@@ -76,13 +75,7 @@ class StreamSource(Source):
 
     def _stack(self, rounds: list[Round]) -> Batch:
         per_replica = range(len(self._layout.local_replicas))
-        elements = [taken.elements[j] for j in per_replica for taken in rounds]
-        try:
-            values = jax.tree.map(lambda *leaves: np.stack(leaves), *elements)
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"elements cannot be stacked into a batch ({error}); all need the same structure and shapes"
-            ) from error
+        values = stacked([taken.elements[j] for j in per_replica for taken in rounds])
         if not self._layout.pads:
             return values
         return Masked(values, np.array([taken.valid[j] for j in per_replica for taken in rounds], bool))
@@ -169,14 +162,14 @@ def _shard_lengths(source: Any, own_shard: Any, replicas: int) -> list[int] | No
 def _steps_of_shards(lengths: Sequence[int], layout: Layout) -> int:
     """Steps until the shortest shard cannot fill a batch or, when padding, until the longest has ended."""
     if layout.pads and min(lengths) > 0:
-        return -(-max(lengths) // layout.batch_size)
-    if min(lengths) < layout.batch_size:
+        return -(-max(lengths) // layout.elements_per_replica)
+    if min(lengths) < layout.elements_per_replica:
         replica = lengths.index(min(lengths))
         raise ValueError(
-            f"batch_size is {layout.batch_size} per replica and shard {replica} of {layout.total_replicas} "
+            f"batch_size is {layout.described} per replica and shard {replica} of {layout.total_replicas} "
             f"has {min(lengths)} elements; use a smaller batch_size or fewer replicas"
         )
-    return min(lengths) // layout.batch_size
+    return min(lengths) // layout.elements_per_replica
 
 
 def _length(source: Any) -> int | None:

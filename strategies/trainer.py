@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,54 +13,33 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from popdist.environments.faults import FaultyProgress
+from strategies.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.compilation import explain_recompilation
+from strategies.datasets import DistributedDataset
+from strategies.digest import compare, flip_bit
 from strategies.errors import NonFiniteGradientError
-from strategies.gradients import Allocate, Arguments, GradientPrograms
-from strategies.replica_context import replica_context
+from strategies.executions import Executions
+from strategies.fused_steps import FusedSteps
+from strategies.gradients import Allocate, Arguments, Bucket, GradientPrograms
+from strategies.loss_scaling import LossScale, LossScaling
+from strategies.metrics import Metrics
+from strategies.notice import Notice
+from strategies.probing import batch_like, variables_like
+from strategies.recomputation import recomputing
+from strategies.replica_program import Accumulation, LossFunction, Precision, ReplicaProgram, control_words, float_dtype
+from strategies.sharded_update import ShardedUpdate
+from strategies.sharding import at_least, positive
+from strategies.shards import PartOfArray, Shards
 from strategies.strategy import Strategy
+from strategies.survival import gather_steps, surviving
+from strategies.train_state import TrainState
+from strategies.transfer import Int8Layout, Int8Reduction, Transfer
+from strategies.updates import Update, UpdateSettings
 
 logger = logging.getLogger(__name__)
 
-LossFunction = Callable[[Any, Any, jax.Array], Any]
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["variables", "optimizer_state"], meta_fields=["step"])
-@dataclass(frozen=True)
-class TrainState:
-    """Everything that training changes.
-
-    Attributes:
-        variables: a pytree of arrays, the same bits on every instance.
-        optimizer_state: what the optimizer keeps.
-        step: how many updates were made.
-    """
-
-    variables: Any
-    optimizer_state: Any
-    step: int
-
-
-class Metrics(Mapping[str, float]):
-    """Means over all replicas, under "loss" and the names that the loss function gave."""
-
-    def __init__(self, names: tuple[str, ...], means: np.ndarray) -> None:
-        self._names = names
-        self._means = means
-
-    def __getitem__(self, name: str) -> float:
-        try:
-            position = self._names.index(name)
-        except ValueError:
-            raise KeyError(name) from None
-        return float(self._means[position])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __repr__(self) -> str:
-        return f"Metrics({dict(self)})"
+__all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
 
 @dataclass(frozen=True)
@@ -69,17 +47,16 @@ class _Step:
     """A step compiled for the shapes of one batch.
 
     Attributes:
-        gradients: computes the gradients.
-        update: (variables, optimizer state, mean gradients) -> the first two anew, and a token that is ready
-            when they are.
+        program: what a replica computes.
+        gradients: computes it on all local replicas.
         means: where the mean gradients are, as a pytree like the variables.
-        names: of the metrics.
+        quantised: adds up quantised gradients, and where to; None where they are not.
     """
 
+    program: ReplicaProgram
     gradients: GradientPrograms
-    update: Callable[..., Any]
     means: Any
-    names: tuple[str, ...]
+    quantised: tuple[Int8Reduction, np.ndarray] | None = None
 
 
 class Trainer:
@@ -92,10 +69,44 @@ class Trainer:
     Args:
         strategy: where the replicas are.
         loss_fn: `(variables, batch, key) -> loss` or `-> (loss, {name: scalar})` for one replica and one micro-batch;
-            the loss is a scalar, the key differs for each replica and step.
+            the loss is a scalar, the key differs for each replica, step and micro-batch.
         optimizer: an optax gradient transformation.
         seed: of the keys.
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.
+        digest_every: compare the bits of variables and optimizer state between instances before every so many steps,
+            and raise `DivergenceError` where they differ; under `poprun --on-failure shrink` an instance that differs
+            from most gets theirs instead. 0: never. What instances have parts of is not compared: sharded optimizer
+            state, and residuals.
+        gradient_accumulation_count: micro-batches of each replica for one update. A replica's rows of the batch are
+            its micro-batches one after another (`distribute_dataset(gradient_accumulation_count=...)`), and instances
+            exchange gradients once per update.
+        gradient_accumulation_dtype: of the accumulators, and of the gradients that the optimizer gets: None for the
+            variable's, a dtype, or a function of the variable.
+        reduction_method: how micro-batches are reduced: SUM, MEAN or RUNNING_MEAN, see
+            `GradientAccumulationReductionMethod`. Over replicas gradients are always averaged.
+        replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that, and the
+            new variables are gathered; the same bits. For optimizers that compute element by element. None: as
+            `offload_optimizer_state`.
+        min_elements_for_sharding: the state of smaller variables stays whole.
+        offload_optimizer_state: keep optimizer state in host memory between updates (JAX's memory kind
+            `pinned_host`). None: as the runtime likes, which is False.
+        compute_dtype: bfloat16 or float16: variables and batches are cast to it for `loss_fn`; gradients, updates and
+            the variables themselves keep their dtype.
+        loss_scaling: None, "dynamic", a number for a scale that stays, or a `LossScaling`. A step with a gradient
+            that is not finite on any replica changes nothing on all of them but the scale; the metrics get
+            "loss_scale" and "skipped_steps".
+        gradient_transfer_dtype: float16 or bfloat16: gradients travel in it, half as many bytes as float32, and are
+            added in replica order in float32. int8: a quarter, with error feedback; see `strategies.transfer`.
+        stochastic_rounding: of the sum of a 16-bit variable and its change.
+        recompute: what of the forward pass is computed again for the backward pass: "none", "blocks" (what lies
+            between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
+
+    Attributes:
+        seed: of the keys.
+        notice: travels with the gradients of every step.
+
+    Raises:
+        ValueError: if an argument is out of range, or two of them exclude each other.
     """
 
     def __init__(
@@ -105,16 +116,89 @@ class Trainer:
         optimizer: optax.GradientTransformation,
         seed: int = 0,
         check_numerics: bool = False,
+        digest_every: int = 0,
+        *,
+        gradient_accumulation_count: int = 1,
+        gradient_accumulation_dtype: AccumulationDtype = None,
+        reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.MEAN,
+        replicated_optimizer_state_sharding: bool | None = False,
+        min_elements_for_sharding: int = 32,
+        offload_optimizer_state: bool | None = None,
+        compute_dtype: Any = None,
+        loss_scaling: LossScaling | float | str | None = None,
+        gradient_transfer_dtype: Any = None,
+        stochastic_rounding: bool = False,
+        recompute: str | Callable[..., Any] = "none",
     ) -> None:
         self._strategy = strategy
-        self._devices = strategy.devices
-        self._loss_fn = loss_fn
-        self._optimizer = optimizer
-        self._seed = seed
+        self.seed = seed
+        self.notice = Notice()
+        self._loss_fn = recomputing(loss_fn, recompute)
         self._check_numerics = check_numerics
+        self._digest_every = at_least(0, "digest_every", digest_every)
+        self._loss_scaling = LossScaling.parse(loss_scaling)
+        if check_numerics and self._loss_scaling is not None:
+            raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")
+        self._accumulation = Accumulation(
+            positive("gradient_accumulation_count", gradient_accumulation_count),
+            GradientAccumulationReductionMethod.parse(reduction_method),
+            gradient_accumulation_dtype,
+        )
+        self._precision = Precision(
+            float_dtype("compute_dtype", compute_dtype),
+            self._loss_scaling is not None,
+        )
+        self._transfer = Transfer.parse(gradient_transfer_dtype)
+        settings = UpdateSettings(
+            seed=seed,
+            gradient_dtype=gradient_accumulation_dtype,
+            unscales=self._loss_scaling is not None and not self._transfer.is_quantised,
+            rounds_stochastically=stochastic_rounding,
+            offloads_state=bool(offload_optimizer_state),
+        )
+        self._update = _update_for(
+            strategy,
+            optimizer,
+            settings,
+            replicated_optimizer_state_sharding,
+            offload_optimizer_state,
+            positive("min_elements_for_sharding", min_elements_for_sharding),
+        )
+        self._claim_replicas()
+        self._metrics: Metrics | None = None  # of the last step
+
+    def _claim_replicas(self) -> None:
+        """Take note of the local replicas; programs for others are of no use any more."""
+        self._devices = self._strategy.devices
+        self._indices = np.array(self._strategy.local_replicas, np.int32)
         self._steps: dict[Any, _Step] = {}
-        self._indices = np.array(strategy.local_replicas, np.int32)
-        self._updated: jax.Array | None = None
+        self._seen: list[Any] = []  # the shapes of batches for which steps were compiled
+        self._executions = Executions(self._devices, self._update)
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where the replicas are."""
+        return self._strategy
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether instances have different parts of the state: of the optimizer's, or residuals."""
+        return self._update.is_sharded or self._transfer.is_quantised
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        shards = Shards(self._strategy.num_replicas_in_sync, len(self._indices), 1)
+
+        def of_all(leaf: jax.Array) -> PartOfArray:
+            rows = leaf.shape[0] // len(self._indices) * self._strategy.num_replicas_in_sync
+            whole = jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+            return PartOfArray(leaf, whole, shards, self._strategy)
+
+        return replace(
+            state,
+            optimizer_state=self._update.whole(state.optimizer_state),
+            residuals=jax.tree.map(of_all, state.residuals),
+        )
 
     def init(self, variables: Any) -> TrainState:
         """The first state: instance 0's variables on every instance.
@@ -132,10 +216,102 @@ class Trainer:
                     f"variable {jax.tree_util.keystr(path)} is of dtype {jnp.result_type(leaf)}; only floating-point "
                     "variables can be trained: keep others outside"
                 )
-        shared = self._strategy.broadcast(variables)
-        with jax.default_device(self._strategy.variables_device):
-            optimizer_state = jax.jit(self._optimizer.init)(shared)
-        return TrainState(shared, optimizer_state, 0)
+
+        def catch_up() -> TrainState | None:
+            self._claim_replicas()
+            return self._copy_newest(self._first_state(variables, -1))
+
+        if self.is_sharded and self._strategy.can_carry_on:
+            logger.warning(
+                "every instance has a part of the state that no other has (%s): if one is lost the job ends; to go on "
+                "from a checkpoint use poprun --on-failure restart",
+                "sharded optimizer state" if self._update.is_sharded else "residuals of int8 gradients",
+            )
+        first: TrainState = self._surviving(lambda: self._first_state(self._strategy.broadcast(variables), 0), catch_up)
+        return first
+
+    def _first_state(self, variables: Any, step: int) -> TrainState:
+        scale = None if self._loss_scaling is None else self._loss_scaling.start()
+        residuals = None
+        if self._transfer.is_quantised:
+            local = len(self._indices)
+            of_one = Int8Layout.of(jax.tree.leaves(variables)).new_residuals()
+            residuals = [self._devices.place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
+        return TrainState(variables, self._update.init(variables), step, scale, residuals)
+
+    def _surviving(self, attempt: Callable[[], Any], catch_up: Callable[[], Any]) -> Any:
+        """What `attempt` returns, also where instances are lost whose part of the state others have too."""
+        return attempt() if self.is_sharded else surviving(self._strategy, attempt, catch_up)
+
+    def run(
+        self,
+        state: TrainState,
+        dataset: Iterable[Any],
+        steps_per_execution: int = 1,
+        after_execution: Callable[[TrainState, Metrics], None] = lambda state, metrics: None,
+    ) -> tuple[TrainState, Metrics]:
+        """Make a step with every batch; `state` is used up. The same bits as of `step`.
+
+        Nothing waits for the device before metrics are read. Where one instance drives all replicas and the same steps
+        in one program have the same bits, which is tried out the first time, `steps_per_execution` of them run without
+        returning to Python; the log says if not. Otherwise instances meet once in every step.
+
+        Args:
+            state: what `init`, `step` or `run` returned last.
+            dataset: a `DistributedDataset`, the rest of whose epoch is read, or an iterable of batches.
+            steps_per_execution: how many steps are made before `after_execution` is called; the last time fewer if the
+                number of batches is not a multiple of it.
+            after_execution: called with the state and the metrics of the last step.
+
+        Returns:
+            The new state, and the metrics of the last step.
+
+        Raises:
+            ValueError: if there is no batch, or `steps_per_execution` is not positive; and what `step` raises.
+        """
+        positive("steps_per_execution", steps_per_execution)
+        if isinstance(dataset, DistributedDataset):
+            dataset.restore(dataset.position())  # the rest of the epoch, not all of it
+            dataset = dataset.epoch(dataset.position().epoch)
+        batches = iter(dataset)
+        metrics: Metrics | None = None
+        for batch in batches:
+            rest = itertools.islice(batches, steps_per_execution - 1)
+            if steps_per_execution > 1 and self._may_fuse:
+                state, metrics = self._execute(state, [batch, *rest])
+            else:
+                state, metrics = self._singly(state, itertools.chain([batch], rest))
+            after_execution(state, metrics)
+        if metrics is None:
+            raise ValueError("there is no batch to make a step with")
+        return state, metrics
+
+    @property
+    def _may_fuse(self) -> bool:
+        is_plain = self._loss_scaling is None and not self._transfer.is_quantised and not self._check_numerics
+        if isinstance(self._strategy.progress, FaultyProgress):
+            return False  # faults happen in single steps
+        return is_plain and FusedSteps.suits(self._devices, self._strategy.num_instances)
+
+    def _execute(self, state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, Metrics]:
+        """Steps with all batches, in one program if that has the same bits."""
+        step = self._compiled(state, batches[0])
+        if len(batches) == 1 or not all(self._compiled(state, batch) is step for batch in batches):
+            return self._singly(state, batches)
+        self._strategy.progress.step(state.step)
+
+        def gradients_of(state: TrainState, batch: Any) -> list[list[np.ndarray]]:
+            return self._gradients_of(step.gradients, state, batch)
+
+        state, self._metrics = self._executions.make(step.program, state, batches, self._singly, gradients_of)
+        self.notice.agree(self.notice.is_given)
+        return state, self._metrics
+
+    def _singly(self, state: TrainState, batches: Iterable[Any]) -> tuple[TrainState, Metrics]:
+        metrics = Metrics((), np.zeros(0, np.float32))
+        for batch in batches:
+            state, metrics = self.step(state, batch)
+        return state, metrics
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One update; `state` is used up.
@@ -152,32 +328,145 @@ class Trainer:
             TypeError: if the loss is not a floating-point scalar.
             ValueError: if the batch cannot be divided among the local replicas.
             NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
+            DivergenceError: with `digest_every`.
         """
         self._strategy.progress.step(state.step)
+        if self._strategy.progress.flips_bit:
+            state = replace(state, variables=flip_bit(state.variables))
+
+        def catch_up() -> tuple[TrainState, Metrics] | None:
+            nonlocal batch
+            self._claim_replicas()
+            newest = self._copy_newest(state)
+            if newest is not None:
+                assert self._metrics is not None
+                return newest, self._metrics
+            batch = self._strategy.replicas_batch(batch)
+            return None
+
+        stepped: tuple[TrainState, Metrics] = self._surviving(lambda: self._attempt(state, batch), catch_up)
+        return stepped
+
+    def _attempt(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """`_step`, with the errors of collectives inside of the loss function as they were raised."""
+        reducer = self._strategy.reducer
+        reducer.last_error = None
+        try:
+            return self._step(state, batch)
+        except jax.errors.JaxRuntimeError as error:
+            if reducer.last_error is not None:
+                raise reducer.last_error from error
+            raise
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        if self._digest_every and state.step and state.step % self._digest_every == 0:
+            state = self._compared(state)
         step = self._compiled(state, batch)
-        shared = self._begin(step.gradients, state, batch)
+        if self._metrics is None:
+            self._metrics = self._metrics_of(step, np.zeros_like(step.gradients.tail), state.loss_scale)
+        control = self._control(state)
+        shared, residuals = self._begin(step.gradients, state, batch, control)
         for bucket, contributions in step.gradients.collect():
-            if self._updated is not None:
-                self._updated.block_until_ready()  # the last update may still be reading the results
-            for buffer, arrays, result in zip(bucket.layout.buffers, contributions, bucket.results, strict=True):
-                if buffer.size:
-                    name = f"{bucket.name}/{buffer.name}"
-                    self._strategy.communicator.ordered_all_reduce(arrays, result, "mean", name=name)
+            self._update.wait()  # the last one may still be reading the results
+            self._reduce(bucket, contributions, step.quantised)
         del shared  # not before XLA has read it: what it lets go itself is too late for the update to take over
         tail = step.gradients.tail.copy()
+        self.notice.agree(tail[step.program.notice_place])
         if self._check_numerics:
-            self._raise_if_not_finite(state, tail[len(step.names) :])
-        variables, optimizer_state, self._updated = step.update(state.variables, state.optimizer_state, step.means)
-        metrics = Metrics(step.names, tail)
-        return TrainState(variables, optimizer_state, state.step + 1), metrics
+            self._raise_if_not_finite(state, tail[-step.program.flags :])
+        variables, optimizer_state, scale = state.variables, state.optimizer_state, state.loss_scale
+        is_finite = True
+        if self._loss_scaling is not None:
+            assert scale is not None
+            is_finite = bool(tail[step.program.finite_place] == 0)
+            scale = self._loss_scaling.after(scale, is_finite)
+        if is_finite:
+            variables, optimizer_state = self._update.apply(variables, optimizer_state, step.means, control)
+        else:
+            residuals = state.residuals
+        self._metrics = self._metrics_of(step, tail, scale)
+        return TrainState(variables, optimizer_state, state.step + 1, scale, residuals), self._metrics
 
-    def _begin(self, gradients: GradientPrograms, state: TrainState, batch: Any) -> Any:
-        """Have the gradients of all local replicas computed; the variables as the devices see them."""
+    def _control(self, state: TrainState) -> np.ndarray:
+        scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
+        return control_words(state.step, self.notice.is_given, scale)
+
+    def _metrics_of(self, step: _Step, tail: np.ndarray, scale: LossScale | None) -> Metrics:
+        names = step.program.names
+        if scale is None:
+            return Metrics(names, tail)
+        own, rest = np.split(tail, [len(names)])
+        of_scale = np.array([scale.scale, scale.skipped], np.float32)
+        return Metrics((*names, "loss_scale", "skipped_steps"), np.concatenate([own, of_scale, rest]))
+
+    def _compared(self, state: TrainState) -> TrainState:
+        """The state, or that of most instances where this one has other bits."""
+        own = replace(state, residuals=None, optimizer_state=None if self._update.is_sharded else state.optimizer_state)
+        compared: TrainState = compare(self._strategy, own, state.step)
+        if self._update.is_sharded:
+            compared = replace(compared, optimizer_state=state.optimizer_state)
+        return replace(compared, residuals=state.residuals)
+
+    def _copy_newest(self, state: TrainState) -> TrainState | None:
+        """The state of the instances that are ahead of this one, and their metrics; None where none is.
+
+        No instance is ahead by more than a step: it would need what the others contribute to the next one.
+        """
+        steps = gather_steps(self._strategy, state.step)
+        newest = int(steps.max())
+        if newest == steps.min():
+            return None
+        means = self._metrics.means if self._metrics is not None and newest else np.zeros(0, np.float32)
+        variables, optimizer_state, scale, means = self._strategy.broadcast(
+            (state.variables, state.optimizer_state, state.loss_scale, means), int(steps.argmax())
+        )
+        if state.step == newest:
+            return None
+        if self._metrics is not None:
+            self._metrics = Metrics(self._metrics.names, np.asarray(means))
+            self.notice.agree(float(self._metrics.means[len(self._metrics.names)]))
+        return TrainState(variables, optimizer_state, newest, scale)
+
+    def _begin(
+        self, gradients: GradientPrograms, state: TrainState, batch: Any, control: np.ndarray
+    ) -> tuple[Any, Any]:
+        """Have the gradients of all local replicas computed; the variables as the devices see them, new residuals."""
         shared = self._devices.share(state.variables)
-        parts = zip(self._devices.cut_into_waves(batch), self._devices.cut_into_waves(self._indices), strict=True)
-        for wave, (part, indices) in enumerate(parts):
-            gradients.dispatch((shared, part, indices, np.int32(state.step)), wave)
-        return shared
+        waves = zip(
+            self._devices.cut_into_waves(batch),
+            self._devices.cut_into_waves(self._indices),
+            self._devices.cut_into_waves(state.residuals or []),
+            strict=True,
+        )
+        kept = []
+        for wave, (part, indices, residuals) in enumerate(waves):
+            kept.append(gradients.dispatch((shared, part, indices, control, residuals), wave))
+        if state.residuals is None:
+            return shared, None
+        return shared, kept[0] if len(kept) == 1 else [np.concatenate(leaves) for leaves in zip(*kept, strict=True)]
+
+    def _reduce(
+        self,
+        bucket: Bucket,
+        contributions: Sequence[Sequence[np.ndarray]],
+        quantised: tuple[Int8Reduction, np.ndarray] | None,
+    ) -> None:
+        """Have the means over all replicas in the bucket's results."""
+        buffers = bucket.layout.buffers
+        for number in sorted(bucket.scattered):
+            self._strategy.communicator.ordered_reduce_scatter(
+                contributions[number], bucket.results[number], "mean", name=f"{bucket.name}/{buffers[number].name}"
+            )
+        filled = [number for number, buffer in enumerate(buffers) if buffer.size and number not in bucket.scattered]
+        if quantised is not None:
+            reduction, means = quantised
+            reduction.reduce(contributions[filled.pop()], means, name=f"{bucket.name}/payload")
+        self._strategy.communicator.grouped_ordered_all_reduce(
+            [contributions[number] for number in filled],
+            [bucket.results[number] for number in filled],
+            "mean",
+            names=[f"{bucket.name}/{buffers[number].name}" for number in filled],
+        )
 
     # ---- compiling
 
@@ -186,54 +475,96 @@ class Trainer:
         key = (structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
         found = self._steps.get(key)
         if found is None:
+            reason = explain_recompilation(self._seen, batch)
+            if reason is not None:
+                logger.info(reason)
+            self._seen.append(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch))
             found = self._steps[key] = self._compile(state, batch)
         return found
 
     def _compile(self, state: TrainState, batch: Any) -> _Step:
-        names, has_metrics = self._metric_names(state.variables, jax.tree.map(self._wave_shape, batch))
         variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
-        count = len(jax.tree.leaves(variables))
-        flags = count * self._strategy.num_replicas_in_sync if self._check_numerics else 0
-        arguments = Arguments(
-            (variables, jax.tree.map(self._wave_shape, batch), self._wave_of_indices(), np.int32(0)),
-            (False, True, True, False),
+        of_wave = jax.tree.map(self._wave_shape, batch)
+        program = ReplicaProgram(
+            self._strategy,
+            self._loss_fn,
+            variables,
+            of_wave,
+            self.seed,
+            self._accumulation,
+            self._precision,
+            self._transfer,
+            self._check_numerics,
         )
-        function = self._gradient_function(names, has_metrics)
+        self._log_effective_batch(of_wave)
+        indices = self._indices[: self._devices.width]
+        residuals = jax.tree.map(self._wave_shape, state.residuals or [])
+        arguments = Arguments(
+            (variables, of_wave, indices, control_words(0, False, 1.0), residuals), (False, True, True, False, True)
+        )
 
         def programs(streams: bool, allocate: Allocate) -> GradientPrograms:
-            return GradientPrograms(self._devices, function, arguments, streams, len(names) + flags, allocate)
+            return GradientPrograms(
+                self._devices,
+                program,
+                arguments,
+                program.results,
+                streams,
+                program.tail_size,
+                allocate,
+                None if program.quantised else self._update.mean_shards,
+            )
 
+        communicator, structure = self._strategy.communicator, jax.tree.structure(variables)
+        if program.quantised is not None:
+            result = program.quantised.new_result()
+            reduction = Int8Reduction(program.quantised, communicator, self._strategy.num_replicas_in_sync)
+            means = jax.tree.unflatten(structure, program.quantised.views(result))
+            return _Step(program, programs(False, communicator.allocate), means, (reduction, result))
         streams = self._strategy.streams_gradients and self._is_streaming_exact(programs, state, batch)
-        gradients = programs(streams, self._strategy.communicator.allocate)
-        return _Step(
-            gradients=gradients,
-            update=jax.jit(self._update, donate_argnums=(0, 1)),
-            means=jax.tree.unflatten(jax.tree.structure(variables), gradients.means),
-            names=names,
+        gradients = programs(streams, communicator.allocate)
+        return _Step(program, gradients, jax.tree.unflatten(structure, gradients.means))
+
+    def _log_effective_batch(self, of_wave: Any) -> None:
+        leaves = jax.tree.leaves(of_wave)
+        if not leaves:
+            return
+        rows = leaves[0].shape[0] // self._devices.width
+        count, replicas = self._accumulation.count, self._strategy.num_replicas_in_sync
+        micro_batch = rows // count
+        logger.info(
+            "effective batch %d = micro-batch %d x %d accumulated x %d replicas",
+            rows * replicas,
+            micro_batch,
+            count,
+            replicas,
         )
 
     def _is_streaming_exact(
         self, programs: Callable[[bool, Allocate], GradientPrograms], state: TrainState, batch: Any
     ) -> bool:
-        """Whether the gradients of this batch have the same bits when they are streamed, on all instances.
+        """Whether gradients have the same bits when they are streamed, on all instances.
 
         XLA fuses and contracts what lies in one program; cut elsewhere, some models round differently (seen with
-        attention and dropout). A collective call.
+        attention and dropout). Compared for this batch, and for random variables and batch. A collective call.
         """
         cut = programs(True, np.empty)
         if len(cut.buckets) == 1:
             return False
-        streamed = self._gradients_of(cut, state, batch)
-        whole = self._gradients_of(programs(False, np.empty), state, batch)
-        pairs = zip(itertools.chain(*streamed), itertools.chain(*whole), strict=True)
-        is_exact = np.array([all(one.tobytes() == other.tobytes() for one, other in pairs)], np.int8)
+        whole = programs(False, np.empty)
+        probe = replace(state, variables=variables_like(state.variables, self.seed)), batch_like(batch, self.seed)
+        is_same = all(
+            _have_same_bits(self._gradients_of(cut, *case), self._gradients_of(whole, *case))
+            for case in (probe, (state, batch))
+        )
+        is_exact = np.array([is_same], np.int8)
         self._strategy.communicator.all_reduce(is_exact, "min", name="streamed gradients have the same bits")
         if not is_exact[0]:
             logger.info("gradients are not streamed: computed in parts they would have other bits")
         return bool(is_exact[0])
 
     def _gradients_of(self, programs: GradientPrograms, state: TrainState, batch: Any) -> list[list[np.ndarray]]:
-        shared = self._begin(programs, state, batch)
+        shared, _ = self._begin(programs, state, batch, self._control(state))
         leaves = programs.leaves()
         del shared
         return leaves
@@ -249,55 +580,6 @@ class Trainer:
         rows = leaf.shape[0] // self._devices.waves
         return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
-    def _metric_names(self, variables: Any, batch: Any) -> tuple[tuple[str, ...], bool]:
-        """What the loss function returns besides the loss; checks that all of it is scalar."""
-        shapes = jax.eval_shape(
-            self._devices.compile(self._loss_program, (False, True, True)), variables, batch, self._wave_of_indices()
-        )
-        loss, metrics = shapes if isinstance(shapes, tuple) else (shapes, {})
-        if loss.shape[1:] != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise TypeError(
-                f"the loss is {loss.dtype}{list(loss.shape[1:])}; "
-                "it must be a floating-point scalar: take jnp.mean of it"
-            )
-        for name, metric in metrics.items():
-            if metric.shape[1:] != () or name == "loss":
-                raise TypeError(
-                    f"metric {name!r} is of shape {list(metric.shape[1:])}; metrics are scalars not called 'loss'"
-                )
-        return ("loss", *metrics), isinstance(shapes, tuple)
-
-    def _loss_program(self, variables: Any, batch: Any, index: jax.Array) -> Any:
-        """What the loss function returns, with the replicas along a new first axis."""
-        with replica_context(self._strategy.new_context(index[0], "shapes")):
-            result = self._loss_fn(variables, batch, jax.random.key(0))
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], result)
-
-    def _wave_of_indices(self) -> np.ndarray:
-        return self._indices[: self._devices.width]
-
-    def _gradient_function(self, names: tuple[str, ...], has_metrics: bool) -> Callable[..., Any]:
-        total = self._strategy.num_replicas_in_sync
-
-        def gradients(variables: Any, batch: Any, index: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
-            replica = index[0]
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), step), replica)
-            with replica_context(self._strategy.new_context(replica, "step")):
-                result, tree = jax.value_and_grad(self._loss_fn, has_aux=has_metrics)(variables, batch, key)
-            loss, metrics = result if has_metrics else (result, {})
-            leaves = jax.tree.leaves(tree)
-            tail = [jnp.asarray([loss, *(metrics[name] for name in names[1:])], jnp.float32)]
-            if self._check_numerics:
-                is_bad = jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
-                tail.append((is_bad[:, None] & (jnp.arange(total) == replica)).astype(jnp.float32).reshape(-1))
-            return (jnp.concatenate(tail), *leaves)
-
-        return gradients
-
-    def _update(self, variables: Any, optimizer_state: Any, means: Any) -> tuple[Any, Any, jax.Array]:
-        changes, optimizer_state = self._optimizer.update(means, optimizer_state, variables)
-        return optax.apply_updates(variables, changes), optimizer_state, jnp.zeros(())
-
     def _raise_if_not_finite(self, state: TrainState, flags: np.ndarray) -> None:
         if not flags.any():
             return
@@ -309,3 +591,28 @@ class Trainer:
             f"{state.step} (first of the replicas {replicas}); the step was not applied: lower the learning rate, "
             "clip the gradients, or look at that replica's batch"
         )
+
+
+def _have_same_bits(one: Sequence[Sequence[np.ndarray]], other: Sequence[Sequence[np.ndarray]]) -> bool:
+    """Whether the gradients of all replicas are the same to the last bit."""
+    pairs = zip(itertools.chain(*one), itertools.chain(*other), strict=True)
+    return all(mine.tobytes() == theirs.tobytes() for mine, theirs in pairs)
+
+
+def _update_for(
+    strategy: Strategy,
+    optimizer: optax.GradientTransformation,
+    settings: UpdateSettings,
+    shards_state: bool | None,
+    offloads_state: bool | None,
+    min_elements: int,
+) -> Update:
+    """The update with whole or with sharded optimizer state."""
+    if shards_state and offloads_state is False:
+        raise ValueError(
+            "replicated_optimizer_state_sharding=True with offload_optimizer_state=False: the optimizer state must be "
+            "offloaded to be sharded, as in the original; leave offload_optimizer_state out or make it True"
+        )
+    if offloads_state if shards_state is None else shards_state:
+        return ShardedUpdate(strategy, optimizer, settings, min_elements)
+    return Update(strategy, optimizer, settings)

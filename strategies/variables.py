@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.per_replica import PerReplica
+from strategies.per_replica import PerReplica, dealt
 
 if TYPE_CHECKING:
     from strategies.strategy import Strategy
@@ -68,6 +68,7 @@ class SyncOnReadVariable:
         self._strategy = strategy
         self._aggregation = _checked(aggregation)
         first = strategy.broadcast(initial)
+        self._layout = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), first)
         self.values = strategy.per_replica(lambda _: first)
 
     def read_value(self) -> Any:
@@ -79,13 +80,18 @@ class SyncOnReadVariable:
 
         Args:
             value: `PerReplica` with one tree for each local replica, or one tree to be read back: with "sum" each
-                replica then gets its part.
+                replica then gets its part. Converted to the variable's dtypes.
+
+        Raises:
+            ValueError: if it differs from the variable in structure or shapes, or has not one tree for each replica.
         """
-        if isinstance(value, PerReplica):
-            self.values = value
+        dealt_out = dealt(value, len(self._strategy.local_replicas))
+        if isinstance(dealt_out, PerReplica):
+            self.values = PerReplica(tuple(_like(self._layout, one) for one in dealt_out))
             return
         parts = self._strategy.num_replicas_in_sync if self._aggregation == "sum" else 1
         share = jax.tree.map(lambda leaf: jnp.asarray(leaf) / parts if parts > 1 else jnp.asarray(leaf), value)
+        share = _like(self._layout, share)
         self.values = self._strategy.per_replica(lambda _: share)
 
 
@@ -103,13 +109,14 @@ def make_variable(
 
 
 def _checked(aggregation: str) -> str:
-    lower = aggregation.lower()
+    lower = str(aggregation).lower()
     if lower not in AGGREGATIONS:
         raise ValueError(f"aggregation is {aggregation!r}; use one of {', '.join(AGGREGATIONS)}")
     return lower
 
 
 def _reduced(strategy: Strategy, aggregation: str, value: Any) -> Any:
+    value = dealt(value, len(strategy.local_replicas))
     if not isinstance(value, PerReplica):
         return value
     if aggregation == "only_first_replica":
@@ -128,7 +135,7 @@ def _like(variable: Any, value: Any) -> Any:
 def _leaf_like(variable: Any, value: Any) -> Any:
     if np.shape(value) != variable.shape:
         raise ValueError(f"a value of shape {list(np.shape(value))} for a variable of {list(variable.shape)}")
-    return jnp.asarray(value, variable.dtype)
+    return value if getattr(value, "dtype", None) == variable.dtype else jnp.asarray(value, variable.dtype)
 
 
 def _host_copy(leaf: Any) -> np.ndarray:

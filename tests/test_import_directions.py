@@ -20,17 +20,20 @@ MACHINE_LEARNING = {"jax", "jaxlib", "optax", "sklearn", "tqdm", *NUMERIC}
 ALLOWED = {
     "collectives": NUMERIC,
     "popdist": {"collectives", "mpi4py", "numpy"},
-    "poprun": {"popdist"},
+    "poprun": {"ClusterShell", "popdist", "tomli_w"},
     "strategies": {"collectives", "popdist", *MACHINE_LEARNING},
     "launch_scripts": {"popdist", "strategies", "collectives", *MACHINE_LEARNING},
 }
 TRANSPORTS = {
+    "collectives/backends/horovod.py": {"horovod", "mpi4py", "torch"},
     "collectives/backends/mpi.py": {"mpi4py"},
     "collectives/network/__init__.py": {"grpc"},
     "collectives/network/meeting.py": {"grpc"},
     "collectives/network/node.py": {"grpc"},
     "collectives/network/peer.py": {"grpc"},
     "collectives/network/wire.py": {"grpc"},
+    "strategies/checkpoint_folder.py": {"orbax"},
+    "strategies/grain_source.py": {"absl", "grain"},
 }
 POPRUN_MAY_KNOW = ("popdist.environments", "popdist.instance", "popdist.errors", "popdist.version")
 PUBLIC = {"popdist", "strategies", "collectives"}
@@ -126,7 +129,7 @@ def test_collectives_load_no_transport() -> None:
 
 
 def test_strategies_load_no_launcher_and_no_transport() -> None:
-    assert loaded_by("strategies") & {"mpi4py", "poprun"} == set()
+    assert loaded_by("strategies") & {"mpi4py", "orbax", "poprun"} == set()
 
 
 def test_no_other_packages_are_imported_by_name() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from popdist import horovod
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
@@ -31,6 +33,23 @@ def test_the_tables_list_every_public_name_once(package):
     assert sorted(listed(f"{package}.md")) == sorted(importlib.import_module(package).__all__)
 
 
+def test_no_page_has_marks_of_a_merge():
+    pages = [*ROOT.glob("*.md"), *DOCS.glob("*.md")]
+    assert not [
+        page for page in pages if re.search(r"^(<{7}|={7}|>{7})", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+
+
+def test_the_page_on_horovod_lists_its_interface():
+    described = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", text_of("horovod.md"), flags=re.MULTILINE)
+        for name in re.findall(r"`(\w+)", row)
+    }
+    operations = {"Adasum", "Average", "Max", "Min", "Product", "Sum"}
+    assert described | operations == set(horovod.__all__)
+
+
 @pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
 def test_public_names_exist_are_sorted_and_described(package):
     module = importlib.import_module(package)
@@ -47,15 +66,27 @@ def test_packages_are_typed_and_described(package):
     assert (Path(module.__file__).parent / "py.typed").exists()
 
 
-@pytest.mark.parametrize("page", ["strategies.md", "popdist.md"])
-def test_the_programs_of_the_documentation_run(page):
+@pytest.mark.parametrize(
+    "page",
+    [
+        "strategies.md",
+        "checkpoints.md",
+        "cross_replica.md",
+        "data.md",
+        "feeds.md",
+        "popdist.md",
+        "recomputation.md",
+        "training.md",
+    ],
+)
+def test_the_programs_of_the_documentation_run(page, tmp_path):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
     programs = snippets(page)
     assert programs
     for program in programs:
         finished = subprocess.run(
             [sys.executable, "-W", "error", "-c", program],
-            env=clean | {"PYTHONPATH": str(ROOT)},
+            env=clean | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},  # the folders that they make stay
             capture_output=True,
             text=True,
             timeout=60,

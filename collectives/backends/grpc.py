@@ -12,15 +12,17 @@ import numpy as np
 
 from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
-from collectives.link import Fetch, Link, Transfer
+from collectives.link import Fetch, Link, Sizes, Transfer
 from collectives.network.addresses import Address
 from collectives.network.lanes import Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
 from collectives.network.security import Security
 from collectives.network.wire import MESSAGE_BYTES
 
-DIRECT_BYTES = 2 * MESSAGE_BYTES  # two workers exchange halves
-CHUNK_BYTES = 1 << 19  # larger messages are hardly faster and take more memory, smaller ones cost more calls
+SIZES = Sizes(
+    direct_bytes=2 * MESSAGE_BYTES,  # two workers exchange halves
+    chunk_bytes=1 << 19,  # larger messages are hardly faster and take more memory, smaller ones cost more calls
+)
 
 
 class GrpcLink(Link):
@@ -33,8 +35,7 @@ class GrpcLink(Link):
         members: the ranks that the group's members have in the cluster.
     """
 
-    chunk_bytes = CHUNK_BYTES
-    direct_bytes = DIRECT_BYTES
+    sizes = SIZES
 
     def __init__(self, node: Node, group: str, channel: int, members: Sequence[int]) -> None:
         self.rank = members.index(node.rank)

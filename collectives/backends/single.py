@@ -33,8 +33,10 @@ class SingleTransport(Transport):
     ) -> None:
         reduction.reduce(contributions, out, len(contributions))
 
-    def reduce_scatter(self, contribution: np.ndarray, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
-        reduction.reduce([contribution], out, 1)
+    def reduce_scatter(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        reduction.reduce(contributions, out, len(contributions))
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Nobody else is there."""

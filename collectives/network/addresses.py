@@ -40,6 +40,38 @@ class Endpoint:
         host, port = self.location
         return f"[{host}]:{port}" if self.family == socket.AF_INET6 else f"{host}:{port}"
 
+    def connect(self, timeout_s: float) -> socket.socket:
+        """A new connection; a process that is stopped accepts it too: its kernel does.
+
+        Raises:
+            OSError: it is not accepted in time.
+        """
+        connection = socket.socket(self.family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect(self.location)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def shake_hands(self, timeout_s: float, tls: ssl.SSLContext, name: str) -> None:
+        """Find out over a new connection whether certificates fit.
+
+        Args:
+            timeout_s: for connecting, and for each message.
+            tls: with our certificates.
+            name: which theirs has to carry.
+
+        Raises:
+            OSError: nobody answers in time; `ssl.SSLError` if the certificates do not fit.
+        """
+        with self.connect(timeout_s) as connection, tls.wrap_socket(connection, server_hostname=name) as secured:
+            secured.settimeout(_HELLO_LIMIT_S)
+            # With TLS 1.3 a refusal of our certificate comes only now, otherwise the server's greeting.
+            if not secured.recv(1):
+                raise ssl.SSLError(ssl.SSL_ERROR_EOF, "it ended the connection, so it does not accept our certificate")
+
 
 @dataclass(frozen=True)
 class Address:
@@ -106,25 +138,17 @@ class Address:
             return False
         return all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts)
 
-    def reach(self, timeout_s: float, tls: ssl.SSLContext | None = None) -> Endpoint:
-        """The first endpoint that accepts a connection; nothing is sent to it, except under TLS a handshake.
-
-        A process that is stopped still accepts: its kernel does.
+    def reach(self, timeout_s: float) -> Endpoint:
+        """The first endpoint that accepts a connection; nothing is sent to it.
 
         Raises:
-            OSError: if none accepts; `ssl.SSLError` if one does but the certificates do not fit.
+            OSError: if none accepts.
         """
         refusal: OSError = OSError(f"{self.text} stands for no address")
         for endpoint in self.endpoints():
             try:
-                with socket.socket(endpoint.family, socket.SOCK_STREAM) as connection:
-                    connection.settimeout(timeout_s)
-                    connection.connect(endpoint.location)
-                    if tls is not None:
-                        _shake_hands(connection, tls, self.authority)
+                endpoint.connect(timeout_s).close()
                 return endpoint
-            except ssl.SSLError:
-                raise
             except OSError as error:
                 refusal = error
         raise refusal
@@ -167,11 +191,3 @@ def describe_os_error(error: OSError) -> str:
         reason = getattr(error, "reason", None) or str(error.args[-1])
         return getattr(error, "verify_message", "") or reason.replace("_", " ").lower()
     return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
-
-
-def _shake_hands(connection: socket.socket, tls: ssl.SSLContext, name: str) -> None:
-    with tls.wrap_socket(connection, server_hostname=name) as secured:
-        secured.settimeout(_HELLO_LIMIT_S)
-        # With TLS 1.3 a refusal of our certificate comes only now, otherwise the server's greeting.
-        if not secured.recv(1):
-            raise ssl.SSLError(ssl.SSL_ERROR_EOF, "it ended the connection, so it does not accept our certificate")

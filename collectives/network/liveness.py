@@ -41,14 +41,18 @@ class Liveness:
                     threading.Thread(target=self._probe, args=(peer,), name=name, daemon=True).start()
 
     def _probe(self, peer: Peer) -> None:
-        """Try connections until the worker is heard again or is known to be lost."""
+        """Try connections until the worker is heard again or is known to be lost.
+
+        Its name is not looked up again: whoever answers that may be behind the same cut.
+        """
+        assert peer.endpoint is not None
         silent_since = peer.heard_at
         answered_at = 0.0
         failed = 0
         try:
             while peer.heard_at == silent_since and not self._node.is_leaving.is_set():
                 try:
-                    peer.address.reach(_ANSWER_LIMIT_S)
+                    peer.endpoint.connect(_ANSWER_LIMIT_S).close()
                     answered_at, failed = time.monotonic(), 0
                 except OSError as error:
                     failed += 1

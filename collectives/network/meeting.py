@@ -86,18 +86,24 @@ class Meeting:
     def _try_once(self, peer: Peer) -> None:
         certificates = self._node.security.certificates
         try:
-            endpoint = peer.address.reach(_ATTEMPT_S, certificates.client_context if certificates else None)
-        except ssl.SSLError as error:
-            self._note_first_contact(peer, True)
-            self._refused(peer, f"the certificates do not fit ({describe_os_error(error)})")
-            return
+            endpoint = peer.address.reach(_ATTEMPT_S)
         except OSError as error:
             self._note_first_contact(peer, False)
             peer.trouble = describe_os_error(error)
             return
         self._note_first_contact(peer, True)
+        try:
+            if certificates is not None:
+                endpoint.shake_hands(_ATTEMPT_S, certificates.client_context, peer.address.authority)
+        except ssl.SSLError as error:
+            self._refused(peer, f"the certificates do not fit ({describe_os_error(error)})")
+            return
+        except OSError as error:
+            peer.trouble = describe_os_error(error)
+            return
         if peer.channel is not None:
             peer.channel.close()
+        peer.endpoint = endpoint
         peer.channel = wire.open_channel(endpoint, peer.address, certificates)
         self._introduce(peer)
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 LEAVE_LIMIT_S = 10.0  # how long others may take to receive what was sent to them
 GOODBYE = b"goodbye "  # the last beat of a worker that leaves in order; why follows
+_AWAY_S = 5.0  # nobody waits, when leaving, for a worker that has been silent for so long
+_CLOSE_LIMIT_S = 0.5  # how long the connections may take to close
 _LANES_PER_PEER = 4096
 _FAREWELL_BYTES = 2048
 _REFUSALS_LOGGED = 100
@@ -161,7 +163,7 @@ class Node:
     def _await_end(self, calls: Sequence[tuple[Peer, grpc.Future]], limit_s: float) -> None:
         give_up = time.monotonic() + limit_s
         for peer, call in calls:
-            while not (call.done() or peer.is_lost or peer.is_silent or time.monotonic() > give_up):
+            while not (call.done() or peer.is_lost or peer.silent_s > _AWAY_S or time.monotonic() > give_up):
                 try:
                     call.exception(timeout=BEAT_S)
                 except grpc.FutureTimeoutError:
@@ -182,9 +184,24 @@ class Node:
         self._await_end(controls, give_up - time.monotonic())
         if self._server is not None:
             self._server.stop(None)
-        for peer in self.peers.values():
-            if peer.channel is not None:
-                peer.channel.close()
+        self._close_channels()
+
+    def _close_channels(self) -> None:
+        """Close the connections, in threads: gRPC waits until the network has taken what is being written to it.
+
+        A network that is cut never does, nor does a worker that is stopped; what is not closed by then ends with the
+        process.
+        """
+        closings = [
+            threading.Thread(target=peer.channel.close, name=f"collectives-close-{peer.rank}", daemon=True)
+            for peer in self.peers.values()
+            if peer.channel is not None
+        ]
+        for closing in closings:
+            closing.start()
+        give_up = time.monotonic() + _CLOSE_LIMIT_S
+        for closing in closings:
+            closing.join(max(0.0, give_up - time.monotonic()))
 
     def lost(self, awaited: Iterable[int], members: Iterable[int]) -> str:
         """Why it is useless to wait, or "".

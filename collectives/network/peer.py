@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from collectives.network.addresses import Address
+from collectives.network.addresses import Address, Endpoint
 from collectives.network.lanes import Outbox
 
 SILENCE_S = 2.0  # workers say that they live several times in this time
@@ -27,6 +27,7 @@ class Peer:
         has_welcomed: whether this process is connected to that one.
         trouble: why the last attempt to reach it came to nothing.
         was_there_first: whether it listened already when it was first called.
+        endpoint: what of its address has accepted the connection to it.
         channel: the connection to it.
         heard_at: when something last came from it, in seconds of the monotonic clock.
         farewell: what it said when it left.
@@ -42,6 +43,7 @@ class Peer:
     has_welcomed: bool = False
     trouble: str = "not called yet"
     was_there_first: bool | None = None
+    endpoint: Endpoint | None = None
     channel: grpc.Channel | None = None
     control: grpc.Future | None = None
     outboxes: dict[str, tuple[Outbox, grpc.Future]] = field(default_factory=dict)
@@ -54,7 +56,12 @@ class Peer:
     @property
     def is_silent(self) -> bool:
         """Whether nothing has come for so long that it may be stopped or lost."""
-        return time.monotonic() - self.heard_at > SILENCE_S
+        return self.silent_s > SILENCE_S
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing has come."""
+        return time.monotonic() - self.heard_at
 
     @property
     def is_connected(self) -> bool:

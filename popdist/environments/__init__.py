@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from popdist.environments.environment import Environment
+from popdist.environments.faults import with_faults
 from popdist.environments.open_mpi import OpenMPIEnvironment
 from popdist.environments.poprun import PopRunEnvironment
 from popdist.environments.progress import NoProgress, ProgressPage, ProgressRecord, parse_progress
 from popdist.environments.single import SingleEnvironment
+from popdist.environments.slurm import SlurmEnvironment, SlurmWithoutPMIxEnvironment
+from popdist.environments.stack import show_stack_when_asked
 from popdist.environments.tf_config import Cluster, TFConfigEnvironment, read_cluster
 from popdist.environments.threads import thread_pool_setting, thread_pool_size
 from popdist.instance import Instance
@@ -26,18 +29,24 @@ __all__ = [
     "ProgressPage",
     "ProgressRecord",
     "SingleEnvironment",
+    "SlurmEnvironment",
+    "SlurmWithoutPMIxEnvironment",
     "TFConfigEnvironment",
     "detect_instance",
     "parse_progress",
     "read_cluster",
+    "show_stack_when_asked",
     "thread_pool_setting",
     "thread_pool_size",
+    "with_faults",
 ]
 
 ENVIRONMENTS: tuple[Environment, ...] = (
     PopRunEnvironment(),
     OpenMPIEnvironment(),
+    SlurmEnvironment(),
     TFConfigEnvironment(),
+    SlurmWithoutPMIxEnvironment(),
     SingleEnvironment(),
 )
 """The known environments in the order in which they are tried: the first active one is asked."""

@@ -62,6 +62,26 @@ def require_all(environ: Mapping[str, str], names: Iterable[str], launcher: str)
         )
 
 
+def replicas_of_each(num_replicas: int | None, instances: int, said: str) -> int:
+    """How many replicas each instance drives when all drive equally many; one unless the program asks.
+
+    Args:
+        num_replicas: the replicas of all instances that the program asks for.
+        instances: how many there are.
+        said: the variable that says so, for messages.
+
+    Raises:
+        EnvironmentMismatchError: the replicas cannot be divided evenly.
+    """
+    total = instances if num_replicas is None else num_replicas
+    if total < 1 or total % instances:
+        raise EnvironmentMismatchError(
+            f"asked for {total} replicas on {instances} instances ({said}); "
+            f"replicas must divide evenly: use {nearest_multiples(max(total, 1), instances)}"
+        )
+    return total // instances
+
+
 def nearest_multiples(number: int, divisor: int) -> str:
     """The positive multiples of `divisor` on both sides of `number`, for messages: `4 or 8`."""
     below = number // divisor * divisor

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from popdist.environments.environment import (
     Environment,
-    nearest_multiples,
     quote,
     read_whole_number,
+    replicas_of_each,
     require_all,
 )
 from popdist.errors import EnvironmentMismatchError
@@ -64,19 +64,13 @@ class OpenMPIEnvironment(Environment):
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
         """The instance of this rank, with its even share of the replicas."""
         process = read_process(environ)
-        total = process.size if num_replicas is None else num_replicas
-        if total < 1 or total % process.size:
-            raise EnvironmentMismatchError(
-                f"asked for {total} replicas on {process.size} instances ({quote(environ, [SIZE])}); "
-                f"replicas must divide evenly: use {nearest_multiples(max(total, 1), process.size)}"
-            )
-        local = total // process.size
+        local = replicas_of_each(num_replicas, process.size, quote(environ, [SIZE]))
         return Instance(
             index=process.rank,
             count=process.size,
             local_replicas=local,
             replica_offset=process.rank * local,
-            total_replicas=total,
+            total_replicas=process.size * local,
             local_index=process.local_rank,
             launcher="mpirun",
         )

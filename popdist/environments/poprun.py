@@ -16,9 +16,14 @@ LOCAL = "POPDIST_NUM_LOCAL_REPLICAS"
 UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
 OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
 LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
+DEVICE = "POPDIST_DEVICE_ID"
+"""Set beside the others when the job runs on a simulated V-IPU partition."""
+
+SHRINKS_VARIABLE = "POPDIST_SHRINKS"
+"""Set where the job goes on without instances that are lost."""
 
 VARIABLES = (TOTAL, IPUS, LOCAL, UNIFORM, OFFSET, LOCAL_INSTANCE)
-"""Every variable that poprun sets, in the order in which its command names them."""
+"""Every variable that poprun always sets, in the order in which its command names them."""
 
 
 @dataclass(frozen=True)

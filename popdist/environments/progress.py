@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,13 @@ _Clock = Callable[[], int]
 DESCRIPTOR_VARIABLE = "POPRUN_PROGRESS_FD"
 PAGE_BYTES = 4096
 MAGIC = 0x31_4E55_5250_4F50  # "POPRUN1" as it lies in little-endian memory
+CUT_SIGNAL = signal.SIGRTMIN + 1
+"""Asks the supervisor, whose process the page names, to lose its connection; that of an injected fault."""
 
 _LABEL_OFFSET = 3072
 _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
-(_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _WAITING) = range(10)
+(_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
+_SUPERVISOR, _HEEDED, _WAITING = 10, 11, 12
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
 
@@ -54,6 +58,8 @@ class ProgressRecord:
         state: what the instance is doing.
         since_s: when it began that, on the clock of `time.monotonic` of its host.
         waiting_for: the instances that a long wait is for.
+        grace_s: how long it may take to end after SIGTERM, because it has something to save.
+        heeded: what it has last seen to be said by the supervisor about waiting being of no use; 0: nothing.
     """
 
     step: int = 0
@@ -62,6 +68,13 @@ class ProgressRecord:
     state: State = State.UNUSED
     since_s: float = 0.0
     waiting_for: tuple[int, ...] = field(default=())
+    grace_s: float = 0.0
+    heeded: int = 0
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the instance is connected with the others."""
+        return self.since_s > 0
 
     @property
     def is_inside(self) -> bool:
@@ -77,6 +90,11 @@ class ProgressRecord:
 class NoProgress:
     """Nobody supervises this process: every note is dropped."""
 
+    @property
+    def flips_bit(self) -> bool:
+        """Whether a bit of this instance's variables is to be changed on purpose, before the step that begins."""
+        return False
+
     def enter(self, number: int, label: bytes) -> None:
         """Do nothing."""
 
@@ -87,6 +105,12 @@ class NoProgress:
         """Do nothing."""
 
     def step(self, number: int) -> None:
+        """Do nothing."""
+
+    def begin(self, phase: str) -> None:
+        """Do nothing."""
+
+    def grace(self, seconds: float) -> None:
         """Do nothing."""
 
     def leaving(self) -> None:
@@ -100,11 +124,20 @@ class NoProgress:
         """Always false: nobody says so."""
         return False
 
+    def carry_on(self, lost: int) -> None:
+        """Do nothing."""
+
+    def cut_off(self) -> bool:
+        """Whether there is a supervisor, who loses its connection: there is none."""
+        return False
+
 
 class ProgressPage:
     """The writing side. Not for several threads at once; every method takes well under a microsecond."""
 
-    __slots__ = ("_label", "_label_at", "_map", "_words")
+    __slots__ = ("_label", "_label_at", "_lost", "_map", "_words")
+
+    flips_bit = False
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, PAGE_BYTES)
@@ -112,6 +145,7 @@ class ProgressPage:
         self._words = view.cast("Q")
         self._label_at = view[_LABEL_OFFSET:]
         self._label = b""
+        self._lost = 0
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
 
@@ -167,6 +201,13 @@ class ProgressPage:
         """Note that the `number`-th training step begins."""
         self._words[_STEP] = number
 
+    def grace(self, seconds: float) -> None:
+        """Note how long the program may take to end by itself after SIGTERM; 0 is as long as any other."""
+        self._words[_GRACE_MS] = int(1000 * seconds)
+
+    def begin(self, phase: str) -> None:
+        """Note that something else than a collective or a step begins; the record has no place for it."""
+
     def leaving(self) -> None:
         """Note that the program is in its exit handlers and waits for the other instances."""
         inside = self._words[_STATE] in (State.IN_COLLECTIVE, State.LEAVING_INSIDE)
@@ -179,8 +220,25 @@ class ProgressPage:
 
     @property
     def is_released(self) -> bool:
-        """Whether the supervisor has said that waiting for the others in an exit handler is of no use any more."""
-        return bool(self._words[_RELEASED])
+        """Whether the supervisor has said that waiting for the others is of no use any more.
+
+        It has if more instances are lost than those without which the others carry on already.
+        """
+        released = self._words[_RELEASED]
+        if released > self._lost:
+            self._words[_HEEDED] = released
+        return released > self._lost
+
+    def carry_on(self, lost: int) -> None:
+        """Note that so many instances are lost without which the others carry on."""
+        self._lost = lost
+
+    def cut_off(self) -> bool:
+        """Have the supervisor lose its connection, whereupon it ends this process; whether there is one."""
+        supervisor = self._words[_SUPERVISOR]
+        if supervisor:
+            os.kill(supervisor, CUT_SIGNAL)
+        return bool(supervisor)
 
     def _set_state(self, state: State) -> None:
         self._words[_SINCE_NS] = time.monotonic_ns()
@@ -214,6 +272,8 @@ def parse_progress(page: bytes) -> ProgressRecord:
         state=State(words[_STATE]),
         since_s=words[_SINCE_NS] / 1e9,
         waiting_for=tuple(words[_WAITING : _WAITING + waiting]),
+        grace_s=words[_GRACE_MS] / 1e3,
+        heeded=words[_HEEDED],
     )
 
 

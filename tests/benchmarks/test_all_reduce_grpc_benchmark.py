@@ -52,7 +52,7 @@ def test_the_extra_memory_is_that_of_the_largest_size(run):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--backends", "mpi,gloo"), "no backend here is called 'gloo'; use mpi or grpc"),
+        (("--backends", "mpi,gloo"), "no backend here is called 'gloo'; use mpi, grpc, horovod"),
         (("--backends", "grpc", "--instances", "3"), "over gRPC a pair is measured: --instances 2"),
     ],
 )

@@ -14,14 +14,18 @@ GRADIENT_BYTES = 4 * (784 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 10 + 10)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The figures and the table of a run."""
+def needs_slow_link():
     pytest.importorskip("grpc")
     try:
         with slow_link():
             pass
     except SlowLinkError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, needs_slow_link):
+    """The figures and the table of a run."""
     return run_benchmark("overlap.py", tmp_path_factory.mktemp("overlap"), *WORDS)
 
 
@@ -55,3 +59,13 @@ def test_ratios_follow_from_the_medians(run):
         assert row["streaming_over_ideal"] == pytest.approx(ms["streaming"] / row["ideal_ms"])
         assert row["saved_by_streaming"] == pytest.approx(1 - ms["streaming"] / ms["plain"])
         assert all(len(times) == figures["rounds"] == 2 for times in row["rounds_ms"].values())
+
+
+@pytest.mark.job
+def test_int8_gradients_take_a_quarter_of_the_bytes_on_the_interface(tmp_path, needs_slow_link):
+    figures, table = run_benchmark("overlap.py", tmp_path, "--gradient-transfer-dtype", "int8", *WORDS)
+    (row,) = figures["rows"]
+    assert row["has_same_bits"]
+    assert GRADIENT_BYTES < max(row["sent_bytes_per_step"]["float32"]) < 1.05 * GRADIENT_BYTES
+    assert 0.25 < row["bytes_over_float32"] < 0.28
+    assert "MB of int8" in table.splitlines()[1]

@@ -4,43 +4,41 @@ import subprocess
 import sys
 
 import pytest
-from benchmark_runs import BENCHMARKS, LIMIT_S, run_benchmark
+from benchmark_runs import BENCHMARKS, LIMIT_S, LONGER_LIMIT_S, run_benchmark
 
 TURNS = ("--batch-size", "3", "--steps", "2", "--rounds", "2")
-
+pytestmark = [pytest.mark.job, pytest.mark.timeout(LONGER_LIMIT_S + 20)]
 
 WAYS = {
-    "window": ("--strategy-mechanism", "window"),
-    "ring": ("--strategy-mechanism", "ring"),
-    "multi-worker": ("--strategy", "multi-worker"),
+    "ring": (["cnn"], "--strategy-mechanism", "ring"),
+    "multi-worker": (["mlp"], "--strategy", "multi-worker"),
 }
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def run(request, tmp_path_factory):
-    """The figures and the table of a run in one way."""
+    """The models, the figures and the table of a run in one way."""
     folder = tmp_path_factory.mktemp("train_step")
-    return run_benchmark("train_step.py", folder, *TURNS, *WAYS[request.param])
+    models, *way = WAYS[request.param]
+    words = (*TURNS, "--models", *models, *way)
+    return models, *run_benchmark("train_step.py", folder, *words, limit_s=LONGER_LIMIT_S)
 
 
-@pytest.mark.job
 def test_there_is_a_row_for_every_model(run):
-    figures, table = run
-    assert [row["model"] for row in figures["rows"]] == ["cnn", "mlp"]
-    assert [line.split()[0] for line in table.splitlines()[2:]] == ["cnn", "mlp"]
+    models, figures, table = run
+    assert [row["model"] for row in figures["rows"]] == models
+    assert [line.split()[0] for line in table.splitlines()[2:]] == models
 
 
-@pytest.mark.job
 def test_all_ways_do_the_same_work(run):
-    figures, _ = run
+    _, figures, _ = run
     for row in figures["rows"]:
         assert {"instances have the same variables", "alone begins with the same loss"} <= row["checks"].keys()
         assert all(row["checks"].values())
 
 
-@pytest.mark.job
 def test_ratios_follow_from_the_medians(run):
-    figures, _ = run
+    _, figures, _ = run
     for row in figures["rows"]:
         ms = row["ms_per_step"]
         assert row["ours_over_alone"] == pytest.approx(ms["ours"] / ms["alone"])
@@ -48,11 +46,11 @@ def test_ratios_follow_from_the_medians(run):
         assert all(len(times) == figures["rounds"] and min(times) > 0 for times in row["rounds_ms"].values())
 
 
-@pytest.mark.job
-def test_a_library_that_was_asked_for_and_is_missing_is_refused():
-    words = ("--against", "tensorflow", "--tensorflow-python", "/bin/false")
+@pytest.mark.parametrize("library", ["tensorflow", "horovod"])
+def test_a_library_that_was_asked_for_and_is_missing_is_refused(library):
+    words = ("--against", library, f"--{library}-python", "/bin/false")
     command = [sys.executable, str(BENCHMARKS / "train_step.py"), *words]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert refused.returncode == 1
-    assert "/bin/false cannot import tensorflow" in refused.stderr
-    assert "--tensorflow-python PATH" in refused.stderr
+    assert f"/bin/false cannot import {library}" in refused.stderr
+    assert f"--{library}-python PATH" in refused.stderr

@@ -18,14 +18,14 @@ from reference import (
     REDUCIBLE,
     SMALL_LENGTHS,
     SPREADS,
+    Reduced,
     contribution,
     contributions,
     dtype_of,
     mine,
-    reduced,
     reduced_contributions,
 )
-from statements import Suite, assert_same_bits, texts_of_all_ranks
+from statements import Suite, assert_all_reduced, assert_reduced, assert_same_bits, texts_of_all_ranks, twin_of
 
 from collectives import ClosedError, CollectiveError, Communicator, LayoutMismatchError, UnsupportedBufferError
 
@@ -47,10 +47,11 @@ LARGE_CASES = (
 
 @suite.add_for_each(REDUCIBLE)
 def an_ordered_reduction_has_the_bits_of_the_sequential_one(communicator: Communicator, dtype: str) -> None:
-    for length, op, spread in product((*SMALL_LENGTHS, 3001), OPERATIONS, SPREADS):
+    small = product(SMALL_LENGTHS, OPERATIONS, ("one or two",))
+    for length, op, spread in (*small, *product((3001,), OPERATIONS, SPREADS)):
         arrays, count = mine(communicator, dtype, length, spread)
         result = communicator.ordered_all_reduce(arrays, op=op)
-        assert_same_bits(result, reduced_contributions(dtype, length, count, op), (length, op, spread))
+        assert_all_reduced(communicator, result, reduced_contributions(dtype, length, count, op), (length, op, spread))
 
 
 @suite.add_for_each(LARGE_CASES)
@@ -60,15 +61,15 @@ def a_large_ordered_reduction_has_the_bits_of_the_sequential_one(
     dtype, op, spread = case
     arrays, count = mine(communicator, dtype, LARGE, spread)
     result = communicator.ordered_all_reduce(arrays, op=op)
-    assert_same_bits(result, reduced_contributions(dtype, LARGE, count, op), case)
+    assert_all_reduced(communicator, result, reduced_contributions(dtype, LARGE, count, op), case)
 
 
 @suite.add_for_each((20_000, 40_000, 70_000, 150_000))
 def lengths_between_small_and_large_are_reduced_alike(communicator: Communicator, length: int) -> None:
-    for dtype, spread in product(("float16", "float32"), SPREADS):
+    for dtype, spread in product(("float16", "float32"), (*SPREADS, "five each")):
         arrays, count = mine(communicator, dtype, length, spread)
         result = communicator.ordered_all_reduce(arrays)
-        assert_same_bits(result, reduced_contributions(dtype, length, count, "sum"), (dtype, spread))
+        assert_all_reduced(communicator, result, reduced_contributions(dtype, length, count, "sum"), (dtype, spread))
 
 
 @suite.add_for_each(REDUCIBLE)
@@ -76,14 +77,16 @@ def all_reduce_works_in_place(communicator: Communicator, dtype: str) -> None:
     for length, op in product((*SMALL_LENGTHS, 70_001), OPERATIONS):
         buffer = contribution(dtype, length, communicator.rank).copy()
         assert communicator.all_reduce(buffer, op) is buffer
-        assert_same_bits(buffer, reduced_contributions(dtype, length, communicator.size, op), (length, op))
+        assert_all_reduced(
+            communicator, buffer, reduced_contributions(dtype, length, communicator.size, op), (length, op)
+        )
 
 
 @suite.add
 def a_large_all_reduce_works_in_place(communicator: Communicator) -> None:
     buffer = contribution("float32", LARGE, communicator.rank).copy()
     communicator.all_reduce(buffer, name="gradients")
-    assert_same_bits(buffer, reduced_contributions("float32", LARGE, communicator.size, "sum"))
+    assert_all_reduced(communicator, buffer, reduced_contributions("float32", LARGE, communicator.size, "sum"))
 
 
 @suite.add
@@ -143,7 +146,7 @@ def the_result_may_replace_any_contribution(communicator: Communicator, dtype: s
             result = communicator.ordered_all_reduce(arrays, arrays[position], op)
             case = (length, op, position)
             assert result is arrays[position], case
-            assert_same_bits(result, reduced_contributions(dtype, length, count, op), case)
+            assert_all_reduced(communicator, result, reduced_contributions(dtype, length, count, op), case)
             for number in {0, 1, 2} - {position}:
                 assert_same_bits(arrays[number], originals[number], case)
 
@@ -153,7 +156,7 @@ def ranks_may_replace_contributions_at_different_positions(communicator: Communi
     originals, count = mine(communicator, "float32", LARGE, "two each")
     arrays = [array.copy() for array in originals]
     result = communicator.ordered_all_reduce(arrays, arrays[communicator.rank % 2])
-    assert_same_bits(result, reduced_contributions("float32", LARGE, count, "sum"))
+    assert_all_reduced(communicator, result, reduced_contributions("float32", LARGE, count, "sum"))
     other = 1 - communicator.rank % 2
     assert_same_bits(arrays[other], originals[other])
 
@@ -167,7 +170,7 @@ def results_may_go_to_allocated_memory(communicator: Communicator, length: int) 
     for spread in SPREADS:
         arrays, count = mine(communicator, "float32", length, spread)
         assert communicator.ordered_all_reduce(arrays, out) is out
-        assert_same_bits(out, reduced_contributions("float32", length, count, "sum"), spread)
+        assert_all_reduced(communicator, out, reduced_contributions("float32", length, count, "sum"), spread)
 
 
 @suite.add
@@ -193,7 +196,9 @@ def a_part_of_allocated_memory_takes_a_result_or_is_refused(communicator: Commun
                 communicator.ordered_all_reduce(arrays, memory[part])
         else:
             result = communicator.ordered_all_reduce(arrays, memory[part])
-            assert_same_bits(result, reduced_contributions("float32", length, communicator.size, "sum"), part)
+            assert_all_reduced(
+                communicator, result, reduced_contributions("float32", length, communicator.size, "sum"), part
+            )
 
 
 @suite.add
@@ -213,7 +218,9 @@ def a_result_in_allocated_memory_of_some_ranks_is_right_or_refused_by_all(commun
                 communicator.ordered_all_reduce(arrays, out)
         else:
             result = communicator.ordered_all_reduce(arrays, out)
-            assert_same_bits(result, reduced_contributions("float32", length, communicator.size, "sum"), length)
+            assert_all_reduced(
+                communicator, result, reduced_contributions("float32", length, communicator.size, "sum"), length
+            )
 
 
 @suite.add
@@ -223,7 +230,7 @@ def results_of_started_reductions_may_go_to_allocated_memory(communicator: Commu
     for turn in range(3):
         handle = communicator.start_ordered_all_reduce(arrays, out, name=f"turn {turn}")
         assert handle.wait() is out
-        assert_same_bits(out, reduced_contributions("float32", 70_001, count, "sum"), turn)
+        assert_all_reduced(communicator, out, reduced_contributions("float32", 70_001, count, "sum"), turn)
 
 
 @suite.add_for_each(((), (1,), (3, 5, 2), (0, 4), (211, 1, 333)))
@@ -295,11 +302,11 @@ def reduce_scatter_gives_each_rank_its_block(communicator: Communicator, dtype: 
     for block, op in (*product((0, 1, 7), OPERATIONS), (9001, "sum"), (9001, "mean")):
         shape = (size * block, 2)
         arrays = [array.reshape(shape) for array in contributions(dtype, 2 * size * block, range(size))]
-        expected = reduced(arrays, op)[rank * block : (rank + 1) * block]
-        assert_same_bits(communicator.reduce_scatter(arrays[rank], op=op), expected, (block, op))
-        out = np.empty_like(expected)
+        expected = Reduced([array[rank * block : (rank + 1) * block] for array in arrays], op)
+        assert_reduced(communicator, communicator.reduce_scatter(arrays[rank], op=op), expected, (block, op))
+        out = np.empty_like(expected.bits)
         assert communicator.reduce_scatter(arrays[rank], out, op) is out
-        assert_same_bits(out, expected, (block, op))
+        assert_reduced(communicator, out, expected, (block, op))
 
 
 @suite.add
@@ -307,8 +314,41 @@ def a_large_reduce_scatter_gives_each_rank_its_block(communicator: Communicator)
     size, rank = communicator.size, communicator.rank
     block = LARGE // size
     arrays = [array[: block * size] for array in contributions("float32", LARGE, range(size))]
-    expected = reduced(arrays, "sum")[rank * block : (rank + 1) * block]
-    assert_same_bits(communicator.reduce_scatter(arrays[rank]), expected)
+    expected = Reduced([array[rank * block : (rank + 1) * block] for array in arrays], "sum")
+    assert_reduced(communicator, communicator.reduce_scatter(arrays[rank]), expected)
+
+
+def _scatter_contributions(communicator: Communicator, dtype: str, block: int, op: str, spread: str) -> None:
+    size, rank = communicator.size, communicator.rank
+    arrays, count = mine(communicator, dtype, size * block, spread)
+    own = slice(rank * block, (rank + 1) * block)
+    expected = Reduced([array[own] for array in contributions(dtype, size * block, range(count))], op)
+    out = np.empty(block, dtype_of(dtype))
+    assert communicator.ordered_reduce_scatter(arrays, out, op, name="gradients") is out
+    assert_reduced(communicator, out, expected, (block, op, spread))
+
+
+@suite.add_for_each(("bfloat16", "float32", "int8"))
+def an_ordered_reduce_scatter_gives_each_rank_its_block_of_the_sequential_sum(
+    communicator: Communicator, dtype: str
+) -> None:
+    for block, op, spread in product((0, 1, 7, 3001), ("sum", "mean", "max"), SPREADS):
+        _scatter_contributions(communicator, dtype, block, op, spread)
+
+
+@suite.add_for_each(
+    (
+        ("float32", "sum", "one each"),
+        ("float32", "mean", "three each"),
+        ("float16", "mean", "one or two"),
+        ("bfloat16", "sum", "five each"),
+    )
+)
+def a_large_ordered_reduce_scatter_gives_each_rank_its_block(
+    communicator: Communicator, case: tuple[str, str, str]
+) -> None:
+    dtype, op, spread = case
+    _scatter_contributions(communicator, dtype, 70_001, op, spread)  # several messages
 
 
 @suite.add
@@ -329,20 +369,20 @@ def collectives_of_all_kinds_and_sizes_follow_each_other(communicator: Communica
         length = int(random.choice([0, 1, 13, 500, 9_000, 17_000, 66_000, 140_000]))
         kind, root = random.integers(5), int(random.integers(size))
         arrays = contributions("float32", length, range(size))
+        case = (turn, kind, length)
         if kind == 0:
-            result, expected = communicator.all_reduce(arrays[rank].copy()), reduced(arrays, "sum")
+            assert_reduced(communicator, communicator.all_reduce(arrays[rank].copy()), Reduced(arrays, "sum"), case)
         elif kind == 1:
-            result, expected = communicator.broadcast(arrays[rank].copy(), root), arrays[root]
+            assert_same_bits(communicator.broadcast(arrays[rank].copy(), root), arrays[root], case)
         elif kind == 2:
-            result, expected = communicator.all_gather(arrays[rank]), np.stack(arrays)
+            assert_same_bits(communicator.all_gather(arrays[rank]), np.stack(arrays), case)
         elif kind == 3:
             twice = [arrays[(rank + number) % size] for number in range(2)]
             replicas = [arrays[(owner + number) % size] for owner in range(size) for number in range(2)]
-            result, expected = communicator.ordered_all_reduce(twice), reduced(replicas, "sum")
+            assert_reduced(communicator, communicator.ordered_all_reduce(twice), Reduced(replicas, "sum"), case)
         else:
             wide = [np.tile(array, size) for array in arrays]
-            result, expected = communicator.reduce_scatter(wide[rank]), reduced(arrays, "sum")
-        assert_same_bits(result, expected, (turn, kind, length))
+            assert_reduced(communicator, communicator.reduce_scatter(wide[rank]), Reduced(arrays, "sum"), case)
 
 
 # ---- groups
@@ -369,7 +409,7 @@ def the_ranks_of_a_subgroup_have_the_given_order(communicator: Communicator) -> 
         for length in (7, LARGE):
             arrays = contributions("float32", length, range(communicator.size))
             result = group.ordered_all_reduce([arrays[communicator.rank]])
-            assert_same_bits(result, reduced(arrays[::-1], "sum"), length)
+            assert_same_bits(result, Reduced(arrays[::-1], "sum").bits, length)
 
 
 @suite.add
@@ -460,6 +500,24 @@ _WRONG_BUFFERS: dict[str, tuple[Wrong, str]] = {
         lambda c: c.reduce_scatter(np.zeros((c.size, 4), "f4"), np.zeros((1, 4))),
         "out",
     ),
+    "group with a list": (
+        lambda c: c.grouped_ordered_all_reduce([[[1.0]], [_good]], [_good.copy(), _good.copy()], names=["a", "b"]),
+        "list",
+    ),
+    "group whose second tensor is strided": (
+        lambda c: c.grouped_ordered_all_reduce(
+            [[_good], [np.zeros(8, "f4")[::2]]], [_good.copy(), _good.copy()], names=["a", "b"]
+        ),
+        "C-contiguous",
+    ),
+    "group with a read-only out": (
+        lambda c: c.grouped_ordered_all_reduce([[_good], [_good]], [_read_only(), _good.copy()], names=["a", "b"]),
+        "not writable",
+    ),
+    "group with an out too short": (
+        lambda c: c.grouped_ordered_all_reduce([[_good], [_good]], [_good[:3].copy(), _good], names=["a", "b"]),
+        "out",
+    ),
     "started with a list": (lambda c: c.start_all_reduce([1.0], name="x"), "list"),
     "started read-only": (lambda c: c.start_all_reduce(_read_only(), name="x"), "not writable"),
     "started with bool": (lambda c: c.start_all_reduce(np.zeros(4, bool), name="x"), "bool"),
@@ -496,6 +554,37 @@ _WRONG_VALUES: dict[str, tuple[Wrong, str]] = {
         "without contributions",
     ),
     "scatter of a scalar": (lambda c: c.reduce_scatter(np.array(1.0)), "first axis"),
+    "scatter of nothing": (lambda c: c.ordered_reduce_scatter([]), "without contributions"),
+    "group of an unknown op": (
+        lambda c: c.grouped_ordered_all_reduce(
+            [[_good], [_good]], [_good.copy(), _good.copy()], "and", names=["a", "b"]
+        ),
+        "use one of sum, mean, min, max",
+    ),
+    "group with too few contributions": (
+        lambda c: c.grouped_ordered_all_reduce([[_good]], [_good.copy(), _good.copy()], names=["a", "b"]),
+        "give one of each for every tensor",
+    ),
+    "group with too few outs": (
+        lambda c: c.grouped_ordered_all_reduce([[_good], [_good]], [_good.copy()], names=["a", "b"]),
+        "give one of each for every tensor",
+    ),
+    "group with too few names": (
+        lambda c: c.grouped_ordered_all_reduce([[_good], [_good]], [_good.copy(), _good.copy()], names=["a"]),
+        "give one of each for every tensor",
+    ),
+    "group with too many names": (
+        lambda c: c.grouped_ordered_all_reduce([[_good], [_good]], [_good.copy(), _good.copy()], names=["a", "b", "c"]),
+        "give one of each for every tensor",
+    ),
+    "group without contributions": (
+        lambda c: c.grouped_ordered_all_reduce([[_good], []], [_good.copy(), _good.copy()], names=["a", "b"]),
+        "have 0 or 1 contributions; give one array per local replica",
+    ),
+    "group with unequal numbers of contributions": (
+        lambda c: c.grouped_ordered_all_reduce([[_good], [_good] * 2], [_good.copy(), _good.copy()], names=["a", "b"]),
+        "have 1 or 2 contributions",
+    ),
     "start without a name": (lambda c: c.start_all_reduce(_good.copy(), name=""), "name"),
     "start of a broadcast without a name": (lambda c: c.start_broadcast(_good.copy(), name=""), "name"),
     "start of a gather without a name": (lambda c: c.start_all_gather(_good, name=""), "name"),
@@ -563,7 +652,7 @@ def a_wrong_buffer_is_a_type_error(communicator: Communicator) -> None:
 
 @suite.add
 def a_closed_communicator_says_so(communicator: Communicator) -> None:
-    group = communicator.subgroup(range(communicator.size))
+    group = twin_of(communicator)
     group.close()
     group.close()
     with pytest.raises(ClosedError, match="closed"):
@@ -575,7 +664,7 @@ def a_closed_communicator_says_so(communicator: Communicator) -> None:
 
 @suite.add
 def leaving_the_block_closes(communicator: Communicator) -> None:
-    with communicator.subgroup(range(communicator.size)) as group:
+    with twin_of(communicator) as group:
         group.barrier()
     with pytest.raises(ClosedError):
         group.all_reduce(np.zeros(3))
@@ -586,7 +675,7 @@ def leaving_the_block_with_an_error_waits_for_nobody(communicator: Communicator)
     class OwnError(Exception):
         pass
 
-    group = communicator.subgroup(range(communicator.size))
+    group = twin_of(communicator)
     if communicator.rank == 0:
         with pytest.raises(OwnError), group:
             raise OwnError

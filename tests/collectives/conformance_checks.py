@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from reference import LARGE
-from statements import Suite, assert_same_bits, texts_of_all_ranks
+from statements import Suite, assert_same_bits, texts_of_all_ranks, twin_of
 
 from collectives import Communicator, LayoutMismatchError
 
@@ -208,7 +208,7 @@ def many_failures_leave_the_ranks_in_step(communicator: Communicator) -> None:
 @suite.add_for_groups
 def a_last_call_that_one_rank_skips_shows_when_it_closes(communicator: Communicator) -> None:
     last = communicator.size - 1
-    group = communicator.subgroup(range(communicator.size))
+    group = twin_of(communicator)
     buffer = _filled(7)
     with _raises_on_all_ranks(communicator, "all_reduce 'final'", "close", f"rank {last} called close"):
         if communicator.rank == last:

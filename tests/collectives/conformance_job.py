@@ -1,5 +1,7 @@
 """One rank of an MPI job that runs all statements: `conformance_job.py MECHANISM REPORT`.
 
+The mechanism is one of the MPI backend, or "horovod".
+
 The report has one line of JSON per statement: its name, and what failed on which rank.
 """
 
@@ -11,27 +13,33 @@ import warnings
 from pathlib import Path
 
 from mpi4py import MPI
-from statements import failure_of
-from test_conformance import LIMITS, statements_for
+from statements import LIMITS, failure_of
+from test_conformance import HOROVOD, statements_for
 
 import collectives
+from collectives import Communicator
+
+
+def connect(mechanism: str) -> Communicator:
+    if mechanism == HOROVOD:
+        return collectives.connect("horovod", collectives.Settings(limits=LIMITS))
+    return collectives.connect("mpi", collectives.Settings(mechanism=mechanism, limits=LIMITS))
 
 
 def main(mechanism: str, report: Path) -> None:
     warnings.simplefilter("error")
-    settings = collectives.Settings(mechanism=mechanism, limits=LIMITS)
     world = MPI.COMM_WORLD
     verdicts = world.Dup()
-    communicator = collectives.connect("mpi", settings)
+    communicator = connect(mechanism)
     assert communicator.mechanism == mechanism
-    for statement in statements_for(world.size):
+    for statement in statements_for(world.size, mechanism):
         failures = verdicts.allgather(failure_of(statement, communicator))
         if world.rank == 0:
             with report.open("a") as file:
                 file.write(json.dumps([statement.name, failures]) + "\n")
         if any(failures):
             communicator.abandon()
-            communicator = collectives.connect("mpi", settings)
+            communicator = connect(mechanism)
     communicator.close()
 
 

@@ -12,8 +12,8 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from statements import failure_of
-from test_conformance import LIMITS, statements_for
+from statements import LIMITS, failure_of
+from test_conformance import statements_for
 
 import collectives
 from collectives import Communicator

@@ -23,7 +23,7 @@ def socket_addresses(workers: int) -> Iterator[list[str]]:
 
 def environ_with(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment in which programs find this project and the modules beside the tests."""
-    paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(changes or {})}
 
 

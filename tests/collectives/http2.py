@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from collectives.network.addresses import Address
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 8, 9
 END_STREAM, END_HEADERS = 1, 4

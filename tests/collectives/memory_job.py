@@ -44,7 +44,7 @@ def main(rank: int, texts: Sequence[str]) -> None:
 def counted(link: GrpcLink) -> CountingLink:
     """The same link, with a count of the bytes that it sends."""
     counting = CountingLink(link)
-    counting.chunk_bytes, counting.pause = link.chunk_bytes, link.pause
+    counting.sizes, counting.pause = link.sizes, link.pause
     return counting
 
 

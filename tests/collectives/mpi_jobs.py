@@ -27,8 +27,8 @@ def mpirun_command(ranks: int, program: Path, *arguments: str) -> list[str]:
     return [mpirun, *as_root, *options, sys.executable, "-m", "mpi4py", str(program), *arguments]
 
 
-def run_job(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_job(command: Sequence[str], limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
     """Run it to its end; it finds this project and the modules beside the tests."""
-    paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)

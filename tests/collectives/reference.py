@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import ml_dtypes
@@ -33,6 +34,7 @@ def replicas_of_ranks(spread: str, size: int) -> list[range]:
         "one each": [1] * size,
         "two each": [2] * size,
         "three each": [3] * size,
+        "five each": [5] * size,  # too many for 16-bit floats to travel in slices
         "one or two": [1 + rank % 2 for rank in range(size)],
     }[spread]
     return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
@@ -78,10 +80,49 @@ def _divided(total: np.ndarray, count: int) -> np.ndarray:
     return np.array(truncated, total.dtype).reshape(total.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """What all contributions come to.
+
+    Attributes:
+        arrays: the contributions of all replicas in their order.
+        op: one of OPERATIONS.
+    """
+
+    arrays: Sequence[np.ndarray]
+    op: str
+
+    @cached_property
+    def bits(self) -> np.ndarray:
+        """The result of the sequential reduction."""
+        return reduced(self.arrays, self.op)
+
+    @property
+    def has_an_order(self) -> bool:
+        """Whether another order of the same contributions may have another result."""
+        return self.op in ("sum", "mean") and self.bits.dtype.kind not in "iu" and len(self.arrays) > 2
+
+    @cached_property
+    def rounding(self) -> np.ndarray:
+        """How far two orders can be from each other, in float64.
+
+        The sum of n floats is wrong by at most (n - 1) u (|c0| + |c1| + ...) to first order in u, half the distance
+        between 1 and the next float of the accumulator, whatever the order (Higham, Accuracy and Stability of
+        Numerical Algorithms, 4.2). Two sums may be wrong in opposite directions, so n stands for n - 1 and u twice;
+        then each of them is rounded once more, to the result's dtype.
+        """
+        count, dtype = len(self.arrays), self.bits.dtype
+        finfo = ml_dtypes.finfo(dtype)
+        unit = float(ml_dtypes.finfo(np.float64 if dtype == np.float64 else np.float32).eps)
+        of_sum = count * unit * sum(np.abs(array.astype(np.float64)) for array in self.arrays)
+        of_result = float(finfo.eps) * np.abs(self.bits.astype(np.float64)) + float(finfo.smallest_subnormal)
+        return np.asarray(of_sum / (count if self.op == "mean" else 1) + of_result)
+
+
 @lru_cache(maxsize=64)
-def reduced_contributions(dtype: str, length: int, count: int, op: str) -> np.ndarray:
-    """The contributions of replicas 0 to `count` - 1, reduced."""
-    return reduced(contributions(dtype, length, range(count)), op)
+def reduced_contributions(dtype: str, length: int, count: int, op: str) -> Reduced:
+    """What the contributions of replicas 0 to `count` - 1 come to."""
+    return Reduced(contributions(dtype, length, range(count)), op)
 
 
 def mine(communicator: Communicator, dtype: str, length: int, spread: str) -> tuple[list[np.ndarray], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +10,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from reference import Reduced
 
-from collectives import Communicator
+import collectives
+from collectives import Communicator, Limits, Settings
+
+LIMITS = Limits(stall_warning_s=5, timeout_s=30)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,62 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray, case: object = ""
     if actual.tobytes() != expected.tobytes():
         np.testing.assert_array_equal(actual, expected, err_msg=str(case))  # shows where they differ
         raise AssertionError(f"{case}: the values are equal, but not their bits")
+
+
+def twin_of(communicator: Communicator) -> Communicator:
+    """Another communicator of the same ranks and backend; a collective call.
+
+    A subgroup is one, except over Horovod, where subgroups are of the MPI backend.
+    """
+    if communicator.mechanism == "horovod":
+        return collectives.connect("horovod", Settings(limits=LIMITS))
+    return communicator.subgroup(range(communicator.size))
+
+
+def has_sequential_bits(communicator: Communicator, expected: Reduced, *, is_grouped: bool = False) -> bool:
+    """Whether the backend promises the bits of the sequential reduction.
+
+    All do, except that MPI chooses in which order Horovod adds the partial sums of the ranks: those of floats, of which
+    there are three or more contributions, in arrays too large to travel with the comparison of the calls, as the arrays
+    of a group never do. Subgroups are communicators of another backend.
+    """
+    if communicator.mechanism != "horovod" or communicator.size == 1 or not expected.has_an_order:
+        return True
+    from collectives.backends.horovod import CARRIED_BYTES
+
+    return expected.bits.nbytes <= CARRIED_BYTES and not is_grouped
+
+
+def assert_reduced(
+    communicator: Communicator, actual: np.ndarray, expected: Reduced, case: object = "", *, is_grouped: bool = False
+) -> None:
+    """`actual` is the result of the sequential reduction: to the bit, or up to rounding where the order is MPI's."""
+    if has_sequential_bits(communicator, expected, is_grouped=is_grouped):
+        assert_same_bits(actual, expected.bits, case)
+        return
+    assert actual.dtype == expected.bits.dtype, case
+    assert actual.shape == expected.bits.shape, case
+    distance = np.abs(actual.astype(np.float64) - expected.bits.astype(np.float64))
+    too_far = ~(distance <= expected.rounding)
+    assert not too_far.any(), (case, distance[too_far], expected.rounding[too_far])
+
+
+def assert_all_reduced(
+    communicator: Communicator, actual: np.ndarray, expected: Reduced, case: object = "", *, is_grouped: bool = False
+) -> None:
+    """`assert_reduced`, with the same bits on all ranks; a collective call where they are not known."""
+    if not has_sequential_bits(communicator, expected, is_grouped=is_grouped):
+        assert_equal_on_all_ranks(communicator, [actual], case)
+    assert_reduced(communicator, actual, expected, case, is_grouped=is_grouped)
+
+
+def assert_equal_on_all_ranks(communicator: Communicator, arrays: Sequence[np.ndarray], case: object = "") -> None:
+    """All ranks have the same bits; a collective call."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    digests = communicator.all_gather(np.frombuffer(digest.digest(), np.uint8))
+    assert len({row.tobytes() for row in digests}) == 1, f"{case}: the ranks have different results"
 
 
 def texts_of_all_ranks(communicator: Communicator, text: str) -> list[str]:

@@ -13,7 +13,7 @@ from collectives.network.hello import CONTROL, PROTOCOL, Hello, digest_cluster
 from collectives.network.security import Security
 from collectives.network.wire import CONTROL_METHOD, HELLO, LANE_METHOD, PROOF, WELCOME
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 METHODS = {"control": CONTROL_METHOD, "lane": LANE_METHOD}
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_metadata_size", 1 << 20)]
 

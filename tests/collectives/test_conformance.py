@@ -10,31 +10,37 @@ from pathlib import Path
 
 import conformance
 import conformance_checks
+import conformance_grouped
+import conformance_horovod
 import conformance_named
 import numpy as np
 import pytest
 from grpc_jobs import end_of, socket_addresses, start_worker
+from horovod_installed import needs_horovod
 from mpi_jobs import HERE, mpirun_command, run_job
 from reference import LARGE, SPREADS, contributions, mine, reduced_contributions
-from statements import Statement
+from statements import LIMITS, Statement
 
 import collectives
-from collectives import Communicator, Limits, Settings, run_on_threads
+from collectives import Communicator, Settings, run_on_threads
 
-LIMITS = Limits(stall_warning_s=5, timeout_s=8)
 SIZES = (1, 2, 3, 4)
+JOB_SIZES = (1, 2, 3)
 MECHANISMS = ("ring", "window")
 GRPC = "grpc"
+HOROVOD = "horovod"
+JOB_LIMIT_S = 250.0
+SUITES = (conformance.suite, conformance_checks.suite, conformance_grouped.suite, conformance_named.suite)
 
 
-def statements_for(size: int) -> list[Statement]:
+def statements_for(size: int, mechanism: str = "") -> list[Statement]:
     """All statements about a group of `size` ranks."""
-    suites = (conformance.suite, conformance_checks.suite, conformance_named.suite)
+    suites = (*SUITES, conformance_horovod.suite) if mechanism == HOROVOD else SUITES
     return [statement for suite in suites for statement in suite.statements if statement.at_least <= size]
 
 
-def each_statement(sizes: tuple[int, ...]) -> pytest.MarkDecorator:
-    cases = [(size, statement) for size in sizes for statement in statements_for(size)]
+def each_statement(sizes: tuple[int, ...], mechanism: str = "") -> pytest.MarkDecorator:
+    cases = [(size, statement) for size in sizes for statement in statements_for(size, mechanism)]
     return pytest.mark.parametrize(
         ("size", "statement"), cases, ids=[f"{size} ranks-{statement}" for size, statement in cases]
     )
@@ -62,7 +68,8 @@ def run_statements(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, s
         report.touch()
         if mechanism == GRPC:
             return _run_workers(size, report)
-        job = run_job(mpirun_command(size, HERE / "conformance_job.py", mechanism, str(report)))
+        command = mpirun_command(size, HERE / "conformance_job.py", mechanism, str(report))
+        job = run_job(command, JOB_LIMIT_S)
         return _read_report(report), f"status {job.returncode}\n{job.stdout}\n{job.stderr}"
 
     return run
@@ -72,7 +79,7 @@ def _run_workers(size: int, report: Path) -> tuple[dict[str, list[str]], str]:
     program = HERE / "grpc_conformance_job.py"
     with socket_addresses(size) as addresses:
         workers = [start_worker(program, [str(rank), str(report), *addresses]) for rank in range(size)]
-        ends = end_of(workers)
+        ends = end_of(workers, JOB_LIMIT_S)
     texts = [f"{out}\n{err}" for _, out, err in ends]
     return _read_report(report), f"status {max(status for status, _, _ in ends)}\n{'---'.join(texts)}"
 
@@ -81,17 +88,34 @@ def _read_report(report: Path) -> dict[str, list[str]]:
     return dict(json.loads(line) for line in report.read_text().splitlines())
 
 
-@pytest.mark.job
-@each_statement(SIZES)
+def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of what a job says in which ranks wait for each other thousands of times.
+
+    Beside other tests each wait takes as long as the turns of those, so that minutes become of seconds.
+    """
+    for mark in (pytest.mark.job, pytest.mark.alone, pytest.mark.timeout(JOB_LIMIT_S + 20)):
+        test = mark(test)
+    return test
+
+
+@in_a_job
+@each_statement(JOB_SIZES)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_over_mpi(run_statements, mechanism: str, size: int, statement: Statement) -> None:
     _check(run_statements, mechanism, size, statement)
 
 
-@pytest.mark.job
-@each_statement(SIZES)
+@in_a_job
+@each_statement(JOB_SIZES)
 def test_over_grpc(run_statements, size: int, statement: Statement) -> None:
     _check(run_statements, GRPC, size, statement)
+
+
+@in_a_job
+@needs_horovod
+@each_statement(JOB_SIZES, HOROVOD)
+def test_over_horovod(run_statements, size: int, statement: Statement) -> None:
+    _check(run_statements, HOROVOD, size, statement)
 
 
 def _check(run_statements, mechanism: str, size: int, statement: Statement) -> None:
@@ -101,10 +125,21 @@ def _check(run_statements, mechanism: str, size: int, statement: Statement) -> N
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("size", SIZES)
+@in_a_job
+@pytest.mark.parametrize("size", JOB_SIZES)
 @pytest.mark.parametrize("mechanism", [*MECHANISMS, GRPC])
 def test_a_job_of_all_statements_ends_well(run_statements, mechanism: str, size: int) -> None:
+    _check_end(run_statements, mechanism, size)
+
+
+@in_a_job
+@needs_horovod
+@pytest.mark.parametrize("size", JOB_SIZES)
+def test_a_job_of_all_statements_over_horovod_ends_well(run_statements, size: int) -> None:
+    _check_end(run_statements, HOROVOD, size)
+
+
+def _check_end(run_statements, mechanism: str, size: int) -> None:
     _, how_the_job_ended = run_statements(size, mechanism)
     assert how_the_job_ended.startswith("status 0\n"), how_the_job_ended
 
@@ -126,7 +161,7 @@ def test_twelve_replicas_give_the_same_bits_however_they_are_spread(mechanism: s
             len(counts), lambda c, counts=counts: _digest(c, counts), Settings(mechanism=mechanism)
         )
     }
-    assert digests == {hashlib.sha256(reduced_contributions("float32", LARGE, 12, "mean")).hexdigest()}
+    assert digests == {hashlib.sha256(reduced_contributions("float32", LARGE, 12, "mean").bits).hexdigest()}
 
 
 def test_the_order_of_these_contributions_shows_in_their_sum() -> None:

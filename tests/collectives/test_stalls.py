@@ -30,7 +30,7 @@ def patient(mechanism: str) -> Settings:
 
 
 def impatient(mechanism: str) -> Settings:
-    return Settings(mechanism=mechanism, limits=Limits(stall_warning_s=0.02, timeout_s=0.2))
+    return Settings(mechanism=mechanism, limits=Limits(stall_warning_s=0.02, timeout_s=1.0))
 
 
 @MECHANISMS
@@ -69,7 +69,7 @@ def test_a_wait_that_is_short_is_not_mentioned(mechanism: str) -> None:
 
 
 class Noted:
-    """A progress record."""
+    """A progress record that waits for the note about rank 1; slow ranks are noted while they connect as well."""
 
     def __init__(self) -> None:
         self.waits: list[tuple[int, ...]] = []
@@ -85,7 +85,8 @@ class Noted:
 
     def waiting_for(self, instances) -> None:
         self.waits.append(tuple(instances))
-        self.has_noted.set()
+        if 1 in instances:
+            self.has_noted.set()
 
 
 @MECHANISMS
@@ -123,8 +124,7 @@ def test_a_supervisor_ends_a_wait_that_is_useless(mechanism: str) -> None:
 
 
 @MECHANISMS
-@SIZES
-@LENGTHS
+@pytest.mark.parametrize(("size", "length"), [(2, 7), (3, 300_001)])
 def test_a_wait_that_is_too_long_fails_with_the_same_facts(mechanism: str, size: int, length: int) -> None:
     has_failed = threading.Barrier(size)
 
@@ -136,7 +136,7 @@ def test_a_wait_that_is_too_long_fails_with_the_same_facts(mechanism: str, size:
             assert f"rank {communicator.rank} has waited" in text
             assert f"for rank {size - 1}" in text or size > 2
             assert "in all_reduce 'weights'" in text
-            assert "timeout_s = 0.2" in text
+            assert "timeout_s = 1" in text
             with pytest.raises(BrokenError, match="all_reduce 'weights'.* failed before"):
                 communicator.barrier()
             with pytest.raises(BrokenError):
@@ -205,7 +205,7 @@ def test_a_started_collective_that_waits_too_long_fails_with_the_same_facts(mech
                 handle.wait()
             assert "rank 0 has waited" in str(caught.value)
             assert "for rank 1 in all_reduce 'bucket'" in str(caught.value)
-            assert "timeout_s = 0.2" in str(caught.value)
+            assert "timeout_s = 1" in str(caught.value)
             with pytest.raises(BrokenError, match="bucket"):
                 communicator.start_all_reduce(np.ones(7), name="later").wait()
         has_failed.wait(LIMIT_S)
@@ -289,7 +289,7 @@ def test_a_thread_that_fails_ends_the_waits_of_the_others(mechanism: str) -> Non
             raise
 
     with pytest.raises(OwnError):
-        run_on_threads(3, program, Settings(mechanism=mechanism, limits=Limits(timeout_s=5)))
+        run_on_threads(3, program, Settings(mechanism=mechanism, limits=Limits(timeout_s=LIMIT_S)))
     assert [type(error) for error in seen] == [PeerLostError] * 2
     assert all("rank 1 has failed: OwnError: out of data" in str(error) for error in seen)
 

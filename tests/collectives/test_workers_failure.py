@@ -25,6 +25,7 @@ from workers import (
 
 MEBIBYTES_8 = ["--length", str(2 << 20)]
 STOPPED_S = 8.0
+TIMEOUT_S = 4  # longer than a busy machine takes for a round, or pauses
 
 
 def assert_lost(workers: Sequence[Worker], since: float, name: str, operation: str = "all_reduce 'weights'") -> None:
@@ -65,7 +66,10 @@ def test_a_worker_that_is_killed_is_named_by_all_who_wait_for_it(kind: str, size
 
 @pytest.mark.job
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0), (4, 2)])
-def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named(size: int, victim: int) -> None:
+def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named_and_no_partial_sum_is_seen(
+    size: int, victim: int
+) -> None:
+    """What the others say about their rounds, they say about complete ones only."""
     addresses = port_addresses(size)
     with running(Job(addresses, MEBIBYTES_8), "rounds") as workers:
         for worker in workers:
@@ -73,6 +77,7 @@ def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named(size: int, vic
         started = time.monotonic()
         workers.pop(victim).kill()
         assert_lost(workers, started, f"{name_of(addresses, victim)} is lost")
+        assert not any(worker.containing("are wrong") for worker in workers)
 
 
 @pytest.mark.job
@@ -101,17 +106,6 @@ def test_a_worker_that_ends_without_closing_is_named(task: str) -> None:
         assert leaving.end() == 0, leaving.text
 
 
-@pytest.mark.job
-def test_no_partial_sum_is_seen_after_a_loss() -> None:
-    """What a worker says about its rounds, it says about complete ones only."""
-    addresses = port_addresses(2)
-    with running(Job(addresses, MEBIBYTES_8), "rounds") as workers:
-        workers[0].wait_for("round 1 was right")
-        workers[1].kill()
-        assert workers[0].end(LOST_LIMIT_S) == 1
-        assert not workers[0].containing("are wrong")
-
-
 # ---- slowness
 
 
@@ -125,7 +119,7 @@ def test_a_worker_that_is_stopped_for_a_while_is_survived_and_named() -> None:
         started = time.monotonic()
         stopped.stop()
         line = workers[0].wait_for("WARNING", "rank 0 at", f"for {name_of(addresses, 1)}", "in all_reduce 'weights'")
-        assert "has waited 1" in line
+        assert float(line.partition("has waited ")[2].split()[0]) >= 1
         with pytest.raises(subprocess.TimeoutExpired):  # it goes on waiting
             workers[0].process.wait(max(0.1, STOPPED_S - seconds_since(started)))
         stopped.resume()
@@ -133,20 +127,21 @@ def test_a_worker_that_is_stopped_for_a_while_is_survived_and_named() -> None:
 
 
 @pytest.mark.job
+@pytest.mark.alone
 def test_a_worker_that_is_stopped_for_too_long_is_named_when_the_others_give_up() -> None:
     addresses = port_addresses(3)
-    with running(Job(addresses, ["--timeout-s", "2", *MEBIBYTES_8]), "rounds") as workers:
+    with running(Job(addresses, ["--timeout-s", str(TIMEOUT_S), *MEBIBYTES_8]), "rounds") as workers:
         for worker in workers:
             worker.wait_for("round 1 was right")
         started = time.monotonic()
         workers[1].stop()
         others = [workers[0], workers[2]]
         for worker in others:
-            assert worker.end(max(0.1, 2 + LOST_LIMIT_S - seconds_since(started))) == 1, worker.text
+            assert worker.end(max(0.1, TIMEOUT_S + LOST_LIMIT_S - seconds_since(started))) == 1, worker.text
         errors = [last_line(worker) for worker in others]
         timed_out = [error for error in errors if "CollectiveTimeoutError" in error]
         assert any(f"for {name_of(addresses, 1)} in all_reduce 'weights'" in error for error in timed_out), errors
-        assert all("timeout_s = 2" in error for error in timed_out)
+        assert all(f"timeout_s = {TIMEOUT_S}" in error for error in timed_out)
 
 
 # ---- silence
@@ -187,6 +182,12 @@ def unplug(namespace: str) -> None:
     ip("-n", namespace, "link", "set", cable, "down")
 
 
+def shrink_send_buffers(namespace: str) -> None:
+    """From now on the kernel takes so little of what is sent that gRPC is always in the middle of a write."""
+    order = "echo 4096 8192 8192 > /proc/sys/net/ipv4/tcp_wmem"
+    ip("netns", "exec", namespace, "sh", "-c", order)
+
+
 @contextlib.contextmanager
 def running_on(hosts: Sequence[str], task: str, *arguments: str) -> Iterator[tuple[list[str], list[Worker]]]:
     """One worker on each host."""
@@ -203,8 +204,15 @@ def running_on(hosts: Sequence[str], task: str, *arguments: str) -> Iterator[tup
 
 
 @pytest.mark.job
+@pytest.mark.alone
 def test_workers_whose_network_is_cut_notice_it_in_time(hosts: Sequence[str]) -> None:
-    with running_on(hosts, "rounds", *MEBIBYTES_8) as (addresses, workers):
+    """Also while gRPC writes what will never arrive, for which its connections wait when they are closed.
+
+    Names cannot be looked up any more either.
+    """
+    for host in hosts:
+        shrink_send_buffers(host)
+    with running_on(hosts, "rounds", "--names-only-at-first", *MEBIBYTES_8) as (addresses, workers):
         for worker in workers:
             worker.wait_for("round 1 was right")
         started = time.monotonic()

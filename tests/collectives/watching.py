@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LIMIT_S = 8.0
+LIMIT_S = 60.0
 
 
 class Warnings(logging.Handler):

@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import warnings
@@ -127,6 +128,8 @@ def main() -> None:
         description=options.description,
     )
     say("has met the others")
+    if options.names_only_at_first:
+        socket.getaddrinfo = never_answered
     if options.task == "forget":
         forget_to_close(communicator, orders, options)
         if not FORGOTTEN:
@@ -134,6 +137,11 @@ def main() -> None:
         return
     with communicator:
         TASKS[options.task](communicator, orders, options)
+
+
+def never_answered(*question: object, **options: object) -> None:
+    """What a look-up comes to where the server of names is behind a cut network."""
+    threading.Event().wait()
 
 
 def read_options() -> argparse.Namespace:
@@ -144,6 +152,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1003)
     parser.add_argument("--absent", type=int, nargs="*", default=[])
     parser.add_argument("--description", default="")
+    parser.add_argument("--names-only-at-first", action="store_true")
     parser.add_argument("--stall-warning-s", type=float, default=ORDINARY.stall_warning_s)
     parser.add_argument("--timeout-s", type=float, default=ORDINARY.timeout_s)
     parser.add_argument("--connect-timeout-s", type=float, default=ORDINARY.connect_timeout_s)

@@ -22,7 +22,8 @@ from mpi_jobs import HERE
 from collectives.network.addresses import Address
 
 PROGRAM = HERE / "worker_job.py"
-LIMIT_S = 30.0
+LIMIT_S = 60.0
+PORTS_OF_PROCESS = 2500
 LOST_LIMIT_S = 10.0  # within which every worker ends that has lost another one
 
 
@@ -55,15 +56,18 @@ class Worker:
         """All that it has written so far, on both streams."""
         return "\n".join(self.lines)
 
-    def containing(self, *words: str) -> list[str]:
-        """The lines that contain all the words."""
-        return [line for line in list(self.lines) if all(word in line for word in words)]
+    def containing(self, *words: str, without: str = "") -> list[str]:
+        """The lines that contain all the words, and not the other one."""
+        lines = [line for line in list(self.lines) if all(word in line for word in words)]
+        return [line for line in lines if not without or without not in line]
 
-    def wait_for(self, *words: str, count: int = 1, limit_s: float = LIMIT_S) -> str:
-        """Return the `count`-th line that contains all the words as soon as it has been written."""
+    def wait_for(self, *words: str, count: int = 1, without: str = "", limit_s: float = LIMIT_S) -> str:
+        """Return the `count`-th line `containing` the words as soon as it has been written."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self.containing(*words)) >= count or not self._open, limit_s)
-        found = self.containing(*words)
+            self._changed.wait_for(
+                lambda: len(self.containing(*words, without=without)) >= count or not self._open, limit_s
+            )
+        found = self.containing(*words, without=without)
         assert len(found) >= count, f"no {count} lines with {words} came, but:\n{self.text}"
         return found[count - 1]
 
@@ -188,12 +192,32 @@ def last_line(worker: Worker) -> str:
 
 
 def free_ports(count: int, host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET) -> list[int]:
-    """Ports of this machine that nobody uses now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports of this machine that nobody uses now, nor the kernel or a test beside this one gives to others soon."""
+    free: list[int] = []
+    for _ in range(PORTS_OF_PROCESS):
+        if len(free) == count:
+            break
+        port = next(_ports)
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            free.append(port)
+    if len(free) < count:
+        raise OSError(f"no {count} ports of {host} are free")
+    return free
+
+
+def _ports_of_this_process() -> Iterator[int]:
+    """Again and again those of this worker of pytest-xdist, below the ones that kernels give by themselves."""
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw") or "0"
+    first = 12_000 + int(number) % 3 * PORTS_OF_PROCESS
+    start = os.getpid() % PORTS_OF_PROCESS  # apart from other runs on this machine
+    while True:
+        yield from range(first + start, first + PORTS_OF_PROCESS)
+        start = 0
+
+
+_ports = _ports_of_this_process()
 
 
 def port_addresses(workers: int, host: str = "127.0.0.1") -> list[str]:
@@ -225,6 +249,14 @@ def facts_of_process(worker: Worker) -> dict[str, str]:
 def mebibytes_of(worker: Worker, fact: str = "VmHWM") -> float:
     """A size from `facts_of_process`."""
     return int(facts_of_process(worker)[fact].split()[0]) / 1024
+
+
+def until_few_threads(worker: Worker, most: int) -> None:
+    """Return when a worker has so few threads; those of streams that have ended take a moment to go."""
+    give_up = time.monotonic() + LIMIT_S
+    while (threads := threads_of(worker)) > most:
+        assert time.monotonic() < give_up, f"{threads} threads are left, more than {most}"
+        time.sleep(0.02)
 
 
 def threads_of(worker: Worker) -> int:

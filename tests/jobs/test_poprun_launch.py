@@ -12,7 +12,7 @@ from poprun_jobs import Finished, run, two
 
 from popdist.version import __version__
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
 TELL = "import json, os\nprint(json.dumps({'environ': dict(os.environ), 'cores': sorted(os.sched_getaffinity(0))}))\n"
 

@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 import uuid
 
 import pytest
 from poprun_jobs import LIMIT_S, MARKER, ROOT_ALLOWED, leftovers, run, start, two
+from terminal_jobs import on_terminal
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
 RANK = "import os, sys, time\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
 
@@ -41,6 +43,37 @@ def test_long_lines_written_fast_are_neither_torn_nor_lost():
     for rank, letter in enumerate("ab"):
         mine = [line for line in shown if line.startswith(f"[1,{rank}]")]
         assert mine == [f"[1,{rank}]<stdout>:{n:06d} {letter * length}" for n in range(lines)]
+
+
+def test_many_instances_that_write_at_once_lose_and_tear_nothing(tmp_path):
+    instances, lines = 8, 3000
+    program = RANK + (
+        f"for n in range({lines}):\n"
+        "    print(f'{rank} {n:06d}', 'x' * (n * 7 % 300))\n"
+        "    if n % 100 == 50: print('note', rank, n, file=sys.stderr)\n"
+    )
+    count = str(instances)
+    options = ["--num-instances", count, "--num-replicas", count, "--output-dir", str(tmp_path / "out")]
+    finished = run(*options, sys.executable, "-c", program)
+    assert finished.status == 0
+    assert len(finished.stdout.splitlines()) == instances * lines
+    merged = (tmp_path / "out" / "merged.log").read_text().splitlines(keepends=True)
+    assert len(merged) == len(finished.stdout.splitlines()) + len(finished.stderr.splitlines())
+    for rank in range(instances):
+        written = "".join(f"{rank} {n:06d} {'x' * (n * 7 % 300)}\n" for n in range(lines))
+        tag = f"[1,{rank}]<stdout>:"
+        for shown in (finished.stdout.splitlines(keepends=True), merged):
+            assert "".join(line.removeprefix(tag) for line in shown if line.startswith(tag)) == written
+        assert (tmp_path / "out" / f"instance-{rank:03d}.stdout").read_text() == written
+        noted = "".join(f"note {rank} {n}\n" for n in range(50, lines, 100))
+        assert (tmp_path / "out" / f"instance-{rank:03d}.stderr").read_text() == noted
+
+
+def test_a_line_of_8_mib_comes_through_in_one_piece():
+    length = (8 << 20) - 1
+    finished = run(*two(RANK + f"print('ab'[rank] * {length})"))
+    assert sorted(map(len, finished.stdout.splitlines())) == [length + len("[1,0]<stdout>:")] * 2
+    assert {line[14:].strip(line[14]) for line in finished.stdout.splitlines()} == {""}
 
 
 def test_the_last_line_needs_no_end():
@@ -83,6 +116,91 @@ def test_a_progress_bar_is_shown_while_it_moves():
     assert [int(state) for state in states] == list(range(40))
 
 
+def test_a_progress_bar_survives_on_a_terminal_and_in_files(tmp_path):
+    program = (
+        "import os, sys, time\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '0':\n"
+        "    for n in range(20): sys.stderr.write(f'\\r{n:3d} %'); time.sleep(0.02)\n"
+        "    sys.stderr.write('\\n')\n"
+    )
+    options = ["--num-instances", "2", "--num-replicas", "2", "--output-dir", str(tmp_path)]
+    null = subprocess.DEVNULL
+    status, shown = on_terminal(program, *options, stdin=null, stdout=null, stderr="terminal")
+    tag = b"\x1b[0;36m[1,0]\x1b[31m<stderr>:\x1b[0m"
+    assert status == 0
+    assert shown == tag + b"".join(b"\r" + tag + b"%3d %%" % n for n in range(20)) + b"\r\n"
+    written = b"".join(b"\r%3d %%" % n for n in range(20)) + b"\n"
+    assert (tmp_path / "instance-000.stderr").read_bytes() == written
+    assert b"\x1b" not in (tmp_path / "merged.log").read_bytes()
+    assert (tmp_path / "merged.log").read_bytes().replace(b"[1,0]<stderr>:", b"") == written
+
+
+def test_files_have_every_byte_of_every_instance_even_of_silenced_ones(tmp_path):
+    program = RANK + (
+        "import random\n"
+        "generator = random.Random(rank)\n"
+        "for descriptor in (1, 2):\n"
+        "    data = generator.randbytes(700_001)\n"
+        f"    with open(f'{tmp_path}/{{rank}}.{{descriptor}}', 'wb') as file: file.write(data)\n"
+        "    while data: data = data[os.write(descriptor, data[:9999]):]\n"
+    )
+    directory = tmp_path / "new" / "out"
+    job = start(*two(program, "--only-output-from-instance=0", "--output-dir", str(directory)))
+    assert job.process.wait(LIMIT_S) == 0
+    for stream in job.streams:
+        stream.close()
+    for rank in (0, 1):
+        for descriptor, stream in ((1, "stdout"), (2, "stderr")):
+            kept = directory / f"instance-{rank:03d}.{stream}"
+            assert kept.read_bytes() == (tmp_path / f"{rank}.{descriptor}").read_bytes()
+
+
+def test_files_are_written_at_once_and_tell_why_a_job_has_failed(tmp_path):
+    program = RANK + (
+        "import signal\n"
+        "if rank == 0: print('at work'); signal.pause()\n"
+        f"while not os.path.getsize('{tmp_path}/instance-000.stdout'): pass\n"
+        "raise ValueError('no such data')\n"
+    )
+    finished = run(*two(program, "--output-dir", str(tmp_path)))
+    assert finished.status == 1
+    assert "ValueError" in (tmp_path / "instance-001.stderr").read_text()
+    assert (tmp_path / "instance-000.stdout").read_text() == "at work\n"
+    merged = (tmp_path / "merged.log").read_text()
+    assert "[1,1]<stderr>:ValueError: no such data\n" in merged
+    assert merged.splitlines()[-1] == finished.stderr.splitlines()[-1]
+
+
+def test_a_folder_with_earlier_output_is_refused_before_anything_starts(tmp_path):
+    words = ["--output-dir", str(tmp_path), "echo", "Hello World"]
+    assert run(*words).status == 0
+    finished = run(*words)
+    assert (finished.status, finished.stdout, len(finished.own_lines)) == (2, "", 1)
+    assert "holds the output of an earlier job (instance-000.stderr)" in finished.own_text
+    assert (tmp_path / "merged.log").read_text() == "[1,0]<stdout>:Hello World\n"
+
+
+def test_a_full_disk_costs_a_warning_but_not_the_job(tmp_path):
+    program = (
+        "import os\n"
+        f"os.unlink('{tmp_path}/merged.log')\n"
+        f"os.symlink('/dev/full', '{tmp_path}/merged.log')\n"
+        "for n in range(1000): print(n)\n"
+    )
+    finished = run("--output-dir", str(tmp_path), sys.executable, "-c", program)
+    assert finished.status == 0
+    assert finished.stdout == "".join(f"[1,0]<stdout>:{n}\n" for n in range(1000))
+    (warning,) = finished.stderr.splitlines()
+    assert "POPRUN [W] cannot write" in warning
+    assert "No space left on device; the job goes on" in warning
+
+
+def test_hosts_and_times_are_shown_if_asked():
+    finished = run("--tag-host", "--timestamps", "echo", "Hello World")
+    host = re.escape(os.uname().nodename)
+    assert re.fullmatch(rf"\d\d:\d\d:\d\d\.\d{{3}} \[1,0\]\[{host}\]<stdout>:Hello World\n", finished.stdout)
+
+
 def test_only_one_instance_is_heard():
     finished = run(*two(RANK + "print('out', rank); print('err', rank, file=sys.stderr)"), environ={})
     assert "[1,1]" in finished.stdout
@@ -116,8 +234,10 @@ def test_a_reader_that_comes_late_finds_everything():
         env=os.environ | ROOT_ALLOWED | {MARKER: marker},
         stdout=subprocess.PIPE,
     )
-    while leftovers(marker).keys() != {process.pid}:  # only poprun itself is left
-        assert process.poll() is None
+    for has_come in (lambda left: len(left) > 2, lambda left: left.keys() == {process.pid}):  # only poprun is left
+        while not has_come(leftovers(marker)):
+            assert process.poll() is None
+            time.sleep(0.02)
     output, _ = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, output) == (
         0,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from poprun_jobs import allowed_s, start, two
+from poprun_jobs import start, two
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
 HEAD = """\
 import os, signal, sys
@@ -44,10 +44,13 @@ def test_an_instance_that_leaves_while_the_other_needs_it_is_blamed(event, statu
     assert finished.status == status, finished.stderr
     assert finished.own_lines[0].startswith("instance 1 on host ")
     assert how in finished.own_lines[0]
-    assert finished.own_lines[1].startswith("instance 0 was in collective 2, all_reduce")
+    # A barrier lets one go earlier than the other.
+    assert finished.own_lines[1].startswith(
+        ("instance 0 was in collective 2, all_reduce", "instance 0 was in collective 1, barrier")
+    )
     assert len(finished.own_lines) == 2
     assert finished.stderr.splitlines()[-1].endswith(finished.own_lines[-1])
-    assert finished.after_event_s < allowed_s(1.5)  # from the last synchronisation, not from the failure
+    assert finished.after_event_s < 1.5  # from the last synchronisation, not from the failure
 
 
 def test_instances_that_agree_end_well():

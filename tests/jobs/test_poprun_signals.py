@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
-from poprun_jobs import MPI_HEAD, allowed_s, leftovers, run, start, two
+from poprun_jobs import MPI_HEAD, leftovers, run, start, start_command, two
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(60)]
+from poprun.command import SHIM
+from poprun.wire import CONTROL_VARIABLE
+
+pytestmark = [pytest.mark.job, pytest.mark.alone, pytest.mark.timeout(240)]
 
 WAITS = "import os, signal\nprint('ready', os.environ['OMPI_COMM_WORLD_RANK'], flush=True)\nsignal.pause()\n"
 HAS_CHILDREN = (
@@ -35,7 +39,7 @@ def test_a_signal_to_poprun_ends_everything_in_two_seconds(number):
     job.process.send_signal(number)
     finished = job.finish()
     assert finished.status == 128 + number
-    assert finished.after_event_s < allowed_s(2)
+    assert finished.after_event_s < 2
     assert number.name in finished.own_lines[-1]
 
 
@@ -45,7 +49,7 @@ def test_programs_that_do_not_listen_are_ended_all_the_same(number):
     job.process.send_signal(number)
     finished = job.finish()
     assert finished.status == 128 + number
-    assert finished.after_event_s < allowed_s(2)
+    assert finished.after_event_s < 2
 
 
 def test_a_second_signal_does_not_wait():
@@ -54,7 +58,7 @@ def test_a_second_signal_does_not_wait():
     job.process.send_signal(signal.SIGTERM)
     finished = job.finish()
     assert finished.status in (130, 143)  # the kernel delivers them in any order
-    assert finished.after_event_s < allowed_s(1)
+    assert finished.after_event_s < 1
 
 
 def test_a_program_can_use_the_signal_to_end_well():
@@ -70,6 +74,43 @@ def test_a_program_can_use_the_signal_to_end_well():
     finished = job.finish()
     assert finished.status == 143
     assert finished.stdout.count("saved") == 2
+
+
+NEEDS_TIME = (
+    "import os, signal, sys, time\n"
+    "from popdist.environments import ProgressPage\n"
+    "page = ProgressPage.from_environ(os.environ)\n"
+    "rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
+    "page.grace(20)\n"
+    "def end(*_): time.sleep(2 if LEAVES else 100); print('saved', flush=True); sys.exit(0)\n"
+    "signal.signal(signal.SIGTERM, end)\n"
+    "print('ready', rank, flush=True)\n"
+    "while True: signal.pause()\n"
+)
+
+
+def test_a_program_that_has_something_to_save_gets_the_time_that_it_asked_for():
+    job = start_two(NEEDS_TIME.replace("LEAVES", "True"))
+    job.process.terminate()
+    finished = job.finish()
+    assert finished.status == 143
+    assert finished.stdout.count("saved") == 2
+
+
+def test_once_one_instance_has_left_the_others_do_not_get_it():
+    job = start_two(NEEDS_TIME.replace("LEAVES", "rank == '0'"))
+    job.process.terminate()
+    finished = job.finish()
+    assert (finished.status, finished.stdout.count("saved")) == (143, 1)
+    assert finished.after_event_s < 2 + 2
+
+
+def test_a_second_signal_does_not_wait_for_those_either():
+    job = start_two(NEEDS_TIME.replace("LEAVES", "False"))
+    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(signal.SIGINT)
+    finished = job.finish()
+    assert finished.after_event_s < 1
 
 
 def test_user_signals_reach_the_programs():
@@ -88,19 +129,27 @@ def test_user_signals_reach_the_programs():
 
 @pytest.mark.parametrize("program", [WAITS, HAS_CHILDREN], ids=["waiting", "with children"])
 def test_after_sigkill_of_poprun_nothing_is_left(program):
-    assert start_two(program).kill_and_count(within_s=allowed_s(2.0)) == {}
+    assert start_two(program).kill_and_count(within_s=2.0) == {}
 
 
 def test_after_sigkill_of_poprun_busy_mpi_programs_are_gone():
     program = MPI_HEAD + "print('ready', rank, flush=True)\nwhile True: comm.Barrier()\n"
-    assert start_two(program).kill_and_count(within_s=allowed_s(2.0)) == {}
+    assert start_two(program).kill_and_count(within_s=2.0) == {}
 
 
 def test_after_sigkill_during_the_start_nothing_is_left(tmp_path):
     job = start(*two(WAITS), environ={"TMPDIR": str(tmp_path)})
     while len(leftovers(job.marker)) < 2:  # until there is an mpirun
         pass
-    assert job.kill_and_count(within_s=allowed_s(2.0)) == {}
+    assert job.kill_and_count(within_s=2.0) == {}
+    assert poprun_files(tmp_path) == []
+
+
+def test_nothing_is_left_of_an_instance_that_has_begun_after_the_end_of_poprun():
+    program = ["sh", "-c", "setsid sleep 100 & exec sleep 100"]
+    shim = [sys.executable, "-I", "-S", str(SHIM), "any"]
+    environ = {CONTROL_VARIABLE: f"unix:poprun-gone-{os.getpid()} {'00' * 16} -", "OMPI_COMM_WORLD_RANK": "0"}
+    assert start_command(*shim, *program, environ=environ).finish().status == 1  # nothing is left, or this fails
 
 
 @pytest.mark.parametrize("ending", ["pass", "os._exit(3)", "os.kill(os.getpid(), 9)"])
@@ -114,16 +163,13 @@ def test_no_file_of_poprun_is_left_even_by_sigkill(tmp_path):
     job = start(*two(WAITS), environ={"TMPDIR": str(tmp_path)})
     job.wait_for("ready 0")
     job.wait_for("ready 1")
-    assert job.kill_and_count(within_s=allowed_s(2.0)) == {}
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("poprun")] == []
+    assert job.kill_and_count(within_s=2.0) == {}
+    assert poprun_files(tmp_path) == []
 
 
-def test_the_long_way_to_the_socket_is_cut_short(tmp_path):
-    deep = tmp_path / ("d" * 90)
-    deep.mkdir()
-    finished = run("echo", "hello", environ={"TMPDIR": str(deep)})
-    assert (finished.status, finished.stdout) == (0, "[1,0]<stdout>:hello\n")
-    assert not list(Path("/tmp").glob(f"poprun-{os.getpid()}-*"))
+def poprun_files(folder: Path) -> list[str]:
+    """mpirun, killed in the middle of its start, may leave files of its own."""
+    return [path.name for path in folder.iterdir() if path.name.startswith("poprun")]
 
 
 def test_a_reader_that_leaves_ends_the_job():

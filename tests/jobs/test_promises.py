@@ -14,7 +14,7 @@ import pytest
 from poprun_jobs import ROOT, Finished, start
 
 PROGRAMS = Path(__file__).parent / "programs"
-MODELS = {8: ("cnn", "mlp"), 6: ("cnn", "dropout")}  # by the number of replicas
+MODELS = {8: ("cnn", "mlp"), 6: ("dropout",)}  # by the number of replicas
 LIMIT_S = 200
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(LIMIT_S + 20)]
@@ -62,14 +62,12 @@ def train(directory):
 
 
 class TestTheVariablesAreTheSameForEveryNumberOfInstances:
-    @pytest.mark.parametrize(
-        ("replicas", "instances"), [(8, 1), (8, 2), (8, 4), (8, 8), (6, 1), (6, 2), (6, 3), (6, 6)]
-    )
+    @pytest.mark.parametrize(("replicas", "instances"), [(8, 1), (8, 2), (8, 4), (8, 8), (6, 2), (6, 3)])
     def test_as_those_of_one_process(self, train, replicas, instances):
         found, alone = train(replicas, instances, "auto"), train(replicas, 0, "")
         assert {name: found[name] for name in MODELS[replicas]} == {name: alone[name] for name in MODELS[replicas]}
 
-    @pytest.mark.parametrize(("replicas", "instances"), [(8, 2), (8, 4), (6, 3)])
+    @pytest.mark.parametrize(("replicas", "instances"), [(8, 4), (6, 3)])
     def test_over_the_ring_too(self, train, replicas, instances):
         found, alone = train(replicas, instances, "ring"), train(replicas, 0, "")
         assert found == alone | {"mechanism": "ring"}
@@ -116,7 +114,7 @@ class TestTheRowsOfPopDistStrategy:
             env=os.environ | allowed | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
         )
         assert found.returncode == 0, found.stderr
         assert found.stdout == "all rows held\n"

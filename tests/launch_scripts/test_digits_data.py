@@ -4,6 +4,7 @@ import gzip
 import io
 import zipfile
 
+import digits_data
 import numpy as np
 import pytest
 from digits_data import DataError, load_digits, read_idx
@@ -43,6 +44,21 @@ def test_the_digits_of_scikit_learn_are_split_once_and_for_all():
     assert (digits.train_images.min(), digits.train_images.max()) == (0, 1)
     assert set(digits.test_labels) == set(range(10))
     np.testing.assert_array_equal(digits.test_images, again.test_images)
+
+
+def test_they_are_those_that_scikit_learn_loads(monkeypatch):
+    read = load_digits("digits")
+    monkeypatch.setattr(digits_data, "SCIKIT_LEARN_FILE", ("elsewhere",))
+    loaded = load_digits("digits")
+    for name in ("train_images", "train_labels", "test_images", "test_labels"):
+        np.testing.assert_array_equal(getattr(read, name), getattr(loaded, name))
+        assert getattr(read, name).dtype == getattr(loaded, name).dtype
+
+
+def test_without_scikit_learn_the_way_out_is_named(monkeypatch):
+    monkeypatch.setattr(digits_data.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"run: pip install 'popdist-everywhere\[examples\]'"):
+        load_digits("digits")
 
 
 @pytest.mark.parametrize("spelling", ["{}-{}-idx{}-ubyte", "{}-{}.idx{}-ubyte", "{}-{}-idx{}-ubyte.gz"])

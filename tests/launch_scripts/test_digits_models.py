@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from digits_models import MODELS, max_pool
+from digits_models import MODELS, convolve, max_pool
 
 
 def shapes(variables):
@@ -75,3 +75,21 @@ def test_max_pool_takes_the_maximum_of_every_window_and_leaves_odd_rows_out():
 def test_images_that_are_too_small_are_refused():
     with pytest.raises(ValueError, match="images are 3x8; the convolutional network needs at least 4x4"):
         MODELS["cnn"].init(jax.random.key(0), (3, 8, 1))
+
+
+@pytest.mark.parametrize("kernel_shape", [(3, 3, 1, 8), (2, 3, 4, 5), (1, 1, 2, 1)])
+@pytest.mark.parametrize("size", [(3, 3), (7, 5)])
+def test_a_convolution_and_its_gradients_are_those_of_jax(kernel_shape, size):
+    random = np.random.default_rng(0)
+    kernel = random.standard_normal(kernel_shape, np.float32)
+    images = random.standard_normal((kernel_shape[2], *size, 6), np.float32)
+
+    def of_jax(kernel, images):
+        return jax.lax.conv_general_dilated(images, kernel, (1, 1), "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN"))
+
+    found, gradients_of = jax.vjp(convolve, kernel, images)
+    expected, expected_gradients_of = jax.vjp(of_jax, kernel, images)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    cotangents = random.standard_normal(found.shape, np.float32)
+    for mine, theirs in zip(gradients_of(cotangents), expected_gradients_of(cotangents), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted((ROOT / "launch_scripts").glob("*.sh"))
+SCRIPTS = sorted(path for path in (ROOT / "launch_scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
+TEST_BED = sorted((ROOT / "tests" / "cluster" / "testbed").glob("*.sh"))
 STARTERS = ["demo.sh", "test.sh", "mpirun_digits.sh", "two_terminals.sh"]
 
 
@@ -30,7 +31,7 @@ def find_shellcheck():
 
 
 @pytest.mark.skipif(find_shellcheck() is None, reason="shellcheck is not installed")
-@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci" / "run"], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [*SCRIPTS, *TEST_BED, ROOT / ".ci" / "run"], ids=lambda path: path.name)
 def test_shellcheck_has_nothing_to_say(script):
     done = subprocess.run([find_shellcheck(), str(script)], capture_output=True, text=True, timeout=60)
     assert done.stdout == ""
@@ -119,6 +120,38 @@ def test_the_project_is_installed_again_only_when_its_metadata_changed(project, 
         )
     )
     assert "python launch_scripts/train_digits.py --epochs 3 --data 'my file'\n" in second.stderr
+
+
+class TestSlurmJob:
+    """slurm.sbatch, of which Slurm runs a copy elsewhere; tests/cluster submits it to a real Slurm."""
+
+    @pytest.fixture
+    def copy(self, project, tmp_path):
+        (tmp_path / "spool").mkdir()
+        return shutil.copy(project / "launch_scripts" / "slurm.sbatch", tmp_path / "spool" / "slurm_script")
+
+    def test_outside_of_slurm_it_says_how_to_submit_it(self, copy, project, tools):
+        done = sh(copy, path=str(tools), cwd=project)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == "error: this is no job of Slurm; submit it: sbatch launch_scripts/slurm.sbatch\n"
+
+    def test_it_is_submitted_from_the_project(self, copy, tools, tmp_path):
+        done = sh(copy, path=str(tools), cwd=tmp_path, SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(tmp_path))
+        assert done.returncode == 1
+        assert f"submitted in {tmp_path}, which is not the project's folder; call sbatch there" in done.stderr
+
+    @pytest.mark.parametrize("size", [{"SLURM_NTASKS": "4"}, {"SLURM_JOB_NUM_NODES": "4"}])
+    def test_every_task_becomes_an_instance(self, size, copy, project, tools, tmp_path):
+        bin_ = tmp_path / "env" / "bin"
+        fake(bin_, "python", "exit 0")
+        fake(bin_, "poprun", 'for word in "$@"; do printf "[%s]" "$word"; done')
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "h[0-1]", "SLURM_SUBMIT_DIR": str(project), **size}
+        done = sh(copy, "--epochs", "3", path=str(tools), cwd=tmp_path, VIRTUAL_ENV=str(bin_.parent), **job)
+        root = "[--allow-run-as-root][yes]" if os.geteuid() == 0 else ""
+        assert done.stdout == (
+            f"[--num-instances][4][--num-replicas][4]{root}[python][launch_scripts/train_digits.py][--epochs][3]"
+        )
+        assert "in 4 instances on h[0-1]" in done.stderr
 
 
 def test_every_linter_and_the_tests_run_even_when_one_fails(project, tools, tmp_path):

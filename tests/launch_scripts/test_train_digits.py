@@ -1,5 +1,6 @@
 """The main job: its options, what it writes, and how it refuses what cannot be used."""
 
+import functools
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import train_digits
+from horovod_installed import needs_horovod
+from jobs import poprun_jobs
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "launch_scripts" / "train_digits.py"
@@ -40,6 +43,8 @@ def start(*arguments, cwd=None):
         (["--learning-rate", "nan"], "'nan' is not a number above zero"),
         (["--learning-rate", "fast"], "'fast' is not a number above zero"),
         (["--json", "/no/such/place/x.json"], "argument --json: /no/such/place is no directory"),
+        (["--checkpoint-every", "3"], "argument --checkpoint-every: where? Give --checkpoint-dir as well"),
+        (["--checkpoint-dir", "x", "--checkpoint-every", "0"], "argument --checkpoint-every: '0' is not"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
         (["more"], "unrecognized arguments: more"),
     ],
@@ -112,3 +117,102 @@ def test_popdist_without_a_launcher_is_one_instance():
     result = json.loads(done.stdout)
     assert (result["strategy"], result["instances"], result["replicas"]) == ("popdist", 1, 2)
     assert result["seconds_per_step"] is None
+
+
+@pytest.mark.job
+@pytest.mark.timeout(400)
+class TestCheckpoints:
+    """`--checkpoint-dir`: what was trained in three pieces, on one and two instances, has the bits of one piece."""
+
+    def train(self, folder, steps, *more):
+        options = ("--replicas", 4, "--max-steps", steps, "--checkpoint-dir", folder, "--checkpoint-every", 10, *more)
+        return start("--strategy", "ipu", *options, "--json", "-")
+
+    def test_a_training_goes_on_where_it_ended(self, tmp_path):
+        pytest.importorskip("orbax.checkpoint")
+        folder = tmp_path / "checkpoints"
+        whole = start("--strategy", "ipu", "--replicas", 4, "--max-steps", 31, "--json", "-")
+        first = self.train(folder, 13)
+        assert "resuming" not in first.stderr
+        assert sorted(path.name for path in folder.iterdir()) == ["step_00000010", "step_00000013"]
+
+        words = ("--max-steps", "31", "--checkpoint-dir", folder, "--json", "-")
+        places = ("--num-instances=2", "--num-replicas=4")
+        second = poprun_jobs.start(*places, sys.executable, str(PROGRAM), *map(str, words)).finish(100.0)
+        assert second.status == 0, second.stderr
+        assert f"resuming at step 13 of 31 from {folder}" in second.stderr
+        result, wanted = json.loads(second.lines_of(0)[0]), json.loads(whole.stdout)
+        same = ("steps", "epochs", "final_loss", "test_accuracy", "variables_sha256")
+        assert {name: result[name] for name in same} == {name: wanted[name] for name in same}
+
+        third = self.train(folder, 31)
+        again = json.loads(third.stdout)
+        assert (again["variables_sha256"], again["final_loss"]) == (wanted["variables_sha256"], None)
+
+        fourth = self.train(folder, 20)
+        assert (fourth.returncode, fourth.stdout) == (2, "")
+        assert "is at step 31 and 20 were asked for; ask for more" in fourth.stderr
+
+        fifth = self.train(folder, 40, "--seed", 1)
+        assert fifth.returncode == 2
+        assert fifth.stderr.count("\n") == 1
+        assert "was saved with the trainer's seed 0, and this training has 1" in fifth.stderr
+
+
+@needs_horovod
+@pytest.mark.job
+@pytest.mark.timeout(250)
+class TestHorovod:
+    """`--strategy horovod`; with two replicas no order of the sums is left to choose, so the bits are those of ipu."""
+
+    OPTIONS = ("--strategy", "horovod", "--max-steps", "20", "--json", "-")
+    PLACES = ("-H", "localhost:2")
+    EXACT = ("replicas", "steps", "final_loss", "final_accuracy", "test_accuracy", "variables_sha256")
+    LIMIT_S = 100.0
+
+    @staticmethod
+    @functools.cache
+    def alone():
+        """What one process says that drives both replicas."""
+        done = start("--strategy", "ipu", "--replicas", 2, "--max-steps", 20, "--json", "-")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def command(self, *more):
+        return [sys.executable, str(PROGRAM), *self.OPTIONS, *more]
+
+    def finish(self, job):
+        """What instance 0 of a job says; the others say nothing."""
+        finished = job.finish(self.LIMIT_S)
+        assert finished.status == 0, finished.stderr
+        assert len(finished.stdout.splitlines()) == 1
+        result = json.loads(finished.lines_of(0)[0])
+        assert result["strategy"] == "horovod"
+        return result
+
+    def test_under_mpirun(self):
+        result = self.finish(poprun_jobs.start_mpirun(2, *self.command(), places=self.PLACES))
+        assert result["instances"] == 2
+        assert {fact: result[fact] for fact in self.EXACT} == {fact: self.alone()[fact] for fact in self.EXACT}
+
+    def test_under_poprun(self):
+        result = self.finish(poprun_jobs.start("--num-instances=2", "--num-replicas=4", *self.command()))
+        assert (result["instances"], result["replicas"], result["steps"]) == (2, 4, 20)
+        assert result["final_loss"] < 2.3
+
+    def test_without_a_launcher(self):
+        done = start(*self.OPTIONS, "--replicas", 2)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout)
+        assert (result["strategy"], result["instances"]) == ("horovod", 1)
+        assert {fact: result[fact] for fact in self.EXACT} == {fact: self.alone()[fact] for fact in self.EXACT}
+
+    def test_a_wrong_number_of_replicas_is_one_clear_line(self):
+        job = poprun_jobs.start_mpirun(2, *self.command("--replicas", "3"), places=self.PLACES)
+        finished = job.finish(self.LIMIT_S)
+        assert (finished.status, finished.stdout) == (2, "")
+        ours = {line.partition("<stderr>:")[2].strip() for line in finished.stderr.splitlines() if "[1," in line[:3]}
+        assert ours == {
+            "train_digits.py: error: asked for 3 replicas on 2 instances (OMPI_COMM_WORLD_SIZE=2); "
+            "replicas must divide evenly: use 2 or 4"
+        }

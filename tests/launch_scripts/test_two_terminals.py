@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -65,7 +65,8 @@ class Terminal:
 
     def dispose(self):
         for pid in [*others_of(self.process.pid), *([self.process.pid] if self.process.poll() is None else [])]:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(LIMIT_S)
 
 

@@ -13,6 +13,8 @@ from popdist.environments import (
     PopRunEnvironment,
     ProgressPage,
     SingleEnvironment,
+    SlurmEnvironment,
+    SlurmWithoutPMIxEnvironment,
     TFConfigEnvironment,
     detect_instance,
     parse_progress,
@@ -147,7 +149,9 @@ def test_the_launcher_that_says_most_is_asked_first():
     assert [type(environment) for environment in ENVIRONMENTS] == [
         PopRunEnvironment,
         OpenMPIEnvironment,
+        SlurmEnvironment,
         TFConfigEnvironment,
+        SlurmWithoutPMIxEnvironment,
         SingleEnvironment,
     ]
 
@@ -235,6 +239,12 @@ class TestProgress:
             (0,),
         )
 
+    def test_the_time_that_it_takes_to_save_is_noted(self, page, descriptor):
+        page.grace(1.5)
+        assert record_in(descriptor).grace_s == 1.5
+        page.grace(0)
+        assert record_in(descriptor).grace_s == 0
+
     def test_leaving_between_collectives(self, page, descriptor):
         page.leaving()
         assert record_in(descriptor).state == State.LEAVING
@@ -250,6 +260,7 @@ class TestProgress:
         page.waiting_for([1])
         page.leave()
         page.step(1)
+        page.grace(1)
         page.leaving()
         page.finished()
 

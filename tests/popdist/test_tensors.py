@@ -38,7 +38,7 @@ def check(count, program):
         env=clean | allowed | {"PYTHONPATH": str(ROOT), "OMPI_MCA_mpi_yield_when_idle": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert finished.returncode == 0, finished.stderr
 
@@ -72,7 +72,11 @@ class TestOneInstance:
             "    popdist.allreduce(1.0, 'PRODUCT')\n"
             "for root in (1, -1):\n"
             "    with pytest.raises(ValueError, match=f'root is {root}'):\n"
-            "        popdist.broadcast(1.0, root)\n",
+            "        popdist.broadcast(1.0, root)\n"
+            "for name in (None, 'x'):\n"
+            "    with pytest.raises(TypeError, match='root is 0.5, not a whole number; name one of the ranks'):\n"
+            "        popdist.broadcast(1.0, 0.5, name)\n"
+            "equal(popdist.broadcast(1.0, np.int64(0)), 1.0)\n",
         )
 
 

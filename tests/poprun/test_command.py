@@ -2,19 +2,26 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.command import SHIM, Launch, build_command, exported_names, extra_variables
+from poprun.command import SHIM, Launch, build_command, exports, extra_variables
 from poprun.cores import Core
+from poprun.hosts import Host
 from poprun.placement import place_instances
 from poprun.settings import Settings
 
 TWO_CORES = [Core(0, 0, 0, 0), Core(0, 0, 1, 1)]
 
 
-def command(cores=TWO_CORES, forwarded=("PATH",), extra=None, **options) -> list[str]:
+HERE = (Host("h", is_this_machine=True),)
+
+
+def command(cores=TWO_CORES, forwarded=("PATH",), extra=None, hosts=HERE, devices=(), **options) -> list[str]:
     settings = Settings(program=("python3", "train.py", "--lr=0.1"), **options)
     launch = Launch(
         settings=settings,
-        places=place_instances(settings, "h", cores),
+        hosts=hosts,
+        places=place_instances(
+            settings, [h.name for h in hosts], dict.fromkeys([h.name for h in hosts], cores), devices
+        ),
         mpirun="/opt/mpirun",
         python="/opt/python",
         extra=extra or {"PJRT_NPROC": "8"},
@@ -119,4 +126,44 @@ class TestExtraVariables:
         assert "JAX_PLATFORMS" not in extra_variables(told, {}, {})
 
     def test_exports_are_found(self):
-        assert exported_names(["-x", "A=1", "--mca", "x", "-x", "B"]) == {"A", "B"}
+        assert exports(["-x", "A=1", "--mca", "x", "-x", "B", "-x", "C=d=e"]) == {"A": "1", "B": None, "C": "d=e"}
+
+
+def test_nothing_names_the_host_as_long_as_everything_runs_here():
+    assert "--host" not in command(num_instances=2, num_replicas=2)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["here", "b"]])
+def test_every_context_names_its_host_when_one_is_another(names):
+    hosts = tuple(Host(name, is_this_machine=name == "here") for name in names)
+    found = contexts(command(num_instances=4, num_replicas=4, hosts=hosts))
+    share = 4 // len(names)
+    assert [words[2:4] for words in found] == [["--host", f"{name}:{share}"] for name in names for _ in range(share)]
+
+
+def test_the_local_index_begins_anew_on_each_host():
+    found = contexts(command(num_instances=4, num_replicas=4, hosts=(Host("a"), Host("b"))))
+    assert [[word for word in words if "LOCAL_INSTANCE" in word][0][-1] for words in found] == ["0", "1", "0", "1"]
+
+
+def test_an_instance_gets_its_own_arguments_after_those_of_all():
+    own = ((1, ("-x", "A=2")), (1, ("-x", "B")))
+    first, second = contexts(
+        command(num_instances=2, num_replicas=2, mpi_local_args=("-x", "A=1"), instance_mpi_local_args=own)
+    )
+    assert first[first.index("POPRUN_CONTROL") + 1 :][:2] == ["-x", "A=1"]
+    assert second[second.index("POPRUN_CONTROL") + 1 :][:6] == ["-x", "A=1", "-x", "A=2", "-x", "B"]
+
+
+def test_what_an_instance_exports_is_left_to_it_alone():
+    own = ((0, ("-x", "PJRT_NPROC=3")),)
+    first, second = contexts(command(num_instances=2, num_replicas=2, instance_mpi_local_args=own))
+    assert [word for word in first if "PJRT" in word] == ["PJRT_NPROC=3"]
+    assert [word for word in second if "PJRT" in word] == ["PJRT_NPROC=8"]
+
+
+def test_the_cache_and_the_device_reach_the_programs_when_they_are_known():
+    assert not [word for word in command() if "CACHE" in word or "DEVICE" in word]
+    words = command(executable_cache_path="/tmp/c d", devices=(24,))
+    assert "POPDIST_EXECUTABLE_CACHE_PATH=/tmp/c d" in words
+    assert "POPDIST_DEVICE_ID=24" in words

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from poprun.command_line import CommandLine, find_option, read_command_line
+from poprun.command_line import CommandLine, find_option, read_command_line, read_instance_arguments
 from poprun.errors import UsageError
 from poprun.options import OPTIONS, Kind, describe_options
 from poprun.settings import Settings, settings_from
@@ -66,6 +68,26 @@ def test_arguments_for_mpirun_are_split_like_a_shell_does_and_add_up():
     assert settings.mpi_global_args == ("--tag-output", "-x", "A=b, c", "--mca", "x", "y")
 
 
+def test_lists_of_hosts_add_up():
+    assert settings_from(read("-H a,b --host c[0-1] p")).host == ("a,b", "c[0-1]")
+
+
+@pytest.mark.parametrize(
+    "text", ["2:-x A=1 -x B='c d'", "2:\"-x A=1 -x B='c d'\"", " 2 : -x A=1 -x 'B=c d'", "2:'-x A=1 -x B=c\\ d'"]
+)
+def test_arguments_of_one_instance_may_be_quoted_as_a_whole(text):
+    assert read_instance_arguments(text) == (2, ("-x", "A=1", "-x", "B=c d"))
+
+
+def test_arguments_of_one_instance_may_be_empty_or_a_single_word():
+    assert read_instance_arguments("0:") == (0, ())
+    assert read_instance_arguments("0:-v") == (0, ("-v",))
+
+
+def test_what_follows_an_equals_sign_may_look_like_an_option():
+    assert read("--output-dir=--odd p").values == {"output-dir": "--odd"}
+
+
 def test_the_last_of_several_values_holds():
     assert settings_from(read("--num-replicas 2 --num-replicas 4 p")).num_replicas == 4
 
@@ -77,17 +99,45 @@ def test_the_last_of_several_values_holds():
         ("--num_instances 2 p", "unknown option --num_instances, did you mean --num-instances"),
         ("--nonsense p", "unknown option --nonsense; poprun --help lists all options"),
         ("-q p", "unknown option -q;"),
-        ("--num p", "option --num is ambiguous: --num-replicas or --num-instances; write it in full"),
+        ("-np 4 p", "unknown option -np, did you mean --num-instances"),
+        ("-x A=1 p", "unknown option -x, did you mean --mpi-local-args"),
+        ("--output-dir --timestamps p", "needs a path, got '--timestamps'; write --output-dir=--timestamps if that is"),
+        ("-H --num-instances 2 p", "--host needs a list of hosts .*, got '--num-instances'"),
+        ("--vipu-partition -v p", "--vipu-partition needs a word, got '-v'"),
+        (
+            "--num- p",
+            "option --num- is ambiguous: --num-replicas or --num-instances or --num-ilds; write it in full",
+        ),
         ("--num-replicas", "--num-replicas needs a whole number, the command line ends there"),
         ("--num-replicas --num-instances", "--num-replicas needs a whole number, got '--num-instances'"),
         ("--num-replicas 1.5 p", "got '1.5'"),
+        ("--num-replicas 1_0 p", "needs a whole number, got '1_0'"),
+        (f"--num-replicas {10**26} p", "use at most 1000000"),
+        (f"--num-replicas {'9' * 5000} p", "needs a whole number, got '999"),
+        (f"--stuck-timeout-s {2**31} p", "use at most 2147483647"),
+        ("--vipu-server-port 65536 p", "use at most 65535"),
         ("--offline-mode python", "--offline-mode needs yes or no .*, got 'python'"),
+        ("--hots a p", "unknown option --hots, did you mean --host"),
+        ("--vipu-partion p p", "unknown option --vipu-partion, did you mean --vipu-partition"),
+        ("--start-timeout-s 0 p", "--start-timeout-s is 0; use 1 or more"),
+        ("--vipu-server-port -1 p", "--vipu-server-port is -1; use 1 or more"),
+        ("--output-dir= p", "--output-dir is empty; give it a path"),
+        ("--host= p", "--host is empty; give it a list of hosts"),
+        ("--instance-mpi-local-args -x p", "write the index of the instance first"),
+        ("--instance-mpi-local-args x:-x p", "write the index of the instance first"),
+        ("--instance-mpi-local-args 0:'-x p", "check the quotes"),
         ("--version-format xml p", "use one of text, json, full-text, full-json"),
     ],
 )
 def test_what_cannot_be_understood_is_refused_with_a_way_out(text, message):
     with pytest.raises(UsageError, match=message):
         read(text)
+
+
+@pytest.mark.parametrize("option", ["--mpi-global-args='-x A=1'", "--instance-mpi-local-args=0:'-x A=1' -x B=2"])
+def test_an_option_for_mpirun_and_its_value_in_one_word_are_refused(option):
+    with pytest.raises(UsageError, match="-args begins with '-x A=1', all in one word"):
+        settings_from(read_command_line([option, "p"]))
 
 
 def test_an_open_quote_is_refused():
@@ -106,15 +156,60 @@ def test_every_option_is_found_by_all_its_spellings_and_is_in_the_help(option):
         assert spelling in describe_options()
 
 
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_option_is_documented(option):
+    documented = (Path(__file__).parents[2] / "docs" / "poprun.md").read_text(encoding="utf-8")
+    rows = [line for line in documented.splitlines() if line.startswith("| `-")]
+    assert any(f"`--{option.name}`" in row.split("|")[1] for row in rows)
+
+
 def test_the_defaults_in_the_help_are_those_of_the_settings():
     settings = Settings(program=("p",))
-    fields = {"print-topology": settings.print_topology, "allow-run-as-root": settings.allow_run_as_root}
     for option in OPTIONS:
-        if option.kind is Kind.NUMBER and option.default:
-            assert getattr(settings, option.name.replace("-", "_")) == int(option.default)
-        if option.name in fields:
-            assert fields[option.name] == (option.default == "yes")
+        default = getattr(settings, option.name.replace("-", "_"), None)
+        if option.kind is Kind.NUMBER and default is not None:
+            assert option.default == str(default)
+        if option.kind is Kind.BOOLEAN and default is not None:
+            assert option.default == ("yes" if default else "no")
     assert settings.process_placement == find_option("--process-placement").default
+
+
+EXAMPLES = {
+    Kind.FLAG: True,
+    Kind.BOOLEAN: True,
+    Kind.NUMBER: 1,
+    Kind.TEXT: "w",
+    Kind.PATH: "some/path",
+    Kind.HOSTS: ("a",),
+    Kind.FAULT: ("kill:instance=0",),
+    Kind.ARGUMENTS: ("-x", "A"),
+    Kind.INSTANCE_ARGUMENTS: ("0:-x A",),
+}
+UNUSED = {  # by this version; config.py, notes.py and __main__.py look at the command line itself
+    *("help", "version", "version-format", "verbose", "vv", "import-config", "export-config", "overwrite-config"),
+    *("vipu-server-host", "vipu-server-port", "vipu-server-timeout", "vipu-partition-attempts", "vipu-cluster"),
+    *("vipu-allocation", "reset-partition", "remove-partition", "sync-type", "numa-aware", "synchronise-poplar-sdk"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_option_changes_the_settings_unless_it_is_known_to_be_without_effect(option):
+    value = option.choices[-1] if option.choices else EXAMPLES[option.kind]
+    numbers = {
+        "num-replicas": 2,
+        "ipus-per-replica": 2,
+        "start-timeout-s": 9,
+        "host-timeout-s": 9,
+        "restart-backoff-s": 9,
+    }
+    given = {"json": {"json": True, "dry-run": True}, "only-output-from-instance": {option.name: 0}}.get(
+        option.name, {option.name: numbers.get(option.name, value)}
+    )
+    if option.name in ("num-instances", "min-instances"):
+        given = {"num-instances": 2, "num-replicas": 2} | {option.name: 2}
+    without = {name: value for name, value in given.items() if name != option.name}
+    changed = settings_from(CommandLine(given, ("p",))) != settings_from(CommandLine(without, ("p",)))
+    assert changed == (option.name not in UNUSED - {"verbose", "vv"})
 
 
 class TestSettings:
@@ -144,3 +239,40 @@ class TestSettings:
         assert settings_from(read("-vv p")).shows_topology
         assert settings_from(read("--print-topology 1 p")).shows_topology
         assert not settings_from(read("-v p")).shows_topology
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"host": ("a",), "hostfile": "f"}, "--host and --hostfile are both given"),
+            ({"json": True}, "--json is given without --dry-run"),
+            ({"num_ilds": 0}, "--num-ilds is 0; use 1 or more"),
+            ({"num_ilds": 2}, "asked for 1 instance on 2 ILDs; instances must divide evenly: use 2 "),
+            ({"num_ilds": 2, "num_instances": 3, "num_replicas": 3}, "use 2 or 4 "),
+            ({"num_ilds": 1, "num_replicas": 17, "ipus_per_replica": 4}, r"68 IPUs \(17 replicas x 4\) in 1 ILD"),
+            ({"num_ilds": 1, "num_replicas": 65}, r"an ILD has at most 64: use 2 or more \(--num-ilds\)"),
+            ({"vipu_partition": "p", "num_replicas": 128}, "asked for 1 instance on 2 ILDs"),
+            ({"inject": ("kill:instance=1",)}, "the job has 1 instance; use 0$"),
+            ({"min_instances": 2}, "--min-instances is 2, the job has 1 instance; use at most 1"),
+            ({"instance_mpi_local_args": ((1, ()),)}, "names instance 1, the job has 1 instance; use 0$"),
+        ],
+    )
+    def test_contradictions_are_refused(self, given, message):
+        with pytest.raises(UsageError, match=message):
+            Settings(program=("p",), **given)
+
+    @pytest.mark.parametrize(
+        ("given", "domains"),
+        [
+            ({}, 1),
+            ({"num_replicas": 1000}, 1),
+            ({"num_replicas": 4, "num_instances": 4, "num_ilds": 4}, 4),
+            ({"num_replicas": 128, "num_instances": 4, "vipu_partition": "p"}, 2),
+            ({"num_replicas": 2, "vipu_partition": "p"}, 1),
+            ({"num_replicas": 128, "vipu_partition": "p", "offline_mode": True}, 1),
+        ],
+    )
+    def test_the_partition_decides_the_domains_unless_they_are_given(self, given, domains):
+        assert Settings(program=("p",), **given).domains == domains
+
+    def test_debug_is_very_verbose(self):
+        assert settings_from(read("--debug p")).verbosity == 2

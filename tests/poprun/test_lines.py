@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 from poprun import wire
-from poprun.guard import NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET
-from poprun.lines import LONGEST_SILENCE_S, LineBuffer
+from poprun.guard import CUT_SIGNAL, NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET
+from poprun.lines import LONGEST_LINE_BYTES, LONGEST_SILENCE_S, REDRAW_S, LineBuffer, silence_s
 from poprun.log import Level, format_line, level_from
-from poprun.output import Cursor, Sink
 
 
 class TestLineBuffer:
@@ -40,75 +40,32 @@ class TestLineBuffer:
         assert lines.expire(0.21) == b"\r0 %\r1 %"
         assert lines.flush() == b"\r2 %"
 
+    def test_a_progress_bar_comes_out_as_fast_where_a_prompt_has_to_wait(self):
+        lines = LineBuffer(silence_s(is_terminal=False))
+        lines.feed(b"\r1 %\r2 %", 0.0)
+        assert lines.deadline_s() == REDRAW_S
+        assert lines.expire(REDRAW_S) == b"\r1 %"
+        assert lines.deadline_s() == silence_s(is_terminal=False) > silence_s(is_terminal=True)
+
+    def test_a_line_that_does_not_end_comes_out_in_long_pieces(self):
+        lines = LineBuffer()
+        assert lines.feed(b"one\n" + b"x" * LONGEST_LINE_BYTES, 0.0) == b"one\n"
+        assert lines.feed(b"y\n", 0.0) == b"x" * LONGEST_LINE_BYTES + b"y\n"
+        assert lines.feed(b"one\n" + b"x" * (LONGEST_LINE_BYTES + 1), 0.0).endswith(b"x")
+        assert lines.flush() == b""
+
     def test_the_end_brings_out_the_rest(self):
         lines = LineBuffer()
         lines.feed(b"rest", 0.0)
         assert lines.flush() == b"rest"
 
 
-@pytest.fixture
-def pipe():
-    reader, writer = os.pipe()
-    yield reader, writer
-    os.close(reader)
-    os.close(writer)
-
-
-class TestSink:
-    def test_every_line_is_tagged(self, pipe):
-        Sink(pipe[1], Cursor()).write_tagged(b"[a]", b"one\n\ntwo\n")
-        assert os.read(pipe[0], 99) == b"[a]one\n[a]\n[a]two\n"
-
-    def test_pieces_of_one_writer_make_one_line(self, pipe):
-        sink = Sink(pipe[1], Cursor())
-        for piece in (b"on", b"e\nt", b"wo\n"):
-            sink.write_tagged(b"[a]", piece)
-        assert os.read(pipe[0], 99) == b"[a]one\n[a]two\n"
-
-    def test_another_writer_begins_a_new_line(self, pipe):
-        sink = Sink(pipe[1], Cursor())
-        sink.write_tagged(b"[a]", b"name? ")
-        sink.write_tagged(b"[b]", b"hello\n")
-        sink.write_tagged(b"[a]", b"me\n")
-        sink.write_own(b"own\n")
-        assert os.read(pipe[0], 99) == b"[a]name? \n[b]hello\n[a]me\nown\n"
-
-    def test_a_redrawn_line_keeps_its_tag(self, pipe):
-        sink = Sink(pipe[1], Cursor())
-        for piece in (b"\r10 %\r20 %", b"\r3", b"0 %\r", b"40 %\n"):
-            sink.write_tagged(b"[a]", piece)
-        assert os.read(pipe[0], 99) == b"[a]\r[a]10 %\r[a]20 %\r[a]30 %\r[a]40 %\n"
-
-    def test_dos_line_ends_are_left_alone(self, pipe):
-        Sink(pipe[1], Cursor()).write_tagged(b"[a]", b"one\r\n\r\n")
-        assert os.read(pipe[0], 99) == b"[a]one\r\n[a]\r\n"
-
-    def test_a_reader_that_is_slow_is_not_waited_for(self, pipe):
-        sink = Sink(pipe[1], Cursor())
-        sink.write_tagged(b"", b"x" * 300_000 + b"\n")
-        assert sink.held_bytes > 0
-        taken = 0
-        while sink.held_bytes:
-            taken += len(os.read(pipe[0], 65536))
-            sink.flush()
-        assert taken + len(os.read(pipe[0], 65536)) == 300_001
-
-    def test_a_reader_that_is_gone_is_noticed(self):
-        reader, writer = os.pipe()
-        os.close(reader)
-        sink = Sink(writer, Cursor())
-        sink.write_tagged(b"[a]", b"one\n")
-        assert sink.is_closed
-        assert sink.held_bytes == 0
-        os.close(writer)
-
-
 class TestWire:
     def test_messages_survive_any_cut(self):
         messages = [
-            wire.pack_hello(3, 77, "höst"),
+            wire.pack_hello(3, 77, 1.5, bytes(16), "höst"),
             wire.pack(wire.STDOUT, b"line\n"),
-            wire.pack_ended(by_signal=True, told=False, number=9, at_s=1.5),
+            wire.pack_ended(by_signal=True, told=False, lacked_memory=True, number=9, at_s=1.5),
             wire.pack_progress(2.5, b"page"),
             wire.pack_number(wire.SIGNAL, 15),
             wire.pack(wire.CLOSED),
@@ -118,15 +75,15 @@ class TestWire:
         received = [message for at in range(len(stream)) for message in reader.feed(stream[at : at + 1])]
         assert received == wire.MessageReader().feed(stream)
         contents = dict(received)
-        assert wire.unpack_hello(contents[wire.HELLO]) == (3, 77, "höst")
+        assert wire.unpack_hello(contents[wire.HELLO]) == (3, 77, 1.5, bytes(16), "höst")
         assert contents[wire.STDOUT] == b"line\n"
-        assert wire.unpack_ended(contents[wire.ENDED]) == (True, False, 9, 1.5)
+        assert wire.unpack_ended(contents[wire.ENDED]) == (True, False, True, 9, 1.5)
         assert wire.unpack_progress(contents[wire.PROGRESS]) == (2.5, b"page")
         assert wire.unpack_number(contents[wire.SIGNAL]) == 15
 
 
 def test_the_shim_and_popdist_agree_on_the_progress_page():
-    from popdist.environments import ProgressPage
+    from popdist.environments import ProgressPage, parse_progress
     from popdist.environments.progress import DESCRIPTOR_VARIABLE, new_page
 
     assert new_page() == NEW_PAGE
@@ -136,7 +93,16 @@ def test_the_shim_and_popdist_agree_on_the_progress_page():
     page = ProgressPage(descriptor)
     assert not page.is_released
     os.pwrite(descriptor, b"\1", RELEASED_OFFSET)
+    assert parse_progress(os.pread(descriptor, len(NEW_PAGE), 0)).heeded == 0
     assert page.is_released
+    assert parse_progress(os.pread(descriptor, len(NEW_PAGE), 0)).heeded == 1
+    assert not page.cut_off()
+    taken = []
+    before = signal.signal(CUT_SIGNAL, lambda number, _: taken.append(number))
+    os.pwrite(descriptor, os.getpid().to_bytes(8, "little"), SUPERVISOR_OFFSET)
+    assert page.cut_off()
+    assert taken == [CUT_SIGNAL]
+    signal.signal(CUT_SIGNAL, before)
     os.close(descriptor)
 
 

@@ -44,7 +44,7 @@ def test_the_second_public_sample():
 
 def test_cells_are_as_wide_as_the_widest_index():
     lines = draw_topology(places(4, 12, "node")).splitlines()
-    assert lines[9] == "| replicas  |  0 |  1 |  2 |  3 |  4 |  5 |  6 |  7 |  8 |  9 | 10 | 11 |"
+    assert lines[9] == "| replicas  | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  | 8  | 9  | 10 | 11 |"
     assert lines[7] == "| instances |      0       |      1       |      2       |      3       |"
     assert {len(line) for line in lines[1:-1]} == {len(lines[0]) + 1}
 
@@ -58,3 +58,46 @@ def test_a_host_whose_name_is_too_long_is_explained_below():
     lines = draw_topology(places(1, 1, "node")).splitlines()
     assert lines[3] == "| hosts     |[0]|"
     assert lines[-1] == " [0] = node"
+
+
+def many(instances: int, replicas: int, hosts: list[str], domains: int = 1) -> list[Place]:
+    local, share = replicas // instances, instances // len(hosts)
+    return [
+        Place(i, hosts[i // share], i % share, range(i * local, (i + 1) * local), domain=i * domains // instances)
+        for i in range(instances)
+    ]
+
+
+def test_hosts_domains_and_instances_are_centred_over_their_replicas():
+    assert draw_topology(many(4, 8, ["node0", "node1"], domains=2)).splitlines() == [
+        " ===========================================",
+        "|              poprun topology              |",
+        "|===========================================|",
+        "| hosts     |     node0     |     node1     |",
+        "|-----------|-------------------------------|",
+        "| ILDs      |       0       |       1       |",
+        "|-----------|-------------------------------|",
+        "| instances |   0   |   1   |   2   |   3   |",
+        "|-----------|-------------------------------|",
+        "| replicas  | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |",
+        " -------------------------------------------",
+    ]
+
+
+def test_domains_may_lie_across_hosts():
+    lines = draw_topology(many(6, 6, ["a", "b"], domains=3)).splitlines()
+    assert lines[3] == "| hosts     |     a     |     b     |"
+    assert lines[5] == "| ILDs      |   0   |   1   |   2   |"
+
+
+def test_only_the_hosts_whose_names_are_too_long_are_explained():
+    uneven = [Place(0, "ab", 0, range(0, 1)), Place(1, "a-long-name", 0, range(1, 2)), Place(2, "c", 0, range(2, 3))]
+    lines = draw_topology(uneven).splitlines()
+    assert lines[3] == "| hosts     |[0]|[1]| c |"
+    assert lines[-2:] == [" [0] = ab", " [1] = a-long-name"]
+
+
+def test_the_index_of_a_host_fits_however_many_there_are():
+    lines = draw_topology(many(12, 12, [f"node{i:02}" for i in range(12)])).splitlines()
+    assert lines[3].endswith("|[9] |[10]|[11]|")
+    assert {len(line) for line in lines[1:10]} == {len(lines[0]) + 1}

@@ -15,7 +15,9 @@ from popdist import Instance
 
 ALL = strategies.IPUStrategy(num_replicas=8)  # JAX's devices are fixed when it starts
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("launch_scripts", "tests/collectives", "tests/strategies/programs")]
+sys.path[:0] = [
+    str(ROOT / folder) for folder in ("launch_scripts", "tests/collectives", "tests/jobs", "tests/strategies/programs")
+]
 
 
 @pytest.fixture

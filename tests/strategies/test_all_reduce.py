@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import strategies
+from collectives import UnsupportedBufferError
 from strategies import get_replica_context
 
 
@@ -164,6 +165,11 @@ class TestErrors:
     def test_an_unknown_operation(self, strategy):
         with pytest.raises(ValueError, match="Unsupported reduce op: 'product'"):
             strategy.run(lambda x: all_reduce("product", x), args=(1.0,))
+
+    @pytest.mark.parametrize("value", [True, 1j])
+    def test_what_several_instances_could_not_reduce_one_does_not_reduce_either(self, strategy, value):
+        with pytest.raises(UnsupportedBufferError, match="replicas cannot reduce (bool|complex64); convert it to"):
+            strategy.run(lambda: all_reduce("max", value))
 
     def test_there_is_no_replica_outside_of_run(self):
         with pytest.raises(RuntimeError, match="call get_replica_context inside strategy.run or a loss function"):

@@ -341,6 +341,46 @@ def test_place_sees_every_batch_and_its_result_is_yielded():
     assert read(np.arange(4), total=1, batch_size=2, shuffle=False, place=lambda b: b.sum()) == [1, 5]
 
 
+@pytest.mark.parametrize("kind", ["arrays", "list", "sized shards"])
+def test_accumulation_reads_its_micro_batches_one_after_another(kind):
+    taken, whole = (
+        read(KINDS[kind](101), total=4, batch_size=b, gradient_accumulation_count=n) for b, n in [(3, 2), (6, 1)]
+    )
+    assert len(taken) == 4
+    for batch, one in zip(taken, whole, strict=True):
+        assert np.asarray(batch).shape == (4 * 2 * 3,)
+        np.testing.assert_array_equal(batch, one)
+
+
+def test_positions_depend_on_what_a_step_takes_and_not_on_its_division_into_micro_batches():
+    def distributed(batch_size, count):
+        return DistributedDataset(
+            np.arange(50),
+            batch_size=batch_size,
+            gradient_accumulation_count=count,
+            total_replicas=2,
+            local_replicas=[1],
+        )
+
+    written = distributed(3, 2)
+    assert (len(written), written.global_batch_size, written.gradient_accumulation_count) == (4, 12, 2)
+    rows = written.epoch(0)
+    next(rows)
+    rest = distributed(2, 3)
+    rest.restore(written.position())
+    np.testing.assert_array_equal(next(rest.epoch(0)), next(rows))
+    with pytest.raises(ValueError, match="saved with batch_size 6 and this data set has batch_size 9"):
+        distributed(3, 3).restore(written.position())
+
+
+def test_messages_tell_the_accumulation():
+    words = r"global batch takes 24 elements \(batch_size 3 x 2 accumulated on each of 4 .* batch_size of at most 2"
+    with pytest.raises(ValueError, match=words):
+        read(np.arange(23), total=4, gradient_accumulation_count=2)
+    with pytest.raises(ValueError, match="gradient_accumulation_count is 0; it must be at least 1"):
+        read(np.arange(23), gradient_accumulation_count=0)
+
+
 def test_global_batch_sizes_are_divided_by_the_replicas():
     assert InputContext(2, 1, 6).get_per_replica_batch_size(48) == 8
     with pytest.raises(ValueError, match="50 is not divisible by 6 replicas; use 48 or 54"):

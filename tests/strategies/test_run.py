@@ -31,6 +31,18 @@ class TestWhoIsThere:
         with pytest.raises(ValueError, match=f"num_replicas is {number}"):
             strategies.IPUStrategy(num_replicas=number)
 
+    @pytest.mark.parametrize("number", [2.5, None, "/device:IPU:0"])
+    def test_the_number_of_replicas_is_whole(self, number):
+        with pytest.raises(TypeError, match="num_replicas is .*; an integer of at least 1 is needed"):
+            strategies.IPUStrategy(number)
+
+    def test_a_device_of_the_original_is_no_switch(self, in_new_process):
+        in_new_process(
+            "import pytest, strategies\n"
+            "with pytest.raises(TypeError, match=\"add_ipu_cross_replica_reductions is '/device:IPU:0'; it is\"):\n"
+            "    strategies.PopDistStrategy('/device:IPU:0')\n"
+        )
+
     def test_an_instance_drives_its_block_of_the_replicas(self, on_instances):
         blocks = on_instances(3, 6, lambda strategy: list(strategy.local_replicas))
         assert blocks == [[0, 1], [2, 3], [4, 5]]
@@ -101,6 +113,36 @@ class TestRun:
         for r, result in enumerate(strategy.run(fn, args=(given, {"x": np.float32(10)}))):
             assert (result["sum"], result["rest"][0], result["empty"]) == (r + 10, r, ())
             np.testing.assert_array_equal(result["rest"][1][0], [1, 1])
+
+    def test_values_per_replica_may_stand_anywhere_in_an_argument(self, strategy):
+        results = strategy.run(lambda tree: tree["a"] * tree["b"], args=({"a": strategy.per_replica(float), "b": 2.0},))
+        assert [float(x) for x in results] == [0, 2, 4, 6]
+        assert strategy.reduce("sum", {"a": results, "b": 1})["a"] == 12
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda strategy, five: strategy.run(lambda x: x, args=(five,)),
+            lambda strategy, five: strategy.reduce("sum", five),
+            lambda strategy, five: strategy.variable(0.0, "on_read").assign(five),
+        ],
+        ids=["run", "reduce", "assign"],
+    )
+    def test_each_local_replica_has_one_value(self, strategy, call):
+        with pytest.raises(ValueError, match="a PerReplica has 5 values, and this instance has 4 replicas"):
+            call(strategy, PerReplica([1.0] * 5))
+
+    def test_values_of_different_shapes_or_structures_are_refused(self, strategy):
+        with pytest.raises(ValueError, match=r"the replicas' values have different shapes, \[0\] and \[1\]"):
+            strategy.run(lambda x: x, args=(strategy.per_replica(lambda r: np.zeros(r, np.float32)),))
+        with pytest.raises(ValueError, match="replicas have values of different structures"):
+            strategy.reduce("sum", strategy.per_replica(lambda r: {f"{r}": 1.0}))
+
+    @pytest.mark.parametrize("call", ["run", "reduce", "broadcast"])
+    def test_a_replica_does_not_call_what_is_for_all_of_them(self, strategy, call):
+        arguments = {"run": (replica_index,), "reduce": ("sum", 1.0), "broadcast": (1.0,)}
+        with pytest.raises(RuntimeError, match=f"strategy.{call} was called by a replica"):
+            strategy.run(lambda: getattr(strategy, call)(*arguments[call]))
 
     def test_takes_keyword_arguments_of_both_kinds(self, strategy):
         results = strategy.run(
@@ -290,6 +332,11 @@ def test_a_per_replica_value_is_not_kept_alive_by_run():
     del array
     gc.collect()
     assert gone() is None
+
+
+def test_results_may_be_random_keys(strategy):
+    keys = strategy.run(lambda: jax.random.key(3))
+    assert [jax.random.key_data(key).tolist() for key in keys] == [jax.random.key_data(jax.random.key(3)).tolist()] * 4
 
 
 def test_an_array_on_one_device_goes_whole_to_all_replicas(strategy):

@@ -47,6 +47,17 @@ def test_a_sum_that_is_assigned_is_read_back(on_instances):
     assert on_instances(2, 4, program) == [([3.0, 3.0], 12.0)] * 2
 
 
+def test_a_variable_that_is_synchronised_on_reading_keeps_its_dtype_and_shape(strategy):
+    variable = strategy.variable(np.int32(0), "on_read", "sum")
+    variable.assign(np.int32(-7))
+    assert [value.item() for value in variable.values] == [-1] * 4
+    variable.assign(strategy.per_replica(float))
+    assert (variable.read_value(), variable.read_value().dtype) == (6, np.int32)
+    for wrong in (np.zeros(3, np.int32), strategy.per_replica(lambda r: np.zeros(3, np.int32))):
+        with pytest.raises(ValueError, match=r"a value of shape \[3\] for a variable of \[\]"):
+            variable.assign(wrong)
+
+
 def test_unknown_words_are_refused_with_the_known_ones():
     strategy = strategies.IPUStrategy()
     with pytest.raises(ValueError, match="on_write, on_read"):

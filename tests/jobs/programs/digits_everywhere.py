@@ -21,7 +21,7 @@ import collectives
 import popdist
 import strategies
 
-STEPS = 20
+STEPS = 8
 
 
 def make_strategy(how):

@@ -1,4 +1,4 @@
-"""Trains until something goes wrong on instance 1, as the argument says."""
+"""Trains until something goes wrong on instance 1, as the arguments say: `failing_training.py HOW STRATEGY`."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ import strategies
 
 how = sys.argv[1]
 popdist.init()
-strategy = strategies.PopDistStrategy()
+strategy = getattr(strategies, sys.argv[2])()
 is_it = strategy.instance_index == 1
 FAILS_IN_STEP = 7
 

@@ -1,4 +1,4 @@
-"""How long instances wait for each other, as the environment says."""
+"""How long instances wait for each other and what their reductions go through, as the environment says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from collectives import Limits
+from collectives.assembly import MECHANISMS
 from popdist.errors import EnvironmentMismatchError
 
 PREFIX = "POPDIST_"
@@ -23,6 +24,21 @@ def read_limits(environ: Mapping[str, str]) -> Limits:
         if name in environ:
             chosen[limit.name] = _seconds(name, environ[name])
     return Limits(**chosen)
+
+
+def read_mechanism(environ: Mapping[str, str]) -> str:
+    """The mechanism of `collectives.Settings` that POPDIST_MECHANISM sets.
+
+    Raises:
+        EnvironmentMismatchError: it is none.
+    """
+    name = f"{PREFIX}MECHANISM"
+    mechanism = environ.get(name, "auto")
+    if mechanism not in MECHANISMS:
+        raise EnvironmentMismatchError(
+            f"{name}={mechanism!r} is no mechanism; use one of {', '.join(MECHANISMS)}, or unset it"
+        )
+    return mechanism
 
 
 def _seconds(name: str, text: str) -> float:

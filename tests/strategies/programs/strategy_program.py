@@ -1,20 +1,31 @@
-"""What a worker does for a test: `multi_worker_program.py TASK on_host|on_device LOCAL_REPLICAS [STEPS]`.
+"""What an instance does for a test: `strategy_program.py STRATEGY TASK on_host|on_device LOCAL_REPLICAS [ARGUMENTS]`.
 
-Each task ends with one line of JSON.
+STRATEGY is multi-worker or horovod. Each task ends with one line of JSON. Several are given as TASK,TASK,... with a
+place of the variables for each, on_host,on_device,...; the arguments are those of the last one.
 
-rows        what the rows of the original's strategy found
-everything  who is there, what each replica reads, how training ends
-steps       trains for STEPS, or with 0 until something goes wrong: how far it came
+rows               what the rows of the original's strategy found
+everything         who is there, what each replica reads, how training ends
+steps [STEPS [RANK]]
+                   trains for STEPS, or without them until something goes wrong: how far it came; a rank
+                   that is given waits for a line on standard input after the step of which all of them say so
+beside             makes the strategy of Horovod again and another one, and uses them in turn
+digits STEPS FILE  trains the models of the main job; the first instance writes their variables into the file
 """
 
 import itertools
 import json
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
+
+import digits_data
+import digits_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import train_digits
 
 import popdist
 import strategies
@@ -27,7 +38,7 @@ STEPS = 12
 SAYS_SO_AT_STEP = 5
 
 
-# ---- the rows of spec 2.6, two workers with one replica each; t is this worker's index
+# ---- the rows of spec 2.6, two instances with one replica each; t is this one's index
 
 
 def m01_m02(strategy):
@@ -59,7 +70,7 @@ def m06(strategy):
 
 
 def m07(strategy):
-    """A mirrored variable begins with the value of worker 0."""
+    """A mirrored variable begins with the value of instance 0."""
     variable = strategy.variable(float(strategy.instance_index + 1))
     total = strategy.reduce("SUM", strategy.run(square, args=(variable.value,)))
     return [type(variable).__name__, float(variable.read_value()), float(total)]
@@ -137,8 +148,7 @@ def m22(strategy):
 TABLE = [m01_m02, m04_m05, m06, m07, m08, m10, m11_m12, m14, m16, m17, m22]
 
 
-def rows(variables_on_host, local_replicas):
-    strategy = make_strategy(variables_on_host, local_replicas)
+def rows(strategy):
     return {row.__name__: row(strategy) for row in TABLE}
 
 
@@ -157,11 +167,10 @@ def place_of(strategy, value):
     return type(value).__name__
 
 
-# ---- everything else that a worker may ask
+# ---- everything else that an instance may ask
 
 
-def everything(variables_on_host, local_replicas):
-    strategy = make_strategy(variables_on_host, local_replicas)
+def everything(strategy):
     contexts = []
 
     def make(context):
@@ -191,6 +200,15 @@ def read(strategy, source):
     return [np.asarray(batch).reshape(len(strategy.local_replicas), 2).tolist() for batch in dataset.epoch(2)]
 
 
+def beside(strategy):
+    again, other = strategies.IPUHorovodStrategy(variables_on_host=True), strategies.PopDistStrategy()
+    return {
+        "same communicator": again.communicator is strategy.communicator,
+        "mechanism": strategy.communicator.mechanism,
+        "sums": [float(each.reduce("sum", one_more_than_index(each))) for each in (strategy, other, strategy)],
+    }
+
+
 # ---- training
 
 
@@ -202,7 +220,7 @@ def loss_fn(variables, batch, key):
 
 
 def begin(strategy):
-    """A trainer and its first state; every worker but the first begins with values that must not matter.
+    """A trainer and its first state; every instance but the first begins with values that must not matter.
 
     One variable is large enough to travel alone.
     """
@@ -225,16 +243,17 @@ def trained(strategy, steps):
     return strategies.fingerprint(state.variables)
 
 
-def steps(variables_on_host, local_replicas, last=0):
+def steps(strategy, last="0", waiting=""):
     """Trains to a step, or for ever with 0; the state is one that was reached whatever happens."""
-    strategy = make_strategy(variables_on_host, local_replicas)
     trainer, state = begin(strategy)
     try:
         for batch in batches(strategy):
             state, _ = trainer.step(state, batch)
             if state.step == SAYS_SO_AT_STEP:
                 print(f"step {state.step}", flush=True)
-            if state.step == last:
+                if waiting == str(strategy.instance_index):
+                    sys.stdin.readline()
+            if state.step == int(last):
                 break
     except CollectiveError:
         print(json.dumps([state.step, strategies.fingerprint(state.variables)]), flush=True)
@@ -242,10 +261,59 @@ def steps(variables_on_host, local_replicas, last=0):
     return [state.step, strategies.fingerprint(state.variables)]
 
 
-def make_strategy(variables_on_host, local_replicas):
+def digits(strategy, steps, file):
+    """For each model of the main job the fingerprint, and how many collectives its last step took."""
+    found, arrays = {}, {}
+    for model in digits_models.MODELS:
+        variables, calls = digits_trained(strategy, model, int(steps))
+        found[model] = {"fingerprint": strategies.fingerprint(variables), "calls": calls}
+        arrays |= {f"{model}{place}": leaf for place, leaf in named_leaves(variables)}
+    if strategy.instance_index == 0:
+        np.savez(file, **arrays)
+    return found
+
+
+def digits_trained(strategy, model, steps):
+    """The variables after some steps with the defaults of the main job, and the collectives of the last step."""
+    options = train_digits.read_options(["--model", model, "--max-steps", str(steps)])
+    data = digits_data.load_digits("digits")
+    dataset = train_digits.distribute(strategy, data, options)
+    built = digits_models.MODELS[model]
+    trainer = strategies.Trainer(strategy, train_digits.loss_of(built), optax.adam(options.learning_rate))
+    state = trainer.init(built.init(jax.random.key(options.seed), data.image_shape))
+    for batch in train_digits.batches(dataset, steps):
+        before = strategy.communicator.calls_made
+        state, _ = trainer.step(state, batch)
+    return state.variables, strategy.communicator.calls_made - before
+
+
+def named_leaves(variables):
+    """Its arrays, with their places in the tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    return [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in leaves]
+
+
+# ---- the strategies
+
+
+def multi_worker(variables_on_host, local_replicas):
     return strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(), variables_on_host, local_replicas)
 
 
+def horovod(variables_on_host, local_replicas):
+    popdist.init(local_replicas * popdist.instance().count)
+    return strategies.IPUHorovodStrategy(variables_on_host)
+
+
+TASKS = {each.__name__: each for each in (rows, everything, beside, steps, digits)}
+
+
+def main(strategy, tasks, places, local_replicas, *arguments):
+    make = {"multi-worker": multi_worker, "horovod": horovod}[strategy]
+    *before, last = zip(tasks.split(","), places.split(","), strict=True)
+    for task, place, words in (*((*each, ()) for each in before), (*last, arguments)):
+        print(json.dumps(TASKS[task](make(place == "on_host", int(local_replicas)), *words)), flush=True)
+
+
 if __name__ == "__main__":
-    task = {"rows": rows, "everything": everything, "steps": steps}[sys.argv[1]]
-    print(json.dumps(task(sys.argv[2] == "on_host", *map(int, sys.argv[3:]))), flush=True)
+    main(*sys.argv[1:])

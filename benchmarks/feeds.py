@@ -1,0 +1,166 @@
+"""What feeds cost: a training loop with batches that lie on the device, and with batches from an infeed, in turns.
+
+The loop is `strategies.loops.repeat` of SGD steps of the MLP of `train_step.py` inside of `strategy.run`, in one
+process with all replicas. Usage:
+
+    python benchmarks/feeds.py [--replicas 1 2] [--batch-size 64] [--rounds 9] [--steps 50] [--json PATH]
+
+The columns, in ms per step, medians: "device" takes batches that are on the device already, "infeed" takes them from an
+`InfeedQueue`, "both" also puts the loss of each step into an `OutfeedQueue`. "device/infeed" and "device/both" are
+medians over the rounds of what the throughput keeps of that of "device"; the aim is 0.95.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import training_task
+from timing import OtherLoad, describe_machine, medians, write_figures
+
+import strategies  # isort: skip  # timing makes the project importable
+
+SETTINGS = ("batch_size", "rounds", "steps")
+WIDTHS = {"replicas": 8, "device": 9, "infeed": 9, "both": 9, "device/infeed": 15, "device/both": 13}
+WAYS = ("device", "infeed", "both")
+
+
+def main() -> None:
+    options = read_options()
+    machine = describe_machine()
+    print(f"mlp, batch {options.batch_size} per replica, {options.steps} steps in a loop; ms per step, medians")
+    print("".join(f"{title:>{width}}" for title, width in WIDTHS.items()), flush=True)
+    strategies.IPUStrategy(max(options.replicas))  # JAX's devices are fixed when it starts
+    load = OtherLoad()
+    rows = [measure_and_print(replicas, options) for replicas in options.replicas]
+    load.warn()
+    write_figures(options, SETTINGS, machine, load, rows=rows)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--replicas", type=int, nargs="+", default=[1, 2], metavar="R", help="(1 2)")
+    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--rounds", type=int, default=9, metavar="N", help="turns of each way (%(default)s)")
+    add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
+    add("--json", metavar="PATH", help="write the figures to this file")
+    return parser.parse_args()
+
+
+def measure_and_print(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
+    row = measure(replicas, options)
+    cells = {
+        "replicas": str(replicas),
+        **{way: f"{row['ms_per_step'][way]:.2f}" for way in WAYS},
+        "device/infeed": f"{row['device_over_infeed']:.3f}",
+        "device/both": f"{row['device_over_both']:.3f}",
+    }
+    print("".join(f"{cells[title]:>{width}}" for title, width in WIDTHS.items()), flush=True)
+    return row
+
+
+def measure(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
+    """All ways take turns in this process."""
+    with strategies.InfeedQueue(Batches(options.batch_size, replicas)) as infeed, strategies.OutfeedQueue() as outfeed:
+        ways = programs(replicas, infeed, outfeed, options)
+        for run in ways.values():
+            run()
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(options.rounds):
+            for place in range(len(WAYS)):
+                way = WAYS[(number + place) % len(WAYS)]  # none is always the first one
+                began = time.perf_counter()
+                ways[way]()
+                times[way].append(1e3 * (time.perf_counter() - began) / options.steps)
+        losses = outfeed.dequeue()
+    ratios = {way: median(a / b for a, b in zip(times["device"], times[way], strict=True)) for way in WAYS}
+    return {
+        "replicas": replicas,
+        "ms_per_step": medians(times),
+        "device_over_infeed": ratios["infeed"],
+        "device_over_both": ratios["both"],
+        "losses": len(losses),
+        "rounds_ms": times,
+    }
+
+
+class Batches:
+    """The batches of all replicas, step by step and then replica by replica, without end."""
+
+    def __init__(self, batch_size: int, replicas: int) -> None:
+        of_replicas = [training_task.batches_of(replica, batch_size, replicas) for replica in range(replicas)]
+        self._batches = [batch for step in zip(*of_replicas, strict=True) for batch in step]
+
+    def __iter__(self) -> Iterator[training_task.Arrays]:
+        return itertools.cycle(self._batches)
+
+
+def programs(
+    replicas: int, infeed: strategies.InfeedQueue, outfeed: strategies.OutfeedQueue, options: argparse.Namespace
+) -> dict[str, Callable[[], Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    strategy = strategies.IPUStrategy(replicas)
+    variables = training_task.first_variables("mlp")
+
+    def loss_of(variables: Any, image: jax.Array, label: jax.Array) -> jax.Array:
+        values = image.reshape(image.shape[0], -1)
+        for name in ("hidden1", "hidden2"):
+            values = jax.nn.relu(values @ variables[name]["kernel"] + variables[name]["bias"])
+        logits = values @ variables["logits"]["kernel"] + variables["logits"]["bias"]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None], 1))
+
+    def step(variables: Any, image: jax.Array, label: jax.Array) -> tuple[Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(variables, image, label)
+        return jax.tree.map(lambda v, g: v - training_task.LEARNING_RATE * g, variables, gradients), loss
+
+    def on_device(variables: Any, batches: Any) -> Any:
+        replica = strategies.get_replica_context().replica_id_in_sync_group
+
+        def body(number: jax.Array, variables: Any) -> list[Any]:
+            batch = jax.tree.map(lambda leaf: leaf[replica, number % training_task.BATCHES], batches)
+            return [number + 1, step(variables, **batch)[0]]
+
+        return checksum(strategies.loops.repeat(options.steps, body, [0, variables])[1])
+
+    def with_infeed(variables: Any) -> Any:
+        def body(variables: Any, image: jax.Array, label: jax.Array) -> Any:
+            return step(variables, image, label)[0]
+
+        return checksum(strategies.loops.repeat(options.steps, body, [variables], infeed))
+
+    def with_both(variables: Any) -> Any:
+        def body(variables: Any, image: jax.Array, label: jax.Array) -> Any:
+            variables, loss = step(variables, image, label)
+            outfeed.enqueue(loss)
+            return variables
+
+        return checksum(strategies.loops.repeat(options.steps, body, [variables], infeed))
+
+    def checksum(variables: Any) -> jax.Array:
+        """Not the variables, so that no time goes into the results of many replicas."""
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(variables))
+
+    def batches_of(replica: int) -> Any:
+        batches = training_task.batches_of(replica, options.batch_size, replicas)
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[batches_of(replica) for replica in range(replicas)])
+    shared, lying = (
+        strategy.devices.share(jax.device_put(tree, strategy.variables_device)) for tree in (variables, stacked)
+    )
+    return {
+        "device": lambda: strategy.run(on_device, args=(shared, lying)),
+        "infeed": lambda: strategy.run(with_infeed, args=(shared,)),
+        "both": lambda: strategy.run(with_both, args=(shared,)),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""All-reduce and launch on several hosts: ours over MPI, started by poprun, against MPI_Allreduce and plain mpirun.
+
+As root: the hosts are namespaces of this machine with an sshd each (the bed of tests/cluster); they share its cores.
+Usage:
+
+    python benchmarks/hosts.py [--hosts 4] [--instances 2] [--rate 200mbit] [--delay 1ms] [--sizes 64K 1M 16M]
+        [--rounds 5] [--only all-reduce|launch] [--json PATH]
+
+All ways take turns in the same run: "ordered" is ours; "mpi" is MPI_Allreduce in the same processes, so with the same
+options; "mpi ring" is a job with Open MPI's ring forced. "bound" is the time that two times the array need on a link
+at its nominal rate: what a sum that keeps its order needs at least, as partial sums and results go the same way. "sent"
+and "received" are what the busiest link has carried for one all-reduce, in arrays, by the counters of the interfaces.
+Before it comes a table of launches; see `hosts_launch.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import hosts_launch
+import pytest
+from all_reduce import in_units, size
+from control import Coordinator, Group
+from slow_link import bytes_per_s
+from timing import ROOT, OtherLoad, describe_machine
+
+sys.path.append(str(ROOT / "tests" / "cluster"))
+
+from beds import Bed, open_bed  # noqa: E402
+
+HERE = Path(__file__).parent
+SIZES = [1 << 16, 1 << 20, 1 << 24]
+WAYS = {"ordered": ("ours", "ordered"), "mpi": ("ours", "mpi"), "mpi ring": ("ring", "mpi")}  # group, what it does
+# Between hosts with several instances each Open MPI prefers a component that ignores the choice of the ring.
+RING_FORCED = "--mca coll ^han --mca coll_tuned_use_dynamic_rules 1 --mca coll_tuned_allreduce_algorithm 4"
+JOBS: dict[str, Sequence[str]] = {"ours": (), "ring": ("--mpi-global-args", RING_FORCED)}
+PARTS = ("all-reduce", "launch")
+ANSWER_S = 300.0
+SETTINGS = ("hosts", "instances", "rate", "delay", "rounds")
+
+
+def main() -> None:
+    options = read_options()
+    machine = describe_machine()
+    load = OtherLoad()
+    result: dict[str, Any] = {"machine": machine, **{name: getattr(options, name) for name in SETTINGS}}
+    with hosts(options.hosts) as bed:
+        if "launch" in options.only:
+            result["launch"] = hosts_launch.measure(bed, options.instances, options.rounds)
+            hosts_launch.print_table(result["launch"])
+        if "all-reduce" in options.only:
+            bed.link("all", f"rate={options.rate}", *([f"delay={options.delay}"] if options.delay != "0" else []))
+            result["rows"] = list(compare(bed, options))
+    load.warn()
+    if options.json:
+        result["other_load"] = load.share()
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    if wrong := [fault for row in result.get("rows", ()) for fault in faults(row)]:
+        raise SystemExit("\n".join(wrong))
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--hosts", type=int, default=4, metavar="N")
+    add("--instances", type=int, default=2, metavar="N", help="on each host (%(default)s)")
+    add("--rate", default="200mbit", help="of each link and direction, as tc writes it (%(default)s)")
+    add("--delay", default="1ms", help="of what a host sends, as tc writes it; 0: none (%(default)s)")
+    add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="of an array (64K 1M 16M)")
+    add("--rounds", type=int, default=5, metavar="N", help="turns of each way, and launches (%(default)s)")
+    add("--block-s", type=float, default=0.5, metavar="SECONDS", help="about how long a turn lasts (%(default)s)")
+    add("--only", choices=PARTS, nargs=1, default=PARTS, help="leave out the other part")
+    add("--json", metavar="PATH", help="write the figures to this file")
+    options = parser.parse_args()
+    if options.hosts < 2:
+        parser.error(f"--hosts is {options.hosts}; links are measured between 2 hosts or more")
+    return options
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[Bed]:
+    """The hosts; ends this program with the reason where they cannot be made."""
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
+        try:
+            with open_bed(Path(folder), count) as bed:
+                yield bed
+        except pytest.skip.Exception as reason:
+            raise SystemExit(str(reason)) from None
+
+
+# ---- all-reduce
+
+
+def compare(bed: Bed, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Prints and yields rows."""
+    print_header(options)
+    with Coordinator(bed.shared, ANSWER_S) as coordinator:
+        groups = {name: start(coordinator, bed, options.instances, name, words) for name, words in JOBS.items()}
+        for nbytes in options.sizes:
+            row = compare_size(groups, nbytes, options)
+            print_row(row)
+            yield row
+
+
+def start(coordinator: Coordinator, bed: Bed, instances: int, name: str, words: Sequence[str]) -> Group:
+    program = [sys.executable, str(HERE / "hosts_rank.py"), coordinator.path, name]
+    command = [*hosts_launch.poprun_command(bed, instances, words), *program]
+    return coordinator.start(name, instances * len(bed.names), [bed.command("h0", *command)], bed.environ)
+
+
+def compare_size(groups: dict[str, Group], nbytes: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One row: every way takes its turn in each of the rounds."""
+    checks = prepare(groups, nbytes)
+    bound_s = 2 * nbytes / bytes_per_s(options.rate)
+    repeats = {way: max(1, round(options.block_s / turn(groups, way, 1)["seconds"])) for way in WAYS}
+    turns: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(options.rounds):
+        for way in WAYS:
+            turns[way].append(turn(groups, way, repeats[way]))
+    seconds = {way: median(each["seconds"] for each in turns[way]) for way in WAYS}
+    return {
+        "bytes": nbytes,
+        "bound_ms": 1e3 * bound_s,
+        "ways": {
+            way: {
+                "ms": 1e3 * seconds[way],
+                "over_bound": seconds[way] / bound_s,
+                "times_faster_than_mpi": seconds["mpi"] / seconds[way],
+                "sent": median(each["sent"] for each in turns[way]) / nbytes,
+                "received": median(each["received"] for each in turns[way]) / nbytes,
+                "rounds_ms": [1e3 * each["seconds"] for each in turns[way]],
+                **checks[way],
+            }
+            for way in WAYS
+        },
+    }
+
+
+def prepare(groups: dict[str, Group], nbytes: int) -> dict[str, dict[str, bool]]:
+    """For each way, whether its results are right on all instances."""
+    checks = {}
+    for way, (group, deed) in WAYS.items():
+        answers = [answer[deed] for answer in groups[group].ask(do="prepare", nbytes=nbytes, ways=[deed])]
+        checks[way] = {name: all(answer[name] for answer in answers) for name in answers[0]}
+    return checks
+
+
+def turn(groups: dict[str, Group], way: str, repeats: int) -> dict[str, float]:
+    """For one all-reduce: seconds of the slowest instance, bytes on the busiest link in each direction."""
+    group, deed = WAYS[way]
+    answers: list[dict[str, float]] = groups[group].ask(do="turn", way=deed, repeats=repeats)
+    return {name: max(answer[name] for answer in answers) for name in answers[0]}
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """In words, what is wrong with the results of a row; to the last bit in ours."""
+    return [
+        f"{way}: the sum of {in_units(row['bytes'])} is wrong"
+        for way, figures in row["ways"].items()
+        if not figures["has_same_bits" if way == "ordered" else "is_close"]
+    ]
+
+
+def print_header(options: argparse.Namespace) -> None:
+    links = f"links of {options.rate} and {options.delay}"
+    print(f"{options.hosts} hosts x {options.instances} instances, {links}, load {os.getloadavg()[0]:.1f}")
+    print(f"{'ms; times the bound; sent, received / S':>16}")
+    print(f"{'size':>7}{'bound':>8}{''.join(f'{way:>32}' for way in WAYS)}{'faster than mpi':>17}", flush=True)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    cells = "".join(
+        f"{each['ms']:>10.1f} {each['over_bound']:>6.2f}x {each['sent']:>6.3f} {each['received']:>6.3f}"
+        for each in row["ways"].values()
+    )
+    faster = row["ways"]["ordered"]["times_faster_than_mpi"]
+    print(f"{in_units(row['bytes']):>7}{row['bound_ms']:>8.1f}{cells}{faster:>16.2f}x", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What each instance of `hosts.py` does: it adds up arrays with the others, in the ways that it is asked for.
+
+usage: hosts_rank.py SOCKET GROUP
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from contributions import contribution, sequential_sum, sum_checks
+from control import serve
+
+import collectives
+from collectives.backends.mpi import MPI
+
+COUNTERS = Path("/sys/class/net/eth0/statistics")
+
+
+class Instance:
+    """One rank and its two ways to reduce: "ordered", ours over messages, and "mpi"."""
+
+    def __init__(self) -> None:
+        self._mpi = MPI.COMM_WORLD
+        # Simulated hosts all believe that they own the cores: nobody may wait without offering its own to others.
+        self._ours = collectives.connect("mpi", collectives.Settings(mechanism="ring", spins=0))
+        self._ways: dict[str, Callable[[], np.ndarray]] = {}
+
+    @property
+    def rank(self) -> int:
+        """Of all instances."""
+        return self._mpi.rank
+
+    def prepare(self, nbytes: int, ways: Sequence[str]) -> dict[str, dict[str, bool]]:
+        """Make arrays of so many bytes; for each way, whether its first result is right."""
+        elements = nbytes // 4
+        mine, out = contribution(self.rank, elements), np.empty(elements, np.float32)
+
+        def ordered() -> np.ndarray:
+            return self._ours.ordered_all_reduce([mine], out)
+
+        def mpi() -> np.ndarray:
+            self._mpi.Allreduce(mine, out)
+            return out
+
+        self._ways = {"ordered": ordered, "mpi": mpi}
+        expected = sequential_sum(self._mpi.size, elements)
+        return {way: sum_checks(self._ways[way](), expected) for way in ways}
+
+    def turn(self, way: str, repeats: int) -> dict[str, float]:
+        """Reduce so often; seconds for each, and the bytes that this host's link has carried for it, both ways."""
+        reduce = self._ways[way]
+        self._mpi.Barrier()
+        before = link_bytes()
+        self._mpi.Barrier()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            reduce()
+        seconds = time.perf_counter() - began
+        self._mpi.Barrier()
+        sent, received = (now - then for now, then in zip(link_bytes(), before, strict=True))
+        return {"seconds": seconds / repeats, "sent": sent / repeats, "received": received / repeats}
+
+    def close(self) -> None:
+        """Leave the others."""
+        self._ours.close()
+
+
+def link_bytes() -> tuple[int, int]:
+    """What this host has sent and received so far."""
+    sent, received = (int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
+    return sent, received
+
+
+def main() -> None:
+    path, group = sys.argv[1:]
+    instance = Instance()
+    serve(path, group, instance.rank, {"prepare": instance.prepare, "turn": instance.turn})
+    instance.close()
+
+
+if __name__ == "__main__":
+    main()

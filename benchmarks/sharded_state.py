@@ -1,0 +1,101 @@
+"""What sharded optimizer state saves: bytes of state and peak memory of an instance, against the same without sharding.
+
+    python benchmarks/sharded_state.py [--instances 2 4] [--width 1792] [--batch-size 64] [--rounds 3] [--steps 5]
+                                       [--json PATH]
+
+Instances with one replica each train an MLP with four hidden layers of the given width by Adam (12.9 million variables,
+103 MB of state), each way in processes of its own, in turns. "state" are the bytes of optimizer state that an instance
+has in XLA's buffers; "peak" is the most memory that was resident in a step after the first ones, "training" that
+without what the process had before it made variables; of several instances those of the largest. Memory that the
+instances of a host share counts for each of them. MiB, medians over the rounds. MALLOC_MMAP_THRESHOLD_ is set, so that
+blocks of 1 MiB go back when they are freed: the C library keeps those below 32 MiB as it happens, which hides the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from resident_memory import MIB
+from timing import OtherLoad, describe_machine, mpirun_command, one_core_each, output_lines, write_figures
+
+RANK_PROGRAM = Path(__file__).with_name("sharded_state_rank.py")
+SETTINGS = ("instances", "width", "batch_size", "rounds", "steps")
+WAYS: dict[str, list[str]] = {"whole": [], "sharded": ["--sharded"]}
+MEASURED = ("state_bytes", "peak_bytes", "training_bytes", "ms_per_step")
+
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    options = read_options()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # of the instances
+    machine = describe_machine()
+    print(f"an MLP of width {options.width}, batch {options.batch_size} per replica; MiB of an instance, medians")
+    titles = ("instances", "", "state", "peak", "training", "ms a step")
+    print("".join(f"{title:>11}" for title in titles), flush=True)
+    load = OtherLoad()
+    rows = [measure_and_print(instances, options) for instances in options.instances]
+    load.warn()
+    write_figures(options, SETTINGS, machine, load, rows=rows)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--instances", type=int, nargs="+", default=[2, 4], metavar="N", help="with one replica each (2 4)")
+    add("--width", type=int, default=1792, metavar="N", help="of the hidden layers (%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--rounds", type=int, default=3, metavar="N", help="turns of each way (%(default)s)")
+    add("--steps", type=int, default=5, metavar="N", help="in each turn (%(default)s)")
+    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for each turn (%(default)s)")
+    add("--json", metavar="PATH", help="write the figures to this file")
+    return parser.parse_args()
+
+
+def measure_and_print(instances: int, options: argparse.Namespace) -> Figures:
+    """One row."""
+    cpus = one_core_each(instances)
+    turns: dict[str, list[Figures]] = {way: [] for way in WAYS}
+    for _ in range(options.rounds):
+        for way, words in WAYS.items():
+            turns[way].append(train(cpus, words, options))
+    found = {way: {name: median(turn[name] for turn in of_way) for name in MEASURED} for way, of_way in turns.items()}
+    ratios = {name: found["sharded"][name] / found["whole"][name] for name in MEASURED}
+    for way in WAYS:
+        print_line(instances, way, found[way], MIB)
+    print_line(instances, "ratio", ratios, 1)
+    fingerprints = {turn["variables_sha256"] for of_way in turns.values() for turn in of_way}
+    return {
+        "instances": instances,
+        **found,
+        "sharded_over_whole": ratios,
+        "rounds": turns,
+        "same_bits": len(fingerprints) == 1,
+    }
+
+
+def train(cpus: Sequence[str], words: Sequence[str], options: argparse.Namespace) -> Figures:
+    """The figures of one training, in new processes."""
+    sizes = map(str, (options.width, options.batch_size, options.steps))
+    lines = list(
+        output_lines(mpirun_command(cpus, [sys.executable, str(RANK_PROGRAM), *sizes, *words]), options.limit_s)
+    )
+    figures: Figures = json.loads(lines[-1])
+    return {**figures, "training_bytes": figures["peak_bytes"] - figures["bytes_before"]}
+
+
+def print_line(instances: int, name: str, figures: Mapping[str, float], unit: int) -> None:
+    """The figures of a way in units of so many bytes, or their ratios."""
+    cells = [f"{figures[name] / (unit if name.endswith('bytes') else 1):.3f}" for name in MEASURED]
+    print("".join(f"{cell:>11}" for cell in (instances, name, *cells)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

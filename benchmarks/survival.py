@@ -1,0 +1,117 @@
+"""What surviving costs: steps under `--on-failure shrink` and without it, in turns, and the first step after a SIGKILL.
+
+Usage:
+
+    python benchmarks/survival.py [--model mlp] [--rounds 7] [--steps 50] [--kills 5] [--json PATH]
+
+First table, ms per step, medians: two jobs of two instances with a replica each take turns; nothing fails.
+
+Second table, ms, medians over jobs: one of three instances with two replicas each is killed. "after" is the time from
+there to the end of the interrupted step on the slowest of the others, "compile" what JAX traced and compiled in it for
+the replicas that were taken over, "step" an undisturbed step before, "rest" what is left: after - compile - step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import training_task
+from control import Coordinator, Group
+from timing import OtherLoad, describe_machine, environment, medians, write_figures
+
+HERE = Path(__file__).parent
+MODES = {"stop": (), "shrink": ("--on-failure", "shrink")}
+
+
+def main() -> None:
+    options = read_options()
+    machine = describe_machine()
+    load = OtherLoad()
+    overhead = measure_overhead(options)
+    print(f"{options.model}, batch {options.batch_size}, 2 instances, nothing fails; ms per step, medians")
+    print(f"{'stop':>9}{'shrink':>9}{'shrink/stop':>13}")
+    print(f"{overhead['stop']:9.2f}{overhead['shrink']:9.2f}{overhead['shrink'] / overhead['stop']:13.3f}", flush=True)
+    recovery = measure_recovery(options)
+    print(f"\n{options.model}, batch {options.batch_size}, 3 x 2 replicas, one instance is killed; ms, medians")
+    print("".join(f"{name:>9}" for name in recovery))
+    print("".join(f"{value:9.1f}" for value in recovery.values()), flush=True)
+    load.warn()
+    write_figures(options, (), machine, load, overhead=overhead, recovery=recovery)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", choices=training_task.MODELS, default="mlp", help="(%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--rounds", type=int, default=7, metavar="N", help="turns of each job (%(default)s)")
+    add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
+    add("--kills", type=int, default=5, metavar="N", help="jobs in which an instance is killed (%(default)s)")
+    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
+    add("--json", metavar="PATH", help="write the figures to this file")
+    return parser.parse_args()
+
+
+def measure_overhead(options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds per step in both modes."""
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    with ExitStack() as stack:
+        groups = {mode: start(stack, mode, options) for mode in MODES}
+        for group in groups.values():
+            take_turn(group, training_task.WARM_UP_STEPS)
+        for _ in range(options.rounds):
+            for mode, group in groups.items():
+                times[mode].append(take_turn(group, options.steps))
+    return medians(times)
+
+
+def start(stack: ExitStack, mode: str, options: argparse.Namespace) -> Group:
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="survival-"))
+    coordinator = stack.enter_context(Coordinator(folder, options.limit_s))
+    program = [sys.executable, str(HERE / "training_jax.py"), "popdist", coordinator.path]
+    words = [*poprun(mode, 2, 2), *program, options.model, str(options.batch_size)]
+    return coordinator.start("popdist", 2, [words], environment())
+
+
+def take_turn(group: Group, steps: int) -> float:
+    """Milliseconds per step of the slowest instance."""
+    return 1e3 * max(answer["seconds"] for answer in group.ask(do="placed", steps=steps)) / steps
+
+
+def measure_recovery(options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds, see the top."""
+    found: list[dict[str, float]] = []
+    for kill in range(options.kills):
+        with tempfile.TemporaryDirectory(prefix="survival-") as folder:
+            arguments = [folder, options.model, str(options.batch_size), str(kill % 3), "16"]
+            words = [*poprun("shrink", 3, 6), sys.executable, str(HERE / "survival_rank.py"), *arguments]
+            ended = subprocess.run(
+                words, env=environment(), capture_output=True, text=True, timeout=options.limit_s, check=False
+            )
+            if ended.returncode:
+                raise SystemExit(f"the job failed: {ended.stderr}")
+            found.append(slowest([json.loads(path.read_text()) for path in Path(folder).glob("*.json")]))
+    return {name: median(each[name] for each in found) for name in found[0]}
+
+
+def slowest(instances: list[dict[str, Any]]) -> dict[str, float]:
+    one = max(instances, key=lambda each: each["after_s"])
+    after, compiling, step = (1e3 * one[name] for name in ("after_s", "compile_s", "step_s"))
+    return {"after": after, "compile": compiling, "step": step, "rest": after - compiling - step}
+
+
+def poprun(mode: str, instances: int, replicas: int) -> list[str]:
+    words = [sys.executable, "-m", "poprun", *MODES[mode]]
+    return [*words, "--num-instances", str(instances), "--num-replicas", str(replicas)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""One instance of `survival.py`: trains until one instance is killed, and says how long that took the others.
+
+usage: survival_rank.py FOLDER MODEL BATCH_SIZE VICTIM STEPS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import jax
+import optax
+import training_task
+from training_jax import first_variables, loss_of
+
+import strategies
+
+
+class Compiling:
+    """How long JAX has traced, lowered and compiled so far, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, seconds: float, **_: object) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += seconds
+
+
+def main() -> None:
+    folder, model = Path(sys.argv[1]), sys.argv[2]
+    batch_size, victim, steps = map(int, sys.argv[3:])
+    compiling = Compiling()
+    strategy = strategies.PopDistStrategy()
+    me = strategy.instance_index
+    trainer = strategies.Trainer(strategy, loss_of(model), optax.adam(training_task.LEARNING_RATE))
+    arrays = training_task.dataset(batch_size, strategy.num_replicas_in_sync)
+    dataset = strategy.distribute_dataset(arrays, batch_size=batch_size, shuffle=False)
+    state = trainer.init(first_variables(model))
+    took_s, compiled_s, ends_s = [], [], []
+    for step in range(steps):
+        if step % len(dataset) == 0:
+            batches = dataset.epoch(step // len(dataset))
+        batch = next(batches)
+        if me == victim and step == steps // 2:
+            (folder / "killed").write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        began_s, before_s = time.monotonic(), compiling.seconds
+        state, _ = trainer.step(state, batch)
+        jax.block_until_ready(state.variables)
+        ends_s.append(time.monotonic())
+        took_s.append(ends_s[-1] - began_s)
+        compiled_s.append(compiling.seconds - before_s)
+    killed = steps // 2
+    found = {
+        "after_s": ends_s[killed] - float((folder / "killed").read_text()),
+        "compile_s": compiled_s[killed],
+        "step_s": median(took_s[2:killed]),
+    }
+    (folder / f"{me}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

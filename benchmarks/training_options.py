@@ -1,0 +1,152 @@
+"""What options of `Trainer` cost and save, in one process with one replica, against the same without them.
+
+    python benchmarks/training_options.py [--models cnn mlp] [--only accumulation executions] [--rounds 9]
+
+* accumulation: one update of 8 micro-batches against 8 updates: rows per second, and the bytes of gradients that
+  instances would exchange for them.
+* executions: `Trainer.run(steps_per_execution=50)` against a loop of 50 steps, written by hand with `jax.lax.scan` and
+  jitted, and against 50 calls of `Trainer.step`. All read batches that lie on the device.
+
+Ways take turns; figures are medians over the rounds, and the ratios are those of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import training_task
+from timing import OtherLoad, describe_machine, medians
+from training_jax import first_variables, loss_of
+
+import strategies
+
+COUNT = 8
+STEPS = 50
+BATCH_SIZE = 64
+
+Batch = dict[str, Any]
+Way = Callable[[], None]
+
+
+def main() -> None:
+    """Print a table for each kind and model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=training_task.MODELS, default=list(training_task.MODELS))
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    strategy = strategies.IPUStrategy(1)
+    print(describe_machine())
+    load = OtherLoad()
+    for model, kind in itertools.product(options.models, options.only):
+        print(f"\n{model}, {kind}", flush=True)
+        MEASURES[kind](strategy, model, options.rounds)
+    print(f"\nother programs took {load.share():.0%} of the machine")
+    load.warn()
+
+
+def accumulation(strategy: strategies.Strategy, model: str, rounds: int) -> None:
+    """Rows per second, and bytes of gradients for them."""
+    batches = placed_batches(strategy, BATCH_SIZE, COUNT)
+    whole = strategy.devices.place({name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]})
+    apart, together = Training(strategy, model), Training(strategy, model, gradient_accumulation_count=COUNT)
+    times = take_turns({"apart": lambda: apart.steps(batches), "together": lambda: together.steps([whole])}, rounds)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first_variables(model)))
+    rows = COUNT * BATCH_SIZE
+    print(f"{COUNT} updates           {rows / times['apart']:10.0f} rows/s {COUNT * nbytes:12,d} bytes of gradients")
+    print(f"1 update, {COUNT} times   {rows / times['together']:10.0f} rows/s {nbytes:12,d} bytes of gradients")
+    print(f"throughput {times['apart'] / times['together']:.3f}x, bytes 1/{COUNT}")
+
+
+def executions(strategy: strategies.Strategy, model: str, rounds: int) -> None:
+    """Milliseconds per step."""
+    batches = placed_batches(strategy, BATCH_SIZE, STEPS)
+    run, single = Training(strategy, model), Training(strategy, model)
+    by_hand = ByHand(model, batches)
+    ways: dict[str, Way] = {
+        "run": lambda: run.run(batches),
+        "by hand": by_hand.run,
+        "step": lambda: single.steps(batches),
+    }
+    times = take_turns(ways, rounds)
+    for name, seconds in times.items():
+        print(f"{name:10} {seconds / STEPS * 1e3:8.3f} ms per step  {seconds / times['by hand']:.3f}x by hand")
+
+
+class Training:
+    """A training by `Trainer` that goes on from call to call."""
+
+    def __init__(self, strategy: strategies.Strategy, model: str, **options: Any) -> None:
+        optimizer = optax.adam(training_task.LEARNING_RATE)
+        self._trainer = strategies.Trainer(strategy, loss_of(model), optimizer, **options)
+        self._state = self._trainer.init(first_variables(model))
+
+    def steps(self, batches: Sequence[Batch]) -> None:
+        """One step with each batch."""
+        for batch in batches:
+            self._state, _ = self._trainer.step(self._state, batch)
+        jax.block_until_ready(self._state.variables)
+
+    def run(self, batches: Sequence[Batch]) -> None:
+        """The same in one execution."""
+        self._state, _ = self._trainer.run(self._state, batches, len(batches))
+        jax.block_until_ready(self._state.variables)
+
+
+class ByHand:
+    """What a user of JAX writes: a scan over the steps, jitted."""
+
+    def __init__(self, model: str, batches: Sequence[Batch]) -> None:
+        loss, optimizer = loss_of(model), optax.adam(training_task.LEARNING_RATE)
+        self._batches = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+        self._variables = jax.tree.map(jnp.asarray, first_variables(model))
+        self._optimizer_state = optimizer.init(self._variables)
+
+        def step(carried: Any, batch: Batch) -> tuple[Any, jax.Array]:
+            variables, optimizer_state = carried
+            value, gradients = jax.value_and_grad(loss)(variables, batch)
+            changes, optimizer_state = optimizer.update(gradients, optimizer_state, variables)
+            return (optax.apply_updates(variables, changes), optimizer_state), value
+
+        self._loop = jax.jit(lambda *carried: jax.lax.scan(step, carried, self._batches), donate_argnums=(0, 1))
+
+    def run(self) -> None:
+        """All steps."""
+        (self._variables, self._optimizer_state), _ = self._loop(self._variables, self._optimizer_state)
+        jax.block_until_ready(self._variables)
+
+
+def placed_batches(strategy: strategies.Strategy, batch_size: int, count: int) -> list[Batch]:
+    """So many batches on the device."""
+    batches = itertools.cycle(training_task.batches_of(0, batch_size, 1))
+    return [strategy.devices.place(batch) for batch in itertools.islice(batches, count)]
+
+
+def take_turns(ways: dict[str, Way], rounds: int) -> dict[str, float]:
+    """The median seconds of each way, after one round that compiles."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    return medians(seconds)
+
+
+MEASURES = {"accumulation": accumulation, "executions": executions}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,448 @@
+"""The backend over Horovod: its own collectives, on the memory of NumPy arrays.
+
+Where Horovod's semantics differ from those of the other backends:
+
+* Sums. Each rank adds its own contributions in order; the partial sums of the ranks are added by Horovod's all-reduce
+  in the order that MPI chooses. All ranks get the same bits, but these depend on how contributions are spread. Up to
+  CARRIED_BYTES per rank travel with the comparison of the calls instead and are added in rank order.
+* dtypes. Horovod adds int32, int64, float32 and float64. Smaller integers travel as int32, unsigned ones as signed
+  ones of the same width, and 16-bit floats as float32: the results are those of the other backends.
+* Minimum and maximum. MPI's comparison loses NaN, so contributions are gathered, and each rank compares them itself.
+* Waiting. Only Horovod's coordinator knows who has not come; a message names all other ranks.
+* Groups. All processes have to make Horovod's process sets together; a subgroup is one of the MPI backend instead.
+
+Horovod negotiates in cycles. Unless HOROVOD_CYCLE_TIME is set, a cycle is CYCLE_TIME_MS long, and unless
+HOROVOD_FUSION_THRESHOLD is set, only arrays smaller than FUSION_BYTES are copied together. Its thread waits inside MPI;
+so that this does not cost the thread that computes its core, MPI is told to yield (OMPI_MCA_mpi_yield_when_idle).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.agreement import agree, exchange_bytes
+from collectives.assembly import Group, Settings
+from collectives.calls import MISMATCH, Call, checked_root
+from collectives.communicator import Communicator
+from collectives.dtypes import MOVABLE, REDUCIBLE, accumulator_dtype
+from collectives.errors import (
+    BusyError,
+    CollectiveError,
+    LayoutMismatchError,
+    MissingBackendError,
+    PeerLostError,
+    UnsupportedBufferError,
+)
+from collectives.memory import aligned_empty
+from collectives.named import NamedQueue
+from collectives.open_mpi import yield_when_idle
+from collectives.reduction import Reduction
+from collectives.transport import Contributions, Parts, Transport
+from collectives.waiting import Watch
+
+try:
+    import torch
+    from horovod import torch as hvd
+    from horovod.common.exceptions import HorovodInternalError
+except ImportError as error:
+    raise MissingBackendError(
+        f"the horovod backend needs Horovod and torch ({error}); build and install them with: "
+        "sh launch_scripts/install_horovod.sh"
+    ) from error
+
+CARRIED_BYTES = 1 << 12
+CYCLE_TIME_MS = 0.2
+FUSION_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 30  # MPI counts elements in 31 bits
+_GATHERED_BYTES = 1 << 25  # per rank and all-gather, which goes through memory of Horovod's own
+_FIRST_SLEEP_S = 2e-5
+_LONGEST_SLEEP_S = 1e-3
+_SLEEPS_GROW = 1.02  # to the longest one in about 0.05 s
+
+_CARRIERS = {
+    np.dtype(dtype): np.dtype(carrier)
+    for carrier, dtypes in (
+        ("int32", ("int8", "uint8", "int16", "uint16", "int32", "uint32")),
+        ("int64", ("int64", "uint64")),
+        ("float32", ("float32",)),
+        ("float64", ("float64",)),
+    )
+    for dtype in dtypes
+}
+"""As what Horovod adds partial sums; integers wrap around alike in both."""
+
+_HEAD_BYTES = 24  # of a message: the fingerprint, the number of contributions, the bytes that follow
+_LEFT_AT_HOME = (1 << 64) - 1  # instead of the last
+_SUBGROUP_TAG = 8
+
+_numbers = itertools.count()  # of communicators; the same on all ranks, which make them together
+
+
+# ---- Horovod itself, for NumPy arrays
+
+
+def start(comm: Any = None) -> None:
+    """Start Horovod in this process, unless it runs; a collective call.
+
+    Args:
+        comm: as for `hvd.init`: None, ranks, or an mpi4py communicator.
+    """
+    if hvd.is_initialized():
+        return
+    yield_when_idle()
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", f"{CYCLE_TIME_MS:g}")
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
+    hvd.init(comm)
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor; one that cannot be written must only be read."""
+    if not array.flags.writeable:  # torch would warn
+        array = np.asarray(_Unprotected(array))
+    return torch.from_numpy(array)
+
+
+class _Unprotected:
+    """The memory of a read-only array as one that can be written; it lives as long as this."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def finished(begin: Callable[[], int], watch: Watch) -> Any:
+    """The result of an operation of Horovod that `begin` starts.
+
+    Raises:
+        CollectiveError: what Horovod reports, as one of ours.
+        CollectiveTimeoutError: it has not ended in time.
+    """
+    others = [rank for rank in range(len(watch.names)) if rank != watch.rank]
+    watch.pause = _Sleep()
+    try:
+        handle = begin()
+        watch.wait_patiently(lambda: hvd.poll(handle), lambda: others)
+        return hvd.synchronize(handle)
+    except (HorovodInternalError, ValueError) as error:  # ValueError: Horovod was shut down in between
+        raise _translated(error, watch) from error
+
+
+def _translated(error: Exception, watch: Watch) -> CollectiveError:
+    text = " ".join(str(error).split())
+    if "ismatched" in text:
+        return LayoutMismatchError(f"{MISMATCH}: Horovod says: {text}")
+    if "same name" in text:
+        return BusyError(f"Horovod says: {text}; give each operation that runs at the same time a name of its own")
+    return PeerLostError(f"{watch.names[watch.rank]} cannot go on with {watch.call.title}: Horovod says: {text}")
+
+
+class _Sleep:
+    """Sleeps longer and longer: Horovod's thread may need this core, and nobody tells when it is done."""
+
+    def __init__(self) -> None:
+        self._seconds = _FIRST_SLEEP_S
+
+    def __call__(self, longest_s: float) -> None:
+        time.sleep(self._seconds)
+        self._seconds = min(_LONGEST_SLEEP_S, self._seconds * _SLEEPS_GROW)
+
+
+# ---- the transport
+
+
+class HorovodTransport(Transport):
+    """One channel of all ranks of Horovod.
+
+    Args:
+        watch: how to wait.
+        name: in front of the names of its operations; the same on all ranks.
+    """
+
+    groups_reductions = True
+    scatters_reductions = False
+
+    def __init__(self, watch: Watch, name: str) -> None:
+        self.rank = hvd.rank()
+        self.size = hvd.size()
+        self._watch = watch
+        self._name = name
+
+    def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
+        nbytes = sum(array.nbytes for array in arrays)
+        is_carried = nbytes <= CARRIED_BYTES
+        head = np.array([fingerprint, count, nbytes if is_carried else _LEFT_AT_HOME], np.uint64)
+        carried = [array.view(np.uint8) for array in arrays] if is_carried else []
+        messages = self.gather(np.concatenate([head.view(np.uint8), *carried]), "all calls")
+        heads, bodies = _split(messages)
+        counts = tuple(count for _, count, _ in heads)
+        if any(theirs != fingerprint for theirs, _, _ in heads):
+            return False, Parts(counts, ())
+        if not nbytes or any(size == _LEFT_AT_HOME for _, _, size in heads):
+            return True, Parts(counts, ())
+        step, dtype = arrays[0].nbytes, arrays[0].dtype
+        received = [body[at : at + step].copy().view(dtype) for body in bodies for at in range(0, body.size, step)]
+        return True, Parts(counts, received)
+
+    def reduce(
+        self,
+        contributions: Contributions,
+        out: np.ndarray,
+        reduction: Reduction,
+        parts: Parts,
+        is_shared: bool = False,
+    ) -> None:
+        self.reduce_group([(contributions, out, reduction)], parts)
+
+    def reduce_group(self, group: Sequence[tuple[Contributions, np.ndarray, Reduction]], parts: Parts) -> None:
+        sums = []
+        for contributions, out, reduction in group:
+            if reduction.op in ("sum", "mean"):
+                sums.append(_Sum(contributions, out, reduction))
+            else:
+                self._compare(contributions, out, reduction)
+        self._add_up([one.carrier for one in sums])
+        for one in sums:
+            one.finish(parts.total)
+
+    def reduce_scatter(self, contributions: Contributions, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
+        whole = np.empty_like(contributions[0])
+        self.reduce(contributions, whole, reduction, parts)
+        np.copyto(out, whole[self.rank * out.size : (self.rank + 1) * out.size])
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        for piece in _pieces(buffer, _PIECE_BYTES):
+            self.run(partial(hvd.broadcast_async_, tensor_of(piece), root), self._watch.call.title)
+
+    def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
+        start = 0
+        for piece in _pieces(block, _GATHERED_BYTES // self.size):
+            out[:, start : start + piece.size] = self.gather(piece, self._watch.call.title).reshape(self.size, -1)
+            start += piece.size
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        return aligned_empty(nbytes)
+
+    def close(self) -> None:
+        """Horovod itself goes on."""
+
+    def _add_up(self, arrays: Sequence[np.ndarray]) -> None:
+        """Add up the arrays of all ranks, in place; Horovod negotiates them together."""
+        tensors = [tensor_of(piece) for array in arrays for piece in _pieces(array, _PIECE_BYTES)]
+        if tensors:
+            self.run(partial(hvd.grouped_allreduce_async_, tensors, op=hvd.Sum), self._watch.call.title)
+
+    def _compare(self, contributions: Contributions, out: np.ndarray, reduction: Reduction) -> None:
+        """Minimum or maximum: each rank gathers what all have chosen, and chooses."""
+        chosen = np.empty_like(out)
+        reduction.fold(contributions, chosen)
+        for piece, result in zip(
+            _pieces(chosen, _GATHERED_BYTES // self.size), _pieces(out, _GATHERED_BYTES // self.size), strict=True
+        ):
+            rows = self.gather(piece.view(np.uint8), self._watch.call.title).view(out.dtype).reshape(self.size, -1)
+            reduction.reduce(list(rows), result, self.size)
+
+    def gather(self, message: np.ndarray, name: str) -> np.ndarray:
+        """The messages of all ranks one after another; they may differ in size."""
+        gathered: torch.Tensor = self.run(partial(hvd.allgather_async, tensor_of(message)), name)
+        messages: np.ndarray = gathered.numpy()
+        return messages
+
+    def run(self, begin: Callable[..., int], name: str) -> Any:
+        """The result of an operation of Horovod that `begin(name=...)` starts."""
+        # The same name in every step lets Horovod remember the answer of its negotiation.
+        return finished(partial(begin, name=f"{self._name}: {name}"), self._watch)
+
+
+class _Sum:
+    """A sum over all ranks under way: first that of this rank's contributions.
+
+    Attributes:
+        carrier: what is to be added to those of the other ranks, in place.
+    """
+
+    def __init__(self, contributions: Contributions, out: np.ndarray, reduction: Reduction) -> None:
+        is_out = reduction.is_direct and not any(np.may_share_memory(out, other) for other in contributions[2:])
+        self._total = out if is_out else np.empty(out.size, reduction.accumulator)
+        self._out = out
+        self._reduction = reduction
+        reduction.fold(contributions, self._total)
+        self.carrier = _carrier(self._total)
+
+    def finish(self, count: int) -> None:
+        """The sum, or the mean of `count` contributions, is in `out` afterwards."""
+        _take(self.carrier, self._total)
+        self._reduction.finish(self._total, self._out, count)
+
+
+def _carrier(total: np.ndarray) -> np.ndarray:
+    """The array as Horovod can add it: the same memory where the width is the same."""
+    dtype = _CARRIERS[total.dtype]
+    return total.view(dtype) if dtype.itemsize == total.itemsize else total.astype(dtype)
+
+
+def _take(carrier: np.ndarray, total: np.ndarray) -> None:
+    """Have what is in the carrier of `total` in `total`."""
+    if carrier.itemsize != total.itemsize:
+        total[...] = carrier.astype(total.dtype)
+
+
+def _split(messages: np.ndarray) -> tuple[list[list[int]], list[np.ndarray]]:
+    """The heads of the ranks' messages, and what follows each of them."""
+    heads: list[list[int]] = []
+    bodies: list[np.ndarray] = []
+    while messages.size:
+        head = messages[:_HEAD_BYTES].copy().view(np.uint64).tolist()
+        end = _HEAD_BYTES + (0 if head[-1] == _LEFT_AT_HOME else head[-1])
+        heads.append(head)
+        bodies.append(messages[_HEAD_BYTES:end])
+        messages = messages[end:]
+    return heads, bodies
+
+
+def _pieces(array: np.ndarray, nbytes: int) -> list[np.ndarray]:
+    """The array in pieces of at most so many bytes."""
+    step = max(1, nbytes // array.itemsize)
+    return [array[start : start + step] for start in range(0, array.size, step)]
+
+
+# ---- the operations of Horovod's own interface
+
+
+class Operations:
+    """The operations of one name; those without a name are matched by their order.
+
+    Before one begins, all ranks compare their calls.
+
+    Args:
+        settings: limits.
+        name: the name, or "".
+    """
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        self._name = name
+        self._watch = _everybody().watch(settings)
+        self._transport = HorovodTransport(self._watch, f"popdist.horovod {name}".strip())
+
+    def all_reduce(self, arrays: Sequence[np.ndarray], op: str, factors: tuple[float, float]) -> list[np.ndarray]:
+        """Reduce each of the arrays over all ranks, in one operation of Horovod.
+
+        Args:
+            arrays: of any shapes and reducible dtypes.
+            op: "Average", or a reduction of `hvd`.
+            factors: by which each value is multiplied before and after; integers in float64, and truncated.
+        """
+        for array in arrays:
+            _check_reducible(array, op, factors)
+        layouts = tuple(Call("array", dtype=array.dtype.name, shape=array.shape) for array in arrays)
+        facts = f"{op}, factors {factors[0]:g} and {factors[1]:g}"
+        self._agree(Call("allreduce", self._name, facts, group=layouts))
+        totals = [array.astype(accumulator_dtype(array.dtype, "sum")) for array in arrays]
+        carriers = [_carrier(total) for total in totals]
+        tensors = [tensor_of(carrier) for carrier in carriers if carrier.size]
+        if tensors:
+            reduce = hvd.Sum if op == "Average" else getattr(hvd, op)
+            scales = {"prescale_factor": factors[0], "postscale_factor": factors[1]}
+            self._transport.run(partial(hvd.grouped_allreduce_async_, tensors, op=reduce, **scales), "allreduce")
+        results = [np.empty_like(array) for array in arrays]
+        for total, carrier, result in zip(totals, carriers, results, strict=True):
+            _take(carrier, total)
+            reduction = Reduction("mean" if op == "Average" else "sum", result.dtype)
+            reduction.finish(total.reshape(-1), result.reshape(-1), self._transport.size)
+        return results
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """The arrays of all ranks one after another along their first axis, which may differ."""
+        if not array.ndim:
+            raise ValueError("allgather of a scalar, which has no first dimension; give an array of one element")
+        _check_movable(array)
+        parts = self._agree(
+            Call("allgather", self._name, "rows", array.dtype.name, array.shape[1:]), count=array.shape[0]
+        )
+        whole = np.empty((sum(parts.counts), *array.shape[1:]), array.dtype)
+        if whole.size:
+            message = array.reshape(-1).view(np.uint8)
+            whole.reshape(-1).view(np.uint8)[...] = self._transport.gather(message, "allgather")
+        return whole
+
+    def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
+        """Rank `root`'s array, in place of this rank's."""
+        root = checked_root("root_rank", root, self._transport.size, "processes")
+        _check_movable(array)
+        self._agree(Call("broadcast", self._name, "", array.dtype.name, array.shape, root))
+        if array.size:
+            self._transport.broadcast(array.reshape(-1).view(np.uint8), root)
+        return array
+
+    def _agree(self, call: Call, count: int = 1) -> Parts:
+        self._watch.call = call
+        return agree(self._transport, call, (), count)
+
+
+def _check_reducible(array: np.ndarray, op: str, factors: tuple[float, float]) -> None:
+    if array.dtype not in REDUCIBLE:
+        raise UnsupportedBufferError(
+            f"allreduce of {array.dtype}: supported are float16, bfloat16, float32, float64 and the integers"
+        )
+    if array.dtype.kind not in "iu":
+        return
+    if op == "Adasum":
+        raise UnsupportedBufferError(f"Adasum of {array.dtype}; it is for floats")
+    if array.dtype.kind == "u" and array.dtype.itemsize >= 4:  # travels as the signed one
+        if op in ("Min", "Max"):
+            raise UnsupportedBufferError(f"{op} of {array.dtype}, which Horovod does not compare; convert it to int64")
+        if factors != (1.0, 1.0):
+            raise UnsupportedBufferError(
+                f"factors for {array.dtype}, which Horovod does not multiply; convert it to int64"
+            )
+
+
+def _check_movable(array: np.ndarray) -> None:
+    if array.dtype not in MOVABLE:
+        raise UnsupportedBufferError(
+            f"an array of {array.dtype}: supported are float16, bfloat16, float32, float64, the integers and bool"
+        )
+
+
+# ---- connecting
+
+
+def connect(settings: Settings) -> Communicator:
+    """A communicator of all processes of Horovod, which is started unless it runs; all of them call this."""
+    start()
+    number = next(_numbers)
+    group = _everybody()
+    watches = (group.watch(settings), group.watch(settings))
+    main, named = (HorovodTransport(watch, f"popdist {number}.{channel}") for channel, watch in enumerate(watches))
+    hosts = exchange_bytes(main, platform.node().encode())
+    for watch in watches:
+        watch.names = [f"rank {other} on {host.decode()}" for other, host in enumerate(hosts)]
+    queue = NamedQueue(named, watches[1])
+    return Communicator(main, watches[0], queue, settings.progress, partial(_connect_some, settings), "horovod")
+
+
+def _everybody() -> Group:
+    return Group(hvd.rank(), [f"rank {rank}" for rank in range(hvd.size())], range(hvd.size()))
+
+
+def _connect_some(settings: Settings, ranks: Sequence[int]) -> Communicator:
+    from mpi4py import MPI
+
+    from collectives import connect as connect_by_name
+
+    world = MPI.COMM_WORLD
+    if world.Get_size() != hvd.size():
+        raise ValueError(
+            f"Horovod was started with {hvd.size()} of {world.Get_size()} processes; "
+            "groups can be made only where it was started with all of them"
+        )
+    comm = world.Create_group(world.Get_group().Incl(ranks), _SUBGROUP_TAG)
+    return connect_by_name("mpi", settings, comm=comm, instances=ranks)

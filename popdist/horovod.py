@@ -1,0 +1,375 @@
+"""The Horovod interface of the original system, over the real Horovod: `from popdist import horovod as hvd`.
+
+Semantics: Graphcore's `ipu.distributed` Horovod API and Horovod's own. Tensors are arrays of any kind that NumPy takes;
+results are NumPy arrays. Operations are matched by their names, or, without one, by their order. Importing it loads
+nothing; `init` needs Horovod, which `sh launch_scripts/install_horovod.sh` builds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from math import isnan, nan
+from typing import TYPE_CHECKING, Any
+
+from popdist import context
+from popdist.errors import LifeCycleError, NotInitializedError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike
+
+    from collectives import Communicator, Settings
+    from popdist.instance import Instance
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "communicator",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allreduce",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "shutdown",
+    "size",
+]
+
+
+class ReduceOp(Enum):
+    """How `allreduce` reduces."""
+
+    AVERAGE = "Average"
+    SUM = "Sum"
+    ADASUM = "Adasum"
+    MIN = "Min"
+    MAX = "Max"
+    PRODUCT = "Product"
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+_LET_GO_S = 0.2
+"""How long Horovod's thread has, when a process fails, to let go of tensors."""
+_communicator: Communicator | None = None
+_was_shut_down = False
+
+
+# ---- life cycle
+
+
+def init(comm: Any = None) -> None:
+    """Start Horovod in all processes of the job; may be called again, but not after `shutdown`.
+
+    Args:
+        comm: all processes (None), a list of ranks, or an mpi4py communicator; of a list or a communicator only its
+            members call this, and they are numbered as it says.
+
+    Raises:
+        LifeCycleError: after `shutdown`.
+        MissingBackendError: Horovod is not installed; the message names the script that builds it.
+        RuntimeError: this Horovod was built without MPI.
+        ValueError: the ranks of a list do not exist, are not different, or leave this process out, as COMM_NULL does.
+    """
+    backend = _backend()
+    if not backend.hvd.mpi_built():
+        raise RuntimeError(
+            "this Horovod was built without MPI; build one that has it: sh launch_scripts/install_horovod.sh"
+        )
+    if not is_initialized():
+        if _was_shut_down:  # Horovod 0.28.1 would crash: it sets parameters that the first start has fixed
+            raise LifeCycleError(
+                "Horovod was shut down, and cannot be started again in the same process; leave out "
+                "horovod.shutdown(): it happens at exit by itself"
+            )
+        context.start_mpi()
+        if not isinstance(comm, Iterable | None) and not comm:  # Horovod would take all processes
+            raise ValueError(
+                f"comm is {comm!r}, which has no members; only members of a communicator call horovod.init"
+            )
+        backend.start(_members(comm) if isinstance(comm, Iterable) else comm)
+    context.end_before_mpi(shutdown, _end_without_horovod)
+
+
+def _members(ranks: Iterable[int]) -> Any:
+    """An MPI communicator of some of the processes; None for an empty list, as in Horovod."""
+    from mpi4py import MPI
+
+    world, members = MPI.COMM_WORLD, list(ranks)
+    if not members:
+        return None
+    if len(set(members)) != len(members) or not set(members) <= set(range(world.Get_size())):
+        raise ValueError(f"ranks {members} do not form a group; name different ranks of 0 to {world.Get_size() - 1}")
+    if world.Get_rank() not in members:
+        raise ValueError(f"process {world.Get_rank()} is not among {members}; only these processes call horovod.init")
+    return world.Create_group(world.Get_group().Incl(members))
+
+
+def shutdown() -> None:
+    """End Horovod in all processes, for good; happens at exit by itself. Does nothing before `init`."""
+    global _communicator, _was_shut_down
+    if not is_initialized():
+        return
+    if _communicator is not None:
+        _communicator.close()
+        _communicator = None
+    _was_shut_down = True
+    _backend().hvd.shutdown()
+
+
+def _end_without_horovod() -> None:
+    """Have this failed process end at once, so that the launcher sees who has failed, and ends the others.
+
+    At exit, and in a destructor of its library, Horovod makes the others fail too, and waits for them. Its thread needs
+    Python to let go of the tensors of the last collective; if Python ended first, that would abort the process.
+    """
+    if is_initialized():
+        import ctypes
+
+        time.sleep(_LET_GO_S)
+        atexit.unregister(_backend().hvd.mpi_ops._basics.shutdown)
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)  # called with the exit status, when Python has ended
+
+
+def is_initialized() -> bool:
+    """Whether Horovod runs in this process."""
+    backend = sys.modules.get("collectives.backends.horovod")
+    return backend is not None and bool(backend.hvd.is_initialized())
+
+
+def communicator() -> Communicator:
+    """The instances of `popdist.init`, connected by Horovod; the first call is a collective one.
+
+    Raises:
+        LifeCycleError: before `popdist.init`, or if Horovod was started with other processes.
+    """
+    global _communicator
+    if _communicator is None:
+        _communicator = context.join_besides(_connect)
+    return _communicator
+
+
+def _connect(settings: Settings, instance: Instance) -> Communicator:
+    import collectives
+
+    init()
+    return collectives.connect("horovod", settings)
+
+
+# ---- who is there
+
+
+def size() -> int:
+    """The number of processes."""
+    return int(_running().hvd.size())
+
+
+def rank() -> int:
+    """This process, 0 to `size() - 1`."""
+    return int(_running().hvd.rank())
+
+
+def local_size() -> int:
+    """The number of processes on this host."""
+    return int(_running().hvd.local_size())
+
+
+def local_rank() -> int:
+    """This process among those of its host."""
+    return int(_running().hvd.local_rank())
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have equally many processes."""
+    return bool(_running().hvd.mpi_ops.is_homogeneous())
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be called by several threads."""
+    return bool(_running().hvd.mpi_threads_supported())
+
+
+def mpi_enabled() -> bool:
+    """Whether Horovod uses MPI in this process."""
+    return bool(_backend().hvd.mpi_enabled())
+
+
+def mpi_built() -> bool:
+    """Whether Horovod was built with MPI."""
+    return bool(_backend().hvd.mpi_built())
+
+
+def gloo_enabled() -> bool:
+    """Whether Horovod uses Gloo in this process."""
+    return bool(_backend().hvd.gloo_enabled())
+
+
+def gloo_built() -> bool:
+    """Whether Horovod was built with Gloo."""
+    return bool(_backend().hvd.gloo_built())
+
+
+def nccl_built() -> bool:
+    """Whether Horovod was built with NCCL."""
+    return bool(_backend().hvd.nccl_built())
+
+
+def ddl_built() -> bool:
+    """Whether Horovod was built with IBM's DDL."""
+    return bool(_backend().hvd.ddl_built())
+
+
+# ---- operations
+
+
+def allreduce(
+    tensor: ArrayLike,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    name: str | None = None,
+) -> np.ndarray:
+    """Reduce the tensors of all processes.
+
+    Args:
+        tensor: the same shape and dtype in all processes: floats of 16 to 64 bits or integers.
+        op: Average by default. The average of integers is truncated towards zero. Adasum is Horovod's own: for
+            floats, and only where the number of processes is a power of two.
+        prescale_factor: by which each value is multiplied before it is reduced. Integers are multiplied in float64
+            and truncated towards zero, both times.
+        postscale_factor: and afterwards.
+        name: processes may call different names in different orders, from different threads.
+
+    Returns:
+        An array of the tensor's shape and dtype, with the same bits in all processes.
+
+    Raises:
+        LayoutMismatchError: in all processes, if their calls differ.
+        NotInitializedError: before `init`.
+        NotImplementedError: Adasum, where Horovod does not offer it.
+        UnsupportedBufferError: a dtype that Horovod does not reduce so, as uint32 and uint64 with factors.
+        ValueError: an unknown operation, or a factor that is not a number.
+    """
+    return grouped_allreduce([tensor], op, prescale_factor, postscale_factor, name=name)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[ArrayLike],
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    name: str | None = None,
+) -> list[np.ndarray]:
+    """`allreduce` of several tensors in one operation, which is negotiated once."""
+    import numpy as np
+
+    operations = _operations(name)
+    op = Average if op is None else op
+    if not isinstance(op, ReduceOp):
+        known = ", ".join(member.value for member in ReduceOp)
+        raise ValueError(f"Unsupported reduce op: {op!r}; use one of popdist.horovod's {known}")
+    factors = (_number("prescale_factor", prescale_factor), _number("postscale_factor", postscale_factor))
+    arrays = [np.array(tensor, order="C") for tensor in tensors]
+    reduced: list[np.ndarray] = operations.all_reduce(arrays, op.value, factors)
+    return reduced
+
+
+def _number(name: str, factor: float) -> float:
+    try:
+        number = float(factor)
+    except (TypeError, ValueError):
+        number = nan
+    if isnan(number):
+        raise ValueError(f"{name} is {factor!r}; give a number")
+    return number
+
+
+def allgather(tensor: ArrayLike, name: str | None = None) -> np.ndarray:
+    """Put the tensors of all processes one after another along their first dimension.
+
+    (`popdist.allgather` stacks them along a new one.)
+
+    Args:
+        tensor: the first dimension may differ between processes; bool is allowed.
+        name: as for `allreduce`.
+
+    Raises:
+        LayoutMismatchError: in all processes, if dtypes or other dimensions differ.
+        NotInitializedError: before `init`.
+        ValueError: a scalar has no first dimension.
+    """
+    import numpy as np
+
+    gathered: np.ndarray = _operations(name).all_gather(np.array(tensor, order="C"))
+    return gathered
+
+
+def broadcast(tensor: ArrayLike, root_rank: int, name: str | None = None) -> np.ndarray:
+    """The tensor of process `root_rank`, in all processes.
+
+    Args:
+        tensor: the same shape and dtype in all processes; bool is allowed.
+        root_rank: whose it is.
+        name: as for `allreduce`.
+
+    Raises:
+        LayoutMismatchError: in all processes, if shapes, dtypes or roots differ.
+        NotInitializedError: before `init`.
+        ValueError: there is no such process.
+    """
+    import numpy as np
+
+    sent: np.ndarray = _operations(name).broadcast(np.array(tensor, order="C"), root_rank)
+    return sent
+
+
+# ---- Horovod
+
+
+def _backend() -> Any:
+    import collectives
+
+    return collectives.load_backend("horovod")
+
+
+def _running() -> Any:
+    if not is_initialized():
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init()")
+    return _backend()
+
+
+def _operations(name: str | None) -> Any:
+    backend = _running()
+    from collectives import Settings
+    from popdist.tuning import read_limits
+
+    return backend.Operations(Settings(limits=read_limits(os.environ)), name or "")

@@ -1,0 +1,311 @@
+"""`poprun doctor`: everything that a job on several hosts depends on, as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from popdist.instance import this_host
+from poprun.before_launch import find_network, with_this_machine
+from poprun.errors import PopRunError, UsageError
+from poprun.host_checks import Finding, Wanted, findings_of
+from poprun.host_facts import Fault, HostFacts, question_about
+from poprun.hosts import parse_hosts
+from poprun.interfaces import Network
+from poprun.links import HostMeasurements, Link, all_reduce_bound_s, measure
+from poprun.lookup import find_mpirun
+from poprun.ssh import ssh_words, user_arguments
+from poprun.survey import limit_from, survey
+from poprun.this_machine import is_this_machine
+from poprun.wording import count
+
+USAGE = "usage: poprun doctor [--host HOST[,HOST...]] [--host-subnet INTERFACE|MASK] [--json]"
+
+_BOUND_BYTES = 16 << 20
+_LARGEST_OFFSET_S = 0.5
+_COLUMNS = ("", "check", "host", "result", "way out")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user wants to know.
+
+    Attributes:
+        hosts: as the user wrote them; none: this machine.
+        host_subnet: the name of an interface or an address mask; None: follow the routes.
+        as_json: for programs.
+    """
+
+    hosts: tuple[str, ...] = ()
+    host_subnet: str | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        findings: the rows of the table.
+        network: over which the hosts talk; None where there is one host, or no such network.
+        links: those of the ring through all hosts.
+    """
+
+    findings: tuple[Finding, ...]
+    network: Network | None = None
+    links: tuple[Link, ...] = ()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether a job can run; advice does not count."""
+        return not any(each.is_fault for each in self.findings)
+
+    def as_json(self) -> str:
+        """Everything, for programs."""
+        return json.dumps({"ok": self.is_well, **asdict(self)}, indent=2)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run `poprun doctor`.
+
+    Args:
+        words: those after `doctor`.
+
+    Returns:
+        The exit status: 0 if a job can run, 1 if not.
+
+    Raises:
+        UsageError: the words are wrong.
+    """
+    if set(words) & {"-h", "--help"}:
+        print(USAGE)
+        return 0
+    asked = read_words(words)
+    report = examine(asked, os.environ)
+    print(report.as_json() if asked.as_json else draw_table(report.findings))
+    return 0 if report.is_well else 1
+
+
+def read_words(words: Sequence[str]) -> Asked:
+    """What the words after `doctor` ask for; `--host` adds up.
+
+    Raises:
+        UsageError: one of them is unknown, or a value is missing or wrong.
+    """
+    lists: list[str] = []
+    subnet, as_json = None, False
+    rest = iter(words)
+    for word in rest:
+        name, given, value = word.partition("=")
+        if name == "--json" and not given:
+            as_json = True
+        elif name in ("--host", "-H", "--host-subnet"):
+            value = value if given else next(rest, "")
+            if not value:
+                raise UsageError(f"{name} has no value; {USAGE}")
+            if name == "--host-subnet":
+                subnet = value
+            else:
+                lists.append(value)
+        else:
+            raise UsageError(f"doctor knows no {word!r}; {USAGE}")
+    return Asked(tuple(host.name for host in parse_hosts(lists)), subnet, as_json)
+
+
+def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
+    """Look at everything.
+
+    Args:
+        asked: the hosts.
+        environ: with POPRUN_SSH_ARGS and POPRUN_CHECK_TIMEOUT_S.
+
+    Raises:
+        UsageError: `host_subnet` is nothing that this machine has.
+    """
+    hosts = asked.hosts or (this_host(),)
+    ssh = ssh_words(environ)
+    mpirun, finding = _find_mpirun(environ)
+    question = question_about(sys.executable, mpirun, environ)
+    facts = survey(with_this_machine(hosts), question, ssh, limit_from(environ))
+    here = next(each for host, each in facts.items() if is_this_machine(host))
+    findings = [finding, *_check_ssh(environ)]
+    if isinstance(here, Fault):
+        return Report((*findings, Finding("this machine", here.host, here.fact, here.way_out, is_fault=True)))
+    good = {host: each for host in hosts if isinstance(each := facts[host], HostFacts)}
+    network, reason = _find_network(good, here, asked)
+    wanted = Wanted(here, sys.executable, dict.fromkeys(hosts, 0), network)
+    findings += [*reason, *findings_of({host: facts[host] for host in hosts}, wanted)]
+    measured, links = measure(_addresses(good, network), [each.name for each in good.values()], sys.executable, ssh)
+    findings += [*check_load(good), *check_measurements(measured, good), *check_mtu(good, network)]
+    findings += check_links(links)
+    return Report(_in_order(findings), network, tuple(links))
+
+
+def check_measurements(measured: Sequence[HostMeasurements], facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
+    """Cross-memory attach, clocks and names, from what the helpers found."""
+    for each in measured:
+        if each.fault:
+            yield Finding("measuring", each.host, each.fault, f"try `ssh {each.host} true` by hand", is_fault=True)
+            continue
+        if each.attach_fault:
+            way_out = "faster with `sysctl kernel.yama.ptrace_scope=0`, in a container with --cap-add SYS_PTRACE"
+            fact = f"processes may not read each other's memory: {each.attach_fault}"
+            yield Finding("memory attach", each.host, fact, way_out)
+        else:
+            yield Finding("memory attach", each.host, "allowed")
+        if len(facts) > 1:
+            yield _judge_clock(each)
+            yield _judge_names(each, facts)
+
+
+def check_mtu(facts: Mapping[str, HostFacts], network: Network | None) -> Iterator[Finding]:
+    """Whether all hosts send packets of the same size in the chosen network."""
+    if network is None:
+        return
+    found = {
+        host: next((own.mtu for own in each.interfaces if network.includes(own.address)), 0)
+        for host, each in facts.items()
+    }
+    sizes = Counter(mtu for mtu in found.values() if mtu)
+    if len(sizes) < 2:
+        return
+    usual = sizes.most_common(1)[0][0]
+    for host, mtu in found.items():
+        if mtu and mtu != usual:
+            fact = f"packets of {mtu} bytes, {usual} on most hosts"
+            yield Finding("MTU", host, fact, "long messages may hang: set the same MTU on all hosts and switches")
+
+
+def check_load(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
+    """Whether others compute; only asked here, because before a launch it may be what a job of one's own has left."""
+    for host, each in facts.items():
+        fact, is_busy = f"load {each.load:.1f}", each.load > 2 * len(each.cores)
+        yield Finding("load", host, fact, "others compute there; use fewer instances or other hosts" if is_busy else "")
+
+
+def check_links(links: Sequence[Link]) -> Iterator[Finding]:
+    """What was measured, and what it means for an all-reduce."""
+    for link in links:
+        name = f"{link.source} -> {link.target}"
+        if link.fault:
+            way_out = "let all TCP ports pass between the hosts, or name another network with --host-subnet"
+            yield Finding("link", name, link.fault, way_out, is_fault=True)
+        else:
+            trip, rate = link.round_trip_s * 1e3, link.bytes_per_s * 8e-6
+            yield Finding("link", name, f"round trip {trip:.2f} ms, {rate:.1f} Mbit/s")
+    if links and not any(link.fault for link in links):
+        bound = f"at least {all_reduce_bound_s(links, _BOUND_BYTES) * 1e3:.0f} ms for 16 MiB (2S/B)"
+        yield Finding("all-reduce", "all", bound)
+
+
+def draw_table(findings: Sequence[Finding]) -> str:
+    """The rows, columns aligned, hosts with the same result in one row; a last line says how it stands."""
+    rows = [_COLUMNS, *((_state(each), each.check, each.host, each.fact, each.way_out) for each in _folded(findings))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+    faults = sum(each.is_fault for each in findings)
+    return "\n".join([*lines, "", count(faults, "fault")])
+
+
+def _folded(findings: Sequence[Finding]) -> list[Finding]:
+    hosts: dict[Finding, list[str]] = {}
+    for each in findings:
+        hosts.setdefault(replace(each, host=""), []).append(each.host)
+    return [replace(each, host=",".join(dict.fromkeys(names))) for each, names in hosts.items()]
+
+
+def _state(finding: Finding) -> str:
+    return "FAULT" if finding.is_fault else "hint" if finding.way_out else "ok"
+
+
+def _find_network(
+    facts: Mapping[str, HostFacts], here: HostFacts, asked: Asked
+) -> tuple[Network | None, tuple[Finding, ...]]:
+    """The network, or why there is none; one host needs none."""
+    if len(facts) < 2 and not asked.host_subnet:
+        return None, ()
+    try:
+        return find_network(facts, here, asked.host_subnet), ()
+    except UsageError:
+        raise
+    except PopRunError as error:
+        return None, (Finding("network", here.host, *_split(str(error)), is_fault=True),)
+
+
+def _addresses(facts: Mapping[str, HostFacts], network: Network | None) -> dict[str, str]:
+    """Each host's address in the network; without one, links cannot be measured, but the hosts can."""
+    if network is None:
+        return dict.fromkeys(facts, "")
+    found = {host: network.address_among(each.addresses) for host, each in facts.items()}
+    return {host: address for host, address in found.items() if address}
+
+
+def _judge_clock(each: HostMeasurements) -> Finding:
+    offset_s, doubt_s = each.clock.offset_s, each.clock.uncertainty_s
+    if is_this_machine(each.host):
+        return Finding("clock", each.host, "the others are compared with this one")
+    fact = f"{offset_s * 1e3:+.1f} ms, +-{doubt_s * 1e3:.1f}"
+    is_far = abs(offset_s) - doubt_s > _LARGEST_OFFSET_S
+    return Finding("clock", each.host, fact, "let the hosts follow a time server (chrony, ntpd)" if is_far else "")
+
+
+def _judge_names(each: HostMeasurements, facts: Mapping[str, HostFacts]) -> Finding:
+    known = each.addresses or {}
+    unknown = [other.name for other in facts.values() if not set(known.get(other.name, ())) & _own_addresses(other)]
+    if not unknown:
+        return Finding("name service", each.host, "knows all hosts")
+    fact = f"has no or other addresses for {', '.join(unknown)}"
+    return Finding("name service", each.host, fact, "give them the same addresses on all hosts (/etc/hosts, DNS)")
+
+
+def _own_addresses(facts: HostFacts) -> set[str]:
+    return {each.address for each in facts.interfaces} | {"127.0.1.1"}  # Debian's address for a machine's own name
+
+
+def _find_mpirun(environ: Mapping[str, str]) -> tuple[str, Finding]:
+    try:
+        mpirun = find_mpirun(sys.executable, environ)
+    except PopRunError as error:
+        return "mpirun", Finding("mpirun", this_host(), *_split(str(error)), is_fault=True)
+    return mpirun, Finding("mpirun", this_host(), mpirun)
+
+
+def _check_ssh(environ: Mapping[str, str]) -> Iterator[Finding]:
+    path = shutil.which("ssh", path=environ.get("PATH"))
+    if path is None:
+        way_out = "install an ssh client (openssh-client)"
+        yield Finding("ssh client", this_host(), "no ssh in PATH, which a job on several hosts needs", way_out)
+        return
+    extra = " ".join(user_arguments(environ))
+    yield Finding("ssh client", this_host(), f"{path} {extra}".rstrip())
+    yield Finding("ssh agent", this_host(), _describe_agent(environ))
+
+
+def _describe_agent(environ: Mapping[str, str]) -> str:
+    """One that is missing is no fault: keys without a passphrase need none."""
+    if not environ.get("SSH_AUTH_SOCK"):
+        return "none; keys without a passphrase need none"
+    try:
+        ended = subprocess.run(["ssh-add", "-l"], capture_output=True, text=True, timeout=2, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "does not answer"
+    if ended.returncode > 1:
+        return "does not answer"
+    return f"holds {count(0 if ended.returncode else len(ended.stdout.splitlines()), 'key')}"
+
+
+def _split(message: str) -> tuple[str, str]:
+    fact, _, way_out = message.partition("; ")
+    return fact, way_out
+
+
+def _in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Rows of one check one below the other."""
+    checks = list(dict.fromkeys(each.check for each in findings))
+    return tuple(sorted(findings, key=lambda each: checks.index(each.check)))

@@ -1,0 +1,75 @@
+"""Running a job: once, or again and again where the user wants it to survive failures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from popdist.environments.faults import ATTEMPT_VARIABLE
+from poprun.command import Launch, build_command
+from poprun.log import Log
+from poprun.lookup import quote_words
+from poprun.output import Output
+from poprun.output_style import OutputStyle, style_from
+from poprun.supervision import LAST_WORDS_LIMIT_S, Across, Ended, Supervisor
+from poprun.wording import list_ranges
+
+
+def run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
+    """Run the instances of a launch to their end.
+
+    Args:
+        launch: what to run.
+        environ: the user's environment.
+        log: poprun's own words.
+
+    Returns:
+        poprun's exit status: that of the instance that failed, 128 + n after signal n.
+    """
+    output = Output(launch.settings.only_output_from, _style(launch, environ))
+    if launch.settings.on_failure == "stop":
+        ended = _run_once(launch, output, environ, log)
+    else:
+        from poprun.restarts import Restarts
+
+        ended = Restarts(environ, log).run(launch, lambda each: _run_once(each, output, environ, log))
+    output.finish(limit_s=LAST_WORDS_LIMIT_S if ended.was_told else None)
+    return ended.exit_status
+
+
+def _run_once(launch: Launch, output: Output, environ: Mapping[str, str], log: Log) -> Ended:
+    for warning in launch.remote.warnings if launch.remote is not None else ():
+        log.warn(warning)
+    for place in launch.places:
+        log.debug(f"instance {place.index} runs on cores {list_ranges(place.cpus) or 'of any kind'}")
+    command = build_command(launch)
+    log.info(f"running command: {quote_words(command)}")
+    output.style = _style(launch, environ)
+    if launch.extra.get(ATTEMPT_VARIABLE, "0") != "0":
+        _end_standard_input()
+    supervisor = Supervisor(command, len(launch.places), output, log, _across(launch))
+    return supervisor.run({**environ, **launch.mpirun_variables})
+
+
+def _end_standard_input() -> None:
+    """The attempt before has read a part of it, so the next one gets none."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _style(launch: Launch, environ: Mapping[str, str]) -> OutputStyle:
+    return style_from(launch.settings, [place.host for place in launch.places], environ)
+
+
+def _across(launch: Launch) -> Across:
+    settings, remote = launch.settings, launch.remote
+    return Across(
+        interface="" if remote is None else remote.address,
+        silence_s=settings.host_timeout_s,
+        start_timeout_s=settings.start_timeout_s,
+        least=settings.min_instances if settings.on_failure == "shrink" else 0,
+        stuck_timeout_s=settings.stuck_timeout_s,
+        others=tuple(host.name for host in launch.hosts if not host.is_this_machine),
+        ssh=() if remote is None else remote.shell,
+    )

@@ -1,0 +1,62 @@
+"""Letting the others go on without the instances that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from poprun import wire
+from poprun.diagnosis import is_of_hosts, list_instances
+from poprun.facts import Ending, Facts
+from poprun.members import Members
+
+
+class Survival:
+    """The instances without which a job goes on, where the user allows that.
+
+    Args:
+        members: all of them.
+        least: with how many the job goes on; 0: with all only.
+
+    Attributes:
+        losses: a line about each that was given up.
+    """
+
+    def __init__(self, members: Members, least: int) -> None:
+        self.losses: list[str] = []
+        self._members = members
+        self._least = least
+
+    def give_up(
+        self, useless: Collection[int], was_told: Callable[[Ending], bool], describe: Callable[[Facts], str]
+    ) -> tuple[str, ...]:
+        """Give up those that have failed, and tell the others, who wait for them in vain.
+
+        Args:
+            useless: others that do not help any more: they are stuck, or left too early.
+            was_told: whether it is because of a signal from the user that an instance has come to such an end.
+            describe: says what has become of an instance.
+
+        Returns:
+            A line about each; none if none has failed, or the others cannot go on.
+        """
+        here = [each for each in self._members.facts if not each.is_given_up]
+        failed = [
+            each for each in here if each.index in useless or (each.ending is not None and each.ending.is_own_failure)
+        ]
+        left = [each for each in here if each not in failed and each.ending is None]
+        were_told = any(each.ending is not None and was_told(each.ending) for each in failed)
+        if not failed or were_told or is_of_hosts(failed) or not self._suffice(left):
+            return ()
+        others = list_instances([each.index for each in left])
+        follows = f"{others} {'goes' if len(left) == 1 else 'go'} on without it"
+        losses = [describe(each) for each in failed]
+        self.losses += losses
+        for each in failed:
+            self._members.give_up(each.index)
+        for each in left:
+            self._members.tell_one(each.index, wire.pack_number(wire.RELEASE, len(self.losses)))
+        return tuple(f"{line}; {follows}" for line in losses)
+
+    def _suffice(self, left: Collection[Facts]) -> bool:
+        have_joined = self._members.all_connected and all(each.record.has_joined for each in left)
+        return bool(self._least) and have_joined and len(left) >= max(1, self._least)

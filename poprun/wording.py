@@ -1,0 +1,29 @@
+"""How messages write numbers and names. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def count(number: int, noun: str) -> str:
+    """A number and what is counted: `1 host`, `2 hosts`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def list_ranges(numbers: Iterable[int], separator: str = ",") -> str:
+    """Numbers in ascending order, as the kernel lists CPUs: `0-3,8`."""
+    ranges: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return separator.join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
+
+
+def name_nearest(written: str, known: Iterable[str]) -> str:
+    """The known names that are nearest to an unknown one, as a question to append to a message; often empty."""
+    import difflib  # costs some milliseconds, needed only on the way out
+
+    nearest = difflib.get_close_matches(written.replace("_", "-"), list(known), n=3, cutoff=0.6)
+    return f", did you mean {' or '.join(nearest)}?" if nearest else ""

@@ -1,0 +1,153 @@
+"""Programs that are compiled once: a folder of executables, one instance per host that compiles, and reasons to log.
+
+`poprun --executable-cache-path` names the folder; JAX's compilation cache keeps what it compiles there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "POPDIST_EXECUTABLE_CACHE_PATH"
+WAIT_S = 600.0
+"""How long an instance waits for another one of its host to compile; then it compiles by itself."""
+_POLL_S = 0.02
+_CALLBACK = "python_cpu_callback"
+
+
+def use_executable_cache(environ: Mapping[str, str]) -> Path | None:
+    """Have JAX keep all executables in a folder, where `VARIABLE` names one; before JAX compiles anything.
+
+    XLA compiles for the processor that it runs on, so each kind of processor has a folder of its own inside of it.
+
+    Returns:
+        The folder, or None.
+
+    Raises:
+        ValueError: if it cannot be made.
+    """
+    if not environ.get(VARIABLE):
+        return None
+    folder = Path(environ[VARIABLE]).expanduser() / _processor()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{VARIABLE} is {environ[VARIABLE]}, where no folder can be made: {error.strerror}; "
+            "name another one (poprun --executable-cache-path)"
+        ) from None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
+
+
+def _processor() -> str:
+    """A name for processors that run the same instructions, and for nothing else."""
+    features = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+
+
+def compiled_in_turn(program: Any, folder: Path | None, wait_s: float = WAIT_S) -> Callable[..., Any]:
+    """The same jitted program; at its first call one instance of the host compiles, and the others load what it made.
+
+    The instances take turns in the order in which they come. One that dies gives up its turn; one that has waited for
+    `wait_s` compiles by itself. Programs that call back into Python are compiled by all, since JAX does not keep them.
+
+    Args:
+        program: what `jax.jit` returned.
+        folder: of the executables; None to return `program`.
+        wait_s: seconds.
+    """
+    if folder is None:
+        return program  # type: ignore[no-any-return]  # what jax.jit returns is called only
+    has_run = False
+
+    def run(*arguments: Any) -> Any:
+        nonlocal has_run
+        if not has_run and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+            has_run = True
+            lowered = program.lower(*arguments)
+            if _CALLBACK not in lowered.as_text():  # JAX keeps no others
+                with turn(folder, wait_s):
+                    lowered.compile()
+        return program(*arguments)
+
+    return run
+
+
+@contextlib.contextmanager
+def turn(folder: Path, wait_s: float = WAIT_S) -> Iterator[bool]:
+    """Hold what only one process of this host may hold for a folder at a time; yields whether it was got in time."""
+    # The kernel gives it back when a process ends, however it does.
+    try:
+        descriptor = os.open(folder / f".compiling-on-{platform.node()}", os.O_CREAT | os.O_RDWR, 0o666)
+    except OSError as error:  # a folder that may only be read
+        logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
+        yield False
+        return
+    try:
+        yield _lock(descriptor, folder, wait_s)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            logger.warning("waited %g s for another instance that compiles in %s; compiling by itself", wait_s, folder)
+            return False
+        except OSError as error:  # a file system without locks
+            logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
+            return False
+        return True
+
+
+def explain_recompilation(seen: Sequence[Any], new: Any) -> str | None:
+    """Why a program is compiled again, to be logged once; None where it is compiled for the first time.
+
+    Args:
+        seen: pytrees of arrays, or of shapes with dtypes, for which it was compiled, in that order.
+        new: the one for which it is compiled now.
+    """
+    if not seen:
+        return None
+    before, now = _shapes(seen[-1]), _shapes(new)
+    changes = [
+        f"{name or 'the batch'} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name)
+    ]
+    reason = "; ".join(changes) or "its structure has changed"
+    return f"compiled again, for the {_ordinal(len(seen) + 1)} time: {reason}; batches of one shape are compiled once"
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,122 @@
+"""What an element of an infeed is: its structure, shapes and dtypes, and how a loop's body takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+DTYPES = tuple(map(np.dtype, ("int8", "uint8", "bool", "int32", "float16", ml_dtypes.bfloat16, "float32")))
+
+
+@dataclass(frozen=True)
+class ElementSpec:
+    """Structure, shapes and dtypes that all elements of a data set share.
+
+    Attributes:
+        structure: of an element; a tuple or a dictionary is handed to the body of a loop as several arguments.
+        leaves: shape and dtype of each array.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    @classmethod
+    def of(cls, element: Any) -> ElementSpec:
+        """That of an element.
+
+        Raises:
+            TypeError: "Unsupported datatype" for one that is not fed, such as int64 and float64.
+            ValueError: for a dimension of size 0, or tuples or lists inside of others.
+        """
+        _refuse_nested(element)
+        leaves, structure = jax.tree.flatten(_as_tuple(element))
+        if not leaves:
+            raise ValueError("the elements of the data set have no arrays; an infeed needs at least one")
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        for index, array in enumerate(arrays):
+            _refuse_dtype(index, array.dtype)
+            if 0 in array.shape:
+                raise ValueError(
+                    f"Detected a tensor in the dataset with a dimension of size 0: {list(array.shape)} on index {index}"
+                )
+        return cls(structure, tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
+
+    def flatten(self, number: int, element: Any) -> list[np.ndarray]:
+        """The arrays of an element, copied.
+
+        Raises:
+            ValueError: if it is not like the first one.
+        """
+        leaves, structure = jax.tree.flatten(_as_tuple(element))
+        arrays = [np.array(leaf) for leaf in leaves]
+        if structure != self.structure or any(
+            (array.shape, array.dtype) != (leaf.shape, leaf.dtype)
+            for array, leaf in zip(arrays, self.leaves, strict=True)
+        ):
+            raise ValueError(
+                f"element {number} of the data set is {_described(structure, arrays)}, and the first was "
+                f"{_described(self.structure, self.leaves)}; all have to be alike: leave out what does not fill a "
+                "batch (drop_remainder=True)"
+            )
+        return arrays
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        """An element of these arrays."""
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def arguments(self, leaves: Iterable[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The positional and the keyword arguments of a loop's body."""
+        element = self.unflatten(leaves)
+        if isinstance(element, tuple) and len(element) == 1 and _has_names(element[0]):
+            element = element[0]
+        if _has_names(element):
+            return (), element
+        return (element if isinstance(element, tuple) else (element,)), {}
+
+
+def check_declared(dataset: Any) -> None:
+    """Check the shapes that a data set declares in `element_spec`, as TensorFlow's do.
+
+    Raises:
+        ValueError: "Output shape" if one of them is not fully defined.
+    """
+    for declared in jax.tree.leaves(
+        getattr(dataset, "element_spec", None), is_leaf=lambda leaf: hasattr(leaf, "shape")
+    ):
+        shape = getattr(declared, "shape", ())
+        if getattr(shape, "rank", 0) is None or any(size is None for size in shape):
+            raise ValueError(
+                f"Output shape {shape} is not fully defined; when the data set makes batches, have it leave out the "
+                "incomplete one with drop_remainder=True"
+            )
+
+
+def _as_tuple(element: Any) -> Any:
+    return tuple(element) if isinstance(element, list | tuple) else element
+
+
+def _has_names(element: Any) -> bool:
+    return isinstance(element, dict) and all(isinstance(name, str) for name in element)
+
+
+def _refuse_nested(element: Any) -> None:
+    for part in element if isinstance(element, list | tuple) else ():
+        if isinstance(part, list | tuple):
+            raise ValueError("the elements of the data set have a tuple or list inside of another; make them flat")
+
+
+def _refuse_dtype(index: int, dtype: np.dtype) -> None:
+    if dtype not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        raise TypeError(
+            f"Unsupported datatype {dtype} on index {index} of feed operation; convert it to one of {known}"
+        )
+
+
+def _described(structure: jax.tree_util.PyTreeDef, leaves: Sequence[Any]) -> str:
+    return str(jax.tree.unflatten(structure, [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves])).replace("'", "")

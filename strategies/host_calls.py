@@ -1,0 +1,97 @@
+"""Calls from compiled programs into Python."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+PIECE_BYTES = 64 * 1024
+"""JAX hands an argument of 100 KiB or more over by a copy in XLA's thread pool. Where as many replicas as the pool has
+threads wait in callbacks for such copies, they wait for ever (seen with 8 replicas, 8 threads and 100.004 KiB)."""
+
+SMALL_BYTES = 1024
+WORDS = ("float32", "int32", "uint32")
+"""Small arrays of these dtypes travel together: each argument takes JAX some 50 us."""
+
+
+def call_host(
+    function: Callable[..., Any], results: Any, arguments: Sequence[jax.Array], *, is_ordered: bool = False
+) -> Any:
+    """Have the running program call `function`; called while the program is traced.
+
+    Args:
+        function: takes NumPy arrays, which it may keep only as copies; returns NumPy arrays.
+        results: a pytree of the shapes and dtypes that it returns.
+        arguments: arrays of any size.
+        is_ordered: whether JAX keeps all such calls of the thread in order. When one of them raises, JAX fails all
+            later programs of the thread that have any.
+    """
+    arrays = [jnp.asarray(argument) for argument in arguments]
+    are_small = [array.nbytes <= SMALL_BYTES and array.dtype.name in WORDS for array in arrays]
+    small = [array for array, is_small in zip(arrays, are_small, strict=True) if is_small]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    small_shapes = [shape for shape, is_small in zip(shapes, are_small, strict=True) if is_small]
+    large = [array for array, is_small in zip(arrays, are_small, strict=True) if not is_small]
+    pieces = [_cut(array) for array in (_packed(small), *large)]
+    counts = [len(parts) for parts in pieces]
+
+    def call(*parts: Any) -> Any:
+        rest = iter(parts)
+        words, *others = (_joined([np.asarray(part) for part in itertools.islice(rest, count)]) for count in counts)
+        small_ones, large_ones = _unpacked(words, small_shapes), iter(others)
+        return function(
+            *[
+                next(small_ones if is_small else large_ones).reshape(shape.shape)
+                for shape, is_small in zip(shapes, are_small, strict=True)
+            ]
+        )
+
+    return io_callback(call, results, *itertools.chain(*pieces), ordered=is_ordered)
+
+
+def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
+    """Whether a traced function calls into Python for more than a result: through `call_host`, or JAX's own means."""
+    return bool(jaxpr.effects & _effects_of_calls())
+
+
+@functools.cache
+def _effects_of_calls() -> frozenset[Any]:
+    def calls() -> None:
+        for is_ordered in (False, True):
+            io_callback(lambda: None, None, ordered=is_ordered)
+            jax.debug.callback(lambda: None, ordered=is_ordered)
+
+    return frozenset(jax.make_jaxpr(calls)().effects)
+
+
+def _packed(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The bits of small arrays as one."""
+    words = [jax.lax.bitcast_convert_type(array, jnp.int32).reshape(-1) for array in arrays]
+    return jnp.concatenate(words) if words else jnp.zeros(1, jnp.int32)
+
+
+def _unpacked(words: np.ndarray, shapes: Sequence[jax.ShapeDtypeStruct]) -> Iterator[np.ndarray]:
+    start = 0
+    for shape in shapes:
+        yield words[start : start + shape.size].view(shape.dtype)
+        start += shape.size
+
+
+def _cut(argument: jax.Array) -> list[jax.Array]:
+    if argument.nbytes <= PIECE_BYTES:
+        return [argument]
+    size = PIECE_BYTES // argument.dtype.itemsize
+    flat = argument.reshape(-1)
+    return [flat[start : start + size] for start in range(0, argument.size, size)]
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

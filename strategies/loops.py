@@ -1,0 +1,308 @@
+"""Loops that run on the devices, fed by infeeds."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.feed_program import FeedProgram, Replication, current_program, is_in_program, tracing
+from strategies.float64 import refuse_float64
+from strategies.infeed import InfeedQueue
+from strategies.iterations import Iteration, differentiable
+
+PROGRAMS_KEPT = 64
+
+Values = Sequence[Any]
+Body = Callable[..., Any]
+Condition = Callable[..., Any]
+
+
+def repeat(n: Any, body: Body, inputs: Any = None, infeed: InfeedQueue | None = None) -> Any:
+    """Run `body` n times on the device.
+
+    In a function that `strategy.run` compiles, every replica runs the loop, and takes its own elements of the infeed.
+    Called from Python, the loop is compiled, once per body, and runs on one device as one replica.
+
+    Args:
+        n: how often; an integer, or a scalar array that the program computes.
+        body: `body(*inputs, *element)` returns the next inputs. Elements that are dictionaries come as keyword
+            arguments. What it returns behind them has to be None, as `OutfeedQueue.enqueue` does.
+        inputs: the loop variables: a list or tuple of pytrees, or one array or dictionary.
+        infeed: where the elements come from, one in each iteration; with n = 0 it is left alone.
+
+    Returns:
+        The loop variables in the end: a list, or what there is if it is one, or None.
+        Gradients flow through the loop if n is known when it is compiled.
+
+    Raises:
+        TypeError: if the loop variables change their structure, shapes or dtypes, or `body` takes other arguments.
+        ValueError: if n is negative, or `body` takes no elements and so the infeed "has not been dequeued".
+        EndOfDataError: if the infeed has too few elements.
+    """
+    return _run(_Loop.of(None, body, inputs, infeed), inputs, _count("n", n))
+
+
+def while_loop(
+    condition: Condition,
+    body: Body,
+    inputs: Any = None,
+    infeed: InfeedQueue | None = None,
+    maximum_iterations: Any = None,
+) -> Any:
+    """Run `body` on the device while `condition(*inputs)` is true, otherwise as `repeat`.
+
+    Args:
+        condition: gets the loop variables only; returns a boolean scalar.
+        body: see `repeat`.
+        inputs: see `repeat`.
+        infeed: see `repeat`.
+        maximum_iterations: the most iterations; an integer, or a scalar array that the program computes.
+
+    Returns:
+        As `repeat`; gradients do not flow through the loop backwards.
+
+    Raises:
+        TypeError: as `repeat`, and if the condition is no boolean scalar.
+        ValueError: as `repeat`.
+        EndOfDataError: as `repeat`.
+    """
+    count = None if maximum_iterations is None else _count("maximum_iterations", maximum_iterations)
+    return _run(_Loop.of(condition, body, inputs, infeed), inputs, count)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A loop, apart from the values of its variables.
+
+    Attributes:
+        condition: whether to go on; None if only the number of iterations decides.
+        body: one iteration.
+        infeed: where elements come from; weakly, since compiled loops are kept for longer.
+        structure: of the list of loop variables.
+        shapes: shape and dtype of all arrays in them.
+    """
+
+    condition: Condition | None
+    body: Body
+    infeed: weakref.ref[InfeedQueue] | None
+    structure: jax.tree_util.PyTreeDef
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @classmethod
+    def of(cls, condition: Condition | None, body: Body, inputs: Any, infeed: InfeedQueue | None) -> _Loop:
+        if infeed is not None and not isinstance(infeed, InfeedQueue):
+            raise TypeError(f"the infeed is a {type(infeed).__name__}; make an InfeedQueue of the data set")
+        leaves, structure = jax.tree.flatten(_listed(inputs))
+        shapes = tuple((jnp.shape(leaf), jnp.asarray(leaf).dtype) for leaf in refuse_float64(leaves))
+        return cls(condition, body, None if infeed is None else weakref.ref(infeed), structure, shapes)
+
+    def flat_body(self, program: FeedProgram) -> Callable[..., tuple[Any, ...]]:
+        """`(token, *element, *leaves) -> (token, *collected, *leaves)` of one iteration."""
+
+        def iterate(token: jax.Array, *arrays: jax.Array) -> tuple[Any, ...]:
+            count = len(arrays) - len(self.shapes)
+            variables = jax.tree.unflatten(self.structure, arrays[count:])
+            with program.inside(token):
+                elements, named = self._elements(len(variables), arrays[:count])
+                result = self.body(*variables, *elements, **named)
+                return (program.token, *program.collected_arrays, *self._checked(result))
+
+        return iterate
+
+    def flat_condition(self, *leaves: jax.Array) -> jax.Array:
+        """Whether the loop goes on."""
+        assert self.condition is not None
+        answer = jnp.asarray(self.condition(*jax.tree.unflatten(self.structure, leaves)))
+        if answer.shape != () or answer.dtype != np.bool_:
+            raise TypeError(f"the condition returned {answer.dtype}{list(answer.shape)}; it must be a boolean scalar")
+        return answer
+
+    def _elements(self, variables: int, element: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        infeed = self.queue
+        if infeed is None:
+            self._check_arguments(variables, 0, ())
+            return (), {}
+        positional, named = infeed.spec.arguments(list(element))
+        self._check_arguments(variables, len(positional), tuple(named))
+        return positional, dict(named)
+
+    @property
+    def queue(self) -> InfeedQueue | None:
+        """The infeed, as long as there is one."""
+        return None if self.infeed is None else self.infeed()
+
+    def _check_arguments(self, variables: int, elements: int, names: Sequence[str]) -> None:
+        if _takes(self.body, variables + elements, names):
+            return
+        if (elements or names) and _takes(self.body, variables, ()):
+            raise ValueError(
+                "The infeed queue has not been dequeued: the body of the loop takes the loop variables only; have it "
+                "take the elements too, or leave out the infeed"
+            )
+        taken = [f"{variables} loop variables", f"{elements} elements of the infeed" if elements else ""]
+        taken.append(f"the keywords {', '.join(names)} of the infeed" if names else "")
+        raise TypeError(f"the body of the loop does not take its arguments: {' and '.join(filter(None, taken))}")
+
+    def _checked(self, result: Any) -> list[jax.Array]:
+        """The leaves of what the body returned, if they can be the next loop variables."""
+        count = len(jax.tree.unflatten(self.structure, [None] * len(self.shapes)))
+        leaves, structure = jax.tree.flatten(_next_variables(result, count, self.structure))
+        refuse_float64(leaves, "output")
+        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        shapes = tuple((array.shape, array.dtype) for array in arrays)
+        if structure != self.structure or shapes != self.shapes:
+            before, after = (
+                jax.tree.unflatten(tree, [f"{dtype}{list(shape)}" for shape, dtype in of])
+                for tree, of in ((self.structure, self.shapes), (structure, shapes))
+            )
+            raise TypeError(
+                f"the body of the loop takes the loop variables {before} and returns {after}; they have to be the same"
+            )
+        return arrays
+
+
+def _run(loop: _Loop, inputs: Any, count: Any) -> Any:
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(_listed(inputs))]
+    if is_in_program():
+        results = _inline(loop, current_program(), leaves, count)
+    elif _is_traced([*leaves, count]):
+        results = _inline_alone(loop, leaves, count)
+    else:
+        results = _call(loop, leaves, count)
+    variables = jax.tree.unflatten(loop.structure, results)
+    return variables[0] if len(variables) == 1 else variables or None
+
+
+# ---- loops in programs
+
+
+def _inline(loop: _Loop, program: FeedProgram, leaves: Values, count: Any) -> Values:
+    """Put the loop into the program that is being traced."""
+    token = program.token
+    iteration = Iteration.of(loop.flat_body(program), program, loop.queue, leaves)
+    condition = None if loop.condition is None else loop.flat_condition
+    if condition is not None or not isinstance(count, int):
+        token, *results = iteration.run(condition, iteration.body.consts, token, leaves, count)
+    else:
+        token, *results = differentiable(iteration, count)(iteration.body.consts, token, leaves)
+    program.advance(token)
+    return results
+
+
+def _inline_alone(loop: _Loop, leaves: Values, count: Any) -> Values:
+    """Put the loop into a program that is none of ours, or in which JAX differentiates without compiling."""
+    with tracing(current_program()) as program:
+        return _inline(loop, program, leaves, count)
+
+
+# ---- loops called from Python
+
+
+class _Program:
+    """A compiled loop of one replica."""
+
+    def __init__(self, loop: _Loop, leaves: Values, count: Any) -> None:
+        self._error: BaseException | None = None
+        self._token = jnp.int32(0)
+        self._loop = loop
+        self._closed = jax.make_jaxpr(self._trace)(self._token, count, leaves)
+        self._compiled = jax.jit(jax.extend.core.jaxpr_as_fun(self._closed))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it can be called again: a loop in a function that is differentiated depends on what is there."""
+        return not any(isinstance(constant, jax.core.Tracer) for constant in self._closed.consts)
+
+    def _trace(self, token: Any, count: Any, leaves: Values) -> Values:
+        program = FeedProgram(np.int32(0), Replication(range(1), 1), self._report, token)
+        with tracing(program):
+            results = _inline(self._loop, program, leaves, count)
+        return [program.token, *results]
+
+    def _report(self, error: BaseException) -> None:
+        self._error = error
+
+    def __call__(self, leaves: Values, count: Any) -> Values:
+        self._error = None
+        results: Values
+        _, *results = jax.block_until_ready(self._compiled(*jax.tree.leaves((self._token, count, leaves))))
+        if self._error is not None:
+            raise self._error
+        return results
+
+
+_programs: OrderedDict[Any, _Program] = OrderedDict()
+
+
+def _call(loop: _Loop, leaves: Values, count: Any) -> Values:
+    """Compile the loop, unless that is done, and run it."""
+    dynamic = None if count is None else jnp.asarray(count, jnp.int32)
+    program = _programs.get(loop)
+    if program is None:
+        program = _Program(loop, leaves, dynamic)
+        if not program.is_constant:
+            return _inline_alone(loop, leaves, count)
+        _programs[loop] = program
+        if len(_programs) > PROGRAMS_KEPT:
+            _programs.popitem(last=False)
+    return program(leaves, dynamic)
+
+
+# ---- arguments
+
+
+def _count(name: str, n: Any) -> Any:
+    """An int, or an array that the program computes."""
+    if isinstance(n, jax.Array) and n.shape == () and jnp.issubdtype(n.dtype, jnp.integer):
+        return n
+    try:
+        count = operator.index(n)
+    except TypeError as error:
+        raise TypeError(f"{name} is {n!r}; it must be an integer, or a scalar array of integers") from error
+    if count < 0:
+        raise ValueError(f"{name} is {count}; a loop runs 0 times or more")
+    return count
+
+
+def _listed(inputs: Any) -> list[Any]:
+    if inputs is None:
+        return []
+    return list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+
+
+def _next_variables(result: Any, count: int, structure: jax.tree_util.PyTreeDef) -> list[Any]:
+    """What the body returned as a list of loop variables, without what `enqueue` returned."""
+    if count == 1 and jax.tree.structure([result]) == structure:
+        return [result]
+    values = _listed(result)
+    variables, others = values[:count], values[count:]
+    if any(value is None for value in variables) and len(values) > count:
+        raise ValueError("the body of the loop returns None before a loop variable; return the loop variables first")
+    return variables if all(value is None for value in others) else values
+
+
+def _takes(function: Callable[..., Any], positional: int, names: Sequence[str]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # functions of libraries have none
+        return True
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
+
+
+def _is_traced(values: Sequence[Any]) -> bool:
+    """Whether JAX is tracing a function that is none of ours."""
+    return any(isinstance(value, jax.core.Tracer) for value in (*values, jnp.zeros(())))

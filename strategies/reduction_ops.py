@@ -1,0 +1,90 @@
+"""The reductions of collectives inside compiled programs, and their names.
+
+Semantics: the original's `CollectiveOperator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import UnsupportedBufferError
+from collectives.dtypes import MOVABLE, REDUCIBLE, accumulator_dtype
+
+_PREFIX = "COLLECTIVE_OP_"
+_BASES = {
+    "ADD": "sum",
+    "MEAN": "mean",
+    "MUL": "prod",
+    "MIN": "min",
+    "MAX": "max",
+    "LOGICAL_AND": "min",
+    "LOGICAL_OR": "max",
+    "SQUARE_ADD": "sum",
+    "LOCAL": "local",
+}
+_COMBINE = {"sum": jnp.add, "mean": jnp.add, "min": jnp.minimum, "max": jnp.maximum, "prod": jnp.multiply}
+
+
+def parse_op(op: str) -> str:
+    """The name of a collective operation in capitals, without the prefix `COLLECTIVE_OP_`.
+
+    Raises:
+        ValueError: for another name.
+    """
+    name = str(op).upper().removeprefix(_PREFIX)
+    if name not in _BASES:
+        raise ValueError(f"{op!r} is not a collective operation; use one of {', '.join(_BASES)}")
+    return name
+
+
+def check_dtype(dtype: np.dtype, reduces: bool) -> None:
+    """Refuse a dtype that collectives between instances do not carry, also where there is one instance.
+
+    Raises:
+        UnsupportedBufferError: if they do not.
+    """
+    supported = REDUCIBLE if reduces else MOVABLE
+    if dtype not in supported:
+        raise UnsupportedBufferError(
+            f"replicas cannot {'reduce' if reduces else 'exchange'} {dtype}; convert it to one of "
+            f"{', '.join(sorted(map(str, supported)))}"
+        )
+
+
+def base_of(name: str) -> str:
+    """What is done with operands that `operand` has made: "sum", "mean", "prod", "min", "max" or "local"."""
+    return _BASES[name]
+
+
+def operand(name: str, x: jax.Array) -> jax.Array:
+    """What a contribution is turned into before it is combined: a truth value, a square, or itself."""
+    if name.startswith("LOGICAL"):
+        return (x != 0).astype(jnp.uint8)
+    if name == "SQUARE_ADD":
+        wide = x.astype(accumulator_dtype(np.dtype(x.dtype), "sum"))
+        return wide * wide
+    return x
+
+
+def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
+    """The arithmetic of `collectives.reduction`, inside a compiled program.
+
+    Args:
+        op: "sum", "mean", "min", "max" or "prod".
+        values: of equal shape and dtype, which is that of the result; 16-bit floats are combined in float32.
+    """
+    combine = _COMBINE[op]
+    dtype = values[0].dtype
+    total = values[0].astype(accumulator_dtype(np.dtype(dtype), "sum" if op == "prod" else op))
+    for value in values[1:]:
+        total = combine(total, value.astype(total.dtype))
+    if op == "mean":
+        # Behind a barrier, because a divisor that the compiler knows becomes a factor, with other bits than NumPy's
+        # division. lax.div truncates integers.
+        count = jnp.full(total.shape, len(values), total.dtype)
+        total = jax.lax.div(total, jax.lax.optimization_barrier(count))
+    return total.astype(dtype)

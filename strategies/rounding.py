@@ -1,0 +1,50 @@
+"""Stochastic rounding: updates that are smaller than the distance between two numbers count on the average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_FRACTION_BITS = {"bfloat16": 16, "float16": 13}  # of float32's fraction that the dtype does not have
+_SMALLEST_NORMAL = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
+
+
+def round_stochastically(values: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
+    """One of the two neighbours in `dtype`, the nearer one with the greater probability, so that the mean is exact.
+
+    Args:
+        values: float32.
+        dtype: bfloat16 or float16. (Of float16, numbers below its normal range are rounded to the nearest.)
+        bits: random uint32, of the shape of the values.
+
+    Returns:
+        Values of `dtype`, of the same shape. What is not finite stays so.
+    """
+    dropped = _FRACTION_BITS[jnp.dtype(dtype).name]
+    noise = bits >> (32 - dropped)
+    rounded = (jax.lax.bitcast_convert_type(values, jnp.uint32) + noise) >> dropped << dropped
+    truncated = jax.lax.bitcast_convert_type(rounded, jnp.float32)
+    is_ordinary = jnp.isfinite(values) & (jnp.abs(values) >= _SMALLEST_NORMAL[jnp.dtype(dtype).name])
+    return jnp.where(is_ordinary, truncated, values).astype(dtype)
+
+
+def add_stochastically(variables: Any, changes: Any, bits_of: Callable[[int, jax.Array], jax.Array]) -> Any:
+    """`optax.apply_updates`, added in float32; variables of 16 bits are rounded stochastically.
+
+    Args:
+        variables: a pytree of arrays.
+        changes: a pytree of the same structure.
+        bits_of: the random bits for leaf number i, given that leaf.
+    """
+    leaves, structure = jax.tree.flatten(variables)
+    changed = []
+    for number, (leaf, change) in enumerate(zip(leaves, jax.tree.leaves(changes), strict=True)):
+        if leaf.dtype.name in _FRACTION_BITS:
+            total = leaf.astype(jnp.float32) + change.astype(jnp.float32)
+            changed.append(round_stochastically(total, leaf.dtype, bits_of(number, leaf)))
+        else:
+            changed.append((leaf + change).astype(leaf.dtype))
+    return jax.tree.unflatten(structure, changed)

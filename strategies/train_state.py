@@ -1,0 +1,36 @@
+"""What training changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+from strategies.loss_scaling import LossScale
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["variables", "optimizer_state", "loss_scale", "residuals"],
+    meta_fields=["step"],
+)
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that training changes.
+
+    Attributes:
+        variables: a pytree of arrays, the same bits on every instance.
+        optimizer_state: what the optimizer keeps; of sharded state this instance's part.
+        step: how many steps were made.
+        loss_scale: of the next step; None without loss scaling.
+        residuals: what int8 gradients of the local replicas have lost so far, for each variable float32 with the
+            replicas one after another along the first axis; None where gradients are not quantised.
+    """
+
+    variables: Any
+    optimizer_state: Any
+    step: int
+    loss_scale: LossScale | None = None
+    residuals: Any = None

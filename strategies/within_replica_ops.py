@@ -1,0 +1,114 @@
+"""Collectives between the shards of one replica: functions of a list with one array per shard, in their order.
+
+Each returns a list with what every shard gets. Semantics: the original's `within_replica_ops`; gradients are those of
+the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from strategies.errors import DeviceError
+from strategies.reduction_ops import base_of, operand, parse_op, reduce_in_order
+
+
+def all_gather(shards: Sequence[Any], axis: int = 0) -> list[jax.Array]:
+    """The arrays of all shards, concatenated along `axis`, on each of them; scalars are stacked.
+
+    Raises:
+        ValueError: if dtypes, ranks or other dimensions differ, an array is there twice, or there is no such axis.
+        DeviceError: if the arrays lie on different devices in another order than theirs.
+    """
+    arrays = _checked(shards)
+    if not arrays[0].ndim:
+        return [jnp.stack(arrays)] * len(arrays)
+    if not 0 <= axis < arrays[0].ndim:
+        raise ValueError(f"all_gather along axis {axis} of arrays of rank {arrays[0].ndim}; it must be one of theirs")
+    others = {(*array.shape[:axis], *array.shape[axis + 1 :]) for array in arrays}
+    if len(others) > 1:
+        raise ValueError(
+            f"all_gather along axis {axis} of shapes {[list(array.shape) for array in arrays]}; "
+            "they must be equal along the other axes"
+        )
+    return [jnp.concatenate(arrays, axis)] * len(arrays)
+
+
+def all_reduce(shards: Sequence[Any], op: str = "ADD") -> list[jax.Array]:
+    """The reduction of all shards, on each of them, as long as the longest of them.
+
+    Args:
+        shards: vectors, the shorter ones taken as if zeros followed; or scalars, taken as vectors of length 1.
+        op: as in `cross_replica_ops.reduce_scatter`.
+
+    Raises:
+        ValueError: if dtypes or ranks differ, an array is there twice, or is neither a vector nor a scalar.
+        DeviceError: if the arrays lie on different devices in another order than theirs.
+    """
+    vectors = _vectors(shards)
+    length = max(vector.size for vector in vectors)
+    return _reduced(parse_op(op), [_padded(vector, length) for vector in vectors])
+
+
+def reduce_scatter(shards: Sequence[Any], op: str = "ADD") -> list[jax.Array]:
+    """The reduction of all k shards, of which each gets its part, of length ceil(longest / k), zeros at the end.
+
+    Args:
+        shards: as in `all_reduce`.
+        op: as in `all_reduce`.
+
+    Raises:
+        ValueError: as `all_reduce` does.
+        DeviceError: as `all_reduce` does.
+    """
+    vectors = _vectors(shards)
+    part = -(-max(vector.size for vector in vectors) // len(vectors))
+    reduced = _reduced(parse_op(op), [_padded(vector, part * len(vectors)) for vector in vectors])
+    return [whole[rank * part : (rank + 1) * part] for rank, whole in enumerate(reduced)]
+
+
+def _reduced(op: str, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+    if op == "LOCAL":
+        return list(vectors)
+    whole = reduce_in_order(base_of(op), [operand(op, vector) for vector in vectors])
+    return [whole.astype(vectors[0].dtype)] * len(vectors)
+
+
+def _padded(vector: jax.Array, length: int) -> jax.Array:
+    return jnp.pad(vector, (0, length - vector.size))
+
+
+def _vectors(shards: Sequence[Any]) -> list[jax.Array]:
+    arrays = _checked(shards)
+    if arrays[0].ndim > 1:
+        raise ValueError(f"shards of rank {arrays[0].ndim} cannot be reduced; reshape them to vectors")
+    return [array.reshape(-1) for array in arrays]
+
+
+def _checked(shards: Sequence[Any]) -> list[jax.Array]:
+    if not len(shards):
+        raise ValueError("the list of shards is empty; give one array per shard")
+    if len({id(shard) for shard in shards}) < len(shards):
+        raise ValueError("an array is in the list of shards twice; each shard has one of its own")
+    arrays = [jnp.asarray(shard) for shard in shards]
+    for what, found in (("dtypes", {array.dtype for array in arrays}), ("ranks", {array.ndim for array in arrays})):
+        if len(found) > 1:
+            raise ValueError(f"the shards have {what} {', '.join(sorted(map(str, found)))}; they must be the same")
+    _check_order(arrays)
+    return arrays
+
+
+def _check_order(arrays: Sequence[jax.Array]) -> None:
+    places = [_device_of(array) for array in arrays]
+    numbers = [place for place in places if place is not None]
+    if len(set(numbers)) == len(arrays) and numbers != sorted(numbers):
+        raise DeviceError(f"the shards lie on devices {numbers}; give them in the order of their devices")
+
+
+def _device_of(array: jax.Array) -> int | None:
+    if isinstance(array, jax.core.Tracer) or len(array.devices()) > 1:
+        return None
+    return int(next(iter(array.devices())).id)

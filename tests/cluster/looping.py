@@ -1,0 +1,117 @@
+"""Jobs in the test bed whose instances reduce until something happens: how they end, and what is left of them."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+import pytest
+from beds import Bed
+from stopwatch import Stopwatch
+
+OVER_LIMIT_S = 100.0
+LOOK_S = 0.05
+
+LOOP = """
+import os, signal, sys, time
+import numpy as np
+import popdist
+
+popdist.init()
+index, victim, deed = popdist.getInstanceIndex(), int(sys.argv[1]), sys.argv[2]
+count = 0
+while count != int(sys.argv[3]):
+    popdist.allreduce(np.ones(10), tensor_name=None)
+    count += 1
+    if count == 50:
+        print("all are up", flush=True)
+        if index == victim and deed == "raise":
+            raise ValueError("boom")
+        if index == victim and deed == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == victim and deed == "exit":
+            sys.exit(3)
+print("count", count)
+"""
+
+Found = TypeVar("Found")
+
+
+def looping(victim: int = -1, deed: str = "", count: int = -1) -> list[str]:
+    """The words of the program.
+
+    Args:
+        victim: the instance that does something after 50 reductions.
+        deed: what it does: `raise`, `kill` or `exit`.
+        count: how many reductions there are; -1: they go on.
+    """
+    return [sys.executable, "-c", LOOP, str(victim), deed, str(count)]
+
+
+def own_lines(text: str) -> list[str]:
+    """poprun's own errors, without clock and process."""
+    return [line.partition(" POPRUN [E] ")[2] for line in text.splitlines() if " POPRUN [E] " in line]
+
+
+def await_value(look: Callable[[], Found], wanted: Callable[[Found], bool], limit_s: float) -> Found:
+    """The first value that is wanted, or the last one before the limit."""
+    with Stopwatch() as watch:
+        while not wanted(found := look()) and watch.seconds < limit_s:
+            time.sleep(LOOK_S)
+    return found
+
+
+class Traces:
+    """What a job leaves on the hosts: processes that were not there when this was made."""
+
+    def __init__(self, bed: Bed) -> None:
+        self._bed = bed
+        self._before = {host: set(bed.processes(host)) for host in bed.names}
+
+    def find(self, hosts: Collection[str] = ()) -> set[tuple[str, str]]:
+        """Host and command of each that is there now; by default on all hosts."""
+        return {
+            (host, command)
+            for host in hosts or self._bed.names
+            for pid, command in self._bed.processes(host).items()
+            if pid not in self._before[host] and re.search("poprun|prted|mpirun|popdist", command)
+        }
+
+    def left(self, within_s: float, hosts: Collection[str] = ()) -> set[tuple[str, str]]:
+        """What is still there after so long."""
+        return await_value(lambda: self.find(hosts), lambda found: not found, within_s)
+
+
+class Looping:
+    """A job that runs.
+
+    Args:
+        bed: the hosts.
+        command: the words that start it, on h0.
+        environ: variables for the command.
+    """
+
+    def __init__(self, bed: Bed, command: Sequence[str], **environ: str) -> None:
+        self._traces = Traces(bed)
+        self.process = bed.start("h0", *command, environ=environ)
+
+    def await_start(self) -> None:
+        """Return when the instances have begun to reduce."""
+        for line in self.process.stdout:
+            if "all are up" in line:
+                return
+        pytest.fail(self.process.stderr.read())
+
+    def end(self, limit_s: float) -> tuple[int, list[str]]:
+        """Its exit status and what poprun said; it must be over within so long from now."""
+        with Stopwatch() as watch:
+            _, error = self.process.communicate(timeout=OVER_LIMIT_S)
+        assert watch.seconds < limit_s, error
+        return self.process.returncode, own_lines(error)
+
+    def left(self, within_s: float, hosts: Collection[str] = ()) -> set[tuple[str, str]]:
+        """What is still there of it after so long; by default on all hosts."""
+        return self._traces.left(within_s, hosts)

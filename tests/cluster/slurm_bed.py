@@ -1,0 +1,71 @@
+"""A real Slurm on the hosts of a bed, as its users call it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from beds import REQUIRED_VARIABLE, ROOT, Bed
+
+_IDLE_LIMIT_S = 30.0
+
+
+class Slurm:
+    """The cluster; its commands run on h0.
+
+    Attributes:
+        bed: the hosts, each of which is a node of the same name with two processors.
+        folder: seen by all nodes.
+        environ: variables with which a command on a host finds the cluster.
+    """
+
+    def __init__(self, bed: Bed, conf: str) -> None:
+        self.bed = bed
+        self.folder = bed.shared / "jobs"
+        self.folder.mkdir(exist_ok=True)
+        self.environ = {"SLURM_CONF": conf}
+
+    def run(self, *words: str, limit_s: float = 60.0, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run srun, salloc, sbatch or the like to its end."""
+        return self.bed.on("h0", *words, limit_s=limit_s, **self.environ, **environ)
+
+    def script(self, program: str) -> Path:
+        """A Python program as a script that every node sees."""
+        path = self.folder / "script"
+        path.write_text(f"#!{sys.executable}\n{program}")
+        return path
+
+    def submit(
+        self, script: Path, *words: str, options: tuple[str, ...] = (), limit_s: float = 60.0, **environ: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Submit a script from the project's folder and wait for its end; `stdout` has all that the job wrote."""
+        output = self.folder / "output"
+        output.write_text("")
+        done = self.run(
+            *("env", "-C", str(ROOT), "sbatch", "--wait", "--output", str(output), *options, str(script), *words),
+            limit_s=limit_s,
+            **environ,
+        )
+        return subprocess.CompletedProcess(done.args, done.returncode, output.read_text(), done.stderr)
+
+    def require_pmix(self) -> None:
+        """Skip, or fail where a cluster is required, if srun cannot connect tasks through PMIx."""
+        done = self.run("srun", "--mpi=pmix", "true")
+        if done.returncode:
+            reason = f"srun --mpi=pmix does not work (apt-get install libpmix-dev): {done.stderr.strip()}"
+            (pytest.fail if os.environ.get(REQUIRED_VARIABLE) else pytest.skip)(reason)
+
+    def free_all(self) -> None:
+        """End every job, and wait until all nodes are idle: the next job then gets the first of them."""
+        self.run("scancel", "--user=root")
+        deadline_s = time.monotonic() + _IDLE_LIMIT_S
+        while not self._are_all_idle():  # each question takes long enough to be no burden
+            assert time.monotonic() < deadline_s, f"not idle after {_IDLE_LIMIT_S} s:\n{self.run('sinfo').stdout}"
+
+    def _are_all_idle(self) -> bool:
+        """Not by --states=idle, to which a node that is still completing a job belongs too."""
+        return set(self.run("sinfo", "--noheader", "--Node", "--format=%t").stdout.split()) == {"idle"}

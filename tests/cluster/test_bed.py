@@ -1,0 +1,76 @@
+"""The hosts that the other tests of this folder run on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from beds import open_bed, sweep_dead_beds
+
+pytestmark = pytest.mark.cluster
+
+
+CONNECT = """
+import socket, sys, time
+began_s = time.monotonic()
+socket.create_connection((sys.argv[1], 2222), 2).close()
+print(time.monotonic() - began_s)
+"""
+
+
+def test_hosts_reach_each_other_by_ssh(hosts):
+    for source, target in (("h0", "h3"), ("h3", "h0"), ("h1", "h2")):
+        done = hosts.on(source, "ssh", *hosts.ssh_arguments, target, "hostname")
+        assert done.stdout == f"{target}\n", done.stderr
+
+
+def test_hosts_see_the_shared_folder_and_have_a_tmp_of_their_own(hosts):
+    (hosts.shared / "note").write_text("for all")
+    assert hosts.on("h2", "cat", str(hosts.shared / "note")).stdout == "for all"
+    hosts.on("h1", "touch", "/tmp/mine")
+    assert hosts.on("h2", "ls", "/tmp/mine").returncode != 0
+
+
+def test_a_link_that_is_down_carries_nothing_and_comes_back(hosts):
+    hosts.link("h1", "down")
+    assert hosts.python("h0", CONNECT, "h1").returncode == 1
+    hosts.link("h1", "up")
+    assert hosts.python("h0", CONNECT, "h1").returncode == 0
+
+
+def test_a_link_has_the_delay_that_it_was_given(hosts):
+    hosts.link("all", "delay=50ms")
+    assert float(hosts.python("h0", CONNECT, "h1").stdout) >= 0.1  # there and back
+
+
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
+    """The hosts hold one end of a pipe and end when the other one is closed."""
+    program = (
+        f"import sys, os, pathlib; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from beds import open_bed, sweep_dead_beds\n"
+        f"with open_bed(pathlib.Path({str(tmp_path)!r}), 1) as bed:\n"
+        "    print((bed.shared / 'state/run/h0.pid').read_text(), flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        init = owner.stdout.readline().decode().strip()
+        if not init:
+            pytest.skip("hosts cannot be made here")
+        owner.kill()
+    waiting = subprocess.run(["tail", f"--pid={init}", "-f", "/dev/null"], timeout=30, check=False)
+    assert waiting.returncode == 0
+    sweep_dead_beds()
+    assert list(Path("/run/netns").glob(f"pd{owner.pid}x*")) == []
+
+
+def test_slurm_runs_on_the_hosts(hosts, slurm_conf):
+    done = hosts.on("h0", "srun", "-N4", "hostname", SLURM_CONF=slurm_conf)
+    assert sorted(done.stdout.split()) == list(hosts.names), done.stderr
+
+
+def test_hosts_may_have_ipv6_addresses_only(tmp_path):
+    with open_bed(tmp_path, 2, FAMILY="6") as bed:
+        assert bed.on("h0", "ssh", *bed.ssh_arguments, "h1", "hostname").stdout == "h1\n"
+        assert "10.77" not in bed.on("h0", "ip", "-4", "address").stdout

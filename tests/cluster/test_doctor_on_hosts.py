@@ -1,0 +1,79 @@
+"""`poprun doctor` on several hosts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+DOCTOR = "import sys; from poprun.doctor import main; sys.exit(main(sys.argv[1:]))"
+
+
+def examine(bed, *words):
+    done = bed.python("h0", DOCTOR, *words, "--json")
+    return done.returncode, json.loads(done.stdout)
+
+
+def rows(report, check):
+    return {each["host"]: each["fact"] for each in report["findings"] if each["check"] == check}
+
+
+def test_hosts_in_good_order_are_well(hosts):
+    status, report = examine(hosts, "--host", ",".join(hosts.names))
+    assert (status, report["ok"]) == (0, True), report
+    assert report["network"]["cidr"] == "10.77.0.0/24"
+    assert [(each["source"], each["target"]) for each in report["links"]] == [
+        ("h0", "h1"),
+        ("h1", "h2"),
+        ("h2", "h3"),
+        ("h3", "h0"),
+    ]
+    assert set(rows(report, "name service").values()) == {"knows all hosts"}
+    assert "at least" in rows(report, "all-reduce")["all"]
+
+
+def test_the_slow_link_is_found(hosts):
+    """h1 sends and receives 100 Mbit/s with 20 ms of delay; the others are not limited."""
+    hosts.link("h1", "rate=100mbit", "delay=20ms")
+    status, report = examine(hosts, "--host", "h0,h1,h2,h3")
+    assert status == 0
+    rate = {each["source"]: each["bytes_per_s"] * 8e-6 for each in report["links"]}
+    trip_s = {each["source"]: each["round_trip_s"] for each in report["links"]}
+    assert max(rate["h0"], rate["h1"]) < 110  # nothing is faster than its link
+    assert min(trip_s["h0"], trip_s["h1"]) >= 0.02
+
+
+def test_names_that_a_host_does_not_know_are_reported(hosts):
+    hosts.on("h1", "sh", "-c", "echo 127.0.0.1 localhost > /tmp/few; mount --bind /tmp/few /etc/hosts")
+    try:
+        status, report = examine(hosts, "--host", "h0,h1,h2")
+    finally:
+        hosts.on("h1", "umount", "/etc/hosts")
+    assert status == 0
+    assert rows(report, "name service")["h1"].startswith("has no or other addresses for h0, ")
+    assert rows(report, "name service")["h2"] == "knows all hosts"
+
+
+def test_another_packet_size_is_reported(hosts):
+    hosts.on("h2", "ip", "link", "set", "eth0", "mtu", "1400")
+    try:
+        _, report = examine(hosts, "--host", "h0,h1,h2")
+    finally:
+        hosts.on("h2", "ip", "link", "set", "eth0", "mtu", "1500")
+    assert rows(report, "MTU") == {"h2": "packets of 1400 bytes, 1500 on most hosts"}
+
+
+def test_a_host_that_cannot_be_reached_is_a_fault_and_the_rest_is_examined(hosts):
+    hosts.link("h2", "down")
+    status, report = examine(hosts, "--host", "h0,h1,h2")
+    assert (status, report["ok"]) == (1, False)
+    faults = [each for each in report["findings"] if each["is_fault"]]
+    assert [(each["check"], each["host"]) for each in faults] == [("ssh", "h2")]
+    assert [(each["source"], each["target"]) for each in report["links"]] == [("h0", "h1"), ("h1", "h0")]
+
+
+def test_nothing_is_left_on_the_hosts(hosts):
+    examine(hosts, "--host", ",".join(hosts.names))
+    assert {host: hosts.processes(host) for host in hosts.names} == dict.fromkeys(hosts.names, {})

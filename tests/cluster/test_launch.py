@@ -1,0 +1,172 @@
+"""Jobs on several hosts over ssh: what they find, how they end, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+from beds import REQUIRED_VARIABLE, ROOT
+from looping import Looping, looping, own_lines
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(170)]
+
+END_LIMIT_S = 2.0
+SILENCE_S = 4
+DIGITS = str(ROOT / "launch_scripts" / "train_digits.py")
+
+
+def words(hosts, instances, *options):
+    """The beginning of a command that starts a job; simulated hosts all believe that they own every core."""
+    job = ["--host", ",".join(hosts), "--num-instances", str(instances), "--num-replicas", str(instances)]
+    root = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
+    return [sys.executable, "-m", "poprun", *job, "--process-placement", "disabled", *root, *options]
+
+
+def run(bed, hosts, instances, *command, options=(), **environ):
+    return bed.on("h0", *words(hosts, instances, *options), *command, limit_s=120.0, **environ)
+
+
+def looping_job(bed, hosts, instances, *options, **loop):
+    return Looping(bed, [*words(hosts, instances, *options), *looping(**loop)])
+
+
+WHO = """
+import json, os, popdist
+popdist.init()
+everywhere = ("VIRTUAL_ENV", "XLA_FLAGS", "PYTHONPATH")
+print(json.dumps([
+    popdist.getInstanceIndex(), popdist.getLocalInstanceIndex(), popdist.getReplicaIndexOffset(),
+    os.uname().nodename, {name: os.environ.get(name) for name in everywhere}, os.getcwd(),
+]))
+popdist.synchronize()
+"""
+
+
+def test_instances_are_spread_in_blocks_and_find_the_same_environment(hosts):
+    environ = {"VIRTUAL_ENV": "/some/where", "XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
+    done = run(hosts, hosts.names, 8, sys.executable, "-c", WHO, **environ)
+    assert done.returncode == 0, done.stderr
+    found = sorted(json.loads(line.partition(":")[2]) for line in done.stdout.splitlines())
+    assert [each[:4] for each in found] == [[i, i % 2, i, f"h{i // 2}"] for i in range(8)]
+    expected = environ | {"PYTHONPATH": hosts.environ["PYTHONPATH"]}
+    assert all(each[4] == expected for each in found)
+    assert {each[5] for each in found} == {os.getcwd()}
+
+
+def test_the_variables_are_those_of_one_process(hosts, tmp_path_factory):
+    """Eight replicas on four hosts, over links of 1 Gbit/s with 0.5 ms."""
+    hosts.link("all", "rate=1gbit", "delay=0.5ms")
+    arguments = [sys.executable, DIGITS, "--model", "mlp", "--max-steps", "5", "--json", "-", "--replicas", "8"]
+    alone = hosts.on("h0", *arguments, "--strategy", "ipu", limit_s=100.0)
+    done = run(hosts, hosts.names, 8, *arguments)
+    assert done.returncode == 0, done.stderr
+    results = [re.search(r'"variables_sha256": "(\w+)"', each.stdout) for each in (alone, done)]
+    assert all(results), (alone.stderr, done.stdout)
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize(
+    ("deed", "status", "words_"),
+    [
+        ("raise", 1, r"instance 3 on host h1 \(pid \d+\) ended with exit status 1, after collective 50"),
+        ("kill", 137, r"instance 3 on host h1 \(pid \d+\) was killed by SIGKILL, after collective 50"),
+        ("exit", 3, r"instance 3 on host h1 \(pid \d+\) ended with exit status 3, after collective 50"),
+    ],
+)
+def test_an_instance_that_fails_on_another_host_ends_the_job_and_is_named(hosts, deed, status, words_):
+    job = looping_job(hosts, hosts.names[:3], 6, victim=3, deed=deed)
+    job.await_start()
+    found, lines = job.end(END_LIMIT_S)
+    assert found == status
+    assert re.match(words_, lines[0]), lines
+    assert job.left(1.0) == set()
+
+
+def test_a_daemon_that_is_killed_ends_the_job_and_its_host_is_named(hosts):
+    job = looping_job(hosts, hosts.names[:3], 6)
+    job.await_start()
+    daemons = [pid for pid, command in hosts.processes("h1").items() if re.match(r"\S*prted ", command)]
+    os.kill(min(daemons), signal.SIGKILL)  # one of its own children has its name
+    status, lines = job.end(END_LIMIT_S + 1)
+    assert status != 0
+    assert "h1" in "".join(lines), lines
+    assert job.left(2.0) == set()
+
+
+def test_a_host_whose_link_is_cut_ends_the_job_within_the_limit_and_cleans_itself_up(hosts):
+    job = looping_job(hosts, hosts.names[:3], 6, "--host-timeout-s", str(SILENCE_S))
+    job.await_start()
+    hosts.link("h2", "down")
+    status, lines = job.end(SILENCE_S + 3)
+    assert status != 0
+    assert "h2" in "".join(lines), lines
+    assert job.left(SILENCE_S + 2) == set()
+
+
+def test_a_network_that_hiccups_for_two_seconds_ends_nothing(hosts):
+    job = looping_job(hosts, hosts.names[:2], 2, count=400)
+    job.await_start()
+    hosts.link("h1", "down")
+    time.sleep(2.0)  # the fault itself
+    hosts.link("h1", "up")
+    out, error = job.process.communicate(timeout=100)
+    assert job.process.returncode == 0, error
+    assert out.count("count 400") == 2
+
+
+def test_ctrl_c_leaves_nothing_on_any_host(hosts):
+    job = looping_job(hosts, hosts.names, 4)
+    job.await_start()
+    job.process.send_signal(signal.SIGINT)
+    status, _ = job.end(END_LIMIT_S + 1)
+    assert status == 130
+    assert job.left(2.0) == set()
+
+
+def test_a_poprun_that_is_killed_leaves_nothing_on_any_host(hosts):
+    job = looping_job(hosts, hosts.names, 4)
+    job.await_start()
+    (poprun,) = [pid for pid, command in hosts.processes("h0").items() if " -m poprun " in command]
+    os.kill(poprun, signal.SIGKILL)
+    job.process.communicate(timeout=60)
+    assert job.left(5.0) == set()
+
+
+def test_a_host_that_is_down_is_named_before_anything_starts(hosts):
+    hosts.link("h3", "down")
+    done = run(hosts, hosts.names, 4, "true", options=("--verbose",))
+    assert done.returncode == 1
+    (line,) = own_lines(done.stderr)
+    assert line.startswith("host h3: ssh: connect to host h3")
+    assert "waiting for mpirun" not in done.stderr
+
+
+def test_without_the_checks_the_network_is_found_all_the_same(hosts):
+    done = run(hosts, hosts.names[1:3], 2, "hostname", options=("--skip-checks",))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition(":")[2] for line in done.stdout.splitlines()) == ["h1", "h2"]
+
+
+def test_the_start_has_a_limit_and_nothing_is_left_behind_a_firewall(hosts):
+    """h0 drops everything but ssh: Open MPI itself would wait for ever."""
+    if shutil.which("iptables") is None:
+        (pytest.fail if os.environ.get(REQUIRED_VARIABLE) else pytest.skip)("no iptables (apt install iptables)")
+    rules = [["INPUT", "-p", "tcp", "--sport", "2222"], ["INPUT", "-i", "lo"]]
+    try:
+        for rule in rules:
+            assert hosts.on("h0", "iptables", "-A", *rule, "-j", "ACCEPT").returncode == 0
+        hosts.on("h0", "iptables", "-A", "INPUT", "-j", "DROP")
+        job = looping_job(hosts, hosts.names[:2], 2, "--start-timeout-s", "4")
+        status, lines = job.end(4 + 6)
+        assert status != 0
+        assert lines[0] == "mpirun did not start every instance in time before every instance had completed"
+        assert "never started" in lines[1]
+        assert job.left(2.0) == set()
+    finally:
+        hosts.on("h0", "iptables", "-F", "INPUT")

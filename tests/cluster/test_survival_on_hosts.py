@@ -1,0 +1,77 @@
+"""Jobs on several hosts that go on without what is lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from beds import ROOT
+from looping import Traces, await_value
+from test_launch import run, words
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(170)]
+
+PROGRAM = str(ROOT / "tests" / "jobs" / "programs" / "surviving_training.py")
+SILENCE_S = 4
+
+
+def train(bed, hosts, instances, *options):
+    """What the instances that are left have found, and what poprun said."""
+    options = ("--num-replicas", "8", *options)
+    done = run(bed, hosts, instances, sys.executable, PROGRAM, "4", options=options)
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition("<stdout>:")[2] for line in done.stdout.splitlines() if "<stdout>:{" in line]
+    return [json.loads(line) for line in lines], done.stderr
+
+
+@pytest.fixture(scope="module")
+def alone(bed):
+    """What one process finds."""
+    [found], _ = train(bed, ["h0"], 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "instances", "lost", "phase"),
+    [("kill", 4, 0, "all_reduce"), ("cut", 4, 3, "forward"), ("kill", 2, 1, "all_reduce")],
+)
+def test_the_others_go_on_to_the_same_bits(hosts, alone, kind, instances, lost, phase):
+    fault = f"{kind}:instance={lost},step=3,phase={phase}"
+    found, error = train(hosts, hosts.names[:2], instances, "--on-failure", "shrink", "--inject", fault)
+    assert len(found) == instances - 1
+    assert sum(each["replicas"] for each in found) == 8
+    for each in found:
+        assert (each["fingerprint"], each["losses"]) == (alone["fingerprint"], alone["losses"])
+    assert f"the job completed without 1 instance: instance {lost} on host h{lost * 2 // instances} " in error
+
+
+UNTIL_THE_SECOND_ATTEMPT = """
+import os
+import numpy as np
+import popdist
+
+popdist.init()
+count = 0
+while os.environ["POPDIST_RESTART_COUNT"] == "0" or count < 100:
+    popdist.allreduce(np.ones(10), tensor_name=None)
+    count += 1
+    if count == 50:
+        print("all are up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["shrink", "restart"])
+def test_a_host_that_is_cut_off_is_left_out_of_the_next_attempt(hosts, mode):
+    options = ("--on-failure", mode, "--host-timeout-s", str(SILENCE_S), "--restart-backoff-s", "0")
+    traces = Traces(hosts)
+    program = (sys.executable, "-c", UNTIL_THE_SECOND_ATTEMPT)
+    job = hosts.start("h0", *words(hosts.names[:3], 3, *options), *program)
+    assert any("all are up" in line for line in job.stdout), job.stderr.read()
+    hosts.link("h2", "down")
+    _, error = job.communicate(timeout=100)
+    assert job.returncode == 0, error
+    assert "restart 1 of 3: 3 instances on h0" in error
+    assert "the job completed after 1 restart: " in error
+    assert "h2" in error
+    assert await_value(traces.find, lambda found: not found, SILENCE_S + 2) == set()

@@ -1,0 +1,107 @@
+"""A job that was told to end, or was killed while it saved, goes on where it was, on another number of instances."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from poprun_jobs import Finished, Job, leftovers, start, start_command
+
+pytest.importorskip("orbax.checkpoint")
+pytestmark = [pytest.mark.job, pytest.mark.timeout(500)]
+
+PROGRAM = Path(__file__).parent / "programs" / "saved_training.py"
+LIMIT_S = 150.0
+ENDLESS = 10**6
+
+
+def train(instances: int, folder: Path, until: int, how: str = "plain", *options: str) -> Job:
+    """Four replicas; without poprun on one instance."""
+    program = (sys.executable, str(PROGRAM), str(folder), str(until), how)
+    if instances == 1:
+        return start_command(*program)
+    return start(f"--num-instances={instances}", "--num-replicas=4", *options, *program)
+
+
+def finish(job: Job) -> Finished:
+    finished = job.finish(LIMIT_S)
+    assert finished.status == 0, finished.stderr
+    return finished
+
+
+def fingerprint_of(finished: Finished) -> str:
+    return re.search(r"done at \d+ ([0-9a-f]{64})", finished.stdout)[1]
+
+
+def saved_by(folder: Path, number: signal.Signals, status: int) -> int:
+    """The step after which a job has saved and left that was told to end by a signal."""
+    job = train(2, folder, ENDLESS)
+    job.wait_for("in step 5", LIMIT_S)
+    job.process.send_signal(number)
+    finished = job.finish(LIMIT_S)
+    assert finished.status == status, finished.stderr
+    [step] = re.findall(rf"{number.name}: leaving after step (\d+); see {folder}", finished.stderr)
+    assert [path.name for path in folder.iterdir()] == [f"step_{int(step):08d}"]
+    return int(step)
+
+
+def test_a_job_that_is_warned_saves_and_leaves(tmp_path):
+    assert saved_by(tmp_path / "saved", signal.SIGUSR1, 138) >= 5
+
+
+def test_a_job_that_is_told_to_end_saves_and_leaves_and_can_be_resumed(tmp_path):
+    folder = tmp_path / "saved"
+    step = saved_by(folder, signal.SIGTERM, 143)
+    until = step + 7
+    resumed = finish(train(1, folder, until))
+    assert f"resumed at {step}" in resumed.stdout
+    assert fingerprint_of(resumed) == fingerprint_of(finish(train(1, tmp_path / "other", until)))
+
+
+def test_a_job_that_is_told_to_end_while_an_instance_is_lost_saves_all_the_same(tmp_path):
+    folder = tmp_path / "saved"
+    job = train(2, folder, ENDLESS, "plain", "--on-failure=shrink")
+    job.wait_for("in step 5", LIMIT_S)
+    job.process.send_signal(signal.SIGSTOP)  # poprun learns of both at once
+    [victim] = [pid for pid, words in leftovers(job.marker).items() if is_first(pid, words)]
+    os.kill(victim, signal.SIGKILL)
+    job.process.terminate()
+    job.process.send_signal(signal.SIGCONT)
+    finished = job.finish(LIMIT_S)
+    assert finished.status == 143, finished.stderr
+    assert "POPRUN [W] instance 0 on host " in finished.stderr
+    [step] = re.findall(rf"SIGTERM: leaving after step (\d+); see {folder}", finished.stderr)
+    assert f"step_{int(step):08d}" in [path.name for path in folder.iterdir()]
+
+
+def test_the_next_instance_saves_where_the_first_is_lost_while_it_leaves(tmp_path):
+    folder = tmp_path / "saved"
+    job = train(2, folder, ENDLESS, "plain", "--on-failure=shrink", "--inject=kill:instance=0,phase=checkpoint")
+    job.wait_for("in step 5", LIMIT_S)
+    job.process.terminate()
+    finished = job.finish(LIMIT_S)
+    assert finished.status == 143, finished.stderr
+    [step] = re.findall(rf"\[1,1\].*SIGTERM: leaving after step (\d+); see {folder}", finished.stderr)
+    assert [path.name for path in folder.iterdir()] == [f"step_{int(step):08d}"]
+
+
+def is_first(pid: int, words: str) -> bool:
+    """Whether a process of a job is the program of instance 0."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return words.startswith(f"{sys.executable} {PROGRAM}") and b"OMPI_COMM_WORLD_RANK=0" in variables
+
+
+def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path):
+    folder = tmp_path / "saved"
+    killed = train(2, folder, 9, "die").finish(LIMIT_S)
+    assert killed.status == 128 + signal.SIGKILL
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000003", "step_00000006.incomplete"]
+
+    resumed = finish(train(1, folder, 5, "die"))
+    assert "resumed at 3" in resumed.stdout
+    assert resumed.stderr.count("step_00000006.incomplete is incomplete: its writer was ended") == 1
+    assert fingerprint_of(resumed) == fingerprint_of(finish(train(1, tmp_path / "other", 5, "die")))

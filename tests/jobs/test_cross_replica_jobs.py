@@ -1,0 +1,44 @@
+"""Collectives between replicas have the same bits, for every number of instances, as in one process."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from poprun_jobs import start
+
+import strategies
+
+strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
+ALONE = strategies.IPUStrategy(4)
+PROGRAMS = Path(__file__).parents[1] / "strategies" / "programs"
+sys.path.insert(0, str(PROGRAMS))
+LIMIT_S = 150
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(LIMIT_S + 20)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    import every_collective
+
+    return every_collective.found(ALONE)
+
+
+@pytest.mark.parametrize("instances", [2, 4])
+def test_every_collective_and_a_training_with_some(tmp_path, alone, instances):
+    words = (f"--num-instances={instances}", "--num-replicas=4", sys.executable)
+    finished = start(*words, str(PROGRAMS / "every_collective.py"), str(tmp_path)).finish(LIMIT_S)
+    assert finished.status == 0, finished.stderr
+    found = [dict(np.load(tmp_path / f"{instance}.npz")) for instance in range(instances)]
+    for part in found:
+        assert [name for name in part if part[name].tobytes() != alone[name].tobytes()] == []
+    assert set().union(*found) == set(alone)
+
+
+def test_the_example_with_synchronised_batch_normalisation_runs():
+    program = (sys.executable, str(PROGRAMS.parents[2] / "launch_scripts" / "sync_batch_norm.py"), "--epochs=1")
+    finished = start("--num-instances=2", "--num-replicas=4", *program).finish(LIMIT_S)
+    assert finished.status == 0, finished.stderr
+    [line] = finished.lines_of(0)
+    assert float(line.split()[1]) > 0.5

@@ -1,0 +1,223 @@
+"""A job that is to survive is started again, so often as the user allows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from poprun_jobs import PROGRESS_HEAD, run, start, two
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
+
+RESTART = ("--on-failure", "restart", "--restart-backoff-s", "0")
+HEAD = PROGRESS_HEAD + "restarts = int(os.environ['POPDIST_RESTART_COUNT'])\n"
+
+
+def warnings(finished):
+    return [line.partition(" POPRUN [W] ")[2] for line in finished.stderr.splitlines() if " POPRUN [W] " in line]
+
+
+def test_a_job_completes_after_failures_of_different_kinds():
+    program = HEAD + (
+        "print('attempt', restarts, flush=True)\n"
+        "if rank == 1 and restarts == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if rank == 0 and restarts == 1: raise ValueError('bad')\n"
+        "if restarts < 2: signal.pause()\n"
+    )
+    finished = run(*two(program, *RESTART))
+    assert finished.status == 0, finished.stderr
+    assert finished.lines_of(0)[-1] == "attempt 2"
+    killed, failed = finished.own_lines
+    assert killed.startswith("instance 1 on host ")
+    assert killed.endswith(" was killed by SIGKILL")
+    assert failed.startswith("instance 0 on host ")
+    first, second, last = warnings(finished)
+    assert first.startswith("restart 1 of 3: 2 instances on ")
+    assert second.startswith("restart 2 of 3: 2 instances on ")
+    assert last == f"the job completed after 2 restarts: {killed}; {failed}"
+    assert finished.stderr.endswith(f"{last}\n")
+
+
+def test_it_gives_up_after_so_many_restarts():
+    finished = run(*RESTART, "--max-restarts", "1", "sh", "-c", "echo run $POPDIST_RESTART_COUNT; exit 7")
+    assert finished.status == 7
+    assert finished.lines_of(0) == ["run 0", "run 1"]
+    assert finished.own_lines[-1] == "gave up after 1 restart (--max-restarts 1)"
+
+
+def test_the_pauses_double():
+    began = time.monotonic()
+    finished = run("--on-failure", "restart", "--restart-backoff-s", "1", "--max-restarts", "2", "false")
+    assert finished.status == 1
+    assert time.monotonic() - began >= 1 + 2
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_job_that_the_user_ends_is_not_started_again(number, status):
+    job = start(*RESTART, sys.executable, "-c", "import time; print('begins', flush=True); time.sleep(50)")
+    job.wait_for("begins")
+    job.process.send_signal(number)
+    finished = job.finish()
+    assert finished.status == status
+    assert finished.stdout.count("begins") == 1
+    assert warnings(finished) == []
+
+
+def test_a_job_that_leaves_on_a_signal_that_was_passed_on_is_not_started_again():
+    program = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda number, _: sys.exit(128 + number))\n"
+        "print('begins', flush=True); time.sleep(50)\n"
+    )
+    job = start(*RESTART, sys.executable, "-c", program)
+    job.wait_for("begins")
+    job.process.send_signal(signal.SIGUSR1)
+    finished = job.finish()
+    assert finished.status == 128 + signal.SIGUSR1
+    assert finished.stdout.count("begins") == 1
+
+
+def test_standard_input_goes_to_the_first_attempt():
+    program = "import os, sys\nread = sys.stdin.read()\nprint('read', repr(read), flush=True)\n"
+    program += "sys.exit(os.environ['POPDIST_RESTART_COUNT'] == '0')\n"
+    reader, writer = os.pipe()
+    os.write(writer, b"words")
+    os.close(writer)
+    finished = run(*RESTART, sys.executable, "-c", program, stdin=reader)
+    os.close(reader)
+    assert finished.status == 0, finished.stderr
+    assert finished.lines_of(0) == ["read 'words'", "read ''"]
+
+
+def test_output_of_all_attempts_is_kept(tmp_path):
+    program = HEAD + "print('attempt', restarts, flush=True)\nsys.exit(1 - restarts)\n"
+    finished = run(*RESTART, "--output-dir", str(tmp_path / "out"), sys.executable, "-c", program)
+    assert finished.status == 0, finished.stderr
+    kept = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert any("attempt 0\n" in text and "attempt 1\n" in text for text in kept), kept
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal or a debugger"),
+        ("forever()", "at <string>, line 8, in forever"),
+        ("slow()", "at <string>, line 14, in slow"),
+    ],
+)
+def test_an_instance_that_is_stuck_is_named_with_its_line(how, where):
+    program = PROGRESS_HEAD + (
+        "from popdist.environments import show_stack_when_asked\n"
+        "show_stack_when_asked(os.environ)\n"
+        "def forever():\n    while True: pass\n"
+        "def slow():  # to show its stack\n"
+        "    import time\n"
+        "    asked = {int(os.environ['POPRUN_STACK'].partition(':')[2])}\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, asked)\n"
+        "    while not signal.sigpending(): pass\n"
+        "    time.sleep(0.5); signal.pthread_sigmask(signal.SIG_UNBLOCK, asked)\n"
+        "    signal.pause()\n"
+        "page.step(4)\n"
+        "page.enter(5 - rank, b'barrier')\n"
+        f"if rank == 1:\n    page.leave(); {how}\n"
+        "page.waiting_for([1]); signal.pause()\n"
+    )
+    finished = run(*two(program, "--stuck-timeout-s", "1"))
+    assert finished.status == 124, finished.stderr
+    first, second = finished.own_lines
+    assert first.startswith("instance 1 on host ")
+    assert first.endswith(
+        f" has made no progress for 1 s (--stuck-timeout-s) in step 4, after collective 4, barrier: it is {where}"
+    )
+    assert second == "instance 0 was in collective 5, barrier, step 4, waiting for instance 1"
+
+
+def test_a_program_that_shows_no_stack_is_not_hurt_by_the_question():
+    program = PROGRESS_HEAD + (
+        "if rank == 0: page.enter(5, b'barrier'); page.waiting_for([1])\n"
+        "else: page.enter(4, b'barrier'); page.leave()\n"
+        "signal.pause()\n"
+    )
+    finished = run(*two(program, "--stuck-timeout-s", "1"))
+    assert finished.status == 124
+    assert finished.own_lines[0].endswith("after collective 4, barrier: it is at a place that it does not show")
+
+
+def test_nobody_is_stuck_where_the_user_says_so(tmp_path):
+    """The instance that is waited for ends last: one that ends while others wait for it is a failure of its own."""
+    done = tmp_path / "done"
+    program = PROGRESS_HEAD + (
+        "import pathlib, time\n"
+        f"done = pathlib.Path({str(done)!r})\n"
+        "if rank == 0:\n"
+        "    page.enter(5, b'barrier'); page.waiting_for([1]); time.sleep(1.5); page.finished(); done.touch()\n"
+        "else:\n"
+        "    page.enter(4, b'barrier'); page.leave()\n"
+        "    while not done.exists(): time.sleep(0.05)\n"
+        "    page.finished()\n"
+    )
+    finished = run(*two(program, "--stuck-timeout-s", "0"))
+    assert finished.status == 0, finished.stderr
+
+
+PLAIN_TRAINING = """\
+import numpy as np, popdist
+popdist.init()
+page, communicator = popdist.progress(), popdist.communicator()
+for step in range(4):
+    page.step(step)
+    communicator.all_reduce(np.ones(3), "sum", name="gradients")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "status", "fact"),
+    [
+        ("kill", "forward", 137, "was killed by SIGKILL in step 2, after collective 2, all_reduce 'gradients'"),
+        ("kill", "all_reduce", 137, "was killed by SIGKILL in step 2, inside collective 3, all_reduce 'gradients'"),
+        ("exit", "update", 3, "ended with exit status 3 in step 2, after collective 3, all_reduce 'gradients'"),
+        ("raise", "all_reduce", 1, "ended with exit status 1 in step 2, inside collective 3, all_reduce 'gradients'"),
+        ("stop", "forward", 124, "after collective 2, all_reduce 'gradients': it is stopped by a signal or a debugger"),
+        ("cut", "all_reduce", 137, "was lost: its supervisor process was killed or cut off"),
+    ],
+)
+def test_an_injected_fault_happens_where_it_is_meant_to(kind, phase, status, fact):
+    fault = f"{kind}:instance=1,step=2,phase={phase}"
+    limit = ("--stuck-timeout-s", "2") if kind == "stop" else ()
+    finished = run(*two(PLAIN_TRAINING, "--inject", fault, *limit))
+    assert finished.status == status, finished.stderr
+    assert finished.own_lines[0].startswith("instance 1 on host ")
+    assert finished.own_lines[0].endswith(fact)
+
+
+def test_an_instance_that_does_not_come_to_the_end_is_stuck():
+    finished = run(*two(PLAIN_TRAINING, "--inject", "stop:instance=1,step=3,phase=update", "--stuck-timeout-s", "2"))
+    assert finished.status == 124, finished.stderr
+    first, second = finished.own_lines
+    assert first.endswith(" after collective 4, all_reduce 'gradients': it is stopped by a signal or a debugger")
+    assert second == "instance 0 had come to the end of the program"
+
+
+@pytest.mark.parametrize("kind", ["kill", "cut"])
+def test_a_job_is_started_again_without_the_fault(kind):
+    finished = run(*two(PLAIN_TRAINING, *RESTART, "--inject", f"{kind}:instance=1,step=2"))
+    assert finished.status == 0, finished.stderr
+    assert warnings(finished)[-1].startswith("the job completed after 1 restart: instance 1 on host ")
+
+
+def test_a_delay_changes_nothing_but_the_time():
+    began = time.monotonic()
+    assert run(*two(PLAIN_TRAINING, "--inject", "delay:instance=0,step=1,seconds=1.5")).status == 0
+    assert time.monotonic() - began > 1.5
+
+
+def test_a_fault_that_is_none_starts_nothing():
+    finished = run(*two(PLAIN_TRAINING, "--inject", "melt:instance=0"))
+    assert (finished.status, finished.stdout) == (2, "")
+    assert finished.own_lines == [
+        "--inject 'melt:instance=0': 'melt' is not a kind of fault; use one of "
+        "kill, exit, raise, stop, delay, cut, flip-bit"
+    ]

@@ -1,0 +1,281 @@
+"""When an instance is lost the others carry its replicas, to the same bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from poprun_jobs import ROOT, Finished, start
+
+from popdist.environments.faults import KINDS
+
+PROGRAM = Path(__file__).parent / "programs" / "surviving_training.py"
+STEPS = 4  # of each of two epochs
+REPLICAS = {2: 8, 3: 6, 4: 8}  # by the number of instances
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
+
+
+LIMIT_S = 150.0
+STUCK_S = 5
+"""Instances that compile what they have not compiled before take more than a second on a busy machine."""
+
+
+executables = ""
+"""A folder that all jobs share, so long as there are tests."""
+
+
+MESSAGES = {"POPDIST_MECHANISM": "ring"}
+"""The environment of instances that share no memory, as those of several hosts."""
+
+
+def train(
+    instances: int,
+    replicas: int,
+    *options: str,
+    digest_every: int = 0,
+    folder: str = "",
+    environ: dict[str, str] | None = None,
+) -> Finished:
+    words = [sys.executable, str(PROGRAM), str(STEPS), str(digest_every), *filter(None, [folder])]
+    shape = (f"--num-instances={instances}", f"--num-replicas={replicas}", f"--executable-cache-path={executables}")
+    return start(*shape, *options, *words, environ=environ).finish(LIMIT_S)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    """What one instance has compiled no other one, and no other job, need compile again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "executables", str(tmp_path_factory.mktemp("executables")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone(compiled):
+    """What one process finds, by the number of replicas."""
+    return {replicas: found_by(train(1, replicas))[0] for replicas in sorted(set(REPLICAS.values()))}
+
+
+def found_by(finished: Finished) -> list[dict]:
+    """What the instances that are left have found."""
+    assert finished.status == 0, finished.stderr
+    lines = [line.partition("<stdout>:")[2] for line in finished.stdout.splitlines() if "<stdout>:{" in line]
+    return [json.loads(line) for line in lines]
+
+
+def warnings(finished: Finished) -> list[str]:
+    return [line.partition(" POPRUN [W] ")[2] for line in finished.stderr.splitlines() if " POPRUN [W] " in line]
+
+
+def check(finished: Finished, expected: dict, shares: list[int]) -> None:
+    """All who are left have the bits of one process, saw the means of every step, and share the replicas."""
+    found = found_by(finished)
+    assert sorted((each["replicas"] for each in found), reverse=True) == shares
+    for each in found:
+        assert {name: each[name] for name in ("fingerprint", "step", "losses")} == {
+            name: expected[name] for name in ("fingerprint", "step", "losses")
+        }
+        assert each["instances"] == len(shares)
+
+
+SHARES = {(2, 1): [8], (3, 2): [3, 3], (3, 1): [6], (4, 3): [3, 3, 2], (4, 2): [4, 4]}
+
+
+PHASES = ("data", "forward", "all_reduce", "update", "checkpoint")
+SIGNS = {
+    "kill": "was killed by SIGKILL",
+    "exit": "ended with exit status 3",
+    "raise": "ended with exit status 1",
+    "stop": "has made no progress for ",
+    "cut": "was lost: its supervisor process was killed or cut off",
+}
+"""What poprun says about an instance to which it happens."""
+
+SINGLE = [
+    ("kill", "forward", 2, 0),
+    ("kill", "all_reduce", 2, 1),
+    ("kill", "all_reduce", 4, 2),
+    ("kill", "update", 4, 0),
+    ("kill", "data", 3, 1),
+    ("exit", "forward", 4, 3),
+    ("exit", "all_reduce", 3, 0),
+    ("exit", "update", 2, 1),
+    ("raise", "forward", 3, 0),
+    ("raise", "all_reduce", 4, 1),
+    ("raise", "update", 3, 2),
+]
+
+THREE_OF_FOUR = [
+    [("cut", "data", 3), ("stop", "all_reduce", 0), ("exit", "checkpoint", 1)],
+    [("stop", "checkpoint", 0), ("cut", "forward", 2), ("raise", "data", 1)],
+    [("exit", "data", 1), ("cut", "update", 0), ("stop", "update", 3)],
+    [("raise", "checkpoint", 0), ("stop", "data", 3), ("cut", "all_reduce", 1)],
+    [("cut", "checkpoint", 0), ("kill", "checkpoint", 1), ("stop", "forward", 3)],
+]
+"""One after another: from all four, from the three that are left, and from the last two."""
+
+
+def meetings() -> set[tuple[str, str, int]]:
+    """Kind, phase and number of instances of everything that the tests below let happen."""
+    several = {(kind, phase, 4 - lost) for case in THREE_OF_FOUR for lost, (kind, phase, _) in enumerate(case)}
+    delays = {("delay", phase, instances) for phase in PHASES for instances in REPLICAS}
+    flips = {("flip-bit", "forward", instances) for instances in REPLICAS}
+    return {(kind, phase, instances) for kind, phase, instances, _ in SINGLE} | several | delays | flips
+
+
+def test_every_kind_phase_and_number_of_instances_meets_every_other():
+    met = meetings()
+    kinds = {kind for kind in KINDS if kind != "flip-bit"}  # its phase is always the same
+    assert {(kind, phase) for kind, phase, _ in met} == {*product(kinds, PHASES), ("flip-bit", "forward")}
+    assert {(kind, instances) for kind, _, instances in met} == set(product(KINDS, REPLICAS))
+    assert {(phase, instances) for _, phase, instances in met} == set(product(PHASES, REPLICAS))
+
+
+@pytest.mark.parametrize(("kind", "phase", "instances", "lost"), SINGLE)
+def test_the_others_go_on_to_the_same_bits(alone, kind, phase, instances, lost):
+    replicas = REPLICAS[instances]
+    fault = f"{kind}:instance={lost},step=3,phase={phase}"
+    finished = train(instances, replicas, "--on-failure=shrink", "--inject", fault)
+    check(finished, alone[replicas], SHARES[instances, instances - 1])
+    begin, end = warnings(finished)
+    assert begin.startswith(f"instance {lost} on host ")
+    assert begin.endswith(" on without it")
+    assert end == f"the job completed without 1 instance: {begin.rpartition('; ')[0]}"
+    assert finished.own_lines == []
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_before_the_first_step(alone, lost):
+    fault = f"kill:instance={lost},phase=broadcast"
+    check(train(3, 6, "--on-failure=shrink", "--inject", fault), alone[6], [3, 3])
+
+
+@pytest.mark.parametrize("case", THREE_OF_FOUR, ids=lambda case: "-".join(kind for kind, *_ in case))
+def test_the_last_one_goes_on_without_three_others(alone, case, tmp_path):
+    """Each is lost in a step of its own; a checkpoint is begun by whoever is the first of those that are left."""
+    faults = []
+    for number, (kind, phase, lost) in enumerate(case):
+        when = "" if phase == "checkpoint" else f",step={2 * number + 1}"
+        faults += ["--inject", f"{kind}:instance={lost},phase={phase}{when}"]
+    folder = str(tmp_path) if any(phase == "checkpoint" for _, phase, _ in case) else ""
+    finished = train(4, 8, "--on-failure=shrink", f"--stuck-timeout-s={STUCK_S}", *faults, folder=folder)
+    check(finished, alone[8], [8])
+    *losses, end = warnings(finished)
+    assert len(losses) == 3, losses
+    for (kind, _, lost), line in zip(case, losses, strict=True):
+        assert line.startswith(f"instance {lost} on host "), losses
+        assert SIGNS[kind] in line
+    assert end.startswith("the job completed without 3 instances: instance ")
+
+
+@pytest.mark.parametrize("instances", REPLICAS)
+def test_a_delay_changes_nothing_but_the_time(alone, instances, tmp_path):
+    faults = [f"--inject=delay:instance=0,phase={phase},step=2,seconds=0.1" for phase in PHASES]
+    replicas = REPLICAS[instances]
+    finished = train(instances, replicas, "--on-failure=shrink", *faults, folder=str(tmp_path))
+    check(finished, alone[replicas], [replicas // instances] * instances)
+    assert warnings(finished) == []
+
+
+def test_while_the_others_recover(alone):
+    """The first thing that those who are left tell each other is how far they have come."""
+    faults = ("--inject", "kill:instance=1,step=3", "--inject", "kill:instance=2,step=3,phase=all_gather")
+    check(train(4, 8, "--on-failure=shrink", *faults), alone[8], [4, 4])
+
+
+def check_messages(finished: Finished, expected: dict) -> None:
+    """Two of three instances are left, and messages went between them."""
+    check(finished, expected, [3, 3])
+    assert {each["mechanism"] for each in found_by(finished)} == {"ring"}
+
+
+def test_between_hosts_too(alone):
+    fault = "kill:instance=1,step=3,phase=all_reduce"
+    check_messages(train(3, 6, "--on-failure=shrink", "--inject", fault, environ=MESSAGES), alone[6])
+
+
+def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
+    """Instance 2 takes late what instance 0 has sent it, and completes the step, which instance 0 has given up."""
+    wide = {"WIDTH": "256"}  # so much is sent only to one who takes it
+    faults = ("delay:instance=1,phase=all_reduce", "delay:instance=2,phase=waiting,seconds=3")
+    faults += ("kill:instance=1,phase=waiting",)
+    injected = [f"--inject={fault},step=3" for fault in faults]
+    finished = train(3, 6, "--on-failure=shrink", *injected, environ=MESSAGES | wide)
+    check_messages(finished, found_by(train(1, 6, environ=wide))[0])
+
+
+def test_too_few_are_left():
+    finished = train(3, 6, "--on-failure=shrink", "--min-instances=3", "--inject=kill:instance=1,step=3")
+    assert finished.status == 137
+    assert finished.own_lines[0].startswith("instance 1 on host ")
+    assert warnings(finished) == []
+
+
+def test_a_fault_of_the_program_itself_ends_the_job():
+    faults = [f"--inject=raise:instance={instance},step=3" for instance in range(3)]
+    finished = train(3, 6, "--on-failure=shrink", *faults)
+    assert finished.status == 1
+    assert "InjectedError" in finished.stderr
+
+
+def test_without_a_failure_nothing_is_different(alone):
+    finished = train(3, 6, "--on-failure=shrink")
+    check(finished, alone[6], [2, 2, 2])
+    assert finished.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(compiled, tmp_path_factory):
+    """The fingerprint of the main job after ten steps."""
+    return fingerprint_of(digits(1, 10, tmp_path_factory.mktemp("undisturbed")))
+
+
+@pytest.mark.parametrize("phase", ["all_reduce", "checkpoint"])
+def test_the_next_instance_saves_when_the_first_is_lost(undisturbed, tmp_path, phase):
+    """Resumed from what it has saved, the training has the bits of one that was never disturbed."""
+    digits(3, 6, tmp_path, "--on-failure=shrink", f"--inject=kill:instance=0,step=3,phase={phase}")
+    resumed = digits(1, 10, tmp_path)
+    assert "resuming at step 6 of 10" in resumed.stderr
+    assert fingerprint_of(resumed) == undisturbed
+
+
+def digits(instances: int, steps: int, folder: Path, *options: str) -> Finished:
+    """The main job, saved every second step."""
+    program = (sys.executable, str(ROOT / "launch_scripts" / "train_digits.py"), "--model", "cnn", "--batch-size", "8")
+    saved = ("--max-steps", str(steps), "--checkpoint-dir", str(folder), "--checkpoint-every", "2")
+    shape = (f"--num-instances={instances}", "--num-replicas=6", f"--executable-cache-path={executables}")
+    job = start(*shape, *options, *program, *saved)
+    finished = job.finish(LIMIT_S)
+    assert finished.status == 0, finished.stderr
+    return finished
+
+
+def fingerprint_of(finished: Finished) -> str:
+    [line] = [line for line in finished.stdout.splitlines() if ">:variables " in line]
+    return line.rpartition(" ")[2]
+
+
+class TestAFlippedBit:
+    FAULT = "--inject=flip-bit:instance=1,step=4"
+
+    def test_is_healed_where_the_job_survives(self, alone):
+        finished = train(4, 8, "--on-failure=shrink", self.FAULT, digest_every=2)
+        check(finished, alone[8], [2, 2, 2, 2])
+        assert "before step 4 instance 1 had other bits than the others, and got theirs" in finished.stderr
+
+    def test_ends_a_job_that_does_not(self):
+        finished = train(3, 6, self.FAULT, digest_every=2)
+        assert finished.status == 1
+        assert "DivergenceError: before step 4 instance 1 had other bits than the other 2" in finished.stderr
+
+    def test_has_no_majority_among_two(self):
+        finished = train(2, 8, "--on-failure=shrink", self.FAULT, digest_every=2)
+        assert finished.status == 1
+        assert "before step 4 the instances have different bits, and no majority has the same" in finished.stderr
+
+    def test_stays_where_nobody_looks(self, alone):
+        found = found_by(train(3, 6, self.FAULT))
+        assert any(each["fingerprint"] != alone[6]["fingerprint"] for each in found)

@@ -1,0 +1,101 @@
+"""The listings run, and do what they say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import strategies
+
+LISTINGS = Path(__file__).parents[2] / "launch_scripts" / "listings"
+
+LIMIT_S = 100
+RUN = """
+import runpy, sys, numpy
+found = runpy.run_path(sys.argv[1])
+numpy.savez(sys.argv[2], **{name: numpy.asarray(found[name], numpy.float64) for name in sys.argv[3].split(",")})
+"""
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(2 * LIMIT_S + 20)]
+
+
+@pytest.fixture
+def listing(tmp_path):
+    """Runs a listing in a process of its own; some of its variables as float64, and what it printed."""
+
+    def run(name, variables):
+        path = tmp_path / "variables.npz"
+        printed = output_of(sys.executable, "-c", RUN, str(LISTINGS / name), str(path), variables)
+        return np.load(path), printed
+
+    return run
+
+
+def output_of(*command):
+    """What a command prints that finds the project, and no launcher above it."""
+    path = os.pathsep.join([str(LISTINGS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+    finished = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env=clean | {"PYTHONPATH": path}
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_a_training_loop_learns_and_its_losses_come_out(listing):
+    found, printed = listing("training_loop.py", "losses")
+    assert found["losses"].shape == (200,)
+    assert found["losses"][-1] < 1e-3 < found["losses"][0]
+    assert printed == f"loss {found['losses'][0]:.3f} at first, {found['losses'][-1]:.6f} in the end\n"
+
+
+def test_the_iterator_form_goes_on_from_epoch_to_epoch(listing):
+    found, printed = listing("iterator_form.py", "means")
+    assert sorted(found["means"], reverse=True) == list(found["means"])
+    assert found["means"][-1] < 1e-3
+    assert len(printed.splitlines()) == 4
+
+
+def test_losses_are_read_while_the_loop_runs(listing):
+    found, _ = listing("read_while_running.py", "losses,reads")
+    assert len(found["losses"]) == sum(found["reads"]) == 500
+    assert found["losses"][-1] < found["losses"][0] / 100
+
+
+def test_replicas_train_together(listing):
+    found, printed = listing("replicated_training.py", "losses,inputs,targets,weights")
+    assert found["losses"].shape == (100, 4)
+    assert found["losses"][-1].mean() < 1e-3
+    weights = np.zeros((8, 1))
+    for x, y in zip(found["inputs"].reshape(100, -1, 8), found["targets"].reshape(100, -1, 1), strict=True):
+        weights -= 0.05 * 2 * x.T @ (x @ weights - y) / len(x)
+    np.testing.assert_allclose(found["weights"], weights, atol=1e-5)
+    own = strategies.fingerprint(found["weights"].astype(np.float32))
+    assert printed.split()[-1] == own == fingerprint_of_two_instances()
+
+
+def fingerprint_of_two_instances():
+    """The same listing, with two of the four replicas on each instance."""
+    allowed = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
+    words = ["--num-instances", "2", "--num-replicas", "4", *allowed]
+    printed = output_of(
+        sys.executable, "-m", "poprun", *words, sys.executable, str(LISTINGS / "replicated_training.py")
+    )
+    [fingerprint] = {line.split()[-1] for line in printed.splitlines()}
+    return fingerprint
+
+
+def test_a_wider_accumulator_loses_nothing(listing):
+    found, _ = listing("wider_accumulator.py", "wide,narrow")
+    assert found["wide"] == pytest.approx(511, rel=2**-8)  # the variable itself is bfloat16
+    assert found["narrow"] == 256
+
+
+def test_every_listing_is_run_here():
+    text = Path(__file__).read_text(encoding="utf-8")
+    listings = sorted(path.name for path in LISTINGS.glob("*.py"))
+    assert listings
+    assert [name for name in listings if f'listing("{name}", ' not in text] == []

@@ -1,0 +1,236 @@
+"""`popdist.horovod`: the Horovod interface of the original system, over the real Horovod."""
+
+import functools
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import horovod_statements
+import pytest
+from horovod_installed import needs_horovod
+from poprun_jobs import ROOT, start_command, start_mpirun
+
+from popdist import LifeCycleError, NotInitializedError, horovod
+
+LIMIT_S = 240.0
+HEAD = """\
+import sys
+import numpy as np, popdist, pytest
+from popdist import horovod as hvd
+"""
+WITHOUT_HOROVOD = """\
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("horovod", "torch"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 30)
+
+
+def python(program):
+    """Run a program in a process of its own, to its good and silent end; what it prints."""
+    finished = start_command(sys.executable, "-W", "error", "-c", program).finish(LIMIT_S)
+    assert (finished.status, finished.stderr) == (0, "")
+    return finished.stdout
+
+
+def mpirun(ranks, program):
+    """Run a program on several ranks; how it ended."""
+    return start_mpirun(ranks, sys.executable, "-W", "error", "-c", HEAD + program).finish(LIMIT_S)
+
+
+def mpirun_well(ranks, program):
+    """The same, to its good and silent end; the lines that each process prints, one after another."""
+    finished = mpirun(ranks, program)
+    assert (finished.status, finished.stderr) == (0, "")
+    return [line for rank in range(ranks) for line in finished.lines_of(rank)]
+
+
+# ---- without Horovod
+
+
+def test_importing_it_loads_nothing():
+    heavy = {"numpy", "torch", "horovod", "mpi4py", "collectives", "ctypes"}
+    assert python(f"import sys, popdist.horovod\nprint(sorted({heavy} & set(sys.modules)))") == "[]\n"
+
+
+def test_a_missing_horovod_is_named_with_the_script_that_builds_it():
+    python(
+        f"{WITHOUT_HOROVOD}{HEAD}from collectives import MissingBackendError\n"
+        "for call in (hvd.init, hvd.mpi_built, hvd.mpi_enabled, hvd.nccl_built, hvd.gloo_enabled):\n"
+        "    with pytest.raises(MissingBackendError, match='sh launch_scripts/install_horovod.sh') as caught:\n"
+        "        call()\n"
+        "    assert isinstance(caught.value, ImportError)\n"
+        "assert not hvd.is_initialized()\n"
+        "hvd.shutdown()\n"
+    )
+
+
+BEFORE_INIT = {
+    "size": (),
+    "rank": (),
+    "local_size": (),
+    "local_rank": (),
+    "is_homogeneous": (),
+    "mpi_threads_supported": (),
+    "allreduce": (1.0,),
+    "grouped_allreduce": ([1.0],),
+    "allgather": ([1.0],),
+    "broadcast": (1.0, 0),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_INIT)
+def test_before_init_everything_that_needs_it_is_an_error(name):
+    with pytest.raises(NotInitializedError) as caught:
+        getattr(horovod, name)(*BEFORE_INIT[name])
+    assert str(caught.value) == "Horovod has not been initialized; use hvd.init()"
+    assert isinstance(caught.value, ValueError)
+
+
+def test_before_init_shutdown_does_nothing():
+    horovod.shutdown()
+    assert not horovod.is_initialized()
+
+
+def test_a_communicator_needs_popdist_init():
+    with pytest.raises(LifeCycleError, match="call popdist.init first"):
+        horovod.communicator()
+
+
+# ---- what is true in every process
+
+
+@functools.cache
+def failures_on(ranks):
+    """For each statement, its tracebacks in the processes where it does not hold."""
+    with tempfile.TemporaryDirectory(prefix="statements-") as folder:
+        program = [sys.executable, horovod_statements.__file__, folder]
+        paths = f"{ROOT}:{ROOT / 'tests' / 'collectives'}"
+        job = start_mpirun(ranks, *program, environ={"PYTHONPATH": paths, "POPDIST_TIMEOUT_S": "20"})
+        finished = job.finish(LIMIT_S)
+        assert (finished.status, finished.stdout, finished.stderr) == (0, "", "")
+        reports = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {name: [report[name] for report in reports if report[name]] for name in reports[0]}
+
+
+@needs_horovod
+@pytest.mark.job
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("statement", horovod_statements.SUITE.statements, ids=str)
+def test_with(statement, ranks):
+    assert failures_on(ranks)[statement.name] == []
+
+
+# ---- life cycle
+
+
+@needs_horovod
+class TestOneProcess:
+    """Without a launcher."""
+
+    def test_is_all_there_are(self):
+        """It is not started with ranks that do not exist."""
+        python(
+            f"{HEAD}for ranks in [0, 0], [1], [-1], ['a']:\n"
+            "    with pytest.raises(ValueError, match='do not form a group'):\n        hvd.init(ranks)\n"
+            "from mpi4py import MPI\n"
+            "with pytest.raises(ValueError, match='comm is .*, which has no members'):\n    hvd.init(MPI.COMM_NULL)\n"
+            "assert not hvd.is_initialized()\n"
+            "hvd.init()\n"
+            "assert (hvd.size(), hvd.rank(), hvd.local_size(), hvd.local_rank()) == (1, 0, 1, 0)\n"
+            "assert hvd.is_homogeneous() and hvd.allreduce(2.5) == 2.5\n"
+            "assert hvd.allgather([1, 2]).tolist() == hvd.broadcast([1, 2], 0).tolist() == [1, 2]\n"
+        )
+
+    @pytest.mark.parametrize("order", [("popdist", "hvd"), ("hvd", "popdist")])
+    def test_may_begin_with_either_init(self, order):
+        first, second = order
+        python(f"{HEAD}{first}.init()\n{second}.init()\nassert popdist.allreduce(1.0) == hvd.allreduce(1.0) == 1.0\n")
+
+    def test_ends_horovod_once_and_for_good(self):
+        python(
+            f"{HEAD}hvd.init()\nhvd.shutdown()\nhvd.shutdown()\n"
+            "assert not hvd.is_initialized()\n"
+            "with pytest.raises(popdist.NotInitializedError):\n    hvd.size()\n"
+            "with pytest.raises(popdist.LifeCycleError, match='Horovod was shut down, and cannot be started again'):\n"
+            "    hvd.init()\n"
+            "popdist.init()\nassert popdist.allreduce(1.0) == 1.0\n"
+        )
+
+
+@needs_horovod
+@pytest.mark.job
+class TestWhereHorovodAndPopdistMeet:
+    """Whoever comes first, and whoever ends first, the other one goes on, and nobody complains at the end."""
+
+    @pytest.mark.parametrize(
+        "calls",
+        [
+            "hvd.init() popdist.init() both() hvd.shutdown() ours()",
+            "hvd.init() popdist.init() both() popdist.finalizeBackend()",
+            "hvd.init() hvd.shutdown() popdist.init() ours()",
+            "popdist.init() hvd.init() both()",
+            "hvd.init() popdist.init() both()",
+        ],
+    )
+    def test_in_any_order(self, calls):
+        program = (
+            "def ours():\n    assert popdist.allreduce(1.0) == 2.0\n"
+            "def both():\n    ours()\n    assert hvd.allreduce(1.0, hvd.Sum) == 2.0\n"
+        )
+        assert mpirun_well(2, program + calls.replace(" ", "\n")) == []
+
+    def test_they_have_to_agree_on_who_is_there(self):
+        program = (
+            "popdist.init()\nrank = popdist.getInstanceIndex()\n"
+            "hvd.init([1, 0])\n"
+            "with pytest.raises(popdist.LifeCycleError, match=f'rank {1 - rank} of 2, .* instance {rank} of 2'):\n"
+            "    hvd.communicator()\n"
+        )
+        assert mpirun_well(2, program) == []
+
+    def test_a_process_that_ends_early_takes_the_others_with_it(self):
+        program = "popdist.init()\nhvd.init()\nhvd.allreduce(1.0)\nwhile hvd.rank() == 0:\n    hvd.allreduce(1.0)\n"
+        finished = mpirun(2, program)
+        assert finished.status == 1
+        assert "PeerLostError" in finished.stderr
+        assert "Horovod has been shut down" in finished.stderr
+
+    def test_a_process_that_fails_is_the_only_one_that_says_so(self):
+        program = (
+            "popdist.init()\nhvd.init()\nhvd.allreduce(1.0)\n"
+            "if hvd.rank() == 1:\n    raise ValueError('no such image')\n"
+            "while True:\n    hvd.allreduce(1.0)\n"
+        )
+        finished = mpirun(2, program)
+        assert finished.status == 1
+        assert finished.stderr.count("Traceback") == finished.stderr.count("ValueError: no such image") == 1
+
+
+@needs_horovod
+@pytest.mark.job
+class TestSomeOfTheProcesses:
+    """`init(comm)`: in the order in which they are named."""
+
+    SHOW = "print(world.rank, hvd.rank(), hvd.size(), hvd.allgather([world.rank]).tolist())\n"
+
+    def test_as_a_list(self):
+        program = (
+            "from mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+            "if world.rank == 1:\n"
+            "    with pytest.raises(ValueError, match='process 1 is not among .2, 0.; only these'):\n"
+            "        hvd.init([2, 0])\n"
+            f"    sys.exit()\nhvd.init([2, 0])\n{self.SHOW}"
+        )
+        assert mpirun_well(3, program) == ["0 1 2 [2, 0]", "2 0 2 [2, 0]"]
+
+    def test_as_a_communicator(self):
+        program = f"from mpi4py import MPI\nworld = MPI.COMM_WORLD\nhvd.init(world.Split(0, -world.rank))\n{self.SHOW}"
+        assert mpirun_well(2, program) == ["0 1 2 [1, 0]", "1 0 2 [1, 0]"]

@@ -1,0 +1,36 @@
+"""What environment variables say about waiting and the mechanism."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives import Limits
+from popdist.errors import EnvironmentMismatchError
+from popdist.tuning import read_limits, read_mechanism
+
+
+def test_nothing_said_is_the_default():
+    assert read_limits({}) == Limits()
+    assert read_mechanism({}) == "auto"
+
+
+def test_limits_are_in_seconds():
+    environ = {"POPDIST_STALL_WARNING_S": "2", "POPDIST_TIMEOUT_S": "2.5", "POPDIST_CONNECT_TIMEOUT_S": "1e3"}
+    assert read_limits(environ) == Limits(stall_warning_s=2.0, timeout_s=2.5, connect_timeout_s=1000.0)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "soon", "nan"])
+def test_a_limit_that_is_no_positive_number_is_refused(text):
+    with pytest.raises(EnvironmentMismatchError, match=f"POPDIST_TIMEOUT_S='{text}' is not a positive number"):
+        read_limits({"POPDIST_TIMEOUT_S": text})
+
+
+@pytest.mark.parametrize("mechanism", ["auto", "window", "ring"])
+def test_a_mechanism_is_named(mechanism):
+    assert read_mechanism({"POPDIST_MECHANISM": mechanism}) == mechanism
+
+
+@pytest.mark.parametrize("text", ["", "tree", "Ring"])
+def test_another_mechanism_is_refused(text):
+    with pytest.raises(EnvironmentMismatchError, match=f"POPDIST_MECHANISM='{text}' is no mechanism; use one of auto"):
+        read_mechanism({"POPDIST_MECHANISM": text})

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from poprun.command_line import CommandLine, read_command_line
+from poprun.config import export_config, format_config, import_config, merge, parse_config
+from poprun.errors import UsageError
+from poprun.options import OPTIONS, Kind
+from poprun.settings import settings_from
+
+EVERYTHING = [
+    *("-v", "--vv", "-H", "node[00-03],b", "--num-replicas", "8", "--num-instances=4", "--ipus-per-replica", "2"),
+    *("--num-ilds=2", "--print-topology", "off", "--vipu-partition", "p", "--reset-partition=no"),
+    *("--mpi-global-args", "--tag-output -x 'A=b \"c\"'", "--mpi-local-args=-x B='ü\\n\t'", "--mpi-local-args", "-x C"),
+    *("--instance-mpi-local-args", "1:\"-x D='e f'\"", "--instance-mpi-local-args", "0:-x E"),
+    *("--process-placement", "cores", "--host-subnet", "10.0.0.0/16", "--output-dir", "out put", "--timestamps"),
+    *("--", "python", "train.py", "--lr=0.1", "", "a 'b' \"c\"\n", "--num-replicas"),
+]
+
+
+def test_everything_that_was_given_is_read_back():
+    line = read_command_line(EVERYTHING)
+    assert parse_config(format_config(line), "f") == line
+
+
+def test_export_import_export_gives_the_same_file(tmp_path):
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    export_config(read_command_line(["--export-config", str(first), *EVERYTHING]))
+    export_config(import_config(read_command_line(["--import-config", str(first), "--export-config", str(second)])))
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.is_setting], ids=lambda option: option.name)
+def test_each_option_alone_is_read_back(option):
+    examples = {
+        Kind.FLAG: (True, False),
+        Kind.BOOLEAN: (True, False),
+        Kind.NUMBER: (1, 7),
+        Kind.TEXT: ("word", "zwölf"),
+        Kind.PATH: ("a/b", "c d"),
+        Kind.HOSTS: (("a",), ("a[0-1],b", "c")),
+        Kind.FAULT: (("kill:instance=0",), ("stop:instance=0,step=2", "exit:instance=1")),
+        Kind.ARGUMENTS: ((), ("-x", "A= b")),
+        Kind.INSTANCE_ARGUMENTS: (("0:-x A",), ("0:\"-x A='b c'\"", "1:")),
+    }
+    for value in option.choices or examples[option.kind]:
+        line = CommandLine({option.name: value})
+        assert parse_config(format_config(line), "f") == line
+
+
+def test_a_file_reads_like_the_command_line():
+    line = read_command_line(
+        ["--offline-mode", "yes", "--num-replicas", "4", "--mpi-local-args=-x A", "python", "x.py"]
+    )
+    assert format_config(line) == (
+        'num-replicas = 4\nmpi-local-args = [\n    "-x",\n    "A",\n]\noffline-mode = true\n'
+        'program = [\n    "python",\n    "x.py",\n]\n'
+    )
+
+
+def test_defaults_and_what_concerns_one_call_are_not_written():
+    once = ["--dry-run", "--json", "--export-config", "f", "--overwrite-config", "yes", "--import-config", "g"]
+    assert tomllib.loads(format_config(read_command_line([*once, "--version-format", "json", "p"]))) == {
+        "program": ["p"]
+    }
+
+
+def test_words_are_understood_as_on_a_command_line():
+    text = 'host = "a,b"\nnum-instances = "2"\nprint-topology = "on"\nmpi-global-args = "-x A=\'b c\'"\noffline-mode=0'
+    line = parse_config(text, "f")
+    assert line.values == {
+        "host": ("a,b",),
+        "num-instances": 2,
+        "print-topology": True,
+        "mpi-global-args": ("-x", "A=b c"),
+        "offline-mode": False,
+    }
+
+
+class TestMerge:
+    def test_the_command_line_wins_option_by_option(self):
+        imported = CommandLine({"num-replicas": 4, "offline-mode": True, "mpi-local-args": ("-x", "A")}, ("p", "1"))
+        given = CommandLine({"offline-mode": False, "mpi-local-args": ("-x", "B")})
+        assert merge(given, imported) == CommandLine(
+            {"num-replicas": 4, "offline-mode": False, "mpi-local-args": ("-x", "B")}, ("p", "1")
+        )
+
+    def test_a_program_on_the_command_line_wins(self):
+        assert merge(CommandLine({}, ("q",)), CommandLine({}, ("p", "1"))).program == ("q",)
+
+    @pytest.mark.parametrize(("given", "imported"), [("host", "hostfile"), ("hostfile", "host")])
+    def test_hosts_on_the_command_line_replace_those_of_the_file_however_they_are_named(self, given, imported):
+        values = {"host": ("a",), "hostfile": "f"}
+        merged = merge(CommandLine({given: values[given]}), CommandLine({imported: values[imported]}))
+        assert set(merged.values) == {given}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("num-replicas =", "configuration f is not TOML"),
+            ("num-replcas = 4", "has an unknown key num-replcas, did you mean num-replicas"),
+            ("num_replicas = 4", "has an unknown key num_replicas, did you mean num-replicas"),
+            ("prorgam = ['p']", "has an unknown key prorgam, did you mean program"),
+            ("xyzzy = 4", "has an unknown key xyzzy; poprun --help lists all options"),
+            ("dry-run = true", "dry-run concerns one call of poprun; give it on the command line"),
+            ("import-config = 'g'", "import-config concerns one call of poprun"),
+            ("num-replicas = 1.5", "configuration f: --num-replicas needs a whole number, got 1.5"),
+            ("num-replicas = true", "--num-replicas needs a whole number, got True"),
+            ("num-replicas = 0", "--num-replicas is 0; use 1 or more"),
+            ("num-replicas = 'two'", "--num-replicas needs a whole number, got 'two'"),
+            ("offline-mode = 2", "--offline-mode needs yes or no .*, got '2'"),
+            ("host-subnet = ''", "--host-subnet is empty"),
+            ("process-placement = 'sideways'", "use one of spreadnuma"),
+            ("host = [1]", r"--host needs a list of hosts .*, got \[1\]"),
+            ("instance-mpi-local-args = ['x']", "write the index of the instance first"),
+            ('mpi-local-args = "-x \'A"', "check the quotes"),
+            ("program = 'p'", "program is not a list of words"),
+            ("program = [1]", "program is not a list of words"),
+            ("[topology]\nnum-replicas = 4", "has an unknown key topology"),
+        ],
+    )
+    def test_what_cannot_be_understood(self, text, message):
+        with pytest.raises(UsageError, match=message):
+            parse_config(text, "f")
+
+    def test_a_file_that_is_not_there(self, tmp_path):
+        with pytest.raises(
+            UsageError, match="none.toml cannot be read: No such file or directory; check --import-config"
+        ):
+            import_config(read_command_line(["--import-config", str(tmp_path / "none.toml"), "p"]))
+
+    def test_a_file_that_is_no_text(self, tmp_path):
+        (tmp_path / "f").write_bytes(b"\xff\xfe")
+        with pytest.raises(UsageError, match="is not a text file"):
+            import_config(read_command_line(["--import-config", str(tmp_path / "f"), "p"]))
+
+    def test_a_file_that_exists_is_replaced_only_when_told(self, tmp_path):
+        file = tmp_path / "f.toml"
+        file.write_text("mine")
+        with pytest.raises(UsageError, match="f.toml exists; give --overwrite-config yes, or another name"):
+            export_config(read_command_line(["--export-config", str(file), "p"]))
+        assert file.read_text() == "mine"
+        export_config(read_command_line(["--export-config", str(file), "--overwrite-config", "yes", "p"]))
+        assert file.read_text() == format_config(CommandLine({}, ("p",)))
+
+    def test_a_directory_that_is_not_there(self, tmp_path):
+        with pytest.raises(UsageError, match="cannot be written: No such file or directory; check --export-config"):
+            export_config(read_command_line(["--export-config", str(tmp_path / "none" / "f"), "p"]))
+
+    def test_words_that_toml_cannot_hold_leave_no_file(self, tmp_path):
+        with pytest.raises(UsageError, match="not valid UTF-8"):
+            export_config(CommandLine({"export-config": str(tmp_path / "f")}, ("p", "\udcff")))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_options_nothing_happens():
+    line = read_command_line(["p"])
+    assert import_config(line) is line
+    assert export_config(line) is None
+
+
+def test_a_file_alone_starts_its_program(tmp_path):
+    (tmp_path / "f").write_text('num-replicas = 2\nprogram = ["p", "--x"]')
+    settings = settings_from(import_config(read_command_line(["--import-config", str(tmp_path / "f")])))
+    assert (settings.program, settings.num_replicas) == (("p", "--x"), 2)

@@ -1,0 +1,213 @@
+"""What `poprun doctor` reads, measures and shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+from recorded_hosts import NETWORK, host
+
+from popdist.instance import this_host
+from poprun.doctor import (
+    Asked,
+    Report,
+    check_links,
+    check_load,
+    check_measurements,
+    check_mtu,
+    draw_table,
+    main,
+    read_words,
+)
+from poprun.errors import UsageError
+from poprun.host_checks import Finding
+from poprun.host_facts import Interface
+from poprun.links import (
+    Clock,
+    Helper,
+    HelperError,
+    HostMeasurements,
+    Link,
+    all_reduce_bound_s,
+    measure,
+    ring_of,
+    rounds_of,
+)
+
+LOCAL = ("sh", "-c", 'eval "$3"', "ssh")
+FACTS = {"h0": host(0), "h1": host(1)}
+KNOWN = {"h0": ["10.77.0.10"], "h1": ["10.77.0.11"]}
+
+
+@pytest.fixture(autouse=True)
+def _busy_machines_have_time(monkeypatch):
+    monkeypatch.setenv("POPRUN_CHECK_TIMEOUT_S", "60")
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ([], Asked()),
+        (["--json"], Asked(as_json=True)),
+        (["--host", "a,b", "--host=c"], Asked(("a", "b", "c"))),
+        (["-H", "a", "--host-subnet", "eth0"], Asked(("a",), "eth0")),
+        (["--host-subnet=10.0.0.0/8"], Asked((), "10.0.0.0/8")),
+    ],
+)
+def test_the_command_line(words, asked):
+    assert read_words(words) == asked
+
+
+@pytest.mark.parametrize("words", [["--hots", "a"], ["--host"], ["--host="], ["a"], ["--json=yes"]])
+def test_a_wrong_command_line_shows_the_right_one(words):
+    with pytest.raises(UsageError, match="usage: poprun doctor"):
+        read_words(words)
+
+
+def test_hosts_are_written_as_for_a_launch():
+    assert read_words(["--host", "n[0-1]"]).hosts == ("n0", "n1")
+    with pytest.raises(UsageError, match="host a is given twice"):
+        read_words(["--host", "a", "--host", "a"])
+
+
+def test_hosts_in_good_order_get_no_advice():
+    measured = [HostMeasurements(name, addresses=KNOWN) for name in FACTS]
+    assert [each for each in check_measurements(measured, FACTS) if each.way_out] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "check", "fact"),
+    [
+        ({"attach_fault": "Operation not permitted"}, "memory attach", "may not read each other's memory: Operation"),
+        ({"clock": Clock(-3.0, 0.01)}, "clock", "-3000.0 ms, +-10.0"),
+        ({"addresses": {"h0": [], "h1": ["10.77.0.11"]}}, "name service", "has no or other addresses for h0"),
+        ({"addresses": KNOWN | {"h0": ["192.0.2.1"]}}, "name service", "has no or other addresses for h0"),
+    ],
+)
+def test_what_works_but_badly_gets_advice(found, check, fact):
+    measured = [replace(HostMeasurements("h1", addresses=KNOWN), **found)]
+    (advice,) = [each for each in check_measurements(measured, FACTS) if each.way_out]
+    assert (advice.check, advice.host, advice.is_fault) == (check, "h1", False)
+    assert fact in advice.fact
+
+
+def test_a_clock_that_cannot_be_read_exactly_is_not_blamed():
+    measured = [HostMeasurements("h1", clock=Clock(3.0, 2.9), addresses=KNOWN)]
+    assert [each for each in check_measurements(measured, FACTS) if each.way_out] == []
+
+
+def test_a_host_where_nothing_can_be_measured_is_a_fault():
+    (finding,) = check_measurements([HostMeasurements("h1", "gave no answer within 5 s")], FACTS)
+    assert finding.is_fault
+
+
+def test_the_host_with_another_packet_size_is_named():
+    jumbo = replace(host(1), interfaces=(Interface("eth0", "10.77.0.11", 24, 9000),))
+    (finding,) = check_mtu({"h0": host(0), "h1": jumbo, "h2": host(2)}, NETWORK)
+    assert (finding.host, finding.fact) == ("h1", "packets of 9000 bytes, 1500 on most hosts")
+    assert list(check_mtu(FACTS, NETWORK)) == []
+
+
+def test_a_busy_host_is_worth_a_hint():
+    calm, busy = check_load({"h0": host(0), "h1": host(1, load=9.0)})
+    assert (calm.fact, calm.way_out) == ("load 0.5", "")
+    assert (busy.fact, busy.is_fault) == ("load 9.0", False)
+    assert busy.way_out.startswith("others compute there")
+
+
+def test_the_slowest_link_bounds_an_all_reduce():
+    links = [Link("h0", "h1", 1e-3, 50e6), Link("h1", "h0", 2e-3, 25e6)]
+    assert all_reduce_bound_s(links, 25_000_000) == 2.0
+    lines = [each.fact for each in check_links(links)]
+    assert lines == [
+        "round trip 1.00 ms, 400.0 Mbit/s",
+        "round trip 2.00 ms, 200.0 Mbit/s",
+        "at least 1342 ms for 16 MiB (2S/B)",
+    ]
+
+
+def test_a_link_that_carries_nothing_is_a_fault_and_there_is_no_bound():
+    (finding,) = check_links([Link("h0", "h1", fault="no connection to 10.77.0.11: timed out")])
+    assert finding.is_fault
+    assert "let all TCP ports pass" in finding.way_out
+
+
+def test_the_links_of_the_ring():
+    assert ring_of(["a"]) == []
+    assert ring_of(["a", "b"]) == [("a", "b"), ("b", "a")]
+    assert ring_of(["a", "b", "c"]) == [("a", "b"), ("b", "c"), ("c", "a")]
+
+
+@pytest.mark.parametrize("count", range(8))
+def test_in_each_round_a_host_sends_or_receives(count):
+    ring = ring_of([str(index) for index in range(count)])
+    rounds = rounds_of(ring)
+    assert len(rounds) <= 3
+    assert sorted(link for links in rounds for link in links) == sorted(ring)
+    for links in rounds:
+        ends = [host for link in links for host in link]
+        assert len(ends) == len(set(ends))
+
+
+def test_hosts_with_the_same_result_share_a_row():
+    findings = [
+        Finding("cores", "h0", "4 cores"),
+        Finding("cores", "h1", "4 cores"),
+        Finding("ssh", "h2", "is down", "start it", is_fault=True),
+    ]
+    assert draw_table(findings).splitlines() == [
+        "       check  host   result   way out",
+        "ok     cores  h0,h1  4 cores",
+        "FAULT  ssh    h2     is down  start it",
+        "",
+        "1 fault",
+    ]
+
+
+def test_advice_is_no_fault():
+    assert Report((Finding("load", "h0", "load 9", "others compute there"),)).is_well
+    assert not Report((Finding("ssh", "h0", "is down", "start it", is_fault=True),)).is_well
+
+
+def test_two_helpers_measure_the_link_between_them():
+    measured, links = measure({"a": "127.0.0.1", "b": "127.0.0.1"}, ["localhost"], sys.executable, LOCAL)
+    assert [(each.host, each.fault) for each in measured] == [("a", ""), ("b", "")]
+    assert all("127.0.0.1" in (each.addresses or {})["localhost"] for each in measured)
+    assert all(abs(each.clock.offset_s) <= each.clock.uncertainty_s + 0.01 for each in measured)
+    assert [(link.source, link.target, link.fault) for link in links] == [("a", "b", ""), ("b", "a", "")]
+    assert all(link.round_trip_s > 0 and link.bytes_per_s > 0 for link in links)
+
+
+def test_a_link_to_an_address_that_nobody_has_is_a_fault():
+    _, links = measure({"a": "127.0.0.1", "b": "192.0.2.1"}, [], sys.executable, LOCAL)
+    assert "b cannot listen at 192.0.2.1" in {link.fault for link in links}
+
+
+def test_a_helper_that_cannot_start_says_why():
+    with Helper("far", "/no/python", LOCAL) as helper, pytest.raises(HelperError, match="not found"):
+        helper.ask("clock", limit_s=60)
+
+
+def test_this_machine_is_examined_without_any_host(capsys):
+    assert main(["--json"]) in (0, 1)
+    report = json.loads(capsys.readouterr().out)
+    assert {each["host"] for each in report["findings"]} == {this_host()}
+    assert {"versions", "cores", "/dev/shm", "memory attach"} <= {each["check"] for each in report["findings"]}
+    assert report["ok"] is not any(each["is_fault"] for each in report["findings"])
+    assert report["network"] is None
+
+
+def test_the_exit_status_is_1_for_a_host_that_cannot_be_reached(capsys, monkeypatch, tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\necho 'ssh: Could not resolve hostname no-such: Name or service not known' >&2; exit 255\n"
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(["--host", "no-such"]) == 1
+    said = capsys.readouterr().out
+    assert "ssh: Could not resolve hostname no-such: Name or service not known" in said
+    assert "check the spelling in --host" in said

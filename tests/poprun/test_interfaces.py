@@ -1,0 +1,135 @@
+"""Which network the hosts of a job talk over."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from poprun.errors import PopRunError, UsageError
+from poprun.host_facts import Interface
+from poprun.interfaces import Network, choose_network, look_up, read_interfaces, source_address
+
+OURS = (
+    Interface("lo", "127.0.0.1", 8),
+    Interface("eth0", "10.77.0.10", 24),
+    Interface("ib0", "10.99.0.10", 16),
+    Interface("docker0", "172.17.0.1", 16),
+    Interface("eth0", "fd77::10", 64),
+)
+ETHERNET = Network("10.77.0.0/24", "10.77.0.10", "eth0")
+ROUTES = {
+    "10.77.0.11": "10.77.0.10",
+    "10.77.0.12": "10.77.0.10",
+    "10.99.0.12": "10.99.0.10",
+    "10.88.0.5": "10.77.0.10",
+    "fd77::11": "fd77::10",
+    "127.0.1.1": "127.0.0.1",
+}
+
+
+def choose(hosts, subnet=None, ours=OURS):
+    return choose_network(ours, hosts, subnet, ROUTES.get)
+
+
+def test_the_route_to_the_hosts_names_the_network():
+    assert choose({"h1": ["10.77.0.11"], "h2": ["10.77.0.12"]}) == ETHERNET
+
+
+def test_the_address_by_which_a_host_is_known_counts_first():
+    assert choose({"h1": ["10.77.0.11", "10.99.0.11"], "h2": ["10.77.0.12", "172.17.0.1"]}) == ETHERNET
+
+
+@pytest.mark.parametrize(
+    ("subnet", "network"),
+    [
+        ("ib0", Network("10.99.0.0/16", "10.99.0.10", "ib0")),
+        ("10.99.0.0/16", Network("10.99.0.0/16", "10.99.0.10", "ib0")),
+        ("10.77.0.0/24", ETHERNET),
+        ("10.77.0.10/24", ETHERNET),
+        ("eth0", ETHERNET),
+        ("fd77::/64", Network("fd77::/64", "fd77::10", "eth0")),
+    ],
+)
+def test_the_user_may_name_an_interface_or_an_address_mask(subnet, network):
+    assert choose({"h1": ["10.77.0.11", "10.99.0.11", "fd77::11"]}, subnet) == network
+
+
+def test_ipv6_is_used_where_that_is_all_there_is():
+    assert choose({"h1": ["fd77::11"]}) == Network("fd77::/64", "fd77::10", "eth0")
+    assert choose({"h1": ["fd77::11", "10.77.0.11"]}) == ETHERNET
+
+
+def test_a_routed_network_is_made_wide_enough_for_all_hosts():
+    """Some clouds give every machine a network of one address."""
+    alone = (Interface("ens4", "10.128.0.2", 32),)
+    hosts = {"h1": ["10.128.0.3"], "h2": ["10.128.0.6"]}
+    network = choose_network(alone, hosts, None, lambda _: "10.128.0.2")
+    assert network == Network("10.128.0.0/29", "10.128.0.2", "ens4")
+    assert choose_network(alone, hosts, "ens4") == network
+
+
+def test_one_machine_needs_no_network():
+    assert choose({}) == Network("127.0.0.0/8", "127.0.0.1", "lo")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "subnet", "error", "message"),
+    [
+        (
+            {"h1": ["10.77.0.11"]},
+            "eth9",
+            UsageError,
+            "neither an address mask nor an interface.*eth0 10.77.0.0/24",
+        ),
+        ({"h1": ["10.77.0.11"]}, "10.1.0.0/16", UsageError, "where this machine has no address; it has eth0"),
+        ({"h1": ["10.77.0.11"]}, "10.1.0.0/99", UsageError, "use a mask such as 10.77.0.0/24, or eth0"),
+        ({"h1": []}, None, PopRunError, "host h1 has no address; check its spelling"),
+        ({"h1": ["192.0.2.1"]}, None, PopRunError, r"no route to host h1 \(192.0.2.1\); this machine has eth0"),
+        ({"h1": ["127.0.1.1"]}, None, PopRunError, "host h1 stands for 127.0.1.1 here, which leads nowhere else"),
+        (
+            {"h1": ["10.77.0.11"], "h2": ["10.99.0.12"]},
+            None,
+            PopRunError,
+            "over different networks: h1 from 10.77.0.10, h2 from 10.99.0.10; name one with --host-subnet",
+        ),
+        (
+            {"h1": ["10.77.0.11"], "h2": ["fd77::11"]},
+            None,
+            PopRunError,
+            "some hosts have IPv4 addresses only, others IPv6 only: h1 10.77.0.11, h2 fd77::11",
+        ),
+    ],
+)
+def test_what_cannot_be_is_explained(hosts, subnet, error, message):
+    with pytest.raises(error, match=message):
+        choose(hosts, subnet)
+
+
+def test_a_network_knows_its_addresses():
+    assert ETHERNET.includes("10.77.0.200")
+    assert not ETHERNET.includes("10.78.0.1")
+    assert not ETHERNET.includes("fd77::1")
+    assert ETHERNET.address_among(["172.17.0.1", "10.77.0.11"]) == "10.77.0.11"
+    assert ETHERNET.address_among([]) == ""
+
+
+def test_this_machine_has_a_loopback_interface_and_a_route_to_itself():
+    loopback = [each for each in read_interfaces() if each.is_loopback]
+    assert "127.0.0.1" in [each.address for each in loopback]
+    assert source_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_names_are_looked_up_together():
+    assert "127.0.0.1" in look_up(["localhost"], limit_s=60)["localhost"]
+    assert look_up(["no.such.host.invalid"], limit_s=10) == {"no.such.host.invalid": ()}
+
+
+def test_one_limit_holds_for_all_names(monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [answer.wait(60)][:0])
+    began_s = time.monotonic()
+    assert look_up([f"h{index}" for index in range(60)], limit_s=0.5) == {f"h{index}": () for index in range(60)}
+    assert time.monotonic() - began_s < 15
+    answer.set()

@@ -1,0 +1,64 @@
+"""Finding the program before anything is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from poprun.errors import UsageError
+from poprun.lookup import check_program, check_working_directory, home_variables
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with a program, data and a script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("prog", "data", "sub/data", "train.py"):
+        Path(name).write_text("#!/bin/sh\n")
+    Path("windows").write_text("#! /bin/sh\r\n")
+    for name in ("prog", "windows"):
+        Path(name).chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize("program", ["sh", "/bin/sh", "./prog"])
+def test_what_can_be_started_is_accepted(folder, program):
+    check_program(program, os.environ)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("no-such-program", "'no-such-program' is not in PATH; check its spelling"),
+        ("prog", "'prog' is not in PATH; write ./prog"),
+        ("data", "'data' is not in PATH; make it executable with `chmod +x data` and write ./data"),
+        ("train.py", "'train.py' is not in PATH; start it with `python train.py`"),
+        ("./train.py", "'./train.py' is not executable; start it with `python ./train.py`"),
+        ("sub/data", "'sub/data' is not executable; make it executable with `chmod +x sub/data`"),
+        ("./sub", "'./sub' is a directory; check its spelling"),
+        ("sub/none", "'sub/none' does not exist; the working directory is {folder}"),
+        ("", "'' is not in PATH; check its spelling"),
+        ("sh -c true", "'sh -c true' is one word; write the program and its arguments as words of their own"),
+        ("./windows", r"'./windows' wants the interpreter '/bin/sh\r', which does not exist; mend its first line"),
+    ],
+)
+def test_what_cannot_is_refused_with_the_way_out(folder, program, message):
+    with pytest.raises(UsageError) as refused:
+        check_program(program, os.environ)
+    assert str(refused.value) == f"program {message.format(folder=folder)}"
+
+
+def test_mpirun_gets_a_home_where_there_is_none():
+    assert home_variables({"HOME": "/home/me"}) == {}
+    assert Path(home_variables({})["HOME"]).is_absolute()
+
+
+def test_a_working_directory_that_is_gone_is_refused(folder, monkeypatch):
+    monkeypatch.chdir("sub")
+    Path("data").unlink()
+    (folder / "sub").rmdir()
+    with pytest.raises(UsageError, match="the working directory cannot be found: No such file.*change into one"):
+        check_working_directory()

@@ -1,0 +1,236 @@
+"""What appears on poprun's own streams, and how tags look."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from poprun.output import TAIL_LINES, Output, Sink
+from poprun.output_lines import Cursor
+from poprun.output_style import OutputStyle, style_from
+from poprun.settings import Settings
+
+HOSTS = ("node0", "node0", "node1")
+
+
+def shown(*pieces: tuple[bytes, bytes], clock: bytes = b"") -> bytes:
+    cursor = Cursor()
+    return b"".join(cursor.tagged(tag, data, clock) for tag, data in pieces)
+
+
+class TestCursor:
+    def test_every_line_is_tagged(self):
+        assert shown((b"[a]", b"one\n\ntwo\n")) == b"[a]one\n[a]\n[a]two\n"
+
+    def test_pieces_of_one_writer_make_one_line(self):
+        pieces = [(b"[a]", piece) for piece in (b"on", b"e\nt", b"w", b"o\n", b"\n")]
+        assert shown(*pieces) == b"[a]one\n[a]two\n[a]\n"
+
+    def test_a_line_end_alone_ends_the_piece(self):
+        assert shown((b"[a]", b"one"), (b"[a]", b"\n"), (b"[b]", b"two\n")) == b"[a]one\n[b]two\n"
+
+    def test_another_writer_begins_a_new_line(self):
+        pieces = (b"[a]", b"name? "), (b"[b]", b"hello\n"), (b"[a]", b"me\n")
+        assert shown(*pieces) == b"[a]name? \n[b]hello\n[a]me\n"
+
+    def test_a_redrawn_line_keeps_its_tag(self):
+        pieces = [(b"[a]", piece) for piece in (b"\r10 %\r20 %", b"\r3", b"0 %\r", b"40 %\n")]
+        assert shown(*pieces) == b"[a]\r[a]10 %\r[a]20 %\r[a]30 %\r[a]40 %\n"
+
+    def test_dos_line_ends_are_left_alone(self):
+        assert shown((b"[a]", b"one\r\n\r\n")) == b"[a]one\r\n[a]\r\n"
+        assert shown((b"[a]", b"5 %\r6 %\r\n")) == b"[a]5 %\r[a]6 %\r\n"
+
+    def test_the_clock_stands_before_the_tag_and_does_not_tell_writers_apart(self):
+        cursor = Cursor()
+        text = cursor.tagged(b"[a]", b"one\ntw", b"12:00 ") + cursor.tagged(b"[a]", b"o\n", b"12:01 ")
+        assert text == b"12:00 [a]one\n12:00 [a]two\n"
+        assert shown((b"[a]", b"1 %\r2 %"), clock=b"12:00 ") == b"12:00 [a]1 %\r12:00 [a]2 %"
+
+    def test_an_unfinished_line_is_finished_once(self):
+        cursor = Cursor()
+        cursor.tagged(b"[a]", b"one")
+        assert (cursor.end_line(), cursor.end_line()) == (b"\n", b"")
+
+
+@pytest.fixture
+def pipe():
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.fixture
+def sink(pipe):
+    made = Sink(pipe[1])
+    yield made
+    made.close()
+
+
+class TestSink:
+    def test_own_lines_stand_alone(self, pipe, sink):
+        sink.write_tagged(b"[a]", b"name? ")
+        sink.write_own(b"own\n")
+        assert os.read(pipe[0], 99) == b"[a]name? \nown\n"
+
+    def test_a_reader_that_is_slow_is_not_waited_for(self, pipe, sink):
+        text = b"".join(b"%06d\n" % number for number in range(50_000))
+        sink.write_tagged(b"", text)
+        assert sink.held_bytes > 0
+        taken = b""
+        while sink.held_bytes:
+            taken += os.read(pipe[0], 65536)
+            sink.flush()
+        while len(taken) < len(text):
+            taken += os.read(pipe[0], 65536)
+        assert taken == text
+
+    def test_the_same_without_a_descriptor_of_its_own(self, pipe, sink):
+        sink.close()
+        self.test_a_reader_that_is_slow_is_not_waited_for(pipe, sink)
+
+    def test_others_who_share_the_descriptor_may_still_wait(self, pipe, sink):
+        sink.write_tagged(b"", b"x" * 300_000)
+        assert os.get_blocking(pipe[1])
+
+    def test_a_reader_that_is_gone_is_noticed(self):
+        reader, writer = os.pipe()
+        sink = Sink(writer)
+        os.close(reader)
+        sink.write_tagged(b"[a]", b"one\n")
+        assert (sink.is_closed, sink.fault) == (True, "")
+        assert sink.held_bytes == 0
+        sink.close()
+        os.close(writer)
+
+    def test_a_full_disk_is_told_from_a_reader_that_is_gone(self):
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+        sink = Sink(descriptor)
+        sink.write_tagged(b"[a]", b"one\n")
+        os.close(descriptor)
+        assert (sink.is_closed, sink.fault) == (True, os.strerror(errno.ENOSPC))
+
+    def test_a_file_takes_everything(self, tmp_path):
+        descriptor = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+        sink = Sink(descriptor)
+        sink.write_tagged(b"[a]", b"x" * 1_000_000 + b"\n")
+        assert sink.held_bytes == 0
+        assert not sink.is_terminal
+        assert (tmp_path / "file").stat().st_size == 1_000_004
+        os.close(descriptor)
+
+    def test_a_terminal_is_one(self):
+        ours, theirs = os.openpty()
+        sink = Sink(theirs)
+        assert sink.is_terminal
+        sink.close()
+        os.close(theirs)
+        os.close(ours)
+
+
+class TestStyle:
+    @pytest.mark.parametrize(
+        ("style", "tag"),
+        [
+            (OutputStyle(), b"[1,2]<stderr>:"),
+            (OutputStyle(hosts=HOSTS), b"[1,2]<stderr>:"),
+            (OutputStyle(tag_host=True, hosts=HOSTS), b"[1,2][node1]<stderr>:"),
+        ],
+    )
+    def test_a_tag_names_instance_and_stream_and_if_asked_the_host(self, style, tag):
+        assert style.tag(2, 2) == tag
+        assert re.sub(rb"\x1b\[[0-9;]*m", b"", style.tag(2, 2, coloured=True)) == tag
+
+    def test_a_colour_is_that_of_the_instance_and_ends_with_the_tag(self):
+        style = OutputStyle()
+        assert style.tag(0, 1, coloured=True) == b"\x1b[0;36m[1,0]<stdout>:\x1b[0m"
+        assert style.tag(0, 2, coloured=True) == b"\x1b[0;36m[1,0]\x1b[31m<stderr>:\x1b[0m"
+        colours = [style.tag(instance, 1, coloured=True).partition(b"[1,")[0] for instance in range(20)]
+        assert len(set(colours[:10])) == 10
+        assert colours[:10] == colours[10:]
+
+    def test_colours_are_for_terminals(self):
+        assert [OutputStyle().is_coloured(is_terminal) for is_terminal in (True, False)] == [True, False]
+        assert not OutputStyle(colours=False).is_coloured(is_terminal=True)
+
+    def test_the_clock_is_shown_if_asked(self):
+        assert OutputStyle().clock(0.0) == b""
+        assert re.fullmatch(rb"\d\d:\d\d:\d\d\.250 ", OutputStyle(timestamps=True).clock(1_700_000_000.25))
+
+    def test_programs_have_the_columns_that_tags_leave(self):
+        assert OutputStyle(hosts=HOSTS).columns == len("[1,2]<stderr>:")
+        style = OutputStyle(tag_host=True, timestamps=True, hosts=HOSTS)
+        assert style.columns == len("12:34:56.789 [1,2][node1]<stderr>:")
+
+    def test_it_comes_from_the_settings(self):
+        plain = style_from(Settings(program=("p",)), HOSTS, {"TERM": "xterm", "NO_COLOR": ""})
+        assert plain == OutputStyle(hosts=HOSTS)
+        settings = Settings(program=("p",), tag_host=True, timestamps=True, output_dir="out")
+        assert style_from(settings, HOSTS, {}) == OutputStyle(True, True, None, Path("out"), HOSTS)
+
+    @pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+    def test_colours_can_be_forbidden(self, environ):
+        assert style_from(Settings(program=("p",)), HOSTS, environ).colours is False
+
+
+class TestOutput:
+    def test_streams_are_apart(self, capfdbinary):
+        output = Output()
+        output.show(0, 1, b"out\n")
+        output.show(1, 2, b"err\n")
+        output.show_own(2, b"own\n")
+        output.finish(1.0)
+        assert capfdbinary.readouterr() == (b"[1,0]<stdout>:out\n", b"[1,1]<stderr>:err\nown\n")
+
+    def test_two_streams_into_one_file_are_held_back_together(self, pipe):
+        saved = os.dup(1), os.dup(2)
+        os.dup2(pipe[1], 1)
+        os.dup2(pipe[1], 2)
+        try:
+            output = Output()
+        finally:
+            os.dup2(saved[0], 1)
+            os.dup2(saved[1], 2)
+        (only,) = output.sinks
+        assert output.stderr is output.stdout is only
+        only.close()
+        for descriptor in saved:
+            os.close(descriptor)
+
+    def test_style_holds_on_both_streams(self, capfdbinary):
+        style = OutputStyle(tag_host=True, timestamps=True, hosts=HOSTS)
+        output = Output(style=style)
+        output.show(2, 1, b"out\n")
+        output.show(0, 2, b"err\n")
+        output.finish(1.0)
+        out, err = capfdbinary.readouterr()
+        assert re.fullmatch(rb"[\d:.]{12} \[1,2\]\[node1\]<stdout>:out\n", out)
+        assert re.fullmatch(rb"[\d:.]{12} \[1,0\]\[node0\]<stderr>:err\n", err)
+
+    def test_the_last_errors_of_a_silenced_instance_can_be_shown(self, capfdbinary):
+        output = Output(only=0)
+        output.show(1, 1, b"out\n")
+        output.show(1, 2, b"".join(b"%d\n" % number for number in range(TAIL_LINES + 9)))
+        output.show_hidden_errors(1)
+        output.finish(1.0)
+        out, err = capfdbinary.readouterr()
+        assert out == b""
+        assert err.splitlines()[0] == b"[1,1]<stderr>:9"
+        assert len(err.splitlines()) == TAIL_LINES
+
+    def test_much_output_that_nobody_reads_makes_it_fall_behind(self, pipe):
+        saved = os.dup(1)
+        os.dup2(pipe[1], 1)
+        try:
+            output = Output()
+            output.show(0, 1, b"x" * (17 << 20))
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+        assert output.is_behind
+        output.stdout.close()

@@ -1,0 +1,220 @@
+"""What is decided before a launch, on this machine; nothing is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import replace
+
+import pytest
+import slurm_records as records
+
+from popdist.instance import this_host
+from poprun.__main__ import main
+from poprun.cores import usable_cores
+from poprun.errors import PopRunError, UsageError
+from poprun.hosts import Host
+from poprun.plan import find_hosts, plan_launch
+from poprun.settings import Settings
+
+FOUR = {"num_instances": 4, "num_replicas": 4}
+
+
+def job(**options) -> Settings:
+    return Settings(program=("echo",), **options)
+
+
+class TestHosts:
+    def test_without_any_it_is_this_machine(self):
+        assert find_hosts(job()) == (Host(this_host(), is_this_machine=True),)
+
+    @pytest.mark.parametrize("name", [this_host(), this_host().upper(), "localhost", "127.0.0.1"])
+    def test_this_machine_is_recognised(self, name):
+        assert find_hosts(job(host=(name,))) == (Host(name, is_this_machine=True),)
+
+    @pytest.mark.parametrize("name", ["no-such-host", "192.0.2.1", "0.0.0.0"])
+    def test_others_are_not_looked_up(self, name):
+        assert find_hosts(job(host=(name,))) == (Host(name),)
+
+    def test_a_hostfile(self, tmp_path):
+        (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+        assert find_hosts(job(hostfile=str(tmp_path / "hosts"))) == (Host("a", 2), Host("b", 2))
+
+    def test_a_hostfile_that_is_not_there(self, tmp_path):
+        with pytest.raises(
+            UsageError, match="hostfile .*none cannot be read: No such file or directory; check the path"
+        ):
+            find_hosts(job(hostfile=str(tmp_path / "none")))
+
+
+class TestPlan:
+    def test_instances_are_placed_on_the_hosts(self):
+        launch = plan_launch(job(host=("b,a",), dry_run=True, **FOUR), os.environ)
+        assert [place.host for place in launch.places] == ["b", "b", "a", "a"]
+        assert launch.leaves_this_machine
+
+    def test_hosts_that_do_not_divide_are_refused(self):
+        with pytest.raises(UsageError, match="asked for 4 instances on 3 hosts"):
+            plan_launch(job(host=("a,b,c",), **FOUR), os.environ)
+
+    def test_the_program_has_to_be_where_instances_run(self):
+        elsewhere = Settings(program=("/only/there",), host=("no-such-host",), dry_run=True)
+        assert plan_launch(elsewhere, os.environ).settings.program == ("/only/there",)
+        with pytest.raises(UsageError, match="program '/only/there' does not exist"):
+            plan_launch(replace(elsewhere, host=("localhost",)), os.environ)
+
+    def test_each_host_has_cores_of_its_own(self):
+        cores = len(usable_cores())
+
+        def oversubscribes(instances):
+            settings = job(host=("a,b",), num_instances=instances, num_replicas=instances, dry_run=True)
+            return plan_launch(settings, os.environ).oversubscribes
+
+        assert not oversubscribes(2 * cores)
+        assert oversubscribes(2 * cores + 2)
+
+    @pytest.mark.parametrize("option", ["synchronise_python_venv", "distribute_ssh_key"])
+    def test_what_needs_ssh_is_refused_in_a_job_of_slurm_whose_hosts_are_not_named(self, option):
+        options = {"num_instances": 2, "num_replicas": 2, "dry_run": True, option: True}
+        environ = os.environ | records.JOB_OF_3
+        wanted = rf"--{option.replace('_', '-')} works by ssh, .* the hosts of Slurm job \d+ by srun, .* with --host"
+        with pytest.raises(UsageError, match=wanted):
+            plan_launch(job(**options), environ)
+        assert plan_launch(job(host=("h[0-1]",), **options), environ).leaves_this_machine
+
+    @pytest.mark.parametrize(
+        ("options", "devices"),
+        [
+            ({}, [None] * 4),
+            ({"vipu_partition": "p"}, [0, 1, 2, 3]),
+            ({"vipu_partition": "p", "ipus_per_replica": 4}, [24, 25, 26, 27]),
+            ({"vipu_partition": "p", "offline_mode": True}, [None] * 4),
+        ],
+    )
+    def test_a_partition_gives_each_instance_its_device(self, options, devices):
+        launch = plan_launch(job(**FOUR, **options), os.environ)
+        assert [place.device for place in launch.places] == devices
+
+    def test_a_device_map_is_a_file(self, tmp_path):
+        path = tmp_path / "map.toml"
+        path.write_text("ipus = 4\ndevices = [3, 2, 1, 0]")
+        launch = plan_launch(job(**FOUR, vipu_partition=str(path)), os.environ)
+        assert [place.device for place in launch.places] == [3, 2, 1, 0]
+
+    def test_a_device_map_that_is_not_there(self):
+        with pytest.raises(UsageError, match=r"device map /no/map\.toml cannot be read"):
+            plan_launch(job(vipu_partition="/no/map.toml"), os.environ)
+
+
+def test_an_environment_whose_path_has_a_space_is_refused_for_other_hosts(monkeypatch):
+    monkeypatch.setattr("poprun.plan.find_mpirun", lambda *_: "/my folder/bin/mpirun")
+    with pytest.raises(PopRunError, match="/my folder/bin/mpirun has a space in its path"):
+        plan_launch(job(host=("a,b",), **FOUR), os.environ)
+    plan_launch(job(**FOUR), os.environ)
+
+
+class TestCommand:
+    """`main` as far as it goes without starting anything."""
+
+    WORDS = ("--num-instances", "2", "--num-replicas", "2", "-H", "node[00-01]")
+
+    def test_a_dry_run_writes_the_command_alone_to_standard_output(self, capfd):
+        assert main(["--dry-run", *self.WORDS, "echo", "a b"]) == 0
+        shown = capfd.readouterr()
+        words = shlex.split(shown.out)
+        assert shown.out.count("\n") == 1
+        assert [host for word, host in zip(words, words[1:], strict=False) if word == "--host"] == [
+            "node00:1",
+            "node01:1",
+        ]
+        assert words[-2:] == ["echo", "a b"]
+        assert "poprun topology" in shown.err
+        assert "instance  host    cores" in shown.err
+
+    def test_a_topology_that_was_asked_for_goes_where_it_goes_in_a_real_run(self, capfd):
+        main(["--dry-run", "--print-topology=yes", *self.WORDS, "echo"])
+        shown = capfd.readouterr()
+        assert "poprun topology" in shown.out
+        assert "poprun topology" not in shown.err
+
+    def test_json_is_all_there_is(self, capfd):
+        assert main(["--dry-run", "--json", "-vv", *self.WORDS, "echo"]) == 0
+        described = json.loads(capfd.readouterr().out)
+        assert [each["host"] for each in described["instances"]] == ["node00", "node01"]
+
+    @pytest.mark.skipif(" " in sys.prefix, reason="jobs on other hosts cannot start from a path with a space")
+    def test_hosts_that_cannot_be_reached_are_refused_in_one_line_each(self, capfd, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert main(["--allow-run-as-root=yes", *self.WORDS, "echo"]) == 1
+        shown = capfd.readouterr()
+        assert shown.out == ""
+        assert [line.split(" POPRUN [E] ")[1].split(":")[0] for line in shown.err.splitlines()] == [
+            "host node00",
+            "host node01",
+        ]
+
+    def test_a_dry_run_refuses_a_network_that_is_none(self, capfd):
+        assert main(["--dry-run", "--host-subnet", "10.0.0.0/99", *self.WORDS, "echo"]) == 2
+        assert "--host-subnet is 10.0.0.0/99: " in capfd.readouterr().err
+        assert main(["--dry-run", "--host-subnet", "no-interface-of-ours", *self.WORDS, "echo"]) == 0
+
+    def test_words_that_are_not_text_come_out_as_they_are(self, capfdbinary):
+        odd = b"\xff".decode(errors="surrogateescape")
+        assert main(["--dry-run", "echo", odd]) == 0
+        assert capfdbinary.readouterr().out.endswith(b" echo '\xff'\n")
+
+    def test_options_for_ssh_that_cannot_be_split_are_one_line(self, capfd, monkeypatch):
+        monkeypatch.setenv("POPRUN_SSH_ARGS", "-F 'x")
+        assert main(["--dry-run", *self.WORDS, "echo"]) == 2
+        assert main(["doctor"]) == 2
+        lines = capfd.readouterr().err.splitlines()
+        assert [line.partition("[E] ")[2].partition(" cannot")[0] for line in lines] == ["POPRUN_SSH_ARGS"] * 2
+
+    def test_what_has_no_effect_is_noted_once_at_v(self, capfd):
+        words = ["--dry-run", "--vipu-server-host", "s", "--vipu-server-port=1", "--reset-partition=no", "echo"]
+        main(words)
+        assert "without effect" not in capfd.readouterr().err
+        main(["-v", *words])
+        (note,) = [line for line in capfd.readouterr().err.splitlines() if "without effect" in line]
+        assert note.endswith("simulated: --vipu-server-host, --vipu-server-port, --reset-partition")
+
+    def test_deprecated_options_are_warned_of(self, capfd):
+        assert main(["--dry-run", "--numa-aware", "yes", "echo"]) == 0
+        assert "POPRUN [W] --numa-aware is deprecated" in capfd.readouterr().err
+
+    def test_a_variable_names_the_partition_where_no_option_does(self, capfd, monkeypatch):
+        monkeypatch.setenv("IPUOF_VIPU_API_PARTITION_ID", "p")
+        for words, name in (([], "p"), (["--vipu-partition=q"], "q")):
+            assert main(["--dry-run", "--json", *words, "echo"]) == 0
+            (instance,) = json.loads(capfd.readouterr().out)["instances"]
+            assert instance["device"] == 0
+            assert instance["environment"]["IPUOF_VIPU_API_PARTITION_ID"] == name
+
+    def test_a_level_that_is_none_is_warned_of(self, capfd, monkeypatch):
+        monkeypatch.setenv("POPRUN_LOG_LEVEL", "loud")
+        assert main(["--dry-run", "echo"]) == 0
+        assert "[W] POPRUN_LOG_LEVEL is 'loud', which is no level; use one of ERROR, WARN" in capfd.readouterr().err
+
+    def test_debug_lists_the_options_in_force(self, capfd):
+        main(["--debug", "--dry-run", "--num-replicas=2", "echo"])
+        assert "POPRUN [D] option --num-replicas: 2" in capfd.readouterr().err
+
+    def test_an_exported_configuration_plans_the_same(self, capfd, tmp_path):
+        file = str(tmp_path / "job.toml")
+        main(["--dry-run", "--export-config", file, *self.WORDS, "echo", "x"])
+        first = capfd.readouterr()
+        assert main(["--dry-run", "--import-config", file]) == 0
+        assert capfd.readouterr() == first
+
+    def test_a_file_that_is_not_replaced_is_found_before_any_host_is_asked(self, capfd, tmp_path):
+        (tmp_path / "f").write_text("")
+        words = ["--allow-run-as-root=yes", "--export-config", str(tmp_path / "f"), *self.WORDS, "echo"]
+        assert main(words) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.endswith("f exists; give --overwrite-config yes, or another name to --export-config")
+
+    def test_nothing_is_exported_when_the_job_is_impossible(self, tmp_path):
+        assert main(["--export-config", str(tmp_path / "f"), *self.WORDS, "-H", "c", "echo"]) == 2
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,67 @@
+"""What mpirun and ssh are told for jobs on several hosts."""
+
+import socket
+
+from poprun.keep_alive import keep_alive, probing_times
+from poprun.remote import Remote, forwarded_names, mpirun_options, ssh_options
+
+REMOTE = Remote("10.0.0.0/24", "10.0.0.1", ("-F", "my config"), 10)
+
+
+def pairs(words):
+    assert len(words) % 3 == 0
+    return {words[at + 1]: (words[at], words[at + 2]) for at in range(0, len(words), 3)}
+
+
+def test_daemons_and_data_use_one_network():
+    options = pairs(mpirun_options(REMOTE, ()))
+    assert options["prte_if_include"] == ("--prtemca", "10.0.0.0/24")
+    assert options["btl_tcp_if_include"] == ("--mca", "10.0.0.0/24")
+    assert options["plm_ssh_args"] == ("--prtemca", "-F 'my config'")
+
+
+def test_a_daemon_gives_a_silent_host_as_long_as_poprun_does():
+    for silence_s in (2, 3, 10, 60, 180):
+        options = pairs(mpirun_options(Remote("", "", (), silence_s), ()))
+        names = ("time", "intvl", "probes")
+        first, interval, probes = (int(options[f"oob_tcp_keepalive_{name}"][1]) for name in names)
+        assert first >= 1
+        assert first + interval * probes == silence_s
+
+
+def test_the_kernel_takes_every_silence():
+    for silence_s in (1, 10, 190, 191, 3600, 86400, 10**7):
+        with socket.socket() as connection:
+            keep_alive(connection, silence_s)
+            first_s, interval_s, probes = probing_times(silence_s)
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == probes
+        if 1 < silence_s <= 32767:
+            assert silence_s <= first_s + interval_s * probes <= silence_s + interval_s
+
+
+def test_what_the_user_sets_is_left_to_the_user():
+    options = pairs(mpirun_options(REMOTE, ("--mca", "btl_tcp_if_include", "eth7")))
+    assert "btl_tcp_if_include" not in options
+    assert "prte_if_include" in options
+
+
+def test_a_dry_run_that_does_not_know_the_network_names_none():
+    assert "prte_if_include" not in pairs(mpirun_options(Remote("", "", (), 10), ()))
+
+
+def test_the_user_s_options_for_ssh_come_first():
+    assert ssh_options({"POPRUN_SSH_ARGS": "-p 22 -o BatchMode=no"})[:4] == ("-p", "22", "-o", "BatchMode=no")
+    assert "BatchMode=yes" in ssh_options({})
+
+
+def test_what_shapes_a_program_s_results_is_forwarded_and_what_belongs_to_one_machine_is_not():
+    environ = (
+        "XLA_FLAGS",
+        "HOME",
+        "POPDIST_TIMEOUT_S",
+        "CUDA_VISIBLE_DEVICES",
+        "VIRTUAL_ENV",
+        "SSH_AUTH_SOCK",
+        "DISPLAY",
+    )
+    assert forwarded_names(environ) == ("POPDIST_TIMEOUT_S", "VIRTUAL_ENV", "XLA_FLAGS")

@@ -1,0 +1,51 @@
+import pytest
+
+from poprun.hosts import Host
+from poprun.restarts import fit, with_instances
+from poprun.settings import Settings
+
+
+def job(**options):
+    return Settings(program=("train",), **options)
+
+
+def hosts(*slots):
+    return [Host(f"node{index}", number) for index, number in enumerate(slots)]
+
+
+@pytest.mark.parametrize(
+    ("instances", "replicas", "slots", "expected"),
+    [
+        (8, 32, [None] * 4, (8, 4)),
+        (8, 32, [None] * 3, (8, 2)),
+        (6, 12, [None] * 3, (6, 3)),
+        (3, 12, [None] * 2, (3, 1)),
+        (4, 12, [2, 1], (2, 2)),
+        (8, 8, [2, 2, 2], (4, 2)),
+        (4, 4, [1], (1, 1)),
+    ],
+)
+def test_the_most_instances_that_the_hosts_take(instances, replicas, slots, expected):
+    found = fit(job(num_instances=instances, num_replicas=replicas), hosts(*slots))
+    assert found == (expected[0], tuple(hosts(*slots)[: expected[1]]))
+
+
+def test_replicas_divide_evenly_among_fewer_instances():
+    assert fit(job(num_instances=5, num_replicas=10), hosts(4)) == (2, tuple(hosts(4)))
+
+
+def test_fewer_than_wanted_are_none():
+    assert fit(job(num_instances=4, num_replicas=4, min_instances=2), hosts(1)) is None
+
+
+def test_no_host_takes_none():
+    assert fit(job(num_instances=4, num_replicas=4), []) is None
+
+
+def test_what_settings_say_about_instances_that_are_left_out_is_dropped():
+    faults = ("kill:instance=0", "kill:instance=3")
+    wanted = job(num_instances=4, num_replicas=4, inject=faults, only_output_from=3, min_instances=2)
+    fewer = with_instances(wanted, 2)
+    assert (fewer.num_instances, fewer.num_replicas, fewer.min_instances) == (2, 4, 2)
+    assert (fewer.inject, fewer.only_output_from) == (("kill:instance=0",), 0)
+    assert with_instances(wanted, 4) == wanted

@@ -1,0 +1,286 @@
+"""Asking hosts, with this machine as the host and other programs in place of ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from popdist.instance import this_host
+from popdist.version import __version__
+from poprun import survey_script
+from poprun.cores import Core, usable_cores
+from poprun.errors import UsageError
+from poprun.host_facts import Fault, HostFacts, Question, facts_from, question_about
+from poprun.ssh import name_behind, remote_words, ssh_words, way_out_of
+from poprun.survey import limit_from, survey
+from poprun.survey_cache import LONGEST_AGE_S, SurveyCache, cache_folder, stamp_of
+from poprun.this_machine import is_this_machine
+
+LIMIT_S = 60.0
+"""Of surveys that end by themselves; the machines that run tests may be busy."""
+
+LOCAL = ("sh", "-c", 'eval "$3"', "ssh")
+"""In place of ssh: runs the command here, whatever the host; the words are `--`, the host, the command."""
+
+
+@pytest.fixture
+def question() -> Question:
+    return question_about(sys.executable, "mpirun", os.environ)
+
+
+def pretend(text: str) -> tuple[str, ...]:
+    """In place of ssh: a shell program."""
+    return ("sh", "-c", text, "ssh")
+
+
+def test_a_host_says_what_it_is(question):
+    facts = survey(["far"], question, LOCAL, LIMIT_S)["far"]
+    assert isinstance(facts, HostFacts)
+    assert (facts.host, facts.name, facts.program) == ("far", this_host(), sys.executable)
+    assert facts.cores == usable_cores()
+    assert facts.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts.versions["project"] == __version__
+    assert facts.sources
+    assert facts.has_directory
+    assert "127.0.0.1" in [each.address for each in facts.interfaces]
+
+
+def test_this_machine_is_asked_without_ssh(question):
+    facts = survey([this_host(), "localhost"], question, ("false",), LIMIT_S)
+    assert all(isinstance(each, HostFacts) for each in facts.values())
+    assert list(facts) == [this_host(), "localhost"]
+
+
+def test_what_a_login_shell_prints_does_no_harm(question):
+    noisy = pretend('echo Welcome; echo "No mail." >&2; eval "$3"; echo Bye')
+    assert isinstance(survey(["far"], question, noisy, LIMIT_S)["far"], HostFacts)
+
+
+def test_a_host_without_the_interpreter_is_named(question):
+    fault = survey(["far"], replace(question, python="/no/python"), LOCAL, LIMIT_S)["far"]
+    assert isinstance(fault, Fault)
+    assert fault.fact.startswith("cannot start the interpreter /no/python: ")
+    assert "not found" in fault.fact
+    assert "same path" in fault.way_out
+
+
+@pytest.mark.parametrize(
+    ("complaint", "way_out"),
+    [
+        ("ssh: Could not resolve hostname far: Name or service not known", "check the spelling in --host"),
+        ("me@far: Permission denied (publickey).", "ssh-copy-id far"),
+        ("Host key verification failed.", "run `ssh far` once by hand"),
+        ("ssh: connect to host far port 22: Connection refused", "start sshd there"),
+        ("ssh: connect to host far port 22: Connection timed out", "start the host"),
+        ("ssh: connect to host far port 22: No route to host", "check the network"),
+        ("kex_exchange_identification: read: Connection reset by peer", "try `ssh far true` by hand"),
+    ],
+)
+def test_the_words_of_ssh_are_passed_on_with_advice(question, complaint, way_out):
+    failing = pretend(f'echo "Warning: something" >&2; echo "{complaint}" >&2; exit 255')
+    fault = survey(["far"], question, failing, LIMIT_S)["far"]
+    assert isinstance(fault, Fault)
+    assert fault.fact == complaint
+    assert fault.way_out.startswith(way_out) or way_out in fault.way_out
+    assert fault.way_out == way_out_of(complaint, "far")
+
+
+def test_a_changed_host_key_is_not_to_be_trusted_anew(question):
+    changed = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nIt may be.\nHost key verification failed."
+    fault = survey(["far"], question, pretend(f"echo '{changed}' >&2; exit 255"), LIMIT_S)["far"]
+    assert isinstance(fault, Fault)
+    assert fault.fact == "Host key verification failed."
+    assert fault.way_out.startswith("if far was set up anew: `ssh-keygen -R far`")
+
+
+def test_the_last_words_of_ssh_are_the_reason():
+    said = "Permission denied, try again.\nssh: connect to host far port 22: Connection refused\nrsync error: 255"
+    assert way_out_of(said, "far").startswith("start sshd there")
+
+
+def test_an_answer_that_makes_no_sense_is_a_fault(question):
+    fault = survey(["far"], question, pretend('echo "poprun-survey {}"'), LIMIT_S)["far"]
+    assert fault == Fault("far", "gave no answer, exit status 0", "check that `ssh far echo ok` prints ok")
+
+
+def test_who_is_late_is_killed_with_all_it_has_started(question, tmp_path, monkeypatch):
+    """The limit is over when both are there, however long that takes here."""
+    pids = tmp_path / "pids"
+    late = pretend(f"sleep 1000 & echo $$ $! >{pids}.new; mv {pids}.new {pids}; wait")
+    clock = SimpleNamespace(monotonic=lambda: 9.0 * pids.exists(), sleep=time.sleep)
+    monkeypatch.setattr("poprun.errands.time", clock)
+    fault = survey(["far"], question, late, 2.5)["far"]
+    assert isinstance(fault, Fault)
+    assert fault.fact == "did not answer within 2.5 s"
+    assert "POPRUN_CHECK_TIMEOUT_S" in fault.way_out
+    deadline_s = time.monotonic() + LIMIT_S
+    while not all(map(is_over, pids.read_text().split())):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def is_over(pid: str) -> bool:
+    """Whether a process has ended, though nobody may have asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_process_that_ssh_leaves_behind_is_not_waited_for(question):
+    """As a master for later connections, which holds standard error open."""
+    leaving = pretend('sleep 3 >/dev/null </dev/null & eval "$3"')
+    began_s = time.monotonic()
+    assert isinstance(survey(["far"], question, leaving, 1000.0)["far"], HostFacts)
+    assert time.monotonic() - began_s < 500
+
+
+def test_hosts_are_asked_at_the_same_time(question, tmp_path):
+    """Each waits until the other has started."""
+    wait = f"touch {tmp_path}/$2; until [ -e {tmp_path}/a ] && [ -e {tmp_path}/b ]; do sleep 0.01; done; "
+    facts = survey(["a", "b"], question, pretend(wait + 'eval "$3"'), LIMIT_S)
+    assert all(isinstance(each, HostFacts) for each in facts.values())
+
+
+def test_no_host_can_be_an_option_of_ssh():
+    assert remote_words(["ssh"], "-oProxyCommand=x", ["a b"]) == ["ssh", "--", "-oProxyCommand=x", "'a b'"]
+
+
+def test_ssh_knows_what_an_alias_stands_for():
+    assert name_behind("far", pretend("echo user me; echo hostname 192.0.2.7; echo port 22")) == "192.0.2.7"
+    assert name_behind("far", pretend("exit 255")) == "far"
+    assert name_behind("far", ("/no/ssh",)) == "far"
+
+
+def test_the_users_arguments_come_first_because_they_win():
+    words = ssh_words({"POPRUN_SSH_ARGS": "-F 'my config' -o ConnectTimeout=9"})
+    assert words[:5] == ("ssh", "-F", "my config", "-o", "ConnectTimeout=9")
+    assert "BatchMode=yes" in words
+    assert "ConnectTimeout=2" in words
+
+
+def test_arguments_with_an_open_quote_are_refused():
+    with pytest.raises(UsageError, match="POPRUN_SSH_ARGS cannot be split like a shell does: No closing quot.*check"):
+        ssh_words({"POPRUN_SSH_ARGS": "-F 'my config"})
+
+
+@pytest.mark.parametrize(("text", "limit_s"), [("", 2.5), ("7", 7.0), ("0", 2.5), ("soon", 2.5), ("inf", 2.5)])
+def test_the_limit_can_be_set(text, limit_s):
+    assert limit_from({"POPRUN_CHECK_TIMEOUT_S": text}) == limit_s
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "127.0.1.1", this_host(), f"{this_host()}.example"])
+def test_names_of_this_machine(name):
+    assert is_this_machine(name)
+    assert not is_this_machine(f"not-{name}")
+
+
+def test_the_user_s_own_login_is_not_taken_for_ours(question, monkeypatch):
+    monkeypatch.setenv("SSH_CONNECTION", "192.0.2.1 50000 192.0.2.2 22")
+    facts = survey([this_host()], question, ("false",), LIMIT_S)[this_host()]
+    assert isinstance(facts, HostFacts)
+    assert facts.reached_at == ""
+
+
+def test_the_script_sees_the_cores_that_poprun_sees():
+    assert tuple(Core(*each) for each in survey_script.cores()) == usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        ("run", ("{}/bin/run", "")),
+        ("./bin/run", ("{}/./bin/run", "")),
+        ("data", ("", "missing")),
+        ("bin/data", ("", "not executable")),
+        ("./bin", ("", "a directory")),
+        ("bin/none", ("", "missing")),
+    ],
+)
+def test_a_program_is_looked_up_as_a_shell_does(tmp_path, program, found):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "run").touch(mode=0o755)
+    (tmp_path / "bin" / "data").touch(mode=0o644)
+    expected = tuple(each.format(tmp_path) for each in found)
+    assert survey_script.find_program(program, f"/none:{tmp_path}/bin", str(tmp_path)) == expected
+
+
+def test_open_mpi_from_elsewhere_tells_its_version_itself(tmp_path):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'; echo; echo Report bugs\n")
+    mpirun.chmod(0o755)
+    assert survey_script.version_of_mpirun(str(mpirun)) == "4.1.4"
+    assert survey_script.version_of_mpirun("/no/mpirun") == ""
+
+
+class TestCache:
+    @pytest.fixture
+    def facts(self, question) -> HostFacts:
+        found = survey(["far"], question, LOCAL, LIMIT_S)["far"]
+        assert isinstance(found, HostFacts)
+        return found
+
+    def test_what_was_kept_comes_back(self, question, facts, tmp_path):
+        cache = SurveyCache(tmp_path / "a" / "b", question, LOCAL, "stamp")
+        assert cache.load("far") is None
+        cache.store(facts)
+        assert cache.load("far") == replace(facts, is_cached=True)
+        assert cache.load("near") is None
+        assert os.stat(tmp_path / "a" / "b").st_mode & 0o777 == 0o700
+
+    def test_another_question_has_another_answer(self, question, facts, tmp_path):
+        SurveyCache(tmp_path, question, LOCAL, "stamp").store(facts)
+        for other in (
+            SurveyCache(tmp_path, replace(question, program="other"), LOCAL, "stamp"),
+            SurveyCache(tmp_path, question, ("ssh",), "stamp"),
+            SurveyCache(tmp_path, question, LOCAL, "other"),
+        ):
+            assert other.load("far") is None
+
+    def test_it_is_forgotten_after_some_minutes(self, question, facts, tmp_path):
+        cache = SurveyCache(tmp_path, question, LOCAL, "stamp")
+        cache.store(facts)
+        (kept,) = tmp_path.iterdir()
+        old_s = time.time() - LONGEST_AGE_S - 1
+        os.utime(kept, (old_s, old_s))
+        assert cache.load("far") is None
+        cache.store(replace(facts, host="near"))
+        assert not kept.exists()
+
+    @pytest.mark.parametrize("damage", ["", "{", "[]", '{"name": 7}', "\0" * 100])
+    def test_a_damaged_file_is_ignored(self, question, facts, tmp_path, damage):
+        cache = SurveyCache(tmp_path, question, LOCAL, "stamp")
+        cache.store(facts)
+        (kept,) = tmp_path.iterdir()
+        kept.write_text(damage)
+        assert cache.load("far") is None
+
+    def test_a_folder_that_cannot_be_written_is_no_fault(self, question, facts, tmp_path):
+        (tmp_path / "file").touch()
+        cache = SurveyCache(tmp_path / "file" / "below", question, LOCAL, "stamp")
+        cache.store(facts)
+        assert cache.load("far") is None
+
+    def test_its_folder_follows_the_standard(self):
+        assert cache_folder({"HOME": "/home/me"}) == Path("/home/me/.cache/popdist-everywhere/hosts")
+        assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/popdist-everywhere/hosts")
+
+    def test_what_is_installed_here_is_part_of_the_key(self, question, tmp_path):
+        asked = replace(question, python_path=(str(tmp_path),))
+        before = stamp_of(asked)
+        assert stamp_of(asked) == before
+        os.utime(tmp_path, (1, 1))
+        assert stamp_of(asked) != before
+
+    def test_facts_survive_json(self, question, facts):
+        answer = survey_script.answer(question.as_json())
+        again = facts_from("far", json.loads(json.dumps(answer)))
+        assert again.cores == facts.cores
+        assert again.versions == facts.versions

@@ -1,0 +1,269 @@
+"""What is copied to other hosts, and what their answers mean; this machine plays the hosts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from poprun.copying import (
+    Claim,
+    Copy,
+    claim_faults,
+    claim_script,
+    copy_errand,
+    copy_fault,
+    describe_copy,
+    has_lost_reason,
+    plan_copies,
+    read_claim,
+    release_script,
+)
+from poprun.environment_trees import MARKER, PythonEnvironment, Tree, describe_environment, digest_tree
+from poprun.errands import Ended
+from poprun.errors import PopRunError
+from poprun.log import Log
+from poprun.synchronise import synchronise
+
+TOKEN = ".popdist-synchronise-1"
+LATE = "took too long"
+LIBRARY = Path("/usr/lib/python3")
+ENV = PythonEnvironment((Tree(Path("/e")), Tree(Path("/p"), ("a", "b"))), (Path("/usr/bin/python3"),))
+
+
+def ended(status, err="", out=""):
+    return Ended(status, out, err, 1.5)
+
+
+def ask(environment, has_rsync=False):
+    """What a host, here this machine, answers."""
+    script = claim_script(environment, TOKEN, has_rsync)
+    done = subprocess.run(["sh", "-s"], input=script, capture_output=True, text=True, timeout=60, check=False)
+    return read_claim(done.stdout, environment), done
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of an environment that is not there yet."""
+    return tmp_path / "my env"
+
+
+@pytest.fixture
+def environment(folder):
+    return PythonEnvironment((Tree(folder),), ())
+
+
+class TestEnvironment:
+    @pytest.fixture
+    def prefix(self, tmp_path):
+        (tmp_path / "venv" / "bin").mkdir(parents=True)
+        return tmp_path / "venv"
+
+    def test_the_interpreter_that_a_venv_refers_to_is_needed(self, prefix):
+        (prefix / "bin" / "python3").symlink_to("/usr/bin/python3")
+        (prefix / "bin" / "python").symlink_to("python3")
+        found = describe_environment(prefix, prefix / "bin" / "python", prefix / "lib", LIBRARY)
+        assert found == PythonEnvironment((Tree(prefix),), (Path("/usr/bin/python3"), LIBRARY))
+
+    def test_an_environment_with_its_own_interpreter_needs_nothing(self, prefix):
+        (prefix / "bin" / "python").touch()
+        found = describe_environment(prefix, prefix / "bin" / "python", prefix / "lib", prefix / "lib" / "python3")
+        assert found.needed == ()
+
+    def test_packages_outside_are_a_tree_of_their_own(self, prefix, tmp_path):
+        for name in ("popdist", "poprun", "docs"):
+            (tmp_path / "project" / name).mkdir(parents=True)
+        found = describe_environment(prefix, prefix / "bin" / "python", tmp_path / "project", LIBRARY)
+        assert found.trees == (Tree(prefix), Tree(tmp_path / "project", ("popdist", "poprun")))
+        assert found.folders == (prefix, tmp_path / "project" / "popdist", tmp_path / "project" / "poprun")
+
+    @pytest.mark.parametrize("prefix", ["/", "/usr", "/usr/local"])
+    def test_the_python_of_the_system_is_not_copied(self, prefix):
+        with pytest.raises(PopRunError, match=f"the system's own, {prefix}, and not copied; use a virtual env"):
+            describe_environment(Path(prefix), Path("/usr/bin/python3"), Path("/p"), LIBRARY)
+
+
+class TestDigest:
+    @pytest.fixture
+    def tree(self, tmp_path):
+        (tmp_path / "lib" / "__pycache__").mkdir(parents=True)
+        (tmp_path / "lib" / "a.py").write_text("1")
+        return tmp_path
+
+    def test_what_is_not_copied_does_not_count(self, tree):
+        before = digest_tree(tree)
+        (tree / "lib" / "__pycache__" / "a.pyc").touch()
+        (tree / MARKER).write_text(before)
+        (tree / TOKEN).mkdir()
+        assert digest_tree(tree) == before
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda tree: (tree / "lib" / "b.py").touch(),
+            lambda tree: (tree / "lib" / "a.py").write_text("22"),
+            lambda tree: os.utime(tree / "lib" / "a.py", (1, 1)),
+            lambda tree: (tree / "lib" / "a.py").chmod(0o755),
+            lambda tree: (tree / "lib" / "a.py").rename(tree / "a.py"),
+            lambda tree: (tree / "link").symlink_to("lib"),
+        ],
+    )
+    def test_every_change_counts(self, tree, change):
+        before = digest_tree(tree)
+        change(tree)
+        assert digest_tree(tree) != before
+
+
+class TestClaim:
+    def test_a_folder_that_is_missing_or_empty_is_taken(self, environment, folder):
+        assert ask(environment)[0] == Claim(False, {folder: ""})
+        assert sorted(path.name for path in folder.iterdir()) == [TOKEN, MARKER]
+
+    def test_an_empty_folder_is_taken(self, environment, folder):
+        folder.mkdir()
+        assert ask(environment)[0] == Claim(False, {folder: ""})
+
+    def test_a_folder_that_was_taken_before_says_what_tar_has_copied(self, environment, folder):
+        folder.mkdir()
+        (folder / "data").touch()
+        (folder / MARKER).write_text("abc\n")
+        assert ask(environment)[0] == Claim(False, {folder: "abc"})
+        assert (folder / MARKER).read_text() == "abc\n"
+
+    def test_rsync_forgets_what_tar_has_copied(self, environment, folder):
+        folder.mkdir()
+        (folder / MARKER).write_text("abc\n")
+        claim = ask(environment, has_rsync=True)[0]
+        assert (folder / MARKER).read_text() == ("" if claim.has_rsync else "abc\n")
+
+    def test_whoever_finds_the_token_shares_the_folder(self, environment, folder):
+        ask(environment)
+        assert ask(environment)[0] == Claim(False, {}, shared=(folder,))
+
+    def test_a_folder_with_something_else_is_refused_and_left_as_it_is(self, environment, folder):
+        folder.mkdir()
+        (folder / "thesis").touch()
+        both = PythonEnvironment((Tree(folder.with_name("other")), *environment.trees), ())
+        claim, done = ask(both)
+        assert claim == Claim(False, {}, foreign=(folder,))
+        assert [path.name for path in folder.iterdir()] == ["thesis"]
+        assert not folder.with_name("other").exists()
+        assert claim_faults("h1", claim, ended(done.returncode), LATE) == [
+            f"host h1: {folder} was not made by poprun and is not empty; if it may be replaced, remove it there, "
+            f"otherwise leave out --synchronise-python-venv"
+        ]
+
+    def test_a_file_in_its_place_is_refused(self, environment, folder):
+        folder.touch()
+        assert ask(environment)[0] == Claim(False, {}, foreign=(folder,))
+
+    def test_what_the_environment_refers_to_must_be_there(self, environment, folder):
+        claim, _ = ask(PythonEnvironment(environment.trees, (Path("/"), Path("/no/python3"))))
+        assert claim == Claim(False, {}, missing=(Path("/no/python3"),))
+        assert not folder.exists()
+        assert claim_faults("h1", claim, ended(1), LATE) == [
+            "host h1: the Python environment refers to /no/python3, which is missing there; "
+            "install the same Python there"
+        ]
+
+    def test_a_folder_that_cannot_be_made_is_no_answer(self, environment, folder):
+        folder.parent.joinpath("file").touch()
+        claim, done = ask(PythonEnvironment((Tree(folder.parent / "file" / "env"),), ()))
+        assert claim is None
+        assert "Not a directory" in claim_faults("h1", claim, ended(done.returncode, done.stderr), LATE)[0]
+
+    def test_a_login_shell_that_talks_does_no_harm(self):
+        said = "Welcome mine 0\npoprun-synchronise mine 0 abc\npoprun-synchronise shared 1\npoprun-synchronise end\n"
+        assert read_claim(said, ENV) == Claim(False, {Path("/e"): "abc"}, shared=(Path("/p/a"),))
+
+    def test_an_answer_without_its_end_is_none(self):
+        assert read_claim("poprun-synchronise mine 0\n", ENV) is None
+
+    @pytest.mark.parametrize(
+        ("status", "complaint", "line"),
+        [
+            (None, "", "took too long; see what `ssh h1` is busy with"),
+            (255, "ssh: connect to host h1 port 22: Connection refused", "Connection refused; start sshd there"),
+            (
+                1,
+                "mkdir: cannot create directory '/e': Permission denied",
+                "Permission denied; let the user write there",
+            ),
+            (1, "touch: cannot touch '/e/x': No space left on device", "device; free some space there"),
+            (1, "mkdir: cannot create directory '/e': Read-only file system", "system; use an environment in a folder"),
+            (127, "", "exit status 127; try `ssh h1 true` by hand"),
+        ],
+    )
+    def test_a_host_that_does_not_answer_is_explained(self, status, complaint, line):
+        (found,) = claim_faults("h1", None, ended(status, complaint), LATE)
+        assert found.startswith("host h1: ")
+        assert line in found
+
+    def test_the_release_takes_the_token_and_notes_what_tar_has_copied(self, environment, folder):
+        ask(environment)
+        subprocess.run(["sh", "-s"], input=release_script([folder], TOKEN, {folder: "abc"}), text=True, check=True)
+        assert [path.name for path in folder.iterdir()] == [MARKER]
+        assert ask(environment)[0] == Claim(False, {folder: "abc"})
+
+
+class TestCopies:
+    MINE = {Path("/e"): "", Path("/p/b"): "old"}
+    DIGESTS = {Path("/e"): "new", Path("/p/b"): "old"}
+
+    def test_rsync_looks_at_everything_that_is_not_shared(self):
+        assert plan_copies("h1", Claim(True, self.MINE), ENV, {}) == [
+            Copy("h1", Tree(Path("/e")), True),
+            Copy("h1", Tree(Path("/p"), ("b",)), True),
+        ]
+
+    def test_tar_copies_what_is_different(self):
+        assert plan_copies("h1", Claim(False, self.MINE), ENV, self.DIGESTS) == [Copy("h1", Tree(Path("/e")), False)]
+
+    def test_nothing_is_copied_where_all_is_shared(self):
+        assert plan_copies("h1", Claim(True, {}, shared=ENV.folders), ENV, {}) == []
+
+    def test_rsync_removes_inside_the_folders_only(self):
+        whole = copy_errand(Copy("h1", Tree(Path("/e")), True), ("ssh", "-F", "my file")).words
+        assert whole[-3:] == ("--", "/e/", "h1:/e/")
+        assert whole[whole.index("-e") + 1] == "ssh -F 'my file'"
+        assert f"--exclude={MARKER}" in whole
+        parts = copy_errand(Copy("h1", Tree(Path("/p"), ("a", "b")), True), ("ssh",)).words
+        assert parts[-4:] == ("--", "/p/a", "/p/b", "h1:/p/")
+
+    def test_what_has_failed_is_named_by_its_first_known_reason(self):
+        said = (
+            'rsync: [receiver] write failed on "/e/x": No space left on device (28)\n'
+            "rsync error: error in file IO (code 11) at receiver.c(381)\n"
+            "rsync: [sender] write error: Broken pipe (32)\n"
+        )
+        assert copy_fault(Copy("h1", Tree(Path("/e")), True), ended(11, said), LATE) == (
+            'host h1: cannot copy /e: rsync: [receiver] write failed on "/e/x": No space left on device (28); '
+            "free some space there"
+        )
+
+    @pytest.mark.parametrize("reason", ["No space left on device (28)", ""])
+    def test_a_reason_that_rsync_has_lost_is_noticed(self, reason):
+        said = f"{reason}\nrsync error: error in file IO (code 11) at receiver.c(381)\n"
+        copy = Copy("h1", Tree(Path("/e")), True)
+        assert has_lost_reason(copy, ended(11, said)) == (not reason)
+        assert not has_lost_reason(copy, ended(12, said))
+
+    def test_files_that_vanish_meanwhile_are_no_failure(self):
+        assert copy_fault(Copy("h1", Tree(Path("/e")), True), ended(24), LATE) is None
+        assert copy_fault(Copy("h1", Tree(Path("/e")), False), ended(24), LATE) is not None
+
+    def test_what_was_copied_is_counted(self):
+        copy = Copy("h1", Tree(Path("/p"), ("a", "b")), True)
+        said = "Number of regular files transferred: 1,234\nTotal transferred file size: 5,678,901 bytes\n"
+        assert describe_copy(copy, ended(0, out=said)) == (
+            "host h1: copied 1234 files, 5678901 bytes, of /p (a, b) in 1.5 s"
+        )
+        said = "Number of regular files transferred: 0\nTotal transferred file size: 0 bytes\n"
+        assert describe_copy(copy, ended(0, out=said)) == "host h1: nothing has changed in /p (a, b)"
+
+
+def test_an_environment_that_cannot_be_written_here_is_refused():
+    with pytest.raises(PopRunError, match=r"/proc cannot be written here \(.*\), which would show which hosts"):
+        synchronise(["far"], PythonEnvironment((Tree(Path("/proc")),), ()), os.environ, Log())

@@ -1,0 +1,67 @@
+"""The rows of `ipu_multi_worker_strategy_test.py` (spec 2.6), for two instances with one replica each."""
+
+import pytest
+
+
+class RowsOfTheOriginal:
+    """What `strategy_program.py rows` has to find.
+
+    Subclasses have the parameter `variables`, "on_host" or "on_device", and the fixture `rows`: for each row what the
+    two instances found.
+    """
+
+    @pytest.fixture
+    def place(self, variables):
+        """Where mirrored variables are."""
+        return {"on_host": "ndarray", "on_device": "device"}[variables]
+
+    def test_m01_m02_the_roles_of_the_workers(self, rows):
+        """M-01, M-02: two replicas in sync; both instances run and initialise; the first one writes files."""
+        assert rows["m01_m02"] == [[2, True, True, True, True], [2, True, True, False, False]]
+
+    def test_m04_m05_where_variables_are(self, rows, place):
+        """M-04, M-05: in host memory or on the device; replicas use them on their device."""
+        assert rows["m04_m05"] == [["MirroredVariable", place, 2.0]] * 2
+
+    def test_m06_a_sum_of_squares(self, rows):
+        """M-06: 1 + 4."""
+        assert rows["m06"] == [5.0, 5.0]
+
+    def test_m07_a_mirrored_variable(self, rows):
+        """M-07: 1.0 everywhere, the sum of the squares is 2.0."""
+        assert rows["m07"] == [["MirroredVariable", 1.0, 2.0]] * 2
+
+    def test_m08_a_variable_that_is_synchronised_when_it_is_read(self, rows):
+        """M-08: on the device even with variables on the host; 1.0 at first, then the mean of 1 + 1 and 1 + 2."""
+        assert rows["m08"] == [["SyncOnReadVariable", "device", 1.0, own, 2.5] for own in (2.0, 3.0)]
+
+    def test_m10_gradients_on_the_replicas_and_the_update_beside_them(self, rows):
+        """M-10: total loss 2.0; the gradients are averaged here, so w = 1 - 0.5."""
+        assert rows["m10"] == [[2.0, 0.5]] * 2
+
+    def test_m11_m12_one_slot_for_one_variable(self, rows):
+        """M-11, M-12: momentum has one slot; total loss 2.0."""
+        assert rows["m11_m12"] == [[1, 2.0, 0.5, 1.0]] * 2
+
+    def test_m14_a_weighted_sum(self, rows):
+        """M-14: 2 * 1 + 2 * 2."""
+        assert rows["m14"] == [6.0, 6.0]
+
+    def test_m16_batch_normalisation(self, rows, place):
+        """M-16: beta and gamma are mirrored; the moving statistics are reduced when they are read."""
+        for index, statistics in enumerate(rows["m16"]):
+            assert statistics == {
+                "places": [place, place],
+                "normalised": [[1.0], [-1.0]],
+                "local mean": [index + 1.0],
+                "mean": [1.5],
+                "variance": [2.5],
+            }
+
+    def test_m17_a_reduction_in_a_compiled_function(self, rows):
+        """M-17: twice the square of 1 + 4."""
+        assert rows["m17"] == [50.0, 50.0]
+
+    def test_m22_a_loop_over_a_data_set(self, rows):
+        """M-22: ten elements 0 + t."""
+        assert rows["m22"] == [0, 10]

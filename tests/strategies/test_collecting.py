@@ -1,0 +1,227 @@
+"""What a loop collects of the values that its body enqueues, and when it hands them over."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from feed_data import Increasing
+
+import strategies
+from strategies import EndOfDataError, InfeedQueue, OutfeedMode, OutfeedQueue, feed_program, get_replica_context, loops
+
+LIMIT_S = 60
+FOR_EVER_S = 1e9
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The tokens of all calls of feeds from now on."""
+    counted, next_token = [], feed_program.next_token
+    monkeypatch.setattr(feed_program, "next_token", lambda token: counted.append(int(token)) or next_token(token))
+    return counted
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Let loops hold values back for as long as they may, however slow this machine is."""
+    monkeypatch.setattr("strategies.iterations.HOLD_S", FOR_EVER_S)
+
+
+def enqueuing(outfeed):
+    return lambda v, *x: (v + 1, outfeed.enqueue(v))
+
+
+class TestCalls:
+    """How often a loop calls into Python."""
+
+    def test_of_fast_iterations_are_few(self, calls, patient):
+        outfeed = OutfeedQueue()
+        assert loops.repeat(64, enqueuing(outfeed), [0]) == 64
+        assert len(calls) == 11  # after 1, 1, 2, 4, 8, 8, ... iterations
+        np.testing.assert_array_equal(outfeed.dequeue(), np.arange(64))
+
+    @pytest.mark.parametrize("queues", [1, 3])
+    def test_bring_elements_and_take_values_at_once(self, calls, patient, queues):
+        outfeeds = [OutfeedQueue() for _ in range(queues)]
+
+        def body(v, x):
+            for number, outfeed in enumerate(outfeeds):
+                outfeed.enqueue({"v": v, "x": x + number})
+            return v + 1
+
+        with InfeedQueue(Increasing(100, ()), prefetch_depth=1) as infeed:
+            loops.repeat(24, body, [0], infeed)
+        assert len(calls) == 24 + 1
+        for number, outfeed in enumerate(outfeeds):
+            found = outfeed.dequeue()
+            np.testing.assert_array_equal(found["v"], np.arange(24))
+            np.testing.assert_array_equal(found["x"], np.arange(24) + number)
+
+    def test_are_as_many_as_before_for_large_values(self, calls, patient):
+        outfeed = OutfeedQueue()
+        loops.repeat(5, lambda v: (v + 1, outfeed.enqueue(v)), [np.zeros(2049, np.float32)])
+        assert len(calls) == 5
+        np.testing.assert_array_equal(outfeed.dequeue()[:, 7], np.arange(5))
+
+    @pytest.mark.parametrize("mode", OutfeedMode)
+    def test_leave_nothing_behind_when_a_condition_ends_the_loop(self, calls, patient, mode):
+        outfeed = OutfeedQueue(mode)
+        assert loops.while_loop(lambda v: v < 13, enqueuing(outfeed), [0], maximum_iterations=50) == 13
+        assert len(calls) == 5  # after 1, 1, 2, 4 and 5
+        assert outfeed.dequeue().tolist() == (list(range(13)) if mode is OutfeedMode.ALL else 12)
+
+    def test_do_not_take_elements_that_a_condition_does_not_want(self, calls, patient):
+        outfeed = OutfeedQueue()
+        with InfeedQueue(Increasing(100, ())) as infeed:
+            for start in (0, 5):
+                loops.while_loop(lambda i: i < 5, lambda i, x: (i + 1, outfeed.enqueue(x)), [0], infeed)
+                assert outfeed.dequeue().tolist() == list(range(start, start + 5))
+        assert len(calls) == 2 * (5 + 1)
+
+
+class TestVisibility:
+    """When another thread sees a value."""
+
+    def test_slow_iterations_hand_over_one_by_one(self, monkeypatch):
+        monkeypatch.setattr("strategies.iterations.HOLD_S", 0.01)
+        outfeed, seen = OutfeedQueue(), []
+
+        def look(v):
+            time.sleep(0.015)  # an iteration takes longer than values may be held back
+            seen.extend(outfeed.dequeue())
+            assert seen == list(range(int(v)))
+            return v
+
+        def body(v):
+            v = jax.pure_callback(look, jax.ShapeDtypeStruct((), np.int32), v)
+            outfeed.enqueue(v)
+            return v + 1
+
+        assert loops.repeat(20, body, [0]) == 20
+        assert [*seen, *outfeed.dequeue()] == list(range(20))
+
+    def test_data_may_depend_on_what_came_out_before(self, monkeypatch, patient):
+        """The data set waits for the values of all replicas in all rounds before, and one of them is late."""
+        outfeed, seen = OutfeedQueue(), []
+
+        def elements():
+            for k in range(12):
+                deadline = time.monotonic() + LIMIT_S
+                while len(seen) < k:
+                    assert time.monotonic() < deadline, f"{len(seen)} rounds have come out, not {k}"
+                    seen.extend(outfeed.dequeue())
+                yield from [np.float32(k)] * 2
+
+        with InfeedQueue(elements()) as infeed:
+            take = infeed._take
+            monkeypatch.setattr(
+                infeed, "_take", lambda of, replica, n: time.sleep(0.01 * replica) or take(of, replica, n)
+            )
+            strategies.IPUStrategy(2).run(lambda: loops.repeat(12, lambda x: outfeed.enqueue(x), infeed=infeed))
+        np.testing.assert_array_equal([*seen, *outfeed.dequeue()], np.repeat(np.arange(12), 2).reshape(12, 2))
+
+    def test_all_values_are_there_when_data_end(self, strategy, patient):
+        outfeed = OutfeedQueue()
+        with InfeedQueue(Increasing(44, (), repeats=False)) as infeed, pytest.raises(EndOfDataError):
+            strategy.run(lambda: loops.repeat(20, lambda x: outfeed.enqueue(x), infeed=infeed))
+        np.testing.assert_array_equal(outfeed.dequeue(), np.arange(44).reshape(11, 4))
+
+
+class TestBodies:
+    """Where a loop does not collect, values leave as they come."""
+
+    @pytest.mark.parametrize("other", ["in a branch", "large", "in a loop"])
+    def test_that_enqueue_other_values_too_keep_the_order(self, calls, patient, other):
+        first, second = OutfeedQueue(), OutfeedQueue()
+        rounds, take = [], second._put
+
+        def put(*arguments):
+            rounds.append((len(first.dequeue()), int(arguments[-1][0].flat[0])))
+            take(*arguments)
+
+        second._put = put
+
+        def body(v):
+            first.enqueue(v)
+            if other == "in a branch":
+                jax.lax.cond(v % 2 == 0, lambda: second.enqueue(v), lambda: None)
+            elif other == "large":
+                second.enqueue(jnp.full(5000, v))
+            else:
+                loops.repeat(1, enqueuing(second), [v])
+            return v + 1
+
+        loops.repeat(6, body, [0])
+        step = 2 if other == "in a branch" else 1
+        assert rounds == [(1 if v == 0 else step, v) for v in range(0, 6, step)]
+
+    def test_that_make_no_other_calls_are_traced_once(self):
+        outfeed, traced = OutfeedQueue(), []
+
+        def body(v):
+            traced.append(v)
+            outfeed.enqueue(v)
+            return v + 1
+
+        assert [int(loops.repeat(n, body, [0])) for n in (2, 3)] == [2, 3]
+        assert len(traced) == 1
+        assert outfeed.dequeue().tolist() == [0, 1, 0, 1, 2]
+
+    def test_of_jax_s_programs_collect_too(self, calls, patient):
+        outfeed = OutfeedQueue()
+        assert jax.jit(lambda n: loops.repeat(n, enqueuing(outfeed), [0]))(10) == 10
+        assert outfeed.dequeue().tolist() == list(range(10))
+        assert len(calls) == 5
+
+    def test_whose_replicas_wait_for_each_other_in_the_condition(self, strategy):
+        outfeed = OutfeedQueue()
+
+        def program():
+            replica = get_replica_context()
+
+            def goes_on(v):
+                return replica.all_reduce("max", v) < 30
+
+            return loops.while_loop(goes_on, enqueuing(outfeed), [replica.replica_id_in_sync_group])
+
+        assert list(strategy.run(program)) == [27, 28, 29, 30]
+        np.testing.assert_array_equal(outfeed.dequeue(), np.arange(27)[:, None] + np.arange(4))
+
+
+@pytest.mark.parametrize("other", ["another call", "gradients"])
+def test_bits_do_not_depend_on_whether_values_are_collected(strategy, bits, other):
+    """They are not where the body makes other calls, nor in loops with gradients."""
+    data = list(np.random.default_rng(0).standard_normal((24, 7, 5)).astype(np.float32))
+    weights = np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)
+
+    def trained(collects):
+        outfeed = OutfeedQueue()
+
+        def body(w, x):
+            loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2 + 0.3 * jnp.sin(w[0, 0])))(w)
+            outfeed.enqueue({"loss": loss, "w": w * 3 + gradient, "norm": jnp.sqrt(jnp.sum(gradient**2))})
+            if other == "another call" and not collects:
+                jax.debug.callback(lambda: None)
+            return w - 0.1 * get_replica_context().all_reduce("mean", gradient)
+
+        def program(w):
+            def run(w):
+                return loops.repeat(6, body, [w], infeed)
+
+            return jax.vjp(run, w)[0] if other == "gradients" and not collects else run(w)
+
+        with InfeedQueue(data) as infeed:
+            results = strategy.run(program, args=(weights,))
+        return [bits(leaf) for leaf in (*results, *jax.tree.leaves(outfeed.dequeue()))]
+
+    assert trained(collects=True) == trained(collects=False)
+
+
+def test_many_small_values_keep_their_bits(bits):
+    """Together they are larger than what JAX hands over at once."""
+    outfeed = OutfeedQueue()
+    values = [np.random.default_rng(k).standard_normal(250).astype(np.float32) for k in range(130)]
+    loops.repeat(2, lambda: outfeed.enqueue(values))
+    assert [bits(leaf) for leaf in outfeed.dequeue()] == [bits(np.stack([value, value])) for value in values]

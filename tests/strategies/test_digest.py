@@ -1,0 +1,64 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import strategies
+from strategies.digest import digest_of, flip_bit, instances_that_differ
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "bool"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (7, 5), (0,)])
+def test_every_flipped_bit_shows(dtype, shape):
+    array = np.asarray(jnp.ones(shape, dtype))
+    whole = digest_of({"a": jnp.asarray(array)})
+    assert whole == digest_of({"a": jnp.asarray(array)})
+    octets = array.reshape(-1).view(np.uint8)
+    for position in range(octets.size):
+        for bit in range(8 if dtype != "bool" else 1):
+            changed = octets.copy()
+            changed[position] ^= 1 << bit
+            other = digest_of({"a": jnp.asarray(changed.view(array.dtype).reshape(shape))})
+            assert other[0] != whole[0]
+            assert other[1] != whole[1]
+
+
+def test_arrays_that_change_places_show():
+    one, two = jnp.arange(8.0), jnp.arange(8.0) + 1
+    assert digest_of([one, two]) != digest_of([two, one])
+
+
+def test_random_keys_are_compared_too():
+    assert digest_of(jax.random.key(0)) != digest_of(jax.random.key(1))
+
+
+def test_one_bit_is_flipped():
+    variables = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    flipped = flip_bit(variables)
+    words = [np.asarray(tree["a"]).view(np.uint32) for tree in (variables, flipped)]
+    assert (words[0] ^ words[1]).tolist() == [1 << 16, 0, 0]
+    assert digest_of(flipped) != digest_of(variables)
+
+
+@pytest.mark.parametrize(
+    ("digests", "differ"),
+    [
+        ("aaa", []),
+        ("a", []),
+        ("aba", [1]),
+        ("baa", [0]),
+        ("abaca", [1, 3]),
+        ("ab", [0, 1]),
+        ("aabb", [0, 1, 2, 3]),
+        ("abc", [0, 1, 2]),
+    ],
+)
+def test_who_differs_from_most(digests, differ):
+    assert instances_that_differ([(ord(each), 0) for each in digests]) == differ
+
+
+def test_the_distance_is_not_negative():
+    import optax
+
+    with pytest.raises(ValueError, match="digest_every is -1"):
+        strategies.Trainer(strategies.IPUStrategy(1), lambda *_: 0.0, optax.sgd(1.0), digest_every=-1)

@@ -1,0 +1,197 @@
+"""Loops on the devices; L and Q are rows of the original's tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from feed_data import Increasing
+
+import strategies
+from strategies import InfeedQueue, OutfeedQueue, loops
+
+ZEROS = np.zeros((4, 4), np.float32)
+
+
+def add(v, x):
+    return v + x
+
+
+@pytest.fixture(params=["from Python", "in run"])
+def place(request):
+    """Calls a function as a program calls loops: from Python, or in a function that all replicas run."""
+    if request.param == "from Python":
+        return lambda function: function()
+    return lambda function: strategies.IPUStrategy(2).run(function)[0]
+
+
+class TestLoopVariables:
+    def test_l_01_all_are_replaced_at_once(self, place):
+        assert place(lambda: loops.repeat(4, lambda a, b: (a + b, a), [1, 0])) == [5, 3]
+
+    def test_l_02_one_may_become_another(self, place):
+        assert place(lambda: loops.repeat(4, lambda a, b: (a, a + b), [1, 0])) == [1, 4]
+
+    def test_l_03_one_variable_comes_back_without_a_list(self, place):
+        assert place(lambda: loops.repeat(3, lambda x: jax.nn.relu(x * x), [2.0])) == 256
+
+    def test_l_04_loops_may_lie_in_loops(self, place):
+        def inner(x):
+            return loops.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x * 2), [0, x], maximum_iterations=10)[1]
+
+        def outer(j, x, y):
+            return j + 1, inner(x), inner(inner(y))
+
+        assert place(lambda: loops.while_loop(lambda j, x, y: j < 3, outer, [0, 2, 2], maximum_iterations=10)) == [
+            3,
+            128,
+            8192,
+        ]
+
+    def test_they_may_be_trees(self):
+        result = loops.repeat(3, lambda v: {"a": v["a"] + v["b"], "b": v["b"]}, {"a": 0.0, "b": 2.0})
+        assert result == {"a": 6, "b": 2}
+        assert loops.repeat(2, lambda pair: (pair[1], pair[0]), [(1, 2)]) == (1, 2)
+
+    def test_without_any_there_is_no_result(self):
+        outfeed = OutfeedQueue()
+        assert loops.repeat(3, lambda: outfeed.enqueue(np.int32(7))) is None
+        assert list(outfeed.dequeue()) == [7, 7, 7]
+
+    def test_what_enqueue_returns_may_follow_them(self):
+        outfeed = OutfeedQueue()
+        assert loops.repeat(3, lambda v: (v + 1, outfeed.enqueue(v)), [0]) == 3
+        assert list(outfeed.dequeue()) == [0, 1, 2]
+
+    def test_nothing_may_come_before_them(self):
+        outfeed = OutfeedQueue()
+        with pytest.raises(ValueError, match="returns None before a loop variable"):
+            loops.repeat(3, lambda v: (outfeed.enqueue(v), v), [0])
+
+    @pytest.mark.parametrize("body", [lambda v: v + 0.5, lambda v: (v, v), lambda v: jnp.stack([v, v])])
+    def test_they_keep_structure_shape_and_dtype(self, place, body):
+        with pytest.raises(
+            TypeError, match=r"takes the loop variables \['int32\[\]'\] and returns .*have to be the same"
+        ):
+            place(lambda: loops.repeat(3, body, [1]))
+
+    def test_float64_is_refused(self):
+        with pytest.raises(TypeError, match="Unsupported data type for input: float64"):
+            loops.repeat(3, lambda v: v, [np.float64(1)])
+
+
+class TestIterations:
+    @pytest.mark.parametrize("n", [0, 1, 7])
+    def test_are_as_many_as_are_asked_for(self, place, n):
+        assert place(lambda: loops.repeat(n, lambda v: v + 1, [0])) == n
+
+    def test_may_be_a_number_that_the_program_computes(self, strategy):
+        results = strategy.run(
+            lambda n: loops.repeat(2 * n, lambda v: v + 1, [0]), args=(strategy.per_replica(np.int32),)
+        )
+        assert list(results) == [0, 2, 4, 6]
+        assert loops.repeat(jnp.int32(5), lambda v: v + 1, [0]) == 5
+        assert jax.jit(lambda n: loops.repeat(n, lambda v: v + 1, [0]))(6) == 6
+
+    @pytest.mark.parametrize(("n", "error"), [(-1, ValueError), (1.5, TypeError), ("3", TypeError)])
+    def test_are_a_number(self, n, error):
+        with pytest.raises(error, match="n is "):
+            loops.repeat(n, lambda v: v, [0])
+
+    def test_end_with_the_condition_or_the_most_that_are_allowed(self, place):
+        assert place(lambda: loops.while_loop(lambda v: v < 5, lambda v: v + 2, [0])) == 6
+        assert place(lambda: loops.while_loop(lambda v: v < 5, lambda v: v + 2, [0], maximum_iterations=2)) == 4
+
+    def test_have_a_boolean_condition(self):
+        with pytest.raises(TypeError, match=r"the condition returned int32\[\]"):
+            loops.while_loop(lambda v: v, lambda v: v, [1])
+
+    def test_are_compiled_once_for_each_body(self):
+        traced = []
+
+        def body(v):
+            traced.append(v)
+            return v + 1
+
+        assert [int(loops.repeat(n, body, [0])) for n in (1, 2, 3)] == [1, 2, 3]
+        assert len(traced) == 1
+
+
+class TestGradients:
+    """L-05."""
+
+    @staticmethod
+    def power(a):
+        return loops.repeat(5, lambda x: a * x, [1.0])
+
+    def test_flow_through_repeat(self, strategy):
+        assert jax.grad(self.power)(2.0) == 80
+        assert jax.jit(jax.grad(self.power))(2.0) == 80
+        assert [float(g) for g in strategy.run(jax.grad(self.power), args=(strategy.per_replica(float),))] == [
+            5 * r**4 for r in range(4)
+        ]
+
+    def test_forward_too(self):
+        assert jax.jvp(self.power, (2.0,), (1.0,)) == (32, 80)
+
+    def test_train_with_momentum(self):
+        def loss_of(a):
+            return (self.power(a) - 1) ** 2
+
+        def step(a, momentum):
+            momentum = 0.9 * momentum + jax.grad(loss_of)(a)
+            return a - 0.001 * momentum, momentum
+
+        a, _ = loops.repeat(300, step, [1.2, 0.0])
+        assert abs(a - 1) < 1e-2
+
+    def test_leave_every_feed_as_it_is(self, strategy):
+        """JAX drops callbacks, or takes them out of the loop, where it differentiates and nothing depends on them."""
+        infeed, outfeed = InfeedQueue(Increasing(100, ())), OutfeedQueue()
+
+        def inner(a, x):
+            def body(v, e):
+                outfeed.enqueue(v)
+                return a * v + e
+
+            return loops.repeat(3, body, [x], infeed)
+
+        def value(a):
+            return loops.repeat(2, lambda x: inner(a, x), [1.0])
+
+        def wanted(a, r):
+            v = 1.0
+            for k in range(6):
+                v = a * v + 4 * k + r
+            return v
+
+        results = strategy.run(jax.value_and_grad(value), args=(2.0,))
+        for r, (found, gradient) in enumerate(results):
+            assert found == wanted(2.0, r)
+            assert gradient == jax.grad(wanted)(2.0, r)
+        values = outfeed.dequeue()
+        assert values.shape == (6, 4)
+        assert list(values[:3, 1]) == [1, 3, 11]
+
+
+class TestBodies:
+    def test_that_take_other_arguments_are_refused(self, place):
+        for wrong in (lambda: 0, lambda v, x, y: v):
+            with pytest.raises(TypeError, match="1 loop variables and 1 elements of the infeed"):
+                place(lambda body=wrong: loops.repeat(2, body, [ZEROS], InfeedQueue(Increasing(3))))
+        with pytest.raises(TypeError, match="does not take its arguments: 2 loop variables"):
+            place(lambda: loops.repeat(2, lambda v: v, [1, 2]))
+        named = InfeedQueue([{"a": np.int32(1)}])
+        with pytest.raises(TypeError, match="the keywords a of the infeed"):
+            place(lambda: loops.repeat(2, lambda v, b: v, [1], named))
+
+    def test_that_take_no_element_have_not_dequeued_the_infeed(self, place):
+        with pytest.raises(ValueError, match="has not been dequeued"):
+            place(lambda: loops.repeat(2, lambda v: v, [ZEROS], InfeedQueue(Increasing(3))))
+
+    def test_an_exception_of_theirs_is_raised_and_harms_nothing(self, place):
+        def fails(v):
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            place(lambda: loops.repeat(2, fails, [0]))
+        assert place(lambda: loops.repeat(2, lambda v: v + 1, [0])) == 2

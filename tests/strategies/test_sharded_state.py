@@ -1,0 +1,330 @@
+"""Replicated tensor sharding and offloading: less memory for optimizer state, the same bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_ring_traffic import sent_by_each_rank
+
+import strategies
+from popdist import Instance
+from strategies import Checkpoints, StrategyError, Trainer
+from strategies.shards import PartOfArray
+
+RNG = np.random.default_rng(5)
+BATCH = {
+    "x": RNG.standard_normal((32, 7)).astype(np.float32),
+    "y": RNG.integers(0, 5, 32).astype(np.int32),
+}
+FIRST = {
+    "w1": RNG.standard_normal((7, 33)).astype(np.float32),
+    "b1": np.zeros(33, np.float32),
+    "w2": RNG.standard_normal((33, 5)).astype(np.float32),
+    "b2": np.zeros(5, np.float32),
+    "scale": np.ones((), np.float32),
+}
+SHARDED = {"replicated_optimizer_state_sharding": True}
+OPTIMIZERS = {
+    "adam": optax.adam(0.01),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "clipped": optax.chain(strategies.clip_by_global_norm(0.1), optax.adam(0.01)),
+    "others": optax.multi_transform(
+        {
+            "adamw": optax.adamw(
+                optax.exponential_decay(0.01, 2, 0.9),
+                mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
+            ),
+            "rmsprop": optax.rmsprop(0.01),
+            "lion": optax.lion(0.001),
+            "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
+        },
+        {"w1": "adamw", "b1": "rmsprop", "w2": "lion", "b2": "nesterov", "scale": "adamw"},
+    ),
+}
+
+
+def loss_fn(variables, batch, key):
+    hidden = jax.nn.relu(batch["x"] @ variables["w1"] + variables["b1"])
+    logits = (hidden @ variables["w2"] + variables["b2"]) * variables["scale"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def local_part(strategy, tree):
+    rows = 32 // strategy.num_replicas_in_sync
+    part = slice(strategy.local_replicas.start * rows, strategy.local_replicas.stop * rows)
+    return jax.tree.map(lambda leaf: leaf[part], tree)
+
+
+def trained(strategy, optimizer="adam", steps=3, **options):
+    trainer = Trainer(strategy, loss_fn, OPTIMIZERS[optimizer], **options)
+    state = trainer.init(FIRST)
+    for _ in range(steps):
+        state, _ = trainer.step(state, local_part(strategy, BATCH))
+    return trainer, state
+
+
+def whole(trainer, state):
+    """The optimizer state as it would be without sharding."""
+    leaves = jax.tree.leaves(trainer.whole(state).optimizer_state)
+    return [leaf.gather("state") if isinstance(leaf, PartOfArray) else np.asarray(leaf) for leaf in leaves]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("adam", {}),
+        ("clipped", {}),
+        ("others", {}),
+        ("adam", {"gradient_transfer_dtype": "bfloat16"}),
+        ("others", {"gradient_transfer_dtype": "float16"}),
+    ],
+)
+def test_sharding_changes_no_bit_of_variables_and_state(strategy, on_instances, bits, optimizer, options):
+    trainer, state = trained(strategy, optimizer, **options)
+    alone = strategies.fingerprint(state.variables), [bits(leaf) for leaf in whole(trainer, state)]
+
+    def sharded(strategy):
+        trainer, state = trained(strategy, optimizer, **SHARDED, **options)
+        return strategies.fingerprint(state.variables), [bits(leaf) for leaf in whole(trainer, state)]
+
+    assert sharded(strategy) == alone
+    assert on_instances(2, 4, sharded) == [alone] * 2
+
+
+def test_clipping_is_that_of_optax(strategy):
+    _, ours = trained(strategy, "clipped")
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))
+    trainer = Trainer(strategy, loss_fn, optimizer)
+    theirs = trainer.init(FIRST)
+    for _ in range(3):
+        theirs, _ = trainer.step(theirs, BATCH)
+    for one, other in zip(jax.tree.leaves(ours.variables), jax.tree.leaves(theirs.variables), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_an_instance_holds_its_share_of_the_state(on_instances, instances):
+    """Live bytes of XLA's buffers: (local / R) of each array that is cut, rounded up to equal parts."""
+
+    def nbytes(strategy):
+        _, state = trained(strategy, "momentum", **SHARDED)
+        return sum(
+            shard.data.nbytes for leaf in jax.tree.leaves(state.optimizer_state) for shard in leaf.addressable_shards
+        )
+
+    parts = [-(-size // 4) for size in (7 * 33, 33, 33 * 5)]  # w1, b1, w2; b2 and scale are small
+    assert on_instances(instances, 4, nbytes) == [4 * (sum(parts) * (4 // instances) + 5 + 1)] * instances
+
+
+LARGE = {"w": RNG.standard_normal((7, 80_021)).astype(np.float32), "b": np.zeros(33, np.float32)}  # w: 2.2 MB
+TOGETHER = {
+    "gradient_accumulation_count": 2,
+    "compute_dtype": "bfloat16",
+    "gradient_transfer_dtype": "bfloat16",
+    "loss_scaling": "dynamic",
+}
+
+
+def large_loss(variables, batch, key):
+    hidden = jnp.tanh(batch["x"] @ variables["w"])
+    return ((hidden.mean(axis=1) - batch["y"]) ** 2).mean() + (variables["b"] ** 2).sum()
+
+
+def trained_large(strategy, optimizer="adam", steps=2, **options):
+    trainer = Trainer(strategy, large_loss, OPTIMIZERS[optimizer], **options)
+    state = trainer.init(LARGE)
+    for _ in range(steps):
+        state, _ = trainer.step(state, local_part(strategy, BATCH))
+    return strategies.fingerprint((state.variables, [np.asarray(leaf) for leaf in whole(trainer, state)]))
+
+
+@functools.cache
+def trained_large_alone(optimizer, *options):
+    return trained_large(strategies.IPUStrategy(4), optimizer, **dict(options))
+
+
+@pytest.mark.parametrize(
+    ("instances", "mechanism", "streams", "optimizer", "options"),
+    [
+        (2, "ring", True, "adam", {}),
+        (4, "window", False, "adam", {}),
+        (4, "ring", False, "clipped", {}),  # needs whole gradients
+        (2, "window", False, "adam", TOGETHER),
+        (2, "ring", False, "adam", {"gradient_transfer_dtype": "int8"}),
+    ],
+)
+def test_large_gradients_change_no_bit(on_instances, instances, mechanism, streams, optimizer, options):
+    alone = trained_large_alone(optimizer, *options.items())
+
+    def sharded(strategy):
+        return trained_large(strategy, optimizer, **options, **SHARDED)
+
+    found = on_instances(instances, 4, sharded, mechanism, variables_on_host=streams)
+    assert found == [alone] * instances
+
+
+def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all(strategy, on_instances):
+    """Though only one instance has the part of the gradient in which it is."""
+    batch = {**BATCH, "x": BATCH["x"].copy()}
+    batch["x"][-1, 3] = np.inf
+
+    def skipped(strategy):
+        trainer = Trainer(strategy, large_loss, OPTIMIZERS["adam"], loss_scaling="dynamic", **SHARDED)
+        state = trainer.init(LARGE)
+        state, metrics = trainer.step(state, local_part(strategy, batch))
+        return strategies.fingerprint(state.variables), metrics["skipped_steps"]
+
+    assert on_instances(2, 4, skipped) == [(strategies.fingerprint(jax.tree.map(jnp.asarray, LARGE)), 1.0)] * 2
+
+
+@pytest.mark.parametrize(("instances", "times"), [(2, 1), (4, 3 / 4)])
+def test_a_step_sends_no_more_bytes_than_without_sharding(instances, times):
+    """Mean gradients go to those who own the parts, 1.0 (n - 1) / n of them, and as many bytes of new variables.
+
+    Without sharding instances send 2 (n - 1) / n times the gradients in slices, and up to twice those in a ring.
+    """
+
+    def sent_in_a_step(**options):
+        def program(steps, communicator):
+            instance = Instance(communicator.rank, instances, 1, communicator.rank, instances, communicator.rank)
+            trained_large(strategies.Strategy(instance, communicator), "adam", steps, **options)
+
+        few, more = (sent_by_each_rank(instances, functools.partial(program, steps)) for steps in (1, 3))
+        return [(after - before) / 2 for before, after in zip(few, more, strict=True)]
+
+    nbytes = LARGE["w"].nbytes
+    whole, sharded = max(sent_in_a_step()), max(sent_in_a_step(**SHARDED))
+    assert sharded == pytest.approx(2 * (instances - 1) / instances * nbytes, rel=0.01)
+    assert sharded / whole == pytest.approx(times, rel=0.01)
+
+
+def test_small_variables_stay_whole(strategy):
+    _, state = trained(strategy, "momentum", min_elements_for_sharding=100, **SHARDED)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state.optimizer_state)}
+    assert shapes == {(33,), (5,), (), (4 * 58, 1), (4 * 42, 1)}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        optax.lamb(0.01),
+        optax.adafactor(0.01),
+        optax.chain(optax.centralize(), optax.sgd(0.1)),
+        optax.chain(optax.add_noise(0.1, 0.1, 0), optax.sgd(0.1)),
+        optax.stateless(
+            lambda gradients, _: jax.tree.map(lambda g: g * jnp.arange(g.size).reshape(g.shape), gradients)
+        ),
+        optax.GradientTransformation(
+            lambda tree: jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(0), leaf.shape), tree),
+            lambda gradients, state, tree=None: (gradients, state),
+        ),
+    ],
+    ids=["norm", "lamb", "adafactor", "centralize", "noise", "places", "random state"],
+)
+def test_optimizers_that_look_across_elements_are_refused(strategy, optimizer):
+    trainer = Trainer(strategy, loss_fn, optimizer, **SHARDED)
+    with pytest.raises(StrategyError, match=r"cannot be sharded: .*strategies\.clip_by_global_norm"):
+        trainer.init(FIRST)
+
+
+def test_sharding_needs_offloading_to_be_allowed(strategy):
+    """Row PL-10, and that sharding follows offloading where nothing is said."""
+    with pytest.raises(ValueError, match="the optimizer state must be offloaded"):
+        Trainer(strategy, loss_fn, optax.adam(0.1), offload_optimizer_state=False, **SHARDED)
+    follows = {"replicated_optimizer_state_sharding": None}
+    assert Trainer(strategy, loss_fn, optax.adam(0.1), offload_optimizer_state=True, **follows).is_sharded
+    assert not Trainer(strategy, loss_fn, optax.adam(0.1), **follows).is_sharded
+    with pytest.raises(ValueError, match="min_elements_for_sharding"):
+        Trainer(strategy, loss_fn, optax.adam(0.1), min_elements_for_sharding=0, **SHARDED)
+    with pytest.raises(TypeError, match="min_elements_for_sharding is 1.5"):
+        Trainer(strategy, loss_fn, optax.adam(0.1), min_elements_for_sharding=1.5)
+
+
+@pytest.mark.parametrize("options", [{}, SHARDED])
+def test_offloaded_state_lies_in_host_memory_and_changes_no_bit(strategy, on_instances, options):
+    _, plain = trained(strategy)
+    alone = strategies.fingerprint(plain.variables)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(plain.optimizer_state)} == {"device"}
+
+    def offloaded(strategy):
+        _, state = trained(strategy, offload_optimizer_state=True, **options)
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer_state)}
+        return strategies.fingerprint(state.variables), kinds
+
+    assert on_instances(2, 4, offloaded) == [(alone, {"pinned_host"})] * 2
+
+
+def test_sharding_accumulation_and_precision_go_together(strategy, on_instances):
+    options = {
+        "gradient_accumulation_count": 2,
+        "compute_dtype": "bfloat16",
+        "gradient_transfer_dtype": "bfloat16",
+        "loss_scaling": "dynamic",
+    }
+    alone = strategies.fingerprint(trained(strategy, **options)[1].variables)
+
+    def sharded(strategy):
+        return strategies.fingerprint(trained(strategy, **options, **SHARDED)[1].variables)
+
+    assert on_instances(2, 4, sharded) == [alone] * 2
+
+
+class TestCheckpoints:
+    """Saved with and without sharding, on any number of instances, and restored on any other."""
+
+    OPTIONS = {"loss_scaling": "dynamic", "gradient_transfer_dtype": "int8"}
+
+    def run(self, strategy, folder, steps, **options):
+        trainer = Trainer(strategy, loss_fn, OPTIMIZERS["adam"], **{**self.OPTIONS, **options})
+        with Checkpoints(folder, trainer, every=2) as checkpoints:
+            state = checkpoints.restore(trainer.init(FIRST))
+            first = state.step
+            for _ in range(first, steps):
+                state, _ = trainer.step(state, local_part(strategy, BATCH))
+                checkpoints.after_step(state)
+            checkpoints.save(state)
+        return first, strategies.fingerprint(state.variables), float(state.loss_scale.good_steps)
+
+    def test_go_on_to_the_same_bits(self, tmp_path, strategy, on_instances):
+        wanted = self.run(strategy, tmp_path / "whole", 5)
+        for instances, first, steps in ((4, 0, 2), (2, 2, 4)):
+            found = on_instances(
+                instances, 4, lambda each, steps=steps: self.run(each, tmp_path / "other", steps, **SHARDED)
+            )
+            assert {begin for begin, *_ in found} == {first}
+        assert self.run(strategy, tmp_path / "other", 5) == (4, *wanted[1:])  # and without it
+
+    def test_other_numbers_of_replicas_are_refused_unless_asked_for(self, tmp_path, strategy):
+        trainer, state = trained(strategy, **SHARDED)
+        with Checkpoints(tmp_path, trainer) as checkpoints:
+            checkpoints.restore(state)
+            checkpoints.save(state)
+        other = Trainer(strategies.IPUStrategy(8), loss_fn, OPTIMIZERS["adam"], **SHARDED)
+        first = other.init(FIRST)
+        with Checkpoints(tmp_path, other) as checkpoints:
+            with pytest.raises(strategies.CheckpointError, match="other_replicas=True"):
+                checkpoints.restore(first)
+            restored = checkpoints.restore(first, other_replicas=True)
+        assert restored.step == 3
+        assert other.strategy.num_replicas_in_sync == 8
+        assert strategies.fingerprint(restored.variables) == strategies.fingerprint(state.variables)
+        for one, another in zip(whole(trainer, state), whole(other, restored), strict=True):
+            np.testing.assert_array_equal(one, another)
+
+    def test_residuals_of_other_replicas_are_not_taken_over(self, tmp_path, strategy):
+        """Each replica has its own; those of another number of replicas begin at zero."""
+        for replicas, options in ((4, {}), (2, {"other_replicas": True})):
+            trainer = Trainer(strategies.IPUStrategy(replicas), loss_fn, optax.sgd(0.1), gradient_transfer_dtype="int8")
+            with Checkpoints(tmp_path, trainer) as checkpoints:
+                state = checkpoints.restore(trainer.init(FIRST), **options)
+                if replicas == 4:
+                    state, _ = trainer.step(state, BATCH)
+                    assert any(np.asarray(leaf).any() for leaf in state.residuals)
+                    checkpoints.save(state)
+        assert state.step == 1
+        assert {leaf.shape[0] for leaf in state.residuals} == {2 * 7, 2 * 33, 2 * 5, 2}
+        assert not any(np.asarray(leaf).any() for leaf in state.residuals)

@@ -1,0 +1,271 @@
+"""Gradients in fewer bytes: which dtypes, what int8 blocks lose and give back, and that n does not change the bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from test_ring_traffic import allowed, sent_by_each_rank
+
+import collectives
+import strategies
+from strategies.transfer import BLOCK, Int8Layout, Int8Reduction, Transfer
+
+SHAPES = ((3, 50), (), (64,), (0, 4), (1000,), (7,))
+LAYOUT = Int8Layout(SHAPES)
+
+
+def gradients(replica, step=0, layout=LAYOUT):
+    random = np.random.default_rng([replica, step])
+    return [
+        (random.standard_normal(shape) * np.exp2(random.integers(-9, 9, shape))).astype(np.float32)
+        for shape in layout.shapes
+    ]
+
+
+COMPILED = jax.jit(Int8Layout.encode, static_argnums=0)
+
+
+def encode(leaves, residuals=None, layout=LAYOUT):
+    into = np.full(layout.payload_size, 99, np.int8)
+    payload, lost = COMPILED(layout, leaves, residuals or layout.new_residuals(), into)
+    return np.asarray(payload), [np.asarray(array) for array in lost]
+
+
+def decoded(payload, layout=LAYOUT):
+    """What a payload stands for, as the description of the format has it."""
+    values = payload[: layout.result_size].astype(np.float64).reshape(-1, BLOCK)
+    scales = payload[layout.result_size :].view(np.uint8).astype(np.float64)
+    blocks = values * np.where(scales == 255, np.nan, np.exp2(scales - 127))[:, None]
+    assert (blocks == blocks.astype(np.float32))[scales != 255].all()
+    return layout.views(blocks.astype(np.float32).reshape(-1))
+
+
+def add_up(layout, payloads):
+    """The mean of the payloads, in one process."""
+    result = layout.new_result()
+    with collectives.connect("single") as communicator:
+        Int8Reduction(layout, communicator, len(payloads)).reduce(payloads, result, name="gradients")
+    return result
+
+
+# ---- the argument
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "int8"])
+def test_a_dtype_may_be_a_name_or_a_dtype_of_numpy_or_jax(name):
+    assert (
+        Transfer.parse(name)
+        == Transfer.parse(jnp.dtype(name))
+        == Transfer.parse(getattr(jnp, name))
+        == Transfer(jnp.dtype(name))
+    )
+    assert Transfer.parse(name).is_quantised == (name == "int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "uint8", "half precision", np.float64, bool, 16, ()])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match="gradients travel as 'float16', 'bfloat16', 'int8', or with None") as caught:
+        Transfer.parse(dtype)
+    assert repr(dtype) in str(caught.value)
+
+
+def test_a_gradient_is_never_widened():
+    assert Transfer.parse(None).dtype_of(np.float32) == np.float32
+    assert Transfer.parse("float16").dtype_of(np.float64) == np.float16
+    assert Transfer.parse("bfloat16").dtype_of(jnp.bfloat16) == ml_dtypes.bfloat16
+    assert Transfer.parse("bfloat16").dtype_of(np.float16) == np.float16
+    with pytest.raises(ValueError, match="Int8Layout"):
+        Transfer.parse("int8").dtype_of(np.float32)
+
+
+# ---- one replica
+
+
+def test_a_payload_has_65_bytes_for_each_block_of_64_values():
+    assert Int8Layout(((6400,),)).payload_size == 6500
+    assert Int8Layout(((65,), (1,))).payload_size == 3 * 65
+    assert Int8Layout.of(gradients(0)) == LAYOUT
+    assert encode(gradients(0))[0].shape == (LAYOUT.payload_size,)
+
+
+def test_what_is_transferred_and_what_is_lost_are_exactly_the_gradient(bits):
+    leaves = gradients(0)
+    payload, lost = encode(leaves)
+    for leaf, transferred, residual in zip(leaves, decoded(payload), lost, strict=True):
+        assert bits(transferred + residual) == bits(leaf)
+        if leaf.size > 1:
+            assert 0 < abs(residual).max() <= abs(leaf).max() / 64
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1.2e-38, 3e-38, 1.0, 127.0, 127.9, -128.0, 3.4e38, -3.4e38])
+def test_values_of_any_size_are_transferred(value):
+    layout = Int8Layout(((70,),))
+    payload, lost = encode([np.full(70, value, np.float32)], layout=layout)
+    wrong = abs(decoded(payload, layout)[0].astype(np.float64) - np.float32(value))
+    assert (wrong <= max(abs(value) / 64, 2.0**-126)).all()
+    assert np.isfinite(lost[0]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_16_bits_are_quantised_as_float32(dtype, bits):
+    narrow = [leaf.astype(jnp.dtype(dtype)) for leaf in gradients(0)]
+    payload, lost = encode(narrow)
+    expected, expected_lost = encode([leaf.astype(np.float32) for leaf in narrow])
+    assert bits(payload) == bits(expected)
+    assert [bits(array) for array in lost] == [bits(array) for array in expected_lost]
+
+
+def sums_of_steps(gradients_of, steps):
+    """The sum of what was transferred in so many steps, the sum of the gradients, and what is kept at the end."""
+    lost = LAYOUT.new_residuals()
+    transferred, sums = ([np.zeros(shape) for shape in SHAPES] for _ in range(2))
+    for step in range(steps):
+        leaves = gradients_of(step)
+        payload, lost = encode(leaves, lost)
+        for total, of_step in ((transferred, decoded(payload)), (sums, leaves)):
+            for array, leaf in zip(total, of_step, strict=True):
+                array += leaf
+    return transferred, sums, lost
+
+
+def test_the_sum_of_all_steps_arrives_but_for_what_is_kept():
+    largest = 0.0
+    for transferred, sums, kept in zip(*sums_of_steps(lambda step: gradients(0, step), 100), strict=True):
+        np.testing.assert_allclose(transferred + kept, sums, rtol=0, atol=0.01)  # of values up to 1000, in float32
+        largest = max(largest, *abs(transferred - sums).reshape(-1), 0)
+    assert 0.02 < largest < 32  # what one step loses
+
+
+def test_gradients_below_half_a_unit_arrive_in_the_end():
+    def leaves(step):
+        constant = [np.full(shape, 0.1, np.float32) for shape in SHAPES]
+        constant[4][::BLOCK] = 100  # so the unit of each of its blocks is 1
+        return constant
+
+    transferred, sums, _ = (of_leaves[4][1:BLOCK] for of_leaves in sums_of_steps(leaves, 52))
+    assert (decoded(encode(leaves(0))[0])[4][1:BLOCK] == 0).all()
+    assert (transferred == np.round(sums)).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 17, 63, 64])
+def test_a_block_with_a_value_that_is_not_finite_is_nan_and_keeps_its_residual(value, position, bits):
+    layout = Int8Layout(((65,), (3,)))
+    before = [np.full(65, 0.25, np.float32), np.full(3, 0.5, np.float32)]
+    leaves = gradients(0, layout=layout)
+    leaves[0][position] = value
+    payload, lost = encode(leaves, before, layout)
+    result = add_up(layout, [payload, encode(gradients(1, layout=layout), None, layout)[0]])
+    bad = np.arange(65) // BLOCK == position // BLOCK
+    first, second = layout.views(result)
+    assert np.isnan(first[bad]).all()
+    assert np.isfinite(first[~bad]).all()
+    assert np.isfinite(second).all()
+    assert bits(lost[0][bad]) == bits(before[0][bad])
+    assert np.isfinite(lost[0]).all()
+
+
+# ---- all replicas
+
+
+def payload_of(replica, layout=LAYOUT):
+    """Replicas differ so much that the order of their sum shows; blocks of one size are added without rounding."""
+    factor = np.float32(2.0 ** (0, 14, 27, 3, 20, 9)[replica])
+    return encode([factor * leaf for leaf in gradients(replica, layout=layout)], None, layout)[0]
+
+
+def reduce(communicator, replicas, op="mean", layout=LAYOUT):
+    each, more = divmod(replicas, communicator.size)
+    start = communicator.rank * each + min(communicator.rank, more)
+    mine = range(start, start + each + (communicator.rank < more))
+    payloads = [payload_of(replica, layout) for replica in mine]
+    result = layout.new_result()
+    Int8Reduction(layout, communicator, replicas).reduce(payloads, result, op, name="gradients")
+    return result
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize(("replicas", "ranks"), [(6, (1, 2, 3, 6)), (5, (2, 3))])
+@pytest.mark.parametrize("mechanism", ["ring", "window"])
+def test_the_result_is_the_sum_in_replica_order_for_every_number_of_instances(op, replicas, ranks, mechanism, bits):
+    parts = [decoded(payload_of(replica)) for replica in range(replicas)]
+    totals = [np.add.accumulate(np.stack(of_leaf))[-1] for of_leaf in zip(*parts, strict=True)]
+    backwards = [np.add.accumulate(np.stack(of_leaf)[::-1])[-1] for of_leaf in zip(*parts, strict=True)]
+    assert (totals[0] != backwards[0]).any()
+    expected = [array / np.float32(replicas) if op == "mean" else array for array in totals]
+    for size in ranks:
+        settings = collectives.Settings(mechanism=mechanism)
+        results = collectives.run_on_threads(size, lambda c: reduce(c, replicas, op), settings)
+        for result in results:
+            assert [bits(view) for view in LAYOUT.views(result)] == [bits(array) for array in expected], size
+
+
+def test_long_gradients_are_added_up_in_parts(bits):
+    layout = Int8Layout(((150_001,), (3,)))
+    result = collectives.run_on_threads(2, lambda c: reduce(c, 2, "sum", layout))[0]
+    first, second = (decoded(payload_of(replica, layout), layout) for replica in (0, 1))
+    expected = [one + other for one, other in zip(first, second, strict=True)]
+    assert [bits(view) for view in layout.views(result)] == [bits(array) for array in expected]
+
+
+def test_an_overflow_of_the_sum_is_a_result():
+    layout = Int8Layout(((3,),))
+    payload = encode([np.full(3, 3e38, np.float32)], None, layout)[0]
+    assert np.isinf(layout.views(add_up(layout, [payload, payload]))[0]).all()
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(2, 1), (2, 2), (4, 1)])
+def test_every_rank_sends_the_payloads_of_all_but_one_rank_once(ranks, local):
+    """Two ranks with one replica each so send about a quarter of float32's bytes."""
+    elements = 2**20
+    layout = Int8Layout(((elements,),))
+    payloads = [np.zeros(layout.payload_size, np.int8)] * local
+
+    def program(communicator):
+        Int8Reduction(layout, communicator, ranks * local).reduce(payloads, layout.new_result(), name="gradients")
+
+    sent = sent_by_each_rank(ranks, program)
+    assert max(sent) <= (ranks - 1) * allowed(local * layout.payload_size, 1)
+    if ranks * local == 2:
+        assert max(sent) <= 0.26 * 4 * elements
+
+
+# ---- training
+
+
+def loss_fn(variables, batch, key):
+    hidden = jnp.tanh(batch["x"] @ variables["w"] + variables["b"])
+    return ((hidden @ variables["v"] - batch["y"]) ** 2).mean()
+
+
+def train(strategy, dtype):
+    random = np.random.default_rng(0)
+    variables = {
+        "w": random.standard_normal((30, 70)).astype(np.float32),
+        "b": np.zeros(70, np.float32),
+        "v": random.standard_normal(70).astype(np.float32),
+    }
+    x = random.standard_normal((64, 30)).astype(np.float32)
+    dataset = strategy.distribute_dataset({"x": x, "y": np.sin(x).sum(axis=1)}, batch_size=4, seed=0)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.005), gradient_transfer_dtype=dtype)
+    state = trainer.init(variables)
+    losses = []
+    for epoch in range(3):
+        for batch in dataset.epoch(epoch):
+            state, metrics = trainer.step(state, batch)
+            losses.append(metrics["loss"])
+    return strategies.fingerprint(state.variables), losses
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_variables_are_the_same_for_every_number_of_instances(dtype, on_instances):
+    exact, exact_losses = on_instances(1, 4, lambda strategy: train(strategy, None))[0]
+    results = {n: on_instances(n, 4, lambda strategy: train(strategy, dtype)) for n in (1, 2, 4)}
+    fingerprints = {fingerprint for of_instances in results.values() for fingerprint, _ in of_instances}
+    assert len(fingerprints) == 1
+    assert exact not in fingerprints
+    np.testing.assert_allclose(results[1][0][1], exact_losses, rtol=0.02)
