@@ -163,3 +163,19 @@ def test_every_linter_and_the_tests_run_even_when_one_fails(project, tools, tmp_
     done = sh(project / "launch_scripts" / "test.sh", "-k", "ring", path=str(tools), VIRTUAL_ENV=str(bin_.parent))
     assert done.returncode == 1
     assert "+ python -m pytest -k ring\nerror: failed: ruff ruff\n" in done.stderr
+
+
+@pytest.mark.parametrize(("failing", "status"), [("*--numprocesses*", 0), ("*--numprocesses*|*--last-failed*", 1)])
+def test_tests_that_fail_beside_others_run_once_more_alone(failing, status, project, tools, tmp_path):
+    bin_ = tmp_path / "env" / "bin"
+    for name in ("ruff", "mypy", "codespell", "shellcheck"):
+        fake(bin_, name, "exit 0")
+    fake(bin_, "python", f'case "$*" in {failing}) exit 1;; esac')
+    (project / ".ci").mkdir()
+    done = sh(project / "launch_scripts" / "test.sh", path=str(tools), VIRTUAL_ENV=str(bin_.parent))
+    assert done.returncode == status
+    runs = [line for line in done.stderr.splitlines() if line.startswith("+ python -m pytest")]
+    assert [("--last-failed" in run, "not alone" in run) for run in runs] == [
+        *((False, True), (True, True), (False, False)),
+    ]
+    assert ("error: failed: python\n" in done.stderr) == bool(status)
