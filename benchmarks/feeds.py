@@ -3,7 +3,8 @@
 The loop is `strategies.loops.repeat` of SGD steps of the MLP of `train_step.py` inside of `strategy.run`, in one
 process with all replicas. Usage:
 
-    python benchmarks/feeds.py [--replicas 1 2] [--batch-size 64] [--rounds 9] [--steps 50] [--json PATH]
+    python benchmarks/feeds.py [--replicas 1 2] [--batch-size 64] [--rounds 9] [--steps 50]
+                               [--prefetch-depth 3] [--json PATH]
 
 The columns, in ms per step, medians: "device" takes batches that are on the device already, "infeed" takes them from an
 `InfeedQueue`, "both" also puts the loss of each step into an `OutfeedQueue`. "device/infeed" and "device/both" are
@@ -24,7 +25,7 @@ from timing import OtherLoad, describe_machine, medians, write_figures
 
 import strategies  # isort: skip  # timing makes the project importable
 
-SETTINGS = ("batch_size", "rounds", "steps")
+SETTINGS = ("batch_size", "rounds", "steps", "prefetch_depth")
 WIDTHS = {"replicas": 8, "device": 9, "infeed": 9, "both": 9, "device/infeed": 15, "device/both": 13}
 WAYS = ("device", "infeed", "both")
 
@@ -32,7 +33,10 @@ WAYS = ("device", "infeed", "both")
 def main() -> None:
     options = read_options()
     machine = describe_machine()
-    print(f"mlp, batch {options.batch_size} per replica, {options.steps} steps in a loop; ms per step, medians")
+    print(
+        f"mlp, batch {options.batch_size} per replica, {options.steps} steps in a loop, prefetch_depth "
+        f"{options.prefetch_depth}; ms per step, medians"
+    )
     print("".join(f"{title:>{width}}" for title, width in WIDTHS.items()), flush=True)
     strategies.IPUStrategy(max(options.replicas))  # JAX's devices are fixed when it starts
     load = OtherLoad()
@@ -48,6 +52,7 @@ def read_options() -> argparse.Namespace:
     add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
     add("--rounds", type=int, default=9, metavar="N", help="turns of each way (%(default)s)")
     add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
+    add("--prefetch-depth", type=int, default=3, metavar="N", help="of the infeed (%(default)s)")
     add("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
@@ -66,7 +71,8 @@ def measure_and_print(replicas: int, options: argparse.Namespace) -> dict[str, A
 
 def measure(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
     """All ways take turns in this process."""
-    with strategies.InfeedQueue(Batches(options.batch_size, replicas)) as infeed, strategies.OutfeedQueue() as outfeed:
+    batches = Batches(options.batch_size, replicas)
+    with strategies.InfeedQueue(batches, options.prefetch_depth) as infeed, strategies.OutfeedQueue() as outfeed:
         ways = programs(replicas, infeed, outfeed, options)
         for run in ways.values():
             run()
