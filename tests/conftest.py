@@ -11,13 +11,11 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     """Have the programs that tests start, hundreds of JAX processes, compile the same thing once.
 
-    Processes that run at the same time share a folder only within one worker of pytest-xdist, since JAX writes its
-    files in place. One that finds a half-written file compiles it by itself, and does not say so: what it writes is
-    often part of a test.
+    All workers of pytest-xdist share the folder. JAX writes its files in place; a process that finds a half-written one
+    compiles it by itself, and does not say so: what it writes is often part of a test.
     """
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
     if (cache := getattr(config, "cache", None)) is not None:  # pytest -p no:cacheprovider
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir(f"jax-{worker}")))
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
     half_written = [f"ignore:Error {verb} persistent compilation cache:UserWarning" for verb in ("reading", "writing")]
     os.environ.setdefault("PYTHONWARNINGS", ",".join(half_written))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -78,7 +78,7 @@ class Target:
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
     """Afterwards the job completes, and its log is short and not made up by others."""
-    job = Job(port_addresses(2))
+    job = Job(port_addresses(2), ["--pause-s", "0.01"])  # without one the workers take two cores for a minute
     with running(job, "rounds") as workers:
         for worker in workers:
             worker.wait_for("round 1 was right")

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from itertools import count
@@ -67,6 +68,7 @@ def reduce_again_and_again(communicator: Communicator, orders: Orders, options: 
         if buffer[-1]:
             say(f"all {number} rounds were right")
             return
+        time.sleep(options.pause_s)
 
 
 def stay_away(communicator: Communicator, orders: Orders, options: argparse.Namespace) -> None:
@@ -153,6 +155,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--absent", type=int, nargs="*", default=[])
     parser.add_argument("--description", default="")
     parser.add_argument("--names-only-at-first", action="store_true")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="between two rounds")
     parser.add_argument("--stall-warning-s", type=float, default=ORDINARY.stall_warning_s)
     parser.add_argument("--timeout-s", type=float, default=ORDINARY.timeout_s)
     parser.add_argument("--connect-timeout-s", type=float, default=ORDINARY.connect_timeout_s)
