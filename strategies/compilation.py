@@ -74,21 +74,43 @@ def compiled_in_turn(program: Any, folder: Path | None, wait_s: float = WAIT_S) 
         folder: of the executables; None to return `program`.
         wait_s: seconds.
     """
-    if folder is None:
-        return program  # type: ignore[no-any-return]  # what jax.jit returns is called only
-    has_run = False
+    return program if folder is None else _InTurn(program, folder, wait_s)
 
-    def run(*arguments: Any) -> Any:
-        nonlocal has_run
-        if not has_run and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
-            has_run = True
-            lowered = program.lower(*arguments)
-            if _CALLBACK not in lowered.as_text():  # JAX keeps no others
-                with turn(folder, wait_s):
-                    lowered.compile()
-        return program(*arguments)
 
-    return run
+def compile_now(program: Callable[..., Any], *shapes: Any) -> None:
+    """Compile what `compiled_in_turn` has returned without calling it; calls with such arguments find it compiled.
+
+    Args:
+        program: see there.
+        shapes: of its arguments: `jax.ShapeDtypeStruct`s that lie where the arguments will, or NumPy arrays.
+    """
+    if isinstance(program, _InTurn):
+        program.compile(*shapes)
+    else:
+        program.lower(*shapes).compile()  # type: ignore[attr-defined]  # it is what jax.jit has returned
+
+
+class _InTurn:
+    """See `compiled_in_turn`."""
+
+    def __init__(self, program: Any, folder: Path, wait_s: float) -> None:
+        self._program = program
+        self._folder = folder
+        self._wait_s = wait_s
+        self._is_compiled = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self._is_compiled and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+            self.compile(*arguments)
+        return self._program(*arguments)
+
+    def compile(self, *arguments: Any) -> None:
+        """Compile for such arguments: in turn, if JAX keeps the program."""
+        self._is_compiled = True
+        lowered = self._program.lower(*arguments)
+        is_kept = _CALLBACK not in lowered.as_text()
+        with turn(self._folder, self._wait_s) if is_kept else contextlib.nullcontext():
+            lowered.compile()
 
 
 @contextlib.contextmanager

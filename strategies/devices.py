@@ -128,6 +128,31 @@ class ReplicaDevices:
         """
         return jax.device_put(tree, self.split) if self.waves == 1 else tree
 
+    def wave_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """The shape of what one wave of replicas takes of a leaf that has all local replicas along its first axis.
+
+        Raises:
+            ValueError: if it cannot be divided among them.
+        """
+        local = len(self.replicas)
+        if not leaf.ndim or leaf.shape[0] % local:
+            raise ValueError(
+                f"a batch of shape {list(leaf.shape)} for {local} local replicas; "
+                "its first axis must be a multiple of their number"
+            )
+        rows = leaf.shape[0] // self.waves
+        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    def placed_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """The shape of a wave's part of a leaf, and where it lies, if `place` has put the whole of it there."""
+        shape = self.wave_shape(leaf)
+        return shape if self.waves > 1 else jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self.split)
+
+    def shared_shape(self, leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        """The shape of what `share` makes of an array, and where it lies."""
+        is_moved = self.width > 1 or self.devices[0].platform != "cpu"
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.copied if is_moved else leaf.sharding)
+
     def share(self, tree: Any) -> Any:
         """Show a tree that lies on the first device to all devices; on CPU nothing is copied."""
         if self.devices[0].platform != "cpu":
@@ -157,6 +182,10 @@ class ReplicaDevices:
         """An array of `size` zeros for each replica of a wave, behind each other."""
         zeros: jax.Array = jax.device_put(np.zeros(self.width * size, dtype), self.split, may_alias=False)
         return zeros
+
+    def zeros_shape(self, size: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        """The shape of what `zeros` makes, and where it lies."""
+        return jax.ShapeDtypeStruct((self.width * size,), dtype, sharding=self.split)
 
 
 def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
@@ -195,9 +224,21 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
             jax.config.update("jax_num_cpu_devices", len(replicas))
         except RuntimeError:
             logger.debug("JAX has started already, with %d devices", jax.local_device_count())
-    devices = jax.local_devices()
-    if devices[0].platform == "cpu" and os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
+    found = choose_devices(replicas, local_index, executables)
+    if found.devices[0].platform == "cpu" and os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
         logger.info("%s is %s: keep it the same everywhere", POOL_VARIABLE, os.environ[POOL_VARIABLE])
+    return found
+
+
+def choose_devices(replicas: range, local_index: int = 0, executables: Path | None = None) -> ReplicaDevices:
+    """Those of JAX's devices that `claim_devices` gives to local replicas, once JAX has started; changes nothing.
+
+    Args:
+        replicas: see `claim_devices`.
+        local_index: see `claim_devices`.
+        executables: the folder where compiled programs are kept.
+    """
+    devices = jax.local_devices()
     start = 0 if devices[0].platform == "cpu" else local_index * len(replicas)
     width = max(width for width in range(1, len(replicas) + 1) if len(replicas) % width == 0 and width <= len(devices))
     chosen = tuple(devices[(start + number) % len(devices)] for number in range(width))

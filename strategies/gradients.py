@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from collectives.memory import aligned_empty
+from strategies.compilation import compile_now
 from strategies.devices import ReplicaDevices
 from strategies.flat import LARGE_BYTES, FlatLayout
 from strategies.segments import Part, Segment, cut
@@ -73,23 +74,30 @@ class Arguments:
         return [split for shape, split in pairs for _ in jax.tree.leaves(shape)]
 
 
-class GradientPrograms:
-    """Computes the gradients of all local replicas, bucket by bucket.
+class GradientPlan:
+    """The compiled programs behind the gradients, and how these will lie in buffers; has no such memory itself.
 
-    With one segment they all come at the end. With several, XLA computes the later ones while the earlier ones are
-    on their way.
+    With one segment all gradients come at the end. With several, XLA computes the later ones while the earlier ones
+    are on their way.
 
     Args:
-        devices: where the replicas run.
+        devices: where the replicas run. Plans for as many replicas on the same devices are alike.
         function: `(variables, batch, replica index, control words, kept) -> (tail, *gradients, *kept)` of one replica;
             what it keeps is for its next step.
         arguments: for which it is compiled.
         gradients: the shapes and dtypes in which they leave the function.
         streams: whether to cut it into segments.
         tail: how many values the tail has.
-        allocate: makes memory for results.
         shards: how the means of gradients that have a buffer alone are cut, of which this instance gets its part only;
             None for whole means. A gradient that travels in pieces is not cut, nor are others of its bucket.
+
+    Attributes:
+        devices: see above.
+        gradients: see above.
+        shards: see above.
+        segments: the parts of the function.
+        layouts: for each segment how the gradients that it finishes lie in buffers.
+        programs: compute the segments.
     """
 
     def __init__(
@@ -100,28 +108,95 @@ class GradientPrograms:
         gradients: Sequence[jax.ShapeDtypeStruct],
         streams: bool,
         tail: int,
-        allocate: Allocate,
         shards: Shards | None = None,
     ) -> None:
-        self._devices = devices
-        self._gradients = list(gradients)
-        self._shards = shards
-        self._means: dict[int, np.ndarray] = {}
-        count = len(self._gradients)
-        self._segments = _cut(devices, function, arguments, count) if streams else [_uncut(function, arguments, count)]
-        self.buckets = [
-            self._bucket(segment.parts, number, tail, allocate) for number, segment in enumerate(self._segments)
+        self.devices = devices
+        self.gradients = list(gradients)
+        self.shards = shards
+        count = len(self.gradients)
+        self.segments = _cut(devices, function, arguments, count) if streams else [_uncut(function, arguments, count)]
+        self.layouts = [
+            self._layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
         ]
-        self._programs = [
-            self._compile(segment, bucket.layout, arguments.split_leaves)
-            for segment, bucket in zip(self._segments, self.buckets, strict=True)
+        self.programs = [
+            self._compile(segment, layout, arguments.split_leaves)
+            for segment, layout in zip(self.segments, self.layouts, strict=True)
+        ]
+
+    def compile(self, shapes: Sequence[Any]) -> None:
+        """Compile the program, which is one segment, before it is called; runs nothing.
+
+        Args:
+            shapes: of its arguments, which lie where those of `GradientPrograms.dispatch` will.
+        """
+        [segment], [layout], [program] = self.segments, self.layouts, self.programs
+        flat = jax.tree.leaves(shapes)
+        buffers = [self.devices.zeros_shape(buffer.size, buffer.dtype) for buffer in layout.buffers]
+        compile_now(program, *[flat[place] for place in segment.inputs], *buffers)
+
+    def shards_of(self, parts: Sequence[Part]) -> Shards | None:
+        """How the means of gradients that travel together are cut."""
+        return None if any(part.rows for part in parts) else self.shards
+
+    def shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
+        """The shape of a gradient, or of the rows of it that are a part."""
+        leaf = self.gradients[part.result - TAIL - 1]
+        if part.rows is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        start, stop = part.rows
+        return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
+
+    def _layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
+        leaves = [self.shape_of(part) for part in _of_gradients(parts)]
+        shards = self.shards_of(parts)
+        return FlatLayout.of(leaves, tail, shards.multiple if shards else 1)
+
+    def _compile(self, segment: Segment, layout: FlatLayout, is_split: Sequence[bool]) -> Callable[..., Any]:
+        first_result = len(segment.inputs)
+        first_buffer = first_result + len(segment.takes)
+
+        def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
+            taken = [
+                value[0] if number in segment.scalars else value
+                for number, value in zip(segment.takes, values[first_result:first_buffer], strict=True)
+            ]
+            results = segment.function(*values[:first_result], *taken)
+            finished = dict(zip(segment.parts, results, strict=False))
+            tail = finished.pop(Part(TAIL), None)
+            buffers = layout.flatten(list(finished.values()), tail, values[first_buffer:])
+            given = [
+                value[None] if number in segment.scalars else value
+                for number, value in zip(segment.gives, results[len(segment.parts) :], strict=True)
+            ]
+            return (*buffers, *given)
+
+        count = len(layout.buffers)
+        split = [is_split[place] for place in segment.inputs] + [True] * (len(segment.takes) + count)
+        return self.devices.compile(of_one_replica, split, range(first_buffer, first_buffer + count))
+
+
+class GradientPrograms:
+    """Computes the gradients of all local replicas, bucket by bucket.
+
+    Args:
+        plan: the programs that do it.
+        allocate: makes memory for results.
+    """
+
+    def __init__(self, plan: GradientPlan, allocate: Allocate) -> None:
+        self.plan = plan
+        self._devices = plan.devices
+        self._means: dict[int, np.ndarray] = {}
+        pairs = zip(plan.segments, plan.layouts, strict=True)
+        self.buckets = [
+            self._bucket(segment.parts, layout, number, allocate) for number, (segment, layout) in enumerate(pairs)
         ]
         self._buffers = [
             [
-                tuple(devices.zeros(buffer.size, buffer.dtype) for buffer in bucket.layout.buffers)
+                tuple(self._devices.zeros(buffer.size, buffer.dtype) for buffer in bucket.layout.buffers)
                 for bucket in self.buckets
             ]
-            for _ in range(devices.waves)
+            for _ in range(self._devices.waves)
         ]
 
     @property
@@ -130,7 +205,7 @@ class GradientPrograms:
 
         Of those that are cut this instance's part, in its shape.
         """
-        return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self._gradients))]
+        return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self.plan.gradients))]
 
     @property
     def tail(self) -> np.ndarray:
@@ -142,9 +217,11 @@ class GradientPrograms:
         flat = jax.tree.leaves(arguments)
         residuals: dict[int, jax.Array] = {}
         buffers = self._buffers[wave]
-        for number, (segment, program) in enumerate(zip(self._segments, self._programs, strict=True)):
+        for number, (segment, program) in enumerate(zip(self.plan.segments, self.plan.programs, strict=True)):
             inputs = [flat[place] for place in segment.inputs]
-            buffers[number], given = program(inputs, [residuals[taken] for taken in segment.takes], buffers[number])
+            results = program(*inputs, *[residuals[taken] for taken in segment.takes], *buffers[number])
+            count = len(buffers[number])
+            buffers[number], given = results[:count], results[count:]
             residuals.update(zip(segment.gives, given, strict=True))
         return list(given)
 
@@ -170,22 +247,19 @@ class GradientPrograms:
         grouped = itertools.groupby(ordered, key=lambda part: part.result)
         return [np.concatenate([parts[part].reshape(-1) for part in group]) for _, group in grouped]
 
-    # ---- compiling
+    # ---- memory
 
-    def _bucket(self, parts: Sequence[Part], number: int, tail: int, allocate: Allocate) -> Bucket:
-        leaves = [self._shape_of(part) for part in parts if part.result != TAIL]
-        is_last = number == len(self._segments) - 1
-        of_gradients = tuple(part for part in parts if part.result != TAIL)
-        shards = None if any(part.rows for part in of_gradients) else self._shards
-        layout = FlatLayout.of(leaves, tail if is_last else 0, shards.multiple if shards else 1)
-        name = "gradients" if len(self._segments) == 1 else f"gradients/{number}"
+    def _bucket(self, parts: Sequence[Part], layout: FlatLayout, number: int, allocate: Allocate) -> Bucket:
+        of_gradients = _of_gradients(parts)
+        shards = self.plan.shards_of(parts)
+        name = "gradients" if len(self.plan.segments) == 1 else f"gradients/{number}"
         results: list[np.ndarray] = []
         scattered: set[int] = set()
         for place, buffer in enumerate(layout.buffers):
             part = of_gradients[buffer.leaves[0]] if buffer.is_of_one else None
             if part is not None and part.rows is not None:
                 results.append(self._piece(part, allocate))
-            elif part is not None and shards is not None and shards.divides(self._shape_of(part)):
+            elif part is not None and shards is not None and shards.divides(self.plan.shape_of(part)):
                 results.append(self._share(part, shards))
                 scattered.add(place)
             else:
@@ -195,17 +269,10 @@ class GradientPrograms:
                 self._means[part.result] = layout.view(leaf, results)
         return Bucket(name, layout, of_gradients, tuple(results), frozenset(scattered))
 
-    def _shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
-        leaf = self._gradients[part.result - TAIL - 1]
-        if part.rows is None:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        start, stop = part.rows
-        return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
-
     def _piece(self, part: Part, allocate: Allocate) -> np.ndarray:
         """The place of some rows in the mean of the whole gradient."""
         assert part.rows is not None
-        leaf = self._gradients[part.result - TAIL - 1]
+        leaf = self.plan.gradients[part.result - TAIL - 1]
         if part.result not in self._means:
             self._means[part.result] = allocate(leaf.shape, np.dtype(leaf.dtype))
         rows: np.ndarray = self._means[part.result][slice(*part.rows)].reshape(-1)
@@ -213,40 +280,15 @@ class GradientPrograms:
 
     def _share(self, part: Part, shards: Shards) -> np.ndarray:
         """Memory for this instance's part of the mean of a gradient."""
-        leaf = self._gradients[part.result - TAIL - 1]
+        leaf = self.plan.gradients[part.result - TAIL - 1]
         shape, dtype = shards.shape(leaf), np.dtype(leaf.dtype)
         room: np.ndarray = aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
         self._means[part.result] = room.reshape(shape)
         return room
 
-    def _compile(self, segment: Segment, layout: FlatLayout, is_split: Sequence[bool]) -> Callable[..., Any]:
-        first_result = len(segment.inputs)
-        first_buffer = first_result + len(segment.takes)
 
-        def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
-            taken = [
-                value[0] if number in segment.scalars else value
-                for number, value in zip(segment.takes, values[first_result:first_buffer], strict=True)
-            ]
-            results = segment.function(*values[:first_result], *taken)
-            finished = dict(zip(segment.parts, results, strict=False))
-            tail = finished.pop(Part(TAIL), None)
-            buffers = layout.flatten(list(finished.values()), tail, values[first_buffer:])
-            given = [
-                value[None] if number in segment.scalars else value
-                for number, value in zip(segment.gives, results[len(segment.parts) :], strict=True)
-            ]
-            return (*buffers, *given)
-
-        count = len(layout.buffers)
-        split = [is_split[place] for place in segment.inputs] + [True] * (len(segment.takes) + count)
-        program = self._devices.compile(of_one_replica, split, range(first_buffer, first_buffer + count))
-
-        def run(inputs: Sequence[Any], residuals: Sequence[Any], buffers: Sequence[Any]) -> tuple[Any, Any]:
-            results = program(*inputs, *residuals, *buffers)
-            return results[:count], results[count:]
-
-        return run
+def _of_gradients(parts: Sequence[Part]) -> tuple[Part, ...]:
+    return tuple(part for part in parts if part.result != TAIL)
 
 
 def _uncut(function: GradientFunction, arguments: Arguments, gradients: int) -> Segment:

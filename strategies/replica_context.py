@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,12 +38,16 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, reducer: CrossReplicaReducer, replica_index: jax.Array, program: str, is_watched: bool = False
+        self,
+        reducer: CrossReplicaReducer,
+        replica_index: jax.Array,
+        name_program: Callable[[], str],
+        is_watched: bool = False,
     ) -> None:
         self.replica_id_in_sync_group = replica_index
         self.num_replicas_in_sync = reducer.total_replicas
         self.reducer = reducer
-        self._program = program
+        self._program = functools.cache(name_program)
         self._calls = 0
         self.feeds = FeedProgram(
             replica=replica_index,
@@ -69,9 +74,14 @@ class ReplicaContext:
 
     def next_name(self) -> str:
         """A name for the next collective of this program, the same on every replica."""
-        name = f"{self._program}/{self._calls}"
+        name = f"{self._program()}/{self._calls}"
         self._calls += 1
         return name
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether its program has asked so far for nothing that belongs to these replicas: no collective, no feed."""
+        return not self._calls and not self.feeds.infeeds and not self.feeds.outfeeds
 
     def _all_reduce_leaf(self, op: str, value: jax.Array) -> jax.Array:
         name = self.next_name()

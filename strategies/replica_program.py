@@ -17,6 +17,7 @@ from strategies.accumulation import (
     accumulator_dtypes,
     is_float,
 )
+from strategies.devices import ReplicaDevices
 from strategies.replica_context import replica_context
 from strategies.strategy import Strategy
 from strategies.transfer import Int8Layout, Transfer
@@ -87,6 +88,7 @@ class ReplicaProgram:
 
     Args:
         strategy: whose replicas run it.
+        devices: where; those of the strategy, or others on which its replicas may run some time.
         loss_fn: see `Trainer`.
         variables: their shapes and dtypes.
         batch: the shapes and dtypes of what one wave of replicas gets.
@@ -102,6 +104,8 @@ class ReplicaProgram:
         results: the shapes and dtypes of what leaves the replica besides the tail: gradients, or their payload.
         quantised: how the gradients lie in the payload; None where they are not quantised.
         flags: how many values at the end of the tail say which gradients are not finite.
+        is_independent: whether, once it is traced, it may run on other instances and replicas than those for which it
+            was: the loss function has no collectives and no feeds.
 
     Raises:
         TypeError: if the loss or a metric is not a scalar.
@@ -111,6 +115,7 @@ class ReplicaProgram:
     def __init__(
         self,
         strategy: Strategy,
+        devices: ReplicaDevices,
         loss_fn: LossFunction,
         variables: Any,
         batch: Any,
@@ -121,6 +126,7 @@ class ReplicaProgram:
         check_numerics: bool,
     ) -> None:
         self._strategy = strategy
+        self._devices = devices
         self._loss_fn = loss_fn
         self._seed = seed
         self._accumulation = accumulation
@@ -134,6 +140,7 @@ class ReplicaProgram:
         else:
             pairs = zip(leaves, self.gradient_dtypes, strict=True)
             self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
+        self.is_independent = True
         self.flags = len(self.gradient_dtypes) * strategy.num_replicas_in_sync if check_numerics else 0
         self.names, self._has_metrics = self._metric_names(variables, batch)
 
@@ -166,8 +173,10 @@ class ReplicaProgram:
         """
         replica = index[0]
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), replica)
-        with replica_context(self._strategy.new_context(replica, "step")):
+        context = self._strategy.new_context(replica, "step")
+        with replica_context(context):
             values, leaves = self._gradients(variables, batch, key, control)
+        self.is_independent &= context.is_independent
         results, residuals = self._on_the_way(leaves, control, residuals)
         checked = leaves if self.quantised is not None else results
         tail = [values, control[NOTICE, None].astype(jnp.float32)]
@@ -223,10 +232,9 @@ class ReplicaProgram:
 
     def _metric_names(self, variables: Any, batch: Any) -> tuple[tuple[str, ...], bool]:
         """What the loss function returns besides the loss; checks that all of it is scalar."""
-        devices = self._strategy.devices
-        index = np.array(devices.replicas[: devices.width], np.int32)
+        index = np.array(self._devices.replicas[: self._devices.width], np.int32)
         micro_batch = jax.tree.map(self._micro_shape, batch)
-        program = devices.compile(self._loss_of_one, (False, True, True))
+        program = self._devices.compile(self._loss_of_one, (False, True, True))
         shapes = jax.eval_shape(program, variables, micro_batch, index)
         loss, metrics = shapes if isinstance(shapes, tuple) and len(shapes) == 2 else (shapes, {})
         if not isinstance(loss, jax.ShapeDtypeStruct) or not isinstance(metrics, Mapping):
@@ -250,7 +258,7 @@ class ReplicaProgram:
     def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The micro-batches that one wave of replicas takes at once."""
         count = self._accumulation.count
-        rows = leaf.shape[0] // self._strategy.devices.width
+        rows = leaf.shape[0] // self._devices.width
         if rows % count:
             raise ValueError(
                 f"Detected a gradient accumulation operation with {count} micro-batches, and each replica has {rows} "

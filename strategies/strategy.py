@@ -316,14 +316,15 @@ class Strategy:
     def new_context(self, replica_index: jax.Array, program: str, is_watched: bool = False) -> ReplicaContext:
         """The context of a replica whose program is about to be traced.
 
-        Programs are numbered as they are traced, which happens in the same order on every instance.
+        Programs with collectives are numbered as they are traced, which happens in the same order on every instance.
 
         Args:
             replica_index: its global index.
             program: what kind of program.
             is_watched: whether who runs it looks at `reducer.last_error` when it has ended.
         """
-        return ReplicaContext(self.reducer, replica_index, f"{program}{next(self._program_numbers)}", is_watched)
+        numbers = self._program_numbers
+        return ReplicaContext(self.reducer, replica_index, lambda: f"{program}{next(numbers)}", is_watched)
 
     # ---- data
 

@@ -16,12 +16,14 @@ import optax
 from popdist.environments.faults import FaultyProgress
 from strategies.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.compilation import explain_recompilation
+from strategies.compile_ahead import CompileAhead, StepPlan
 from strategies.datasets import DistributedDataset
+from strategies.devices import ReplicaDevices
 from strategies.digest import compare, flip_bit
 from strategies.errors import NonFiniteGradientError
 from strategies.executions import Executions
 from strategies.fused_steps import FusedSteps
-from strategies.gradients import Allocate, Arguments, Bucket, GradientPrograms
+from strategies.gradients import Arguments, Bucket, GradientPlan, GradientPrograms
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.metrics import Metrics
 from strategies.notice import Notice
@@ -47,16 +49,21 @@ class _Step:
     """A step compiled for the shapes of one batch.
 
     Attributes:
-        program: what a replica computes.
+        plan: what is compiled.
         gradients: computes it on all local replicas.
         means: where the mean gradients are, as a pytree like the variables.
         quantised: adds up quantised gradients, and where to; None where they are not.
     """
 
-    program: ReplicaProgram
+    plan: StepPlan
     gradients: GradientPrograms
     means: Any
     quantised: tuple[Int8Reduction, np.ndarray] | None = None
+
+    @property
+    def program(self) -> ReplicaProgram:
+        """What a replica computes."""
+        return self.plan.program
 
 
 class Trainer:
@@ -100,6 +107,8 @@ class Trainer:
         stochastic_rounding: of the sum of a 16-bit variable and its change.
         recompute: what of the forward pass is computed again for the backward pass: "none", "blocks" (what lies
             between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
+        compile_ahead: where the job goes on without an instance that is lost, compile after the first step, in the
+            background, what this instance would need with one instance fewer; and again after each loss. The same bits.
 
     Attributes:
         seed: of the keys.
@@ -129,6 +138,7 @@ class Trainer:
         gradient_transfer_dtype: Any = None,
         stochastic_rounding: bool = False,
         recompute: str | Callable[..., Any] = "none",
+        compile_ahead: bool = False,
     ) -> None:
         self._strategy = strategy
         self.seed = seed
@@ -164,6 +174,7 @@ class Trainer:
             offload_optimizer_state,
             positive("min_elements_for_sharding", min_elements_for_sharding),
         )
+        self._ahead = CompileAhead(strategy, self._compile_for, compile_ahead, self._lost_with_an_instance)
         self._claim_replicas()
         self._metrics: Metrics | None = None  # of the last step
 
@@ -173,6 +184,8 @@ class Trainer:
         self._indices = np.array(self._strategy.local_replicas, np.int32)
         self._steps: dict[Any, _Step] = {}
         self._seen: list[Any] = []  # the shapes of batches for which steps were compiled
+        self._new: list[tuple[Any, StepPlan]] = []  # those of them that have not been made yet
+        self._ahead.drop_others()
         self._executions = Executions(self._devices, self._update)
 
     @property
@@ -184,6 +197,14 @@ class Trainer:
     def is_sharded(self) -> bool:
         """Whether instances have different parts of the state: of the optimizer's, or residuals."""
         return self._update.is_sharded or self._transfer.is_quantised
+
+    @property
+    def _lost_with_an_instance(self) -> str | None:
+        """What would be lost, in words; None where the others have everything too."""
+        if not self.is_sharded:
+            return None
+        what = "sharded optimizer state" if self._update.is_sharded else "residuals of int8 gradients"
+        return f"every instance has a part of the state that no other has ({what})"
 
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
@@ -221,11 +242,10 @@ class Trainer:
             self._claim_replicas()
             return self._copy_newest(self._first_state(variables, -1))
 
-        if self.is_sharded and self._strategy.can_carry_on:
+        if self._lost_with_an_instance and self._strategy.can_carry_on:
             logger.warning(
-                "every instance has a part of the state that no other has (%s): if one is lost the job ends; to go on "
-                "from a checkpoint use poprun --on-failure restart",
-                "sharded optimizer state" if self._update.is_sharded else "residuals of int8 gradients",
+                "%s: if one is lost the job ends; to go on from a checkpoint use poprun --on-failure restart",
+                self._lost_with_an_instance,
             )
         first: TrainState = self._surviving(lambda: self._first_state(self._strategy.broadcast(variables), 0), catch_up)
         return first
@@ -345,6 +365,8 @@ class Trainer:
             return None
 
         stepped: tuple[TrainState, Metrics] = self._surviving(lambda: self._attempt(state, batch), catch_up)
+        while self._new:
+            self._ahead.prepare(stepped[0].variables, *self._new.pop())
         return stepped
 
     def _attempt(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -480,13 +502,55 @@ class Trainer:
                 logger.info(reason)
             self._seen.append(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch))
             found = self._steps[key] = self._compile(state, batch)
+            self._new.append((self._seen[-1], found.plan))
         return found
 
     def _compile(self, state: TrainState, batch: Any) -> _Step:
-        variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
-        of_wave = jax.tree.map(self._wave_shape, batch)
-        program = ReplicaProgram(
+        variables, of_wave = _shapes(state.variables), jax.tree.map(self._devices.wave_shape, batch)
+        structure = jax.tree.structure(variables)
+        compiled = self._ahead.take(state.variables, batch)
+        program = compiled.program if compiled else self._program(self._devices, variables, of_wave)
+        self._log_effective_batch(of_wave)
+        if compiled is not None:
+            return self._with_memory(compiled, structure)
+        residuals = jax.tree.map(self._devices.wave_shape, state.residuals or [])
+
+        def planned(streams: bool) -> GradientPlan:
+            return self._gradient_plan(self._devices, program, (variables, of_wave), residuals, streams)
+
+        communicator = self._strategy.communicator
+        if program.quantised is not None:
+            gradients = GradientPrograms(planned(False), communicator.allocate)
+            result = program.quantised.new_result()
+            reduction = Int8Reduction(program.quantised, communicator, self._strategy.num_replicas_in_sync)
+            means = jax.tree.unflatten(structure, program.quantised.views(result))
+            return _Step(StepPlan(program, gradients.plan), gradients, means, (reduction, result))
+        streams = self._strategy.streams_gradients and self._is_streaming_exact(planned, state, batch)
+        return self._with_memory(StepPlan(program, planned(streams)), structure)
+
+    def _with_memory(self, plan: StepPlan, structure: Any) -> _Step:
+        """A step of a plan, without quantised gradients; a collective call."""
+        gradients = GradientPrograms(plan.gradients, self._strategy.communicator.allocate)
+        return _Step(plan, gradients, jax.tree.unflatten(structure, gradients.means))
+
+    def _compile_for(self, devices: ReplicaDevices, variables: Any, batch: Any) -> StepPlan:
+        """The plan of a step on some devices, compiled; asks no other instance, and may run in another thread.
+
+        Args:
+            devices: on which instances go on that were these ones.
+            variables: the shapes of variables that are shown to them.
+            batch: the shapes of a batch for them.
+        """
+        of_wave, placed = (jax.tree.map(shape, batch) for shape in (devices.wave_shape, devices.placed_shape))
+        program = self._program(devices, _shapes(variables), of_wave)
+        gradients = self._gradient_plan(devices, program, (_shapes(variables), of_wave), [], False)
+        gradients.compile((variables, placed, *_small_arguments(devices)))
+        return StepPlan(program, gradients)
+
+    def _program(self, devices: ReplicaDevices, variables: Any, of_wave: Any) -> ReplicaProgram:
+        return ReplicaProgram(
             self._strategy,
+            devices,
             self._loss_fn,
             variables,
             of_wave,
@@ -496,34 +560,13 @@ class Trainer:
             self._transfer,
             self._check_numerics,
         )
-        self._log_effective_batch(of_wave)
-        indices = self._indices[: self._devices.width]
-        residuals = jax.tree.map(self._wave_shape, state.residuals or [])
-        arguments = Arguments(
-            (variables, of_wave, indices, control_words(0, False, 1.0), residuals), (False, True, True, False, True)
-        )
 
-        def programs(streams: bool, allocate: Allocate) -> GradientPrograms:
-            return GradientPrograms(
-                self._devices,
-                program,
-                arguments,
-                program.results,
-                streams,
-                program.tail_size,
-                allocate,
-                None if program.quantised else self._update.mean_shards,
-            )
-
-        communicator, structure = self._strategy.communicator, jax.tree.structure(variables)
-        if program.quantised is not None:
-            result = program.quantised.new_result()
-            reduction = Int8Reduction(program.quantised, communicator, self._strategy.num_replicas_in_sync)
-            means = jax.tree.unflatten(structure, program.quantised.views(result))
-            return _Step(program, programs(False, communicator.allocate), means, (reduction, result))
-        streams = self._strategy.streams_gradients and self._is_streaming_exact(programs, state, batch)
-        gradients = programs(streams, communicator.allocate)
-        return _Step(program, gradients, jax.tree.unflatten(structure, gradients.means))
+    def _gradient_plan(
+        self, devices: ReplicaDevices, program: ReplicaProgram, inputs: tuple[Any, Any], residuals: Any, streams: bool
+    ) -> GradientPlan:
+        arguments = Arguments((*inputs, *_small_arguments(devices), residuals), (False, True, True, False, True))
+        shards = None if program.quantised else self._update.mean_shards
+        return GradientPlan(devices, program, arguments, program.results, streams, program.tail_size, shards)
 
     def _log_effective_batch(self, of_wave: Any) -> None:
         leaves = jax.tree.leaves(of_wave)
@@ -540,18 +583,16 @@ class Trainer:
             replicas,
         )
 
-    def _is_streaming_exact(
-        self, programs: Callable[[bool, Allocate], GradientPrograms], state: TrainState, batch: Any
-    ) -> bool:
+    def _is_streaming_exact(self, planned: Callable[[bool], GradientPlan], state: TrainState, batch: Any) -> bool:
         """Whether gradients have the same bits when they are streamed, on all instances.
 
         XLA fuses and contracts what lies in one program; cut elsewhere, some models round differently (seen with
         attention and dropout). Compared for this batch, and for random variables and batch. A collective call.
         """
-        cut = programs(True, np.empty)
+        cut = GradientPrograms(planned(True), np.empty)
         if len(cut.buckets) == 1:
             return False
-        whole = programs(False, np.empty)
+        whole = GradientPrograms(planned(False), np.empty)
         probe = replace(state, variables=variables_like(state.variables, self.seed)), batch_like(batch, self.seed)
         is_same = all(
             _have_same_bits(self._gradients_of(cut, *case), self._gradients_of(whole, *case))
@@ -569,17 +610,6 @@ class Trainer:
         del shared
         return leaves
 
-    def _wave_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        """The part of a batch that one wave of replicas takes."""
-        local = len(self._indices)
-        if not leaf.ndim or leaf.shape[0] % local:
-            raise ValueError(
-                f"a batch of shape {list(leaf.shape)} for {local} local replicas; "
-                "its first axis must be a multiple of their number"
-            )
-        rows = leaf.shape[0] // self._devices.waves
-        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
-
     def _raise_if_not_finite(self, state: TrainState, flags: np.ndarray) -> None:
         if not flags.any():
             return
@@ -591,6 +621,15 @@ class Trainer:
             f"{state.step} (first of the replicas {replicas}); the step was not applied: lower the learning rate, "
             "clip the gradients, or look at that replica's batch"
         )
+
+
+def _shapes(variables: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
+
+
+def _small_arguments(devices: ReplicaDevices) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the replicas of a wave, and control words, to compile for."""
+    return np.array(devices.replicas[: devices.width], np.int32), control_words(0, False, 1.0)
 
 
 def _have_same_bits(one: Sequence[Sequence[np.ndarray]], other: Sequence[Sequence[np.ndarray]]) -> bool:
