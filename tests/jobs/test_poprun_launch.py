@@ -59,6 +59,16 @@ class TestEnvironment:
         told = tell("--mpi-local-args", "-x GREETING='hello, world' -x A=1", "--mpi-local-args=-x B=2")
         assert [told[0]["environ"][name] for name in ("GREETING", "A", "B")] == ["hello, world", "1", "2"]
 
+    def test_each_instance_gets_what_is_exported_for_it_and_no_other(self):
+        of_all = ["--mpi-global-args=-x A=global", "--mpi-local-args=-x B=local"]
+        own = ["--instance-mpi-local-args", "0:-x B=first -x C=first", "--instance-mpi-local-args", "1:-x A=second"]
+        told = tell("--num-instances=3", "--num-replicas=3", *of_all, *own)
+        assert [[each["environ"].get(name) for name in "ABC"] for each in told] == [
+            ["global", "first", "first"],
+            ["second", "local", None],
+            ["global", "local", None],
+        ]
+
     def test_the_users_environment_is_kept(self):
         told = tell(environ={"SOME_SETTING": "kept as it is"})
         assert told[0]["environ"]["SOME_SETTING"] == "kept as it is"
