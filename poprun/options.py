@@ -203,7 +203,11 @@ def describe_options() -> str:
     """The text of `--help`."""
     sections = dict.fromkeys(option.section for option in OPTIONS)
     blocks = [_describe_section(section) for section in sections]
-    usage = "usage: poprun [options] program [program arguments]\n\nOptions end at the first other word."
+    usage = (
+        "usage: poprun [options] program [program arguments]\n"
+        "       poprun doctor [--host HOSTS] [--host-subnet WORD] [--json]\n\n"
+        "Options end at the first other word. doctor examines the hosts, and starts nothing."
+    )
     return "\n\n".join([usage, *blocks])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -191,3 +192,13 @@ def test_help_names_every_option():
     assert shown.status == 0
     for name in ("num-replicas", "print-topology", "mpi-local-args", "offline-mode", "dry-run"):
         assert f"--{name}" in shown.stdout
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["doctor", "--help"], ["--dry-run", "true"]])
+def test_what_cannot_be_shown_is_one_line_and_no_traceback(words):
+    command = [sys.executable, "-m", "poprun", *words]
+    with open("/dev/full", "w") as full:
+        shown = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert shown.returncode == 141
+    assert "[E] standard output cannot be written: No space left on device" in shown.stderr.splitlines()[-1]
+    assert "Traceback" not in shown.stderr
