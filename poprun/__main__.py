@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from poprun.answers import show
 from poprun.command import Launch, build_command
 from poprun.command_line import CommandLine, read_command_line
 from poprun.config import check_export, export_config, import_config
@@ -33,8 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     _open_missing_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # words of the user that are not UTF-8 come out as they are
     try:
         if list(words[:1]) == ["doctor"]:
             from poprun.doctor import main as examine
@@ -58,12 +56,12 @@ def _open_missing_streams() -> None:
 def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     line = read_command_line(words)
     if line.values.get("help"):
-        print(describe_options())
+        show(describe_options())
         return 0
     if line.values.get("version"):
         from poprun.version import describe_version  # reads the metadata of every package
 
-        print(describe_version(str(line.values.get("version-format", "text"))))
+        show(describe_version(str(line.values.get("version-format", "text"))))
         return 0
     line = import_config(line)
     settings = settings_from(line, environ)
@@ -83,7 +81,7 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         _show_plan(launch, command)
         return 0
     if settings.shows_topology:
-        print(draw_topology(launch.places), flush=True)
+        show(draw_topology(launch.places))
     from poprun.job import run_job
 
     return run_job(launch, environ, log)
@@ -114,12 +112,11 @@ def _show_plan(launch: Launch, command: Sequence[str]) -> None:
     if launch.settings.json:
         import json  # costs some milliseconds, needed only by those who ask for it
 
-        print(json.dumps(describe_plan(launch, command), indent=2))
+        show(json.dumps(describe_plan(launch, command), indent=2))
         return
-    asked_for = launch.settings.shows_topology
-    print(draw_topology(launch.places), file=sys.stdout if asked_for else sys.stderr, flush=True)
-    print(draw_placement(launch), file=sys.stderr, flush=True)
-    print(quote_words(command))
+    show(draw_topology(launch.places), 1 if launch.settings.shows_topology else 2)
+    show(draw_placement(launch), 2)
+    show(quote_words(command))
 
 
 if __name__ == "__main__":

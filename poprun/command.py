@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from popdist.environments.faults import VARIABLE as FAULTS_VARIABLE
 from popdist.environments.poprun import DEVICE, IPUS, LOCAL, LOCAL_INSTANCE, OFFSET, SHRINKS_VARIABLE, TOTAL, UNIFORM
+from poprun.exports import export_options, exports, without_exports
 from poprun.hosts import Host
 from poprun.placement import Place, names_binding
 from poprun.remote import Remote, mpirun_options
@@ -67,11 +68,24 @@ class Launch:
 
 def build_command(launch: Launch) -> list[str]:
     """The words of the mpirun command: general options, then one application context per instance."""
-    words = [launch.mpirun, *_general_options(launch)]
+    moved = _moved_exports(launch)
+    words = [launch.mpirun, *_general_options(launch, moved)]
     for place in launch.places:
         separator = [":"] if place.index else []
-        words += [*separator, *_application_context(launch, place)]
+        words += [*separator, *_application_context(launch, place, moved)]
     return words
+
+
+def environment_of(launch: Launch, place: Place) -> dict[str, str | None]:
+    """What one instance finds set by poprun and by the user's `-x`; None: the value is that of poprun's environment.
+
+    The last `-x` of a name counts, and those of one instance come after those of all. What describes the instance to
+    its program is poprun's.
+    """
+    settings = launch.settings
+    of_user = exports((*settings.mpi_global_args, *settings.mpi_args_of(place.index)))
+    own: dict[str, str | None] = {**instance_variables(launch, place)}
+    return own | dict.fromkeys(launch.forwarded) | {name: of_user[name] for name in of_user if name not in own}
 
 
 def popdist_variables(settings: Settings, place: Place) -> dict[str, str]:
@@ -119,14 +133,15 @@ def extra_variables(settings: Settings, pool: Mapping[str, str], environ: Mappin
     return {name: value for name, value in wanted.items() if name not in exported}
 
 
-def exports(arguments: Sequence[str]) -> dict[str, str | None]:
-    """What `-x NAME=value` in options for mpirun sets, and what `-x NAME` forwards (None)."""
-    pairs = zip(arguments, arguments[1:], strict=False)
-    written = [value.partition("=") for option, value in pairs if option == "-x"]
-    return {name: value if equals else None for name, equals, value in written}
+def _moved_exports(launch: Launch) -> tuple[str, ...]:
+    """What contexts export in place of the general options: of two `-x` of a name mpirun (5.0.11) takes the first."""
+    settings = launch.settings
+    of_instances = (word for _, words in settings.instance_mpi_local_args for word in words)
+    again = {*exports((*settings.mpi_local_args, *of_instances)), *instance_variables(launch, launch.places[0])}
+    return tuple(name for name in exports(settings.mpi_global_args) if name in again)
 
 
-def _general_options(launch: Launch) -> list[str]:
+def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
     settings = launch.settings
     user = settings.all_mpi_args
     words = ["--tag-output"]
@@ -140,21 +155,38 @@ def _general_options(launch: Launch) -> list[str]:
         words += mpirun_options(launch.remote, user)
     if settings.on_failure == "shrink" and "--with-ft" not in user:
         words += ["--with-ft", "ulfm"]
-    words += settings.mpi_global_args
+    words += without_exports(settings.mpi_global_args, moved)
     if settings.allow_run_as_root and "--allow-run-as-root" not in settings.mpi_global_args:
         words.append("--allow-run-as-root")
     return words
 
 
-def _application_context(launch: Launch, place: Place) -> list[str]:
+def _application_context(launch: Launch, place: Place, moved: tuple[str, ...]) -> list[str]:
     words = ["-np", "1"]
     if launch.leaves_this_machine:
         instances = sum(other.host == place.host for other in launch.places)
         words += ["--host", f"{place.host}:{instances}"]
-    for name, value in instance_variables(launch, place).items():
-        words += ["-x", f"{name}={value}"]
-    for name in (*launch.forwarded, CONTROL_VARIABLE):
-        words += ["-x", name]
-    words += launch.settings.mpi_args_of(place.index)
+    settings = launch.settings
+    arguments = settings.mpi_args_of(place.index)
+    own, environment = instance_variables(launch, place), environment_of(launch, place)
+    here = [name for name in (*moved, *exports(arguments)) if name not in own]
+    elsewhere = {*here, *exports(settings.mpi_global_args)}
+    of_user = {name: environment[name] for name in here}
+    alone = _exports_of_first_alone(launch, of_user) if place.index == 0 else {}
+    words += export_options({name: environment[name] for name in environment if name in own or name not in elsewhere})
+    words += export_options({CONTROL_VARIABLE: None})
+    words += export_options({name: value for name, value in of_user.items() if name not in alone})
+    words += without_exports(arguments, exports(arguments))
+    words += ["/usr/bin/env", *(f"{name}={value}" for name, value in alone.items())] if alone else []
     shim = [launch.python, "-I", "-S", str(SHIM), list_ranges(place.cpus) or "any"]
-    return [*words, *shim, *launch.settings.program]
+    return [*words, *shim, *settings.program]
+
+
+def _exports_of_first_alone(launch: Launch, exported: Mapping[str, str | None]) -> dict[str, str]:
+    """The values that other instances must not get: mpirun (5.0.11) gives all what the first context exports."""
+    others = [environment_of(launch, place) for place in launch.places[1:]]
+    return {
+        name: value
+        for name, value in exported.items()
+        if value is not None and not all(name in environment for environment in others)
+    }

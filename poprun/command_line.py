@@ -11,13 +11,16 @@ from poprun.errors import UsageError
 from poprun.options import OPTIONS, Kind, Option
 from poprun.wording import name_nearest
 
-Value = bool | int | str | tuple[str, ...]
+Value = bool | int | float | str | tuple[str, ...]
 
 _TRUE = ("yes", "on", "true", "1")
 _FALSE = ("no", "off", "false", "0")
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,4000}")
 """A whole number; `int` would read `1_0` and digits of every script too, and none longer than 4300 digits."""
+
+_FRACTION = re.compile(r"[+-]?[0-9]{0,4000}[.][0-9]{1,4000}")
+"""What seconds may be as well."""
 
 _WITHOUT_DASH = (Kind.TEXT, Kind.PATH, Kind.HOSTS)
 """What is seldom meant to begin with a dash: otherwise `--output-dir --timestamps` would make such a folder."""
@@ -93,7 +96,7 @@ def read_value(option: Option, text: str) -> Value:
     """
     if option.kind in (Kind.FLAG, Kind.BOOLEAN):
         return _read_boolean(option, text)
-    if option.kind is Kind.NUMBER:
+    if option.kind in (Kind.NUMBER, Kind.SECONDS):
         return _read_number(option, text)
     if option.kind is Kind.ARGUMENTS:
         return _split(option, text)
@@ -138,7 +141,7 @@ def read_fault(text: str) -> Fault:
         raise UsageError(f"--inject {text!r}: {error}") from None
 
 
-def check_number(option: Option, number: int) -> None:
+def check_number(option: Option, number: float) -> None:
     """Refuse a number that is too small or too large for its option.
 
     Raises:
@@ -146,7 +149,7 @@ def check_number(option: Option, number: int) -> None:
     """
     if option.at_least is not None and number < option.at_least:
         raise UsageError(f"--{option.name} is {number}; use {option.at_least} or more")
-    if number > option.at_most:
+    if not number <= option.at_most:  # nan is neither more nor less
         raise UsageError(f"--{option.name} is {number}; use at most {option.at_most}")
 
 
@@ -189,10 +192,11 @@ def _read_boolean(option: Option, text: str) -> bool:
     return text.lower() in _TRUE
 
 
-def _read_number(option: Option, text: str) -> int:
-    if not _NUMBER.fullmatch(text):
+def _read_number(option: Option, text: str) -> int | float:
+    is_fraction = option.kind is Kind.SECONDS and _FRACTION.fullmatch(text)
+    if not is_fraction and not _NUMBER.fullmatch(text):
         raise UsageError(f"--{option.name} needs {option.kind.value}, got {text!r}")
-    number = int(text)
+    number = float(text) if is_fraction else int(text)
     check_number(option, number)
     return number
 

@@ -7,6 +7,7 @@ its default. Importing and exporting it again gives the same bytes.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeGuard
 
 from poprun.command_line import CommandLine, Value, check_number, read_value
 from poprun.errors import UsageError
@@ -148,7 +149,7 @@ def _convert(option: Option, value: object) -> Value:
     """The value as the command line would have it; every kind is also understood as the word it would be there."""
     if isinstance(value, bool) and option.kind in (Kind.FLAG, Kind.BOOLEAN):
         return value
-    if type(value) is int and option.kind is Kind.NUMBER:
+    if _is_number(value, option.kind):
         check_number(option, value)
         return value
     if isinstance(value, str) or (type(value) is int and option.kind in (Kind.FLAG, Kind.BOOLEAN)):
@@ -156,6 +157,11 @@ def _convert(option: Option, value: object) -> Value:
     if option.is_repeatable and isinstance(value, list) and all(isinstance(word, str) for word in value):
         return _read_list(option, value)
     raise UsageError(f"--{option.name} needs {option.kind.value}, got {value!r}")
+
+
+def _is_number(value: object, kind: Kind) -> TypeGuard[int | float]:
+    is_whole = type(value) is int  # True is no number here
+    return (is_whole and kind in (Kind.NUMBER, Kind.SECONDS)) or (isinstance(value, float) and kind is Kind.SECONDS)
 
 
 def _read_list(option: Option, words: list[str]) -> Value:

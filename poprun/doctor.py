@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from popdist.instance import this_host
+from poprun.answers import show
 from poprun.before_launch import find_network, with_this_machine
 from poprun.errors import PopRunError, UsageError
 from poprun.host_checks import Finding, Wanted, findings_of
@@ -84,11 +85,11 @@ def main(words: Sequence[str]) -> int:
         UsageError: the words are wrong.
     """
     if set(words) & {"-h", "--help"}:
-        print(USAGE)
+        show(USAGE)
         return 0
     asked = read_words(words)
     report = examine(asked, os.environ)
-    print(report.as_json() if asked.as_json else draw_table(report.findings))
+    show(report.as_json() if asked.as_json else draw_table(report.findings))
     return 0 if report.is_well else 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from poprun.command import Launch, exports, instance_variables
+from poprun.command import Launch, environment_of
 from poprun.placement import Place
 from poprun.wording import list_ranges
 
@@ -61,15 +61,8 @@ def _assumptions(launch: Launch) -> list[str]:
     return [f"The cores of {', '.join(others)} are taken to be like those of this machine."]
 
 
-def _environment(launch: Launch, place: Place) -> dict[str, str | None]:
-    """What an instance finds set by poprun and by the user's `-x`; None: the value is that of poprun's environment."""
-    settings = launch.settings
-    of_user = exports((*settings.mpi_global_args, *settings.mpi_args_of(place.index)))
-    return {**instance_variables(launch, place), **dict.fromkeys(launch.forwarded), **of_user}
-
-
 def _environment_lines(launch: Launch) -> list[str]:
-    each = [_environment(launch, place) for place in launch.places]
+    each = [environment_of(launch, place) for place in launch.places]
     common = set(each[0].items()).intersection(*(environment.items() for environment in each))
     lines = ["environment of all instances:", *_assignments(each[0], lambda item: item in common)]
     for place, environment in zip(launch.places, each, strict=True):
@@ -84,7 +77,7 @@ def _assignments(variables: Mapping[str, str | None], is_wanted: Callable[[tuple
 
 
 def _describe_instance(launch: Launch, place: Place) -> dict[str, object]:
-    environment = _environment(launch, place)
+    environment = environment_of(launch, place)
     return {
         "index": place.index,
         "host": place.host,

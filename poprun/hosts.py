@@ -59,7 +59,7 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         if words:
             host = _read_hostfile_line(words, f"hostfile {path}, line {number}")
             hosts[host.name] = _add_slots(hosts[host.name], host) if host.name in hosts else host

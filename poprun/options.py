@@ -12,6 +12,7 @@ class Kind(Enum):
     FLAG = "nothing"
     BOOLEAN = "yes or no"
     NUMBER = "a whole number"
+    SECONDS = "a number of seconds"
     TEXT = "a word"
     PATH = "a path"
     HOSTS = "a list of hosts such as node[0-2],node7"
@@ -61,6 +62,7 @@ _PLACEHOLDERS = {
     Kind.FLAG: "",
     Kind.BOOLEAN: "yes|no",
     Kind.NUMBER: "N",
+    Kind.SECONDS: "SECONDS",
     Kind.TEXT: "WORD",
     Kind.PATH: "PATH",
     Kind.HOSTS: "HOSTS",
@@ -154,8 +156,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("synchronise-poplar-sdk", Kind.BOOLEAN, "without effect: there is no SDK", EXECUTION, default="no"),
     Option("distribute-ssh-key", Kind.BOOLEAN, "install the ssh key on the hosts", EXECUTION, default="no"),
     Option("skip-checks", Kind.FLAG, "do not examine the hosts before the launch", EXECUTION),
-    Option("start-timeout-s", Kind.NUMBER, "seconds until every instance must have started", EXECUTION, default="60"),
-    Option("host-timeout-s", Kind.NUMBER, "seconds of silence after which a host is lost", EXECUTION, default="10"),
+    Option("start-timeout-s", Kind.SECONDS, "until then every instance must have started", EXECUTION, default="60"),
+    Option("host-timeout-s", Kind.SECONDS, "the silence after which a host is lost", EXECUTION, default="10"),
     Option(
         "on-failure",
         Kind.TEXT,
@@ -167,8 +169,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("max-restarts", Kind.NUMBER, "how often it is started again at most", FAILURE, default="3", at_least=0),
     Option(
         "restart-backoff-s",
-        Kind.NUMBER,
-        "seconds before the first restart, twice as many before each next one",
+        Kind.SECONDS,
+        "the pause before the first restart; it doubles from one to the next",
         FAILURE,
         default="1",
         at_least=0,
@@ -182,8 +184,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "stuck-timeout-s",
-        Kind.NUMBER,
-        "seconds after which an instance that others wait for and that does nothing is a failure; 0: never",
+        Kind.SECONDS,
+        "after so long an instance that others wait for and that does nothing is a failure; 0: never",
         FAILURE,
         default="300",
         at_least=0,
@@ -201,7 +203,11 @@ def describe_options() -> str:
     """The text of `--help`."""
     sections = dict.fromkeys(option.section for option in OPTIONS)
     blocks = [_describe_section(section) for section in sections]
-    usage = "usage: poprun [options] program [program arguments]\n\nOptions end at the first other word."
+    usage = (
+        "usage: poprun [options] program [program arguments]\n"
+        "       poprun doctor [--host HOSTS] [--host-subnet WORD] [--json]\n\n"
+        "Options end at the first other word. doctor examines the hosts, and starts nothing."
+    )
     return "\n\n".join([usage, *blocks])
 
 

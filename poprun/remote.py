@@ -47,7 +47,7 @@ class Remote:
     network: str
     address: str
     ssh: tuple[str, ...]
-    silence_s: int
+    silence_s: float
     shell: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

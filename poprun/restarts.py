@@ -26,8 +26,7 @@ from poprun.wording import count
 MOST_FAILURES = 2
 """A host on which a job has failed so often is left out, if the others take the job."""
 
-
-MOST_PAUSE_S = 300
+MOST_PAUSE_S = 300.0
 """To which the pause before a restart grows."""
 
 
@@ -81,7 +80,7 @@ class Restarts:
         if made == settings.max_restarts:
             self._log.error(f"gave up after {count(made, 'restart')} (--max-restarts {settings.max_restarts})")
             return None
-        time.sleep(min(settings.restart_backoff_s * 2**made, max(settings.restart_backoff_s, MOST_PAUSE_S)))
+        time.sleep(pause_s(settings.restart_backoff_s, made))
         hosts = available_hosts(settings, self._environ)
         silent = self._silent_among(hosts, last)
         failing = {host.name for host in hosts if self._failures[host.name] >= MOST_FAILURES}
@@ -121,6 +120,16 @@ class Restarts:
         }
         ends = run_errands(asked, self._environ, limit_from(self._environ))
         return {host for host, end in ends if end.status != 0}
+
+
+def pause_s(first_s: float, made: int) -> float:
+    """The pause before the next restart: twice as long as the one before, up to five minutes or the first one.
+
+    Args:
+        first_s: the first one.
+        made: how many restarts there have been.
+    """
+    return min(first_s * 2.0 ** min(made, 64), max(first_s, MOST_PAUSE_S))
 
 
 def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:

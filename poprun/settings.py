@@ -102,14 +102,14 @@ class Settings:
     synchronise_python_venv: bool = False
     distribute_ssh_key: bool = False
     skip_checks: bool = False
-    start_timeout_s: int = 60
-    host_timeout_s: int = 10
+    start_timeout_s: float = 60
+    host_timeout_s: float = 10
     on_failure: str = "stop"
     max_restarts: int = 3
-    restart_backoff_s: int = 1
+    restart_backoff_s: float = 1
     min_instances: int = 1
     inject: tuple[str, ...] = ()
-    stuck_timeout_s: int = 300
+    stuck_timeout_s: float = 300
     vipu_partition: str | None = None
     update_partition: bool = False
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from poprun import wire
 from poprun.control import Member, Reception
-from poprun.diagnosis import Verdict, first_cause, has_failed
+from poprun.diagnosis import MOST_LINES, Verdict, first_cause, has_failed
 from poprun.facts import Ending, EndKind, Facts, signal_name
 from poprun.log import Level, Log, format_line
 from poprun.lookout import Lookout
@@ -442,8 +442,10 @@ class Supervisor:
             self._output.show_hidden_errors(verdict.instance)
         if verdict is not None and verdict.is_unexplained:
             self._output.show_own(2, self._mpirun.complaint)
-        for line in verdict.lines if verdict is not None else ():
-            self._say(Level.ERROR, line)
+        if verdict is not None:
+            obstacle = [self._survival.obstacle] if self._survival.obstacle else []
+            for line in (*verdict.lines[: MOST_LINES - len(obstacle)], *obstacle):
+                self._say(Level.ERROR, line)
         losses = self._survival.losses
         if losses and not self._exit_status:
             self._say(Level.WARN, f"the job completed without {count(len(losses), 'instance')}: {'; '.join(losses)}")

@@ -8,6 +8,7 @@ from poprun import wire
 from poprun.diagnosis import is_of_hosts, list_instances
 from poprun.facts import Ending, Facts
 from poprun.members import Members
+from poprun.wording import count
 
 
 class Survival:
@@ -19,10 +20,12 @@ class Survival:
 
     Attributes:
         losses: a line about each that was given up.
+        obstacle: why the others could not go on, where the user wants it; "" as long as they could.
     """
 
     def __init__(self, members: Members, least: int) -> None:
         self.losses: list[str] = []
+        self.obstacle = ""
         self._members = members
         self._least = least
 
@@ -45,7 +48,10 @@ class Survival:
         ]
         left = [each for each in here if each not in failed and each.ending is None]
         were_told = any(each.ending is not None and was_told(each.ending) for each in failed)
-        if not failed or were_told or is_of_hosts(failed) or not self._suffice(left):
+        if not failed or were_told or is_of_hosts(failed) or not self._least:
+            return ()
+        if obstacle := self._obstacle(left):
+            self.obstacle = self.obstacle or obstacle  # later ones fail because of the first
             return ()
         others = list_instances([each.index for each in left])
         follows = f"{others} {'goes' if len(left) == 1 else 'go'} on without it"
@@ -57,6 +63,9 @@ class Survival:
             self._members.tell_one(each.index, wire.pack_number(wire.RELEASE, len(self.losses)))
         return tuple(f"{line}; {follows}" for line in losses)
 
-    def _suffice(self, left: Collection[Facts]) -> bool:
-        have_joined = self._members.all_connected and all(each.record.has_joined for each in left)
-        return bool(self._least) and have_joined and len(left) >= max(1, self._least)
+    def _obstacle(self, left: Collection[Facts]) -> str:
+        if not self._members.all_connected or not all(each.record.has_joined for each in left):
+            return "the others cannot go on: what is lost before popdist.init has returned everywhere ends the job"
+        if len(left) < max(1, self._least):
+            return f"{count(len(left), 'instance')} would be left, --min-instances is {self._least}: the job ends"
+        return ""

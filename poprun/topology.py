@@ -51,7 +51,7 @@ def _frame(rows: Sequence[tuple[str, Sequence[_Cell]]], width: int, cell: int) -
 def _host_cells(places: Sequence[Place], cell: int) -> list[_Cell]:
     cells = []
     for index, (host, replicas) in enumerate(_spans(places, _host_of)):
-        fits = len(host) + 2 <= replicas * (cell + 1) - 1
+        fits = len(host) <= replicas * (cell + 1) - 1
         cells.append(_Cell(host if fits else f"[{index}]", replicas))
     return cells
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from strategies.datasets import DistributedDataset
 from strategies.devices import borrow, is_key
 from strategies.errors import CheckpointError
 from strategies.packing import Packing
+from strategies.sharding import positive
 from strategies.shards import PartOfArray
 from strategies.survival import surviving
 from strategies.trainer import Trainer, TrainState
@@ -69,7 +71,8 @@ class Checkpoints:
 
     Raises:
         CheckpointError: on instance 0 if orbax-checkpoint is not installed.
-        ValueError: if `every` or `keep` is not positive.
+        TypeError: if `every` or `keep` is no integer.
+        ValueError: if `every` or `keep` is not positive, or `grace_s` is no time.
     """
 
     def __init__(
@@ -82,8 +85,9 @@ class Checkpoints:
         keep: int = 3,
         grace_s: float = 30.0,
     ) -> None:
-        if every < 1 or keep < 1:
-            raise ValueError(f"every is {every} and keep is {keep}; both are at least 1")
+        every, keep = positive("every", every), positive("keep", keep)
+        if not 0 <= grace_s < inf:
+            raise ValueError(f"grace_s is {grace_s}; it must be a number of seconds, 0 or more")
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._dataset = dataset

@@ -99,9 +99,12 @@ def parse_fault(text: str) -> Fault:
     pairs = [part.partition("=")[::2] for part in rest.split(",") if part]
     given = dict(pairs)
     wrong = [name for name in given if name not in ("instance", "step", "phase", "attempt", "seconds")]
-    if wrong or len(given) != len(pairs):
-        name = wrong[0] if wrong else "a name"
-        raise ValueError(f"{name!r} is not understood; write KIND:instance=I,step=S,phase=P,attempt=A,seconds=X")
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not understood; write KIND:instance=I,step=S,phase=P,attempt=A,seconds=X")
+    if len(given) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice}= is given twice; write one fault for each, --inject may be repeated")
     if "instance" not in given:
         raise ValueError("no instance is named; write KIND:instance=I")
     phase = given.get("phase", FORWARD)
@@ -109,6 +112,8 @@ def parse_fault(text: str) -> Fault:
         raise ValueError(f"{phase!r} is not a phase; use one of {', '.join(PHASES)}")
     if kind == "flip-bit" and phase != FORWARD:
         raise ValueError(f"a bit is flipped before a step, its phase is {FORWARD} and not {phase}")
+    if kind != "delay" and "seconds" in given:
+        raise ValueError(f"seconds= is how long a delay takes, and this is {kind}; leave it out, or use delay")
     step = given.get("step")
     return Fault(
         kind,

@@ -206,13 +206,14 @@ class TestProgramsThatKeepARecord:
         )
         check(run(*two(program)), 3, 0)
 
-    def test_one_that_fails_because_another_left_is_a_victim(self):
+    def test_one_that_fails_because_another_left_is_a_victim(self, tmp_path):
+        left = tmp_path / "left"
         program = PROGRESS_HEAD + (
             "page.enter(4, b'barrier'); page.leave()\n"
-            "if rank == 0:\n    page.leaving(); print('left', flush=True); os._exit(0)\n"
+            f"if rank == 0:\n    page.leaving(); os.mkdir({str(left)!r}); os._exit(0)\n"
             "page.enter(5, b'barrier')\n"
-            "while True:\n"
-            "    import time; time.sleep(0.05); raise RuntimeError('instance 0 is gone')\n"
+            f"while not os.path.exists({str(left)!r}): pass\n"
+            "raise RuntimeError('instance 0 is gone')\n"
         )
         check(run(*two(program)), 1, 0, "ended with exit status 0 too early")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -58,6 +59,16 @@ class TestEnvironment:
     def test_users_add_variables_with_local_arguments(self):
         told = tell("--mpi-local-args", "-x GREETING='hello, world' -x A=1", "--mpi-local-args=-x B=2")
         assert [told[0]["environ"][name] for name in ("GREETING", "A", "B")] == ["hello, world", "1", "2"]
+
+    def test_each_instance_gets_what_is_exported_for_it_and_no_other(self):
+        of_all = ["--mpi-global-args=-x A=global", "--mpi-local-args=-x B=local"]
+        own = ["--instance-mpi-local-args", "0:-x B=first -x C=first", "--instance-mpi-local-args", "1:-x A=second"]
+        told = tell("--num-instances=3", "--num-replicas=3", *of_all, *own)
+        assert [[each["environ"].get(name) for name in "ABC"] for each in told] == [
+            ["global", "first", "first"],
+            ["second", "local", None],
+            ["global", "local", None],
+        ]
 
     def test_the_users_environment_is_kept(self):
         told = tell(environ={"SOME_SETTING": "kept as it is"})
@@ -181,3 +192,13 @@ def test_help_names_every_option():
     assert shown.status == 0
     for name in ("num-replicas", "print-topology", "mpi-local-args", "offline-mode", "dry-run"):
         assert f"--{name}" in shown.stdout
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["doctor", "--help"], ["--dry-run", "true"]])
+def test_what_cannot_be_shown_is_one_line_and_no_traceback(words):
+    command = [sys.executable, "-m", "poprun", *words]
+    with open("/dev/full", "w") as full:
+        shown = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert shown.returncode == 141
+    assert "[E] standard output cannot be written: No space left on device" in shown.stderr.splitlines()[-1]
+    assert "Traceback" not in shown.stderr

@@ -255,7 +255,16 @@ def test_too_few_are_left():
     finished = train(3, 6, "--on-failure=shrink", "--min-instances=3", "--inject=kill:instance=1,step=3")
     assert finished.status == 137
     assert finished.own_lines[0].startswith("instance 1 on host ")
+    assert finished.own_lines[-1] == "2 instances would be left, --min-instances is 3: the job ends"
     assert warnings(finished) == []
+
+
+def test_those_that_have_not_joined_cannot_go_on():
+    words = ("--num-instances=2", "--num-replicas=2", "--on-failure=shrink")
+    program = "import os, signal, sys; sys.exit(3) if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else signal.pause()"
+    finished = start(*words, sys.executable, "-c", program).finish(LIMIT_S)
+    assert finished.status == 3
+    assert finished.own_lines[-1].startswith("the others cannot go on: what is lost before popdist.init has returned")
 
 
 def test_a_fault_of_the_program_itself_ends_the_job():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.command import SHIM, Launch, build_command, exports, extra_variables
+from poprun.command import SHIM, Launch, build_command, extra_variables
 from poprun.cores import Core
 from poprun.hosts import Host
 from poprun.placement import place_instances
@@ -72,6 +72,11 @@ def contexts(words: list[str]) -> list[list[str]]:
     return found
 
 
+def user_part(context: list[str]) -> list[str]:
+    """What a context has between poprun's own options and the shim."""
+    return context[context.index("POPRUN_CONTROL") + 1 : context.index("/opt/python")]
+
+
 def test_every_instance_has_a_context_with_its_own_offset_cores_and_the_local_arguments():
     found = contexts(command(num_instances=2, num_replicas=6, mpi_local_args=("-x", "A=1")))
     assert len(found) == 2
@@ -125,9 +130,6 @@ class TestExtraVariables:
         told = Settings(program=("p",), offline_mode=True, mpi_local_args=("-x", "JAX_PLATFORMS=tpu"))
         assert "JAX_PLATFORMS" not in extra_variables(told, {}, {})
 
-    def test_exports_are_found(self):
-        assert exports(["-x", "A=1", "--mca", "x", "-x", "B", "-x", "C=d=e"]) == {"A": "1", "B": None, "C": "d=e"}
-
 
 def test_nothing_names_the_host_as_long_as_everything_runs_here():
     assert "--host" not in command(num_instances=2, num_replicas=2)
@@ -147,12 +149,45 @@ def test_the_local_index_begins_anew_on_each_host():
 
 
 def test_an_instance_gets_its_own_arguments_after_those_of_all():
-    own = ((1, ("-x", "A=2")), (1, ("-x", "B")))
+    own = ((1, ("-x", "A=2", "--mca", "x", "y")), (1, ("-x", "B")))
     first, second = contexts(
         command(num_instances=2, num_replicas=2, mpi_local_args=("-x", "A=1"), instance_mpi_local_args=own)
     )
-    assert first[first.index("POPRUN_CONTROL") + 1 :][:2] == ["-x", "A=1"]
-    assert second[second.index("POPRUN_CONTROL") + 1 :][:6] == ["-x", "A=1", "-x", "A=2", "-x", "B"]
+    assert user_part(first) == ["-x", "A=1"]
+    assert user_part(second) == ["-x", "A=2", "-x", "B", "--mca", "x", "y"]
+
+
+class TestOfTwoExportsTheLastCountsForEachInstance:
+    """mpirun itself takes the first, and gives what the first context exports to the others."""
+
+    def test_general_options_leave_what_instances_export_again_to_them(self):
+        words = command(
+            num_instances=2,
+            num_replicas=2,
+            mpi_global_args=("-x", "A=1", "--timeout", "9", "-x", "B=1"),
+            instance_mpi_local_args=((1, ("-x", "A=2")),),
+        )
+        assert [word for word in words if word[:2] in ("A=", "B=")] == ["B=1", "A=1", "A=2"]
+        assert words.index("B=1") < words.index("-np") < words.index("A=1")
+
+    def test_a_value_takes_the_place_of_what_is_forwarded(self):
+        for option in ("mpi_global_args", "mpi_local_args"):
+            words = command(forwarded=("PATH", "PYTHONPATH"), **{option: ("-x", "PATH=/bin")})
+            assert [word for word in words if "PATH" in word] in (
+                ["PATH=/bin", "PYTHONPATH"],
+                ["PYTHONPATH", "PATH=/bin"],
+            )
+
+    def test_what_describes_an_instance_is_never_the_users(self):
+        for option in ("mpi_global_args", "mpi_local_args"):
+            words = command(**{option: ("-x", "POPDIST_NUM_TOTAL_REPLICAS=7")})
+            assert [word for word in words if "TOTAL" in word] == ["POPDIST_NUM_TOTAL_REPLICAS=1"]
+
+    def test_what_the_first_instance_alone_exports_goes_past_mpirun(self):
+        own = ((0, ("-x", "A=1", "-x", "B=1")), (1, ("-x", "B=2")))
+        first, second = contexts(command(num_instances=2, num_replicas=2, instance_mpi_local_args=own))
+        assert user_part(first) == ["-x", "B=1", "/usr/bin/env", "A=1"]
+        assert user_part(second) == ["-x", "B=2"]
 
 
 def test_what_an_instance_exports_is_left_to_it_alone():

@@ -191,16 +191,16 @@ def test_a_helper_that_cannot_start_says_why():
         helper.ask("clock", limit_s=60)
 
 
-def test_this_machine_is_examined_without_any_host(capsys):
+def test_this_machine_is_examined_without_any_host(capfd):
     assert main(["--json"]) in (0, 1)
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(capfd.readouterr().out)
     assert {each["host"] for each in report["findings"]} == {this_host()}
     assert {"versions", "cores", "/dev/shm", "memory attach"} <= {each["check"] for each in report["findings"]}
     assert report["ok"] is not any(each["is_fault"] for each in report["findings"])
     assert report["network"] is None
 
 
-def test_the_exit_status_is_1_for_a_host_that_cannot_be_reached(capsys, monkeypatch, tmp_path):
+def test_the_exit_status_is_1_for_a_host_that_cannot_be_reached(capfd, monkeypatch, tmp_path):
     ssh = tmp_path / "ssh"
     ssh.write_text(
         "#!/bin/sh\necho 'ssh: Could not resolve hostname no-such: Name or service not known' >&2; exit 255\n"
@@ -208,6 +208,6 @@ def test_the_exit_status_is_1_for_a_host_that_cannot_be_reached(capsys, monkeypa
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert main(["--host", "no-such"]) == 1
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     assert "ssh: Could not resolve hostname no-such: Name or service not known" in said
     assert "check the spelling in --host" in said

@@ -91,6 +91,9 @@ class TestHostfile:
     def test_a_limit_alone_counts_as_slots(self):
         assert parse_hostfile("a max-slots=3", "f") == (Host("a", 3),)
 
+    def test_blanks_around_the_equals_sign_are_open_mpis_too(self):
+        assert parse_hostfile("a slots = 2 max_slots= 3\nb slots =4", "f") == (Host("a", 2), Host("b", 4))
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [

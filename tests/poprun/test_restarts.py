@@ -1,7 +1,7 @@
 import pytest
 
 from poprun.hosts import Host
-from poprun.restarts import fit, with_instances
+from poprun.restarts import fit, pause_s, with_instances
 from poprun.settings import Settings
 
 
@@ -49,3 +49,11 @@ def test_what_settings_say_about_instances_that_are_left_out_is_dropped():
     assert (fewer.num_instances, fewer.num_replicas, fewer.min_instances) == (2, 4, 2)
     assert (fewer.inject, fewer.only_output_from) == (("kill:instance=0",), 0)
     assert with_instances(wanted, 4) == wanted
+
+
+@pytest.mark.parametrize(
+    ("first_s", "pauses"), [(0.5, [0.5, 1, 2, 4]), (0, [0, 0]), (100, [100, 200, 300, 300]), (400, [400, 400])]
+)
+def test_the_pause_doubles_up_to_five_minutes_or_the_first_one(first_s, pauses):
+    assert [pause_s(first_s, made) for made in range(len(pauses))] == pauses
+    assert pause_s(first_s, 2**31) == (0 if first_s == 0 else max(first_s, 300))

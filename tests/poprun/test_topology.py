@@ -91,10 +91,17 @@ def test_domains_may_lie_across_hosts():
 
 
 def test_only_the_hosts_whose_names_are_too_long_are_explained():
-    uneven = [Place(0, "ab", 0, range(0, 1)), Place(1, "a-long-name", 0, range(1, 2)), Place(2, "c", 0, range(2, 3))]
+    uneven = [Place(0, "abcd", 0, range(0, 1)), Place(1, "a-long-name", 0, range(1, 2)), Place(2, "c", 0, range(2, 3))]
     lines = draw_topology(uneven).splitlines()
     assert lines[3] == "| hosts     |[0]|[1]| c |"
-    assert lines[-2:] == [" [0] = ab", " [1] = a-long-name"]
+    assert lines[-2:] == [" [0] = abcd", " [1] = a-long-name"]
+
+
+def test_a_name_may_fill_its_span():
+    hosts = [Place(0, "vm", 0, range(0, 1)), Place(1, "abc", 0, range(1, 2)), Place(2, "abcdefg", 0, range(2, 4))]
+    lines = draw_topology(hosts).splitlines()
+    assert lines[3] == "| hosts     |vm |abc|abcdefg|"
+    assert len(lines) == 11
 
 
 def test_the_index_of_a_host_fits_however_many_there_are():

@@ -274,9 +274,19 @@ class TestSaving:
         assert known["replicas"] == 4
         subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=newest, check=True)
 
-    @pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}])
-    def test_every_and_keep_are_positive(self, tmp_path, strategy, options):
-        with pytest.raises(ValueError, match="both are at least 1"):
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            ({"every": 0}, ValueError, "every is 0; it must be at least 1"),
+            ({"keep": 0}, ValueError, "keep is 0; it must be at least 1"),
+            ({"every": 1.5}, TypeError, "every is 1.5; an integer of at least 1 is needed"),
+            ({"keep": None}, TypeError, "keep is None; an integer"),
+            ({"grace_s": -1}, ValueError, "grace_s is -1; it must be a number of seconds"),
+            ({"grace_s": math.nan}, ValueError, "grace_s is nan; it must be a number of seconds"),
+        ],
+    )
+    def test_options_that_make_no_sense_are_refused(self, tmp_path, strategy, options, error, words):
+        with pytest.raises(error, match=words):
             Training(strategy).checkpoints(tmp_path, **options)
 
     def test_needs_orbax_and_says_how_to_get_it(self, tmp_path, strategy, monkeypatch):

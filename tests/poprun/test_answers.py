@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from poprun.answers import show
+from poprun.errors import OutputError
+
+
+def test_a_text_comes_out_as_the_user_wrote_it(capfdbinary):
+    show(os.fsdecode(b"b\xffc"))
+    show("zwölf", 2)
+    assert capfdbinary.readouterr() == (b"b\xffc\n", "zwölf\n".encode())
+
+
+def test_nothing_is_said_to_a_reader_that_is_gone():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(SystemExit) as left:
+        show("text", writer)
+    os.close(writer)
+    assert left.value.code == 141
+
+
+def test_a_full_disk_is_named():
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(OutputError, match="cannot be written: No space left on device; nothing was started"):
+        show("text", descriptor)
+    os.close(descriptor)
