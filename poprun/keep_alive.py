@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 TYPE_CHECKING = False  # that of `typing`, which takes too long to load for the shim
 if TYPE_CHECKING:
     import socket
@@ -15,10 +17,10 @@ _LARGEST_INT = (1 << 31) - 1
 def probing_times(silence_s: float) -> tuple[int, int, int]:
     """When TCP asks a silent host: seconds until the first probe and between probes, and how many there are.
 
-    All together take `silence_s`, in whole seconds and at least 2; rounded up where the kernel has no such numbers.
+    All together take `silence_s`, rounded up to whole seconds that the kernel has numbers for, and at least 2.
     """
     first_s = min(max(1, int(silence_s / 3)), LONGEST_PAUSE_S)
-    rest_s = max(1, round(silence_s) - first_s)
+    rest_s = max(1, ceil(silence_s) - first_s)
     interval_s = min(-(-rest_s // MOST_PROBES), LONGEST_PAUSE_S)
     return first_s, interval_s, min(-(-rest_s // interval_s), MOST_PROBES)
 

@@ -28,6 +28,9 @@ FORWARDED_FAMILIES = (
     "XLA_",
 )
 FORWARDED_NAMES = ("LANG", "OPAL_PREFIX", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "VIRTUAL_ENV")
+DAEMONS_LATER_S = 1.0
+"""So much longer than poprun and the shims daemons bear with a silent host. The shims then end all of an instance, and
+poprun says who is lost; a daemon that is first kills the shims before that, and what a program has started stays."""
 _OF_THIS_MACHINE = frozenset(("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"))
 
 
@@ -65,7 +68,7 @@ def mpirun_options(remote: Remote, user: Sequence[str]) -> list[str]:
     """
     import shlex
 
-    first_s, interval_s, probes = probing_times(remote.silence_s)
+    first_s, interval_s, probes = probing_times(remote.silence_s + DAEMONS_LATER_S)
     parameters = (
         ("--prtemca", "plm_ssh_args", shlex.join(remote.ssh)),
         # Daemons that start each other hand these options on cut off at the first equals sign (PRRTE 3.0.14).

@@ -432,7 +432,8 @@ class Supervisor:
             from poprun.sweep import sweep
 
             job = f"prterun-{os.uname().nodename}-{self._mpirun.pid}@"
-            sweep(self._across.others, self._across.ssh, job, dict(environ))
+            silent = {each.host for each in self._members.facts if each.ending is not None and each.ending.fault}
+            sweep(self._across.others, silent, self._across.ssh, job, dict(environ))
 
     def _finish(self) -> None:
         _end_all(descendants(os.getpid()))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from poprun.processes import die_with_parent, send, start
 from poprun.ssh import remote_words
 
 LIMIT_S = 2.0
+SILENT_LIMIT_S = 0.7
+"""For a host that was silent just now: whoever waits for poprun would wait for nothing, most of the time."""
 
 
-def sweep(hosts: Sequence[str], ssh: Sequence[str], job: str, environ: dict[str, str]) -> None:
+def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job: str, environ: dict[str, str]) -> None:
     """Kill the daemons of one job on all hosts that can be reached, all at the same time.
 
     mpirun does it itself, unless it was killed or its connection to a daemon is gone. A shim whose daemon is gone ends
@@ -21,16 +23,21 @@ def sweep(hosts: Sequence[str], ssh: Sequence[str], job: str, environ: dict[str,
 
     Args:
         hosts: without this machine.
+        silent: those to which the connection has broken; they end what they have by themselves.
         ssh: the words of ssh before the host.
         job: what the command lines of the daemons contain, such as `prterun-node0-4711@`.
         environ: the environment.
     """
     # The brackets keep pkill from finding the shell that has this very pattern in its command line.
     pattern = f"[{job[0]}]{job[1:]}"
-    running = {start(remote_words(ssh, host, ["pkill", "-KILL", "-f", pattern]), environ, _prepare) for host in hosts}
-    deadline_s = time.monotonic() + LIMIT_S
-    while running and time.monotonic() < deadline_s:
-        running -= {pid for pid in running if _has_ended(pid)}
+    began_s = time.monotonic()
+    running = {}
+    for host in hosts:
+        limit_s = SILENT_LIMIT_S if host in silent else LIMIT_S
+        pid = start(remote_words(ssh, host, ["pkill", "-KILL", "-f", pattern]), environ, _prepare)
+        running[pid] = began_s + limit_s
+    while any(time.monotonic() < deadline_s for deadline_s in running.values()):
+        running = {pid: deadline_s for pid, deadline_s in running.items() if not _has_ended(pid)}
         time.sleep(0.005)
     for pid in running:
         send(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from beds import REQUIRED_VARIABLE, ROOT
-from looping import Looping, looping, own_lines
+from looping import Looping, await_value, looping, own_lines
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(170)]
 
@@ -107,6 +107,22 @@ def test_a_host_whose_link_is_cut_ends_the_job_within_the_limit_and_cleans_itsel
     assert status != 0
     assert "h2" in "".join(lines), lines
     assert job.left(SILENCE_S + 2) == set()
+
+
+def test_what_programs_have_started_on_a_host_that_is_cut_off_ends_too(hosts):
+    sleeper = f"sleep {os.getpid()}.25"
+    command = [*words(hosts.names[:2], 2, "--host-timeout-s", f"{SILENCE_S}.5"), "sh", "-c", f"echo up; {sleeper}; :"]
+    with hosts.start("h0", *command) as job:
+        for _ in range(2):
+            assert job.stdout.readline().endswith("up\n")
+        hosts.link("h1", "down")
+        _, error = job.communicate(timeout=60)
+    assert job.returncode == 137, error
+    assert "was lost: the connection to its host broke" in own_lines(error)[0]
+    found = await_value(
+        lambda: [host for host in hosts.names if sleeper in hosts.processes(host).values()], lambda on: not on, 5
+    )
+    assert found == []
 
 
 def test_a_network_that_hiccups_for_two_seconds_ends_nothing(hosts):
