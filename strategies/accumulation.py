@@ -25,7 +25,8 @@ class GradientAccumulationReductionMethod(Enum):
     """How the gradients of a replica's micro-batches become one; the original's enum.
 
     For micro-batch n, from 0, of N: SUM adds `g`; MEAN adds `g * (1 / N)`; RUNNING_MEAN makes `acc * n / (n + 1) +
-    g / (n + 1)` of `acc`. The last two are equal up to rounding, and neither leaves the range of float16.
+    g / (n + 1)` of `acc`. The last two are equal up to rounding, and neither leaves the range of float16: for 16-bit
+    accumulators each step of them is computed in float32, then rounded, and never beyond the largest number.
     """
 
     SUM = 0
@@ -135,13 +136,21 @@ def _add(
     count: int,
 ) -> jax.Array:
     gradient = gradient.astype(accumulator.dtype)
-    match method:
-        case GradientAccumulationReductionMethod.SUM:
-            return accumulator + gradient
-        case GradientAccumulationReductionMethod.MEAN:
-            # Behind a barrier: XLA takes known factors that are powers of two out of a sum, which then overflows.
-            part: jax.Array = jax.lax.optimization_barrier(jnp.asarray(1 / count, accumulator.dtype))
-            return accumulator + gradient * part
-        case GradientAccumulationReductionMethod.RUNNING_MEAN:
-            done = (number / (number + 1)).astype(accumulator.dtype)
-            return accumulator * done + gradient / (number + 1).astype(accumulator.dtype)
+    if method is GradientAccumulationReductionMethod.SUM:
+        return accumulator + gradient
+    wide = jnp.promote_types(accumulator.dtype, jnp.float32)
+    before, gradient = accumulator.astype(wide), gradient.astype(wide)
+    if method is GradientAccumulationReductionMethod.MEAN:
+        # Behind a barrier: XLA takes known factors that are powers of two out of a sum, which then overflows.
+        part: jax.Array = jax.lax.optimization_barrier(jnp.asarray(1 / count, wide))
+        return _narrowed(before + gradient * part, accumulator.dtype)
+    done = (number / (number + 1)).astype(wide)
+    return _narrowed(before * done + gradient / (number + 1).astype(wide), accumulator.dtype)
+
+
+def _narrowed(mean: jax.Array, dtype: np.dtype) -> jax.Array:
+    """In the dtype of the accumulator. A mean of finite numbers is finite, though the last one may be rounded up."""
+    if mean.dtype == dtype:
+        return mean
+    largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    return jnp.where(jnp.isfinite(mean), jnp.clip(mean, -largest, largest), mean).astype(dtype)

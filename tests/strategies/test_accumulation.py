@@ -122,20 +122,38 @@ def test_a_wider_accumulator_holds_what_float16_cannot(strategy, method, wanted)
     np.testing.assert_allclose(state.optimizer_state["gradient"], np.full(3, wanted * largest), rtol=1e-6)
 
 
+@pytest.mark.parametrize("count", [3, 8, 10, 26])
 @pytest.mark.parametrize("method", ["mean", "running_mean"])
-def test_means_stay_within_float16(strategy, method):
-    """XLA takes factors that are powers of two out of sums."""
+def test_means_stay_within_float16(strategy, method, count):
+    """XLA takes factors that are powers of two out of sums; ten rounded tenths are more than one."""
     largest = float(jnp.finfo(jnp.float16).max)
     keep = optax.GradientTransformation(jnp.zeros_like, lambda gradient, state, variable=None: (0 * state, gradient))
     trainer = Trainer(
         strategy,
         lambda variable, batch, key: (variable * batch).sum(),
         keep,
-        gradient_accumulation_count=8,
+        gradient_accumulation_count=count,
         reduction_method=method,
     )
-    state, _ = trainer.step(trainer.init(jnp.float16(1)), np.full(4 * 8, largest, np.float16))
-    np.testing.assert_allclose(float(state.optimizer_state), largest, rtol=1e-3)
+    for sign in (1, -1):
+        state, _ = trainer.step(trainer.init(jnp.float16(1)), np.full(4 * count, sign * largest, np.float16))
+        mean = float(state.optimizer_state)
+        assert mean == sign * largest if method == "running_mean" else 0.99 < sign * mean / largest <= 1
+
+
+@pytest.mark.parametrize("method", ["mean", "running_mean"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_so_in_a_mean(strategy, method, value):
+    keep = optax.GradientTransformation(jnp.zeros_like, lambda gradient, state, variable=None: (0 * state, gradient))
+    trainer = Trainer(
+        strategy,
+        lambda variable, batch, key: (variable * batch).sum(),
+        keep,
+        gradient_accumulation_count=3,
+        reduction_method=method,
+    )
+    state, _ = trainer.step(trainer.init(jnp.float16(1)), np.array([1, value, 2] * 4, np.float16))
+    np.testing.assert_equal(float(state.optimizer_state), value)
 
 
 def test_feeds_of_micro_batches_come_in_their_order(strategy):
