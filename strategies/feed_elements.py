@@ -50,20 +50,25 @@ class ElementSpec:
         """The arrays of an element, copied.
 
         Raises:
-            ValueError: if it is not like the first one.
+            ValueError: if it is not like the first one; "Output shape" if only shapes differ.
         """
         leaves, structure = jax.tree.flatten(_as_tuple(element))
         arrays = [np.array(leaf) for leaf in leaves]
-        if structure != self.structure or any(
-            (array.shape, array.dtype) != (leaf.shape, leaf.dtype)
-            for array, leaf in zip(arrays, self.leaves, strict=True)
-        ):
-            raise ValueError(
-                f"element {number} of the data set is {_described(structure, arrays)}, and the first was "
-                f"{_described(self.structure, self.leaves)}; all have to be alike: leave out what does not fill a "
-                "batch (drop_remainder=True)"
-            )
+        if structure != self.structure or [(array.shape, array.dtype) for array in arrays] != [
+            (leaf.shape, leaf.dtype) for leaf in self.leaves
+        ]:
+            raise ValueError(self._difference(number, structure, arrays))
         return arrays
+
+    def _difference(self, number: int, structure: jax.tree_util.PyTreeDef, arrays: Sequence[np.ndarray]) -> str:
+        is_of_shapes = structure == self.structure and [array.dtype for array in arrays] == [
+            leaf.dtype for leaf in self.leaves
+        ]
+        return (
+            f"{'Output shape is not fully defined: ' if is_of_shapes else ''}element {number} of the data set is "
+            f"{_described(structure, arrays)}, and the first was {_described(self.structure, self.leaves)}; all have "
+            "to be alike: leave out what does not fill a batch (drop_remainder=True)"
+        )
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """An element of these arrays."""

@@ -44,8 +44,9 @@ class InfeedQueue:
     A program that asks for more gets `EndOfDataError`, and what the data set raises is raised by the program that asks
     for that element; both when the replicas have come to the end of their program, without any further data.
 
-    The queue starts with the first program that dequeues it. It is deleted with `delete` or at the end of a `with`;
-    after that `start` begins with the first element again. Its thread also ends when nobody has the queue any more.
+    The queue starts with `start`, or with the first program that dequeues it. It is deleted with `delete` or at the end
+    of a `with`; after that `start` begins with the first element again, unless the data set is an iterator, which can
+    be gone through only once. Its thread also ends when nobody has the queue any more.
 
     Semantics: the original's `IPUInfeedQueue`; `start` and `delete` are its `initializer` and `deleter`.
 
@@ -74,6 +75,7 @@ class InfeedQueue:
         self._rounds: Prefetcher[Sequence[Arrays]] | None = None
         self._waiting: list[deque[Arrays]] = []
         self._failure: BaseException | None = None
+        self._runs = False  # since start, or the first program that dequeues it, until delete
         self._is_deleted = False
         self._dequeued = False
         self._lock = threading.RLock()
@@ -225,6 +227,7 @@ class InfeedQueue:
                 f"runs on {_named(replication)}; run it with the strategy that has distributed the data set"
             )
         self._replication = replication
+        self._runs = True
         self._waiting = [deque() for _ in replication.local]
 
     def _open(self) -> Iterator[Any]:
@@ -251,14 +254,20 @@ class InfeedQueue:
         """Begin with the first element; a queue that is not deleted need not be started.
 
         Raises:
-            ValueError: if it has started already.
+            ValueError: if it has started already, or its data set is an iterator from which elements were taken.
         """
         with self._lock:
-            if not self._is_deleted and self._replication is not None:
+            if self._runs:
                 raise ValueError(
                     f"Infeed with id={self._number} can only be started once; delete it before it starts again"
                 )
-            self._is_deleted = False
+            if self._opened is None and isinstance(self._dataset, Iterator):
+                raise ValueError(
+                    f"Infeed with id={self._number} cannot begin with the first element again: its data set is a "
+                    f"{type(self._dataset).__name__}, which can be gone through only once; use an object whose "
+                    "__iter__ starts anew"
+                )
+            self._runs, self._is_deleted = True, False
 
     def delete(self) -> None:
         """End the thread, and drop what it has prepared; no program may run that dequeues the queue.
@@ -272,13 +281,15 @@ class InfeedQueue:
                 f"{DELETE_TIMEOUT_S:g} s (DELETE_TIMEOUT_S); end the program before"
             )
         try:
-            if self._is_deleted or self._replication is None:
-                raise FeedError(f"Infeed with id={self._number} does not run; run a program that dequeues it before")
+            if not self._runs:
+                raise FeedError(
+                    f"Infeed with id={self._number} does not run; start it, or run a program that dequeues it, before"
+                )
             if self._rounds is not None:
                 self._rounds.close()
             self._rounds = self._replication = self._failure = None
             self._waiting = []
-            self._is_deleted = True
+            self._runs, self._is_deleted = False, True
         finally:
             self._lock.release()
 
@@ -288,7 +299,7 @@ class InfeedQueue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._replication is not None:
+        if self._runs:
             self.delete()
 
 

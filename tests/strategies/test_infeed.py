@@ -240,10 +240,12 @@ class TestRefusals:
     def test_of_elements_that_differ_where_the_program_asks_for_them(self):
         infeed = InfeedQueue([np.zeros(4, np.float32)] * 2 + [np.zeros(3, np.float32)])
         assert equal(loops.repeat(2, add, [np.zeros(4, np.float32)], infeed), 0)
-        with pytest.raises(
-            ValueError, match=r"element 2 .* is float32\[3\], and the first was float32\[4\].*drop_remai"
-        ):
+        message = r"Output shape .*element 2 .* is float32\[3\], and the first was float32\[4\].*drop_remainder=True"
+        with pytest.raises(ValueError, match=message):
             loops.repeat(1, add, [np.zeros(4, np.float32)], infeed)
+        infeed = InfeedQueue([np.float32(0), np.int32(0)])
+        with pytest.raises(ValueError, match=r"^element 1 .* is int32\[\], and the first was float32\[\]"):
+            loops.repeat(2, add, [0.0], infeed)
 
     @pytest.mark.parametrize("dtype", ["int64", "float64", "uint32", "complex64"])
     def test_q_37_of_dtypes_that_are_not_fed(self, dtype):
@@ -361,6 +363,17 @@ class TestLife:
         with pytest.raises(ValueError, match="can only be started once"):
             infeed.start()
 
+    def test_q_13_starts_before_a_program_too(self):
+        infeed = InfeedQueue(Increasing(10, ()))
+        infeed.start()
+        with pytest.raises(ValueError, match="can only be started once"):
+            infeed.start()
+        infeed.delete()
+        with pytest.raises(FeedError, match="does not run"):
+            infeed.delete()
+        infeed.start()
+        assert loops.repeat(5, add, [0.0], infeed) == 10
+
     def test_q_33_is_not_deleted_before_it_has_started(self):
         with pytest.raises(FeedError, match=r"Infeed with id=\d+ does not run"):
             InfeedQueue(Increasing(10)).delete()
@@ -374,6 +387,16 @@ class TestLife:
             infeed.delete()
         with pytest.raises(FeedError, match="is deleted; call start"):
             loops.repeat(5, add, [0.0], infeed)
+
+    def test_q_34_of_an_iterator_has_no_beginning_again(self):
+        infeed = InfeedQueue(element for element in Increasing(10, ()))
+        infeed.start()
+        infeed.delete()
+        infeed.start()
+        assert loops.repeat(5, add, [0.0], infeed) == 10
+        infeed.delete()
+        with pytest.raises(ValueError, match="a generator, which can be gone through only once"):
+            infeed.start()
 
     def test_starts_again_on_other_replicas_after_an_error(self):
         infeed = InfeedQueue(Increasing(6, (), repeats=False))
