@@ -259,6 +259,8 @@ class ReplicaProgram:
         """The micro-batches that one wave of replicas takes at once."""
         count = self._accumulation.count
         rows = leaf.shape[0] // self._devices.width
+        if rows == 0:
+            raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs one at least")
         if rows % count:
             raise ValueError(
                 f"Detected a gradient accumulation operation with {count} micro-batches, and each replica has {rows} "

@@ -345,8 +345,8 @@ class Trainer:
             The new state, and the metrics as means over all replicas.
 
         Raises:
-            TypeError: if the loss is not a floating-point scalar.
-            ValueError: if the batch cannot be divided among the local replicas.
+            TypeError: if the loss is not a floating-point scalar, or the batch has other leaves than arrays.
+            ValueError: if the batch cannot be divided among the local replicas, or has no rows.
             NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
             DivergenceError: with `digest_every`.
         """
@@ -494,7 +494,13 @@ class Trainer:
 
     def _compiled(self, state: TrainState, batch: Any) -> _Step:
         leaves, structure = jax.tree.flatten((state.variables, batch))
-        key = (structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
+        try:
+            key = (structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
+        except AttributeError as error:
+            others = {type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "dtype")}
+            raise TypeError(
+                f"the batch has a {' and a '.join(sorted(others))}; use arrays with the rows of all local replicas"
+            ) from error
         found = self._steps.get(key)
         if found is None:
             reason = explain_recompilation(self._seen, batch)

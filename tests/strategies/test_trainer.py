@@ -272,6 +272,16 @@ class TestBatches:
         with pytest.raises(ValueError, match=r"a batch of shape \[\] for 4 local replicas"):
             trainer.step(trainer.init(start()), {"x": np.float32(0), "y": TARGETS})
 
+    def test_have_rows(self, strategy):
+        trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
+        with pytest.raises(ValueError, match=r"a batch of shape \[0, 3\] has no rows"):
+            trainer.step(trainer.init(start()), {"x": POINTS[:0], "y": TARGETS[:0]})
+
+    def test_are_arrays(self, strategy):
+        trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
+        with pytest.raises(TypeError, match="the batch has a float; use arrays"):
+            trainer.step(trainer.init(start()), [1.0, 2.0])
+
     def test_each_replica_sees_its_own_part(self, strategy):
         def loss_fn(variables, batch, key):
             own = strategies.get_replica_context().replica_id_in_sync_group
