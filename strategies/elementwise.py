@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 
 _ACROSS = frozenset(
@@ -30,24 +31,38 @@ def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
     for equation in _equations(closed.jaxpr):
         name = equation.primitive.name
         operands = [atom.aval for atom in equation.invars if getattr(atom.aval, "size", 0) > 1]
-        made = max((getattr(out.aval, "size", 0) for out in equation.outvars), default=0)
+        sizes = {getattr(out.aval, "size", 0) for out in equation.outvars}
+        made = max(sizes, default=0)
         if name in _BY_PLACE or name.startswith("rng_") or (name == "iota" and made > 1):
             return f"{name}, which follows from the places of elements"
         if operands and (name in _ACROSS or name.startswith("reduce_") and name != "reduce_precision"):
             return f"{name} of {operands[0].str_short()}"
+        if any({operand.size} != sizes for operand in operands) and not any(_inner(equation)):  # such as slices
+            return f"{name} of {operands[0].str_short()}"
     return None
 
 
-def operations(closed: core.ClosedJaxpr) -> list[str]:
-    """The names of all operations of a traced function, in order."""
-    return [equation.primitive.name for equation in _equations(closed.jaxpr)]
+def operations(closed: core.ClosedJaxpr) -> list[tuple[str, ...]]:
+    """The operations of a traced function in order, each with the numbers that it takes, and the function's own."""
+    own = tuple(str(value) for value in closed.consts if np.size(value) == 1)
+    return [own, *((equation.primitive.name, *_numbers(equation)) for equation in _equations(closed.jaxpr))]
+
+
+def _numbers(equation: Any) -> Iterator[str]:
+    return (str(atom.val) for atom in equation.invars if isinstance(atom, core.Literal))
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                body = getattr(inner, "jaxpr", inner)
-                if hasattr(body, "eqns"):
-                    yield from _equations(body)
+        for body in _inner(equation):
+            yield from _equations(body)
+
+
+def _inner(equation: Any) -> Iterator[Any]:
+    """The traced functions of a loop, a branch or a call."""
+    for value in equation.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            body = getattr(inner, "jaxpr", inner)
+            if hasattr(body, "eqns"):
+                yield body

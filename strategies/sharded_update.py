@@ -210,8 +210,9 @@ class ShardedUpdate(Update):
         traced_whole = self._trace(whole)
         self._takes_parts = self._strategy.communicator.scatters_reductions and not _uses_last_argument(traced_whole)
         found = first_across_elements(traced) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
-        if found is None and operations(traced) != operations(traced_whole):
-            found = "other operations for arrays of other shapes"
+        alike = [operations(one) for one in (traced_whole, traced, self._trace(others))]
+        if found is None and not alike[0] == alike[1] == alike[2]:
+            found = "other operations or numbers for arrays of other shapes"
         if found is not None:
             raise StrategyError(
                 f"the optimizer state cannot be sharded: the optimizer's update has {found}, and a replica has only "

@@ -218,12 +218,26 @@ def test_small_variables_stay_whole(strategy):
         optax.stateless(
             lambda gradients, _: jax.tree.map(lambda g: g * jnp.arange(g.size).reshape(g.shape), gradients)
         ),
+        optax.stateless(lambda gradients, _: jax.tree.map(lambda g: g * g.ravel()[0], gradients)),
+        optax.stateless(lambda gradients, _: jax.tree.map(lambda g: g / g.size, gradients)),
+        optax.stateless(lambda gradients, _: jax.tree.map(lambda g: g / jnp.float32(g.size), gradients)),
         optax.GradientTransformation(
             lambda tree: jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(0), leaf.shape), tree),
             lambda gradients, state, tree=None: (gradients, state),
         ),
     ],
-    ids=["norm", "lamb", "adafactor", "centralize", "noise", "places", "random state"],
+    ids=[
+        "norm",
+        "lamb",
+        "adafactor",
+        "centralize",
+        "noise",
+        "places",
+        "first",
+        "size",
+        "size on a device",
+        "random state",
+    ],
 )
 def test_optimizers_that_look_across_elements_are_refused(strategy, optimizer):
     trainer = Trainer(strategy, loss_fn, optimizer, **SHARDED)
