@@ -33,7 +33,7 @@ check mypy
 check codespell
 check shellcheck launch_scripts/*.sh launch_scripts/*.sbatch tests/cluster/testbed/*.sh .ci/run
 if [ $# -eq 0 ]; then # most tests share the cores, in the order of their files, which begins with slow ones
-    check_tests "not alone" --numprocesses 4 --dist loadfile --no-loadscope-reorder
+    check_tests "not alone" --numprocesses 3 --dist loadfile --no-loadscope-reorder
     check_tests alone
 else
     check python -m pytest "$@"

@@ -42,6 +42,7 @@ start_worker() { # NUMBER COMMAND...
     TF_CONFIG=$config "$@" >&6 2>&4 </dev/null 3>&- 4>&- 5<&- 6>&- &
     running="$running $number:$!"
     exec 4>&- 5<&- 6>&-
+    [ -z "$is_leaving" ] || end_workers # the signal came when this worker had begun, but was not among them yet
 }
 
 # Opens a new pipe here, to write as 4 and to read as 5. Each end waits for the other one to be opened, so that a
@@ -141,7 +142,7 @@ trap 'leave 143' TERM
 mkfifo "$folder/ends"
 exec 3<>"$folder/ends"
 next=0
-while [ "$next" -lt "$workers" ]; do
+while [ "$next" -lt "$workers" ] && [ -z "$is_leaving" ]; do
     start_worker "$next" "$@"
     next=$((next + 1))
 done

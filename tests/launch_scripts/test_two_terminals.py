@@ -173,6 +173,12 @@ def test_a_signal_ends_all(terminal, number, status, is_at_terminal):
     assert not any("error" in line for line in script.lines["stderr"])
 
 
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_signal_that_comes_while_workers_begin_ends_all(terminal, index):
+    script = terminal(worker=f'case "$TF_CONFIG" in *:{index}}}}}) kill -INT $PPID;; esac\n{FOREVER}', WORKERS="3")
+    assert script.end() == 130
+
+
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
