@@ -75,9 +75,14 @@ tag() { # NUMBER
 # The number of a worker comes through the pipe when it has closed its error output.
 await_workers() {
     while [ -n "$running" ]; do
+        # A worker that is told to end before it has left this shell's program behind does not hear it.
+        [ -z "$is_leaving" ] || [ -n "$sleeper" ] || start_sleeper
         read -r ended <&3 || continue # a signal
         case $ended in
-            late) end_workers ;;
+            late)
+                end_workers
+                sleeper=
+                ;;
             *) note_end "$ended" ;;
         esac
     done
@@ -105,6 +110,7 @@ note_end() { # NUMBER
 }
 
 start_sleeper() {
+    rm -f "$folder/sleeper"
     open_pipe "$folder/sleeper"
     { exec <&5 4>&- 5<&- && tag sleeper && echo late >&3; } &
     sleep "$patience_s" >&4 3>&- 4>&- 5<&- &
@@ -113,7 +119,7 @@ start_sleeper() {
 }
 
 end_sleeper() {
-    [ -z "$sleeper" ] || kill "$sleeper" 2>/dev/null || true
+    [ -z "$sleeper" ] || kill -KILL "$sleeper" 2>/dev/null || true # it hears this one at once
 }
 
 end_workers() {
