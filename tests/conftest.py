@@ -8,6 +8,37 @@ import sys
 import pytest
 
 
+SEED = 13
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What the tests take from the command line."""
+    parser.addoption("--complete", action="store_true", help="run the tests marked `complete` too")
+    parser.addoption("--seed", type=int, default=SEED, help=f"what random tests draw from (default: {SEED})")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """With which seed a run can be repeated."""
+    return f"seed of random tests: {config.getoption('--seed')} (--seed N)"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only the complete tier runs, unless a test is named on the command line."""
+    if config.getoption("--complete") or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("complete")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("complete")]
+
+
+@pytest.fixture(scope="session")
+def seed(pytestconfig: pytest.Config) -> int:
+    """What random tests draw from; pytest's header says which it is, `--seed` changes it."""
+    number: int = pytestconfig.getoption("--seed")
+    return number
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have the programs that tests start, hundreds of JAX processes, compile the same thing once.
 
