@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator, Iterator
 
 import pytest
-
+from leftovers import Lookout
+from sharing_cores import SERVER_VARIABLE, TokenServer, cores_of
 
 SEED = 13
+LOOKOUT = pytest.StashKey[Lookout]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +42,39 @@ def seed(pytestconfig: pytest.Config) -> int:
     return number
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test when the cores are free that it keeps busy; its own limit of time does not count that."""
+    mark = item.get_closest_marker("cores")
+    with cores_of(os.environ[SERVER_VARIABLE], mark.args[0] if mark else 1):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
+    """No process, shared memory or temporary file outlives its test."""
+    lookout = pytestconfig.stash[LOOKOUT]
+    before = lookout.present()
+    yield
+    left = lookout.left_since(before)
+    assert not left, "the test has left behind:\n" + "\n".join(left)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the temporary folder of this process."""
+    if (lookout := config.stash.get(LOOKOUT, None)) is not None:
+        lookout.close()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    """Prepare what the tests of this process, and its workers, share."""
+    if SERVER_VARIABLE not in os.environ:  # or a worker of pytest-xdist, which inherits it
+        os.environ[SERVER_VARIABLE] = TokenServer(len(os.sched_getaffinity(0))).address
+    config.stash[LOOKOUT] = Lookout()
+    share_compiled_programs(config)
+
+
+def share_compiled_programs(config: pytest.Config) -> None:
     """Have the programs that tests start, hundreds of JAX processes, compile the same thing once.
 
     All workers of pytest-xdist share the folder. JAX writes its files in place; a process that finds a half-written one

@@ -1,0 +1,76 @@
+"""What tests leave behind is found, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import leftovers
+import pytest
+from leftovers import Lookout
+
+
+@pytest.fixture
+def lookout(monkeypatch: pytest.MonkeyPatch):
+    """One that does not wait; the environment is as before afterwards."""
+    monkeypatch.setattr(leftovers, "GUARD_S", 0.0)
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)
+    for name in (leftovers.MARK, "TMPDIR", "PYTEST_DEBUG_TEMPROOT"):
+        monkeypatch.setenv(name, str(os.environ.get(name, tempfile.gettempdir())))
+    looking = Lookout()
+    yield looking
+    looking.close()
+
+
+def test_nothing_is_found_where_nothing_is_left(lookout: Lookout):
+    before = lookout.present()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    with tempfile.TemporaryFile():
+        pass
+    assert lookout.left_since(before) == []
+
+
+def test_a_process_is_found_until_it_has_ended(lookout: Lookout):
+    before = lookout.present()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        [found] = lookout.left_since(before)
+        assert found.startswith(f"process {process.pid}: ")
+        process.communicate(b"\n")
+    assert lookout.left_since(before) == []
+
+
+def test_a_process_whose_parent_has_ended_is_found(lookout: Lookout):
+    before = lookout.present()
+    program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()']).pid)"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.wait()
+        assert [line.partition(":")[0] for line in lookout.left_since(before)] == [f"process {pid}"]
+
+
+def test_a_temporary_file_is_found(lookout: Lookout):
+    before = lookout.present()
+    descriptor, path = tempfile.mkstemp()
+    os.close(descriptor)
+    assert lookout.left_since(before) == [path]
+
+
+def test_shared_memory_is_found_when_nobody_uses_it_any_more(lookout: Lookout):
+    before = lookout.present()
+    path = Path(f"{leftovers.SHARED_MEMORY}/left-by-a-test-of-{os.getpid()}")
+    memory = SharedMemory(create=True, size=1)
+    try:
+        assert not any(memory.name in line for line in lookout.left_since(before))
+    finally:
+        memory.close()
+        memory.unlink()
+    path.write_bytes(b"1")
+    try:
+        assert any(line.startswith(f"{path}, ") for line in lookout.left_since(before))
+    finally:
+        path.unlink()

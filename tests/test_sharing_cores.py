@@ -1,0 +1,70 @@
+"""The server of tokens that lets in as many tests as the machine has cores for."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+from sharing_cores import TokenServer, cores_of
+
+LIMIT_S = 60.0
+
+
+class Holder:
+    """Holds tokens in a thread of its own until it is told to return them."""
+
+    def __init__(self, server: TokenServer, count: int, log: list[str], name: str) -> None:
+        self.is_in, self._may_leave = threading.Event(), threading.Event()
+        self._arguments = (server.address, count)
+        self._log, self._name = log, name
+        self._thread = threading.Thread(target=self._hold)
+        self._thread.start()
+
+    def _hold(self) -> None:
+        with cores_of(*self._arguments):
+            self._log.append(self._name)
+            self.is_in.set()
+            self._may_leave.wait(LIMIT_S)
+
+    def leave(self) -> None:
+        self._may_leave.set()
+        self._thread.join(LIMIT_S)
+
+
+def test_as_many_are_let_in_as_fit():
+    server, log = TokenServer(3), []
+    holders = [Holder(server, count, log, str(count)) for count in (1, 2)]
+    assert all(holder.is_in.wait(LIMIT_S) for holder in holders)
+    third = Holder(server, 1, log, "third")
+    assert not third.is_in.is_set()
+    holders[0].leave()
+    assert third.is_in.wait(LIMIT_S)
+    for holder in (holders[1], third):
+        holder.leave()
+
+
+def test_more_than_there_are_is_all_of_them():
+    server, log = TokenServer(2), []
+    greedy = Holder(server, 100, log, "greedy")
+    assert greedy.is_in.wait(LIMIT_S)
+    modest = Holder(server, 1, log, "modest")
+    assert log == ["greedy"]
+    greedy.leave()
+    assert modest.is_in.wait(LIMIT_S)
+    modest.leave()
+
+
+def test_nobody_overtakes_one_who_waits_for_more():
+    server, log = TokenServer(2), []
+    with ExitStack() as stack:
+        stack.enter_context(cores_of(server.address, 1))
+        waiting = Holder(server, 2, log, "two")
+        while not server.is_awaited:
+            pass
+        late = Holder(server, 1, log, "one")
+        assert not late.is_in.is_set()
+    assert waiting.is_in.wait(LIMIT_S)
+    waiting.leave()
+    assert late.is_in.wait(LIMIT_S)
+    late.leave()
+    assert log == ["two", "one"]
