@@ -1,42 +1,50 @@
 #!/bin/sh
 # Runs the linters, then the tests.
 #
-#   sh launch_scripts/test.sh [arguments of pytest]
+#   sh launch_scripts/test.sh [arguments of pytest]              the default tier: minutes
+#   sh launch_scripts/test.sh --complete [arguments of pytest]   everything: half an hour (docs/testing.md)
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 # shellcheck source=environment.sh
 . "$here/environment.sh"
 
-say "test.sh: runs the linters, then the tests."
+tier=default
+if [ "${1:-}" = --complete ]; then
+    tier=complete
+    shift
+fi
+say "test.sh: runs the linters, then the tests ($tier tier)."
 prepare dev
 cd -- "${root:?}"
 
 failed=
 check() {
-    run "$@" || failed="$failed $1"
+    run "$@" || failed="$failed $*;"
 }
 
-# Where all cores are busy, a limit of time may pass for reasons that are not the test's: what failed runs once more, one
-# test at a time, and that decides. Both runs are shown.
-check_tests() {
-    marked=$1
-    shift
-    run python -m pytest -m "$marked" "$@" && return
-    say "test.sh: what failed runs once more, one test at a time."
-    check python -m pytest -m "$marked" -v --last-failed --last-failed-no-failures none --maxfail 1
+# One more than there are cores: while a test waits for something, another one computes. They share tokens for the cores
+# (tests/sharing_cores.py); the order of the files begins with slow ones.
+test_all() {
+    workers=$(($(nproc) + 1))
+    check python -m pytest --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "$@"
 }
 
 check ruff check .
 check ruff format --check .
 check mypy
 check codespell
-check shellcheck launch_scripts/*.sh launch_scripts/*.sbatch tests/cluster/testbed/*.sh .ci/run
-if [ $# -eq 0 ]; then # most tests share the cores, in the order of their files, which begins with slow ones
-    check_tests "not alone" --numprocesses 3 --dist loadfile --no-loadscope-reorder
-    check_tests alone
-else
+check shellcheck launch_scripts/*.sh launch_scripts/*.sbatch tests/*.sh tests/cluster/testbed/*.sh .ci/run
+if [ $# -gt 0 ]; then
+    [ "$tier" = default ] || set -- --complete "$@"
     check python -m pytest "$@"
+elif [ "$tier" = default ]; then
+    test_all
+else
+    test_all --complete
+    check python tests/mutations
+    check python benchmarks/soak.py --count 12
+    check sh tests/versions.sh
 fi
 
 [ -z "$failed" ] || fail "failed:$failed"

@@ -1,0 +1,63 @@
+#!/bin/sh
+# Runs the tests of collectives, strategies and promises on other versions of Python and JAX, each in an environment of its own.
+#
+#   sh tests/versions.sh [PYTHON=JAX ...]     default: 3.11=oldest 3.12=newest 3.13=newest
+#
+# "oldest" is the JAX that setup.cfg still allows. Interpreters are looked for in PATH and among those of pyenv; one that is
+# not there is left out, and named. The environments are kept in .venv-versions.
+set -eu
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
+root=$(dirname -- "$here")
+cd -- "$root"
+
+say() {
+    printf '%s\n' "versions.sh: $*" >&2
+}
+
+find_python() {
+    for python in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python; do
+        if [ "$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$1" ]; then
+            printf '%s\n' "$python"
+            return
+        fi
+    done
+    return 1
+}
+
+oldest_jax() {
+    sed -n 's/^ *jax *>= *\([0-9.]*\).*/\1/p' setup.cfg
+}
+
+run_on() {
+    version=$1
+    jax=$2
+    if ! python=$(find_python "$version"); then
+        say "left out: no Python $version in PATH, nor among those of pyenv"
+        return
+    fi
+    environment=$root/.venv-versions/$version-$jax
+    wanted=$(cksum setup.cfg pyproject.toml && "$python" --version)
+    if [ "$(cat "$environment/made-of" 2>/dev/null)" != "$wanted" ]; then
+        rm -rf "$environment"
+        "$python" -m venv "$environment"
+        pin=
+        [ "$jax" = newest ] || pin="jax==$(oldest_jax).*"
+        "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --editable '.[test]' ${pin:+"$pin"}
+        printf '%s\n' "$wanted" >"$environment/made-of"
+    fi
+    say "$("$environment/bin/python" -c 'import sys, jax, jaxlib; print("Python", sys.version.split()[0], "JAX", jax.__version__, "jaxlib", jaxlib.__version__)')"
+    PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment "$environment/bin/python" -m pytest -q -p no:cacheprovider \
+        --numprocesses "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder \
+        tests/jobs/test_promises.py tests/collectives tests/strategies || failed="$failed $version=$jax"
+}
+
+failed=
+[ $# -gt 0 ] || set -- 3.11=oldest 3.12=newest 3.13=newest
+for pair in "$@"; do
+    run_on "${pair%%=*}" "${pair#*=}"
+done
+if [ -n "$failed" ]; then
+    say "failed on:$failed"
+    exit 1
+fi
