@@ -113,7 +113,9 @@ class NamedQueue:
         self._closing = False
         self._closed_ranks: set[int] = set()
         self._failure: CollectiveError | None = None
-        self._thread: threading.Thread | None = None
+        # Not when the first one is started: that may be as the interpreter ends, when Python 3.12 starts no threads.
+        self._thread = threading.Thread(target=self._work, name="collectives-named", daemon=True)
+        self._thread.start()
 
     def start(self, call: Call, run: Callable[[Transport], Any]) -> Handle:
         """Queue a collective; `run` carries it out on the background thread once all ranks have started it."""
@@ -126,7 +128,6 @@ class NamedQueue:
             key = (call.name, self._issued[call.name])
             self._issued[call.name] += 1
             self._new.append((key, handle))
-            self._ensure_thread()
             self._condition.notify()
         return handle
 
@@ -134,13 +135,11 @@ class NamedQueue:
         """Tell the others that nothing more will be started; does not wait."""
         with self._condition:
             self._closing = True
-            self._ensure_thread()
             self._condition.notify()
 
     def end_close(self) -> None:
         """Wait until what was started has ended on all ranks."""
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def abandon(self) -> None:
         """Stop waiting for other ranks; what is pending fails."""
@@ -148,11 +147,6 @@ class NamedQueue:
         with self._condition:
             self._closing = True
             self._condition.notify()
-
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="collectives-named", daemon=True)
-            self._thread.start()
 
     # ---- the background thread
 
@@ -167,10 +161,16 @@ class NamedQueue:
     def _await_work(self) -> bool:
         """Wait until there is a reason for a round; whether there is one."""
         with self._condition:
-            while not (self._new or self._closing or any(p.handle for p in self._pending.values())):
+            while not (self._is_wanted() or self._closing):
                 self._condition.wait()
+            if self._watch.cancelled and not self._is_wanted():
+                return False
             everybody_closed = len(self._closed_ranks) == self._transport.size
             return not (everybody_closed and not self._new)
+
+    def _is_wanted(self) -> bool:
+        """Whether this rank has started something that has not ended."""
+        return bool(self._new) or any(pending.handle for pending in self._pending.values())
 
     def _round(self) -> bool:
         """Exchange what is new, carry out what is complete; whether anything happened."""

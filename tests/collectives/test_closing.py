@@ -1,0 +1,38 @@
+"""Closing, as the interpreter may do it when it ends."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from collectives import Communicator, Settings, run_on_threads
+
+
+@pytest.mark.parametrize("mechanism", ["ring", "window"])
+def test_closing_starts_no_thread(monkeypatch: pytest.MonkeyPatch, mechanism: str) -> None:
+    """Python 3.12 starts none once the interpreter ends, which is when programs close what they have left open."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError(f"can't create new thread {thread.name} at interpreter shutdown")
+
+    def close(communicator: Communicator) -> bool:
+        communicator.barrier()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        communicator.barrier()
+        communicator.close()
+        return True
+
+    assert run_on_threads(2, close, Settings(mechanism=mechanism)) == [True, True]
+
+
+def test_abandoning_an_unused_communicator_ends_its_thread() -> None:
+    def abandon(communicator: Communicator) -> list[threading.Thread]:
+        started = [thread for thread in threading.enumerate() if thread.name == "collectives-named"]
+        communicator.barrier()
+        communicator.abandon()
+        return started
+
+    for thread in {thread for threads in run_on_threads(2, abandon) for thread in threads}:
+        thread.join(60.0)
+        assert not thread.is_alive()
