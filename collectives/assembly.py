@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from collectives.named import NamedQueue
 from collectives.ring import RingTransport
 from collectives.segment import SHARED_MEMORY_DIR, share_segment
 from collectives.transport import Transport
-from collectives.waiting import SPINS, Limits, NoProgress, Progress, Watch
+from collectives.waiting import SPINS, Clock, Limits, NoProgress, Progress, Watch
 from collectives.window import WindowTransport
 from collectives.window_layout import channel_bytes
 
@@ -35,6 +36,7 @@ class Settings:
             memory is large enough, else the ring.
         shared_memory_dir: where shared memory is made.
         spins: how often a wait polls before it offers its core to others.
+        clock: what waits are measured with.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -42,6 +44,7 @@ class Settings:
     mechanism: str = "auto"
     shared_memory_dir: Path = SHARED_MEMORY_DIR
     spins: int = SPINS
+    clock: Clock = time.monotonic
 
     def __post_init__(self) -> None:
         if self.mechanism not in MECHANISMS:
@@ -66,7 +69,9 @@ class Group:
 
     def watch(self, settings: Settings) -> Watch:
         """How one channel of this group waits."""
-        watch = Watch(self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins)
+        watch = Watch(
+            self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins, settings.clock
+        )
         watch.lost = self.lost
         return watch
 

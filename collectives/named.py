@@ -197,7 +197,7 @@ class NamedQueue:
     def _admit(self, key: Key, handle: Handle) -> None:
         entry = self._pending.setdefault(key, _Pending())
         entry.handle = handle
-        entry.since = time.monotonic()
+        entry.since = self._watch.clock()
         entry.next_warning = entry.since + self._watch.limits.stall_warning_s
 
     def _carry_out_complete(self) -> None:
@@ -233,7 +233,7 @@ class NamedQueue:
                 entry.handle._fail(LayoutMismatchError(describe_mismatch(calls)), missing)
 
     def _watch_stalls(self) -> None:
-        now = time.monotonic()
+        now = self._watch.clock()
         limits, names = self._watch.limits, self._watch.names
         for key, entry in list(self._pending.items()):
             if entry.handle is None:

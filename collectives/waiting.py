@@ -14,6 +14,8 @@ from collectives.errors import CollectiveTimeoutError, PeerLostError
 
 logger = logging.getLogger(__name__)
 
+Clock = Callable[[], float]  # seconds since any time
+
 SPINS = 4000  # polls of a flag, some 40 ns each, before the core is offered to others
 _YIELD_S = 0.001
 _FIRST_SLEEP_S = 20e-6
@@ -96,6 +98,7 @@ class Watch:
         limits: when to warn and when to give up.
         progress: where long waits are noted.
         spins: how often to poll before yielding; 0 where ranks share a core or an interpreter.
+        clock: what waits are measured with.
 
     Attributes:
         call: the call that waits; set by whoever begins one, as is `number`, its place in the sequence.
@@ -113,11 +116,13 @@ class Watch:
         limits: Limits,
         progress: Progress,
         spins: int = SPINS,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.rank = rank
         self.names = names
         self.limits = limits
         self.spins = spins
+        self.clock = clock
         self.call = Call("connect")
         self.number = 0
         self.cancelled = False
@@ -143,8 +148,8 @@ class Watch:
 
     def wait_patiently(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """`wait` for a caller that has spun already."""
-        started = time.monotonic()
-        while self.pause is None and time.monotonic() - started < _YIELD_S:
+        started = self.clock()
+        while self.pause is None and self.clock() - started < _YIELD_S:
             os.sched_yield()
             time.sleep(0)
             if ready():
@@ -159,12 +164,12 @@ class Watch:
         next_note = started + _YIELD_S
         while not ready():
             if (lost := self.lost(missing())) and not ready():  # what it sent before may have come in between
-                raise PeerLostError(f"{lost}; {self._facts(time.monotonic() - started, missing())}")
+                raise PeerLostError(f"{lost}; {self._facts(self.clock() - started, missing())}")
             if self.cancelled or self.progress.is_released:
-                raise PeerLostError(f"{self._facts(time.monotonic() - started, missing())}: the wait was abandoned")
+                raise PeerLostError(f"{self._facts(self.clock() - started, missing())}: the wait was abandoned")
             sleep(pause)
             pause = min(_LONGEST_SLEEP_S, pause * 1.2)
-            now = time.monotonic()
+            now = self.clock()
             if pause == _LONGEST_SLEEP_S and now >= next_note:
                 next_note = now + _NOTE_EVERY_S
                 self.note(missing())

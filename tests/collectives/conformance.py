@@ -25,7 +25,7 @@ from reference import (
     mine,
     reduced_contributions,
 )
-from statements import Suite, assert_all_reduced, assert_reduced, assert_same_bits, texts_of_all_ranks, twin_of
+from statements import About, Suite, assert_all_reduced, assert_reduced, assert_same_bits, texts_of_all_ranks, twin_of
 
 from collectives import ClosedError, CollectiveError, Communicator, LayoutMismatchError, UnsupportedBufferError
 
@@ -45,7 +45,7 @@ LARGE_CASES = (
 # ---- reductions
 
 
-@suite.add_for_each(REDUCIBLE)
+@suite.add_for_each(REDUCIBLE, about=About.DTYPES)
 def an_ordered_reduction_has_the_bits_of_the_sequential_one(communicator: Communicator, dtype: str) -> None:
     small = product(SMALL_LENGTHS, OPERATIONS, ("one or two",))
     for length, op, spread in (*small, *product((3001,), OPERATIONS, SPREADS)):
@@ -72,7 +72,7 @@ def lengths_between_small_and_large_are_reduced_alike(communicator: Communicator
         assert_all_reduced(communicator, result, reduced_contributions(dtype, length, count, "sum"), (dtype, spread))
 
 
-@suite.add_for_each(REDUCIBLE)
+@suite.add_for_each(REDUCIBLE, about=About.DTYPES)
 def all_reduce_works_in_place(communicator: Communicator, dtype: str) -> None:
     for length, op in product((*SMALL_LENGTHS, 70_001), OPERATIONS):
         buffer = contribution(dtype, length, communicator.rank).copy()
@@ -95,7 +95,7 @@ def ranks_are_summed_by_default(communicator: Communicator) -> None:
     assert communicator.all_reduce(buffer).tolist() == [sum(range(communicator.size))]
 
 
-@suite.add_for_each(INTEGERS[:4])
+@suite.add_for_each(INTEGERS[:4], about=About.DTYPES)
 def a_mean_of_negative_integers_is_truncated_towards_zero(communicator: Communicator, dtype: str) -> None:
     arrays = [np.array([-7, 7, -1, 1], dtype), np.array([0, 0, 0, 0], dtype)]
     result = communicator.ordered_all_reduce(arrays, op="mean")
@@ -262,7 +262,7 @@ def contributions_are_not_changed(communicator: Communicator, length: int) -> No
 # ---- copies
 
 
-@suite.add_for_each(MOVABLE)
+@suite.add_for_each(MOVABLE, about=About.DTYPES)
 def every_rank_can_broadcast(communicator: Communicator, dtype: str) -> None:
     for length, root in product((*SMALL_LENGTHS, 70_001), range(communicator.size)):
         buffer = contribution(dtype, length, communicator.rank).copy()
@@ -285,7 +285,7 @@ def a_broadcast_carries_every_bit_of_nan(communicator: Communicator) -> None:
     assert communicator.broadcast(buffer).view(np.uint32).tolist() == payloads.tolist()
 
 
-@suite.add_for_each(MOVABLE)
+@suite.add_for_each(MOVABLE, about=About.DTYPES)
 def all_gather_stacks_what_the_ranks_give(communicator: Communicator, dtype: str) -> None:
     for length in (*SMALL_LENGTHS, 70_001):
         expected = np.stack(contributions(dtype, length, range(communicator.size)))
@@ -296,7 +296,7 @@ def all_gather_stacks_what_the_ranks_give(communicator: Communicator, dtype: str
         assert_same_bits(out, expected, length)
 
 
-@suite.add_for_each(REDUCIBLE)
+@suite.add_for_each(REDUCIBLE, about=About.DTYPES)
 def reduce_scatter_gives_each_rank_its_block(communicator: Communicator, dtype: str) -> None:
     size, rank = communicator.size, communicator.rank
     for block, op in (*product((0, 1, 7), OPERATIONS), (9001, "sum"), (9001, "mean")):
@@ -454,7 +454,7 @@ def a_subgroup_can_be_divided_again(communicator: Communicator) -> None:
     communicator.barrier()
 
 
-@suite.add
+@suite.add_about(About.ARGUMENTS)
 def a_group_needs_different_ranks_that_exist(communicator: Communicator) -> None:
     for ranks in ([0, 0], [communicator.size], [-1]):
         with pytest.raises(ValueError, match=f"name different ranks of 0 to {communicator.size - 1}"):
@@ -615,19 +615,19 @@ def _refused_alone(communicator: Communicator, wrong: Wrong, error: type[Excepti
         assert re.search(message, str(caught)), caught
 
 
-@suite.add_for_each(tuple(_WRONG_BUFFERS))
+@suite.add_for_each(tuple(_WRONG_BUFFERS), about=About.ARGUMENTS)
 def a_wrong_buffer_is_refused_before_other_ranks_are_involved(communicator: Communicator, case: str) -> None:
     wrong, message = _WRONG_BUFFERS[case]
     _refused_alone(communicator, wrong, UnsupportedBufferError, message, communicator.size - 1)
 
 
-@suite.add_for_each(tuple(_WRONG_VALUES))
+@suite.add_for_each(tuple(_WRONG_VALUES), about=About.ARGUMENTS)
 def a_wrong_value_is_refused_before_other_ranks_are_involved(communicator: Communicator, case: str) -> None:
     wrong, message = _WRONG_VALUES[case]
     _refused_alone(communicator, wrong, ValueError, message, communicator.size - 1)
 
 
-@suite.add_for_groups
+@suite.add_about(About.ARGUMENTS, at_least=2)
 def a_length_that_does_not_divide_is_not_scattered(communicator: Communicator) -> None:
     def wrong(c: Communicator) -> object:
         return c.reduce_scatter(np.zeros(c.size * 3 + 1))
@@ -635,13 +635,13 @@ def a_length_that_does_not_divide_is_not_scattered(communicator: Communicator) -
     _refused_alone(communicator, wrong, ValueError, "multiple of the number of ranks", 0)
 
 
-@suite.add_for_groups
+@suite.add_about(About.ARGUMENTS, at_least=2)
 def only_the_root_of_a_broadcast_may_be_read_only(communicator: Communicator) -> None:
     last = communicator.size - 1
     _refused_alone(communicator, lambda c: c.broadcast(_read_only()), UnsupportedBufferError, "not writable", last)
 
 
-@suite.add
+@suite.add_about(About.ARGUMENTS)
 def a_wrong_buffer_is_a_type_error(communicator: Communicator) -> None:
     with pytest.raises(TypeError, match="convert it with np.asarray"):
         communicator.all_reduce([1.0])

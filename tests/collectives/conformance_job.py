@@ -1,4 +1,4 @@
-"""One rank of an MPI job that runs all statements: `conformance_job.py MECHANISM REPORT`.
+"""One rank of an MPI job that runs all statements: `conformance_job.py MECHANISM REPORT TIER`.
 
 The mechanism is one of the MPI backend, or "horovod".
 
@@ -12,9 +12,9 @@ import sys
 import warnings
 from pathlib import Path
 
+from conformance_plan import HOROVOD, statements_for
 from mpi4py import MPI
 from statements import LIMITS, failure_of
-from test_conformance import HOROVOD, statements_for
 
 import collectives
 from collectives import Communicator
@@ -26,13 +26,13 @@ def connect(mechanism: str) -> Communicator:
     return collectives.connect("mpi", collectives.Settings(mechanism=mechanism, limits=LIMITS))
 
 
-def main(mechanism: str, report: Path) -> None:
+def main(mechanism: str, report: Path, tier: str) -> None:
     warnings.simplefilter("error")
     world = MPI.COMM_WORLD
     verdicts = world.Dup()
     communicator = connect(mechanism)
     assert communicator.mechanism == mechanism
-    for statement in statements_for(world.size, mechanism):
+    for statement in statements_for(world.size, mechanism, complete=tier == "complete"):
         failures = verdicts.allgather(failure_of(statement, communicator))
         if world.rank == 0:
             with report.open("a") as file:
@@ -44,4 +44,4 @@ def main(mechanism: str, report: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -8,7 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from reference import LARGE, Reduced, contributions
-from statements import Suite, assert_equal_on_all_ranks, assert_reduced, assert_same_bits, texts_of_all_ranks, twin_of
+from statements import (
+    About,
+    Suite,
+    assert_equal_on_all_ranks,
+    assert_reduced,
+    assert_same_bits,
+    texts_of_all_ranks,
+    twin_of,
+)
 
 from collectives import Communicator, Handle, LayoutMismatchError
 
@@ -232,7 +240,7 @@ def a_name_that_one_rank_never_starts_fails_when_that_rank_closes(communicator: 
     communicator.barrier()
 
 
-@suite.add
+@suite.add_about(About.ARGUMENTS)
 def a_start_needs_a_name(communicator: Communicator) -> None:
     with pytest.raises(TypeError):
         communicator.start_all_reduce(np.ones(3))  # type: ignore[call-arg]

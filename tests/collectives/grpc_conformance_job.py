@@ -1,4 +1,4 @@
-"""One worker of a group that runs all statements: `grpc_conformance_job.py RANK REPORT ADDRESS...`.
+"""One worker of a group that runs all statements: `grpc_conformance_job.py RANK REPORT TIER ADDRESS...`.
 
 Each communicator meets at addresses of its own, because a failed one may still be leaving.
 """
@@ -12,14 +12,14 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from conformance_plan import GRPC, statements_for
 from statements import LIMITS, failure_of
-from test_conformance import statements_for
 
 import collectives
 from collectives import Communicator
 
 
-def main(rank: int, report: Path, addresses: list[str]) -> None:
+def main(rank: int, report: Path, tier: str, addresses: list[str]) -> None:
     warnings.simplefilter("error")
     number = count()
 
@@ -29,7 +29,7 @@ def main(rank: int, report: Path, addresses: list[str]) -> None:
         return collectives.connect("grpc", settings, addresses=[f"{at}.{attempt}" for at in addresses], rank=rank)
 
     verdicts, communicator = connect(), connect()
-    for statement in statements_for(len(addresses)):
+    for statement in statements_for(len(addresses), GRPC, complete=tier == "complete"):
         failures = all_texts(verdicts, failure_of(statement, communicator))
         if rank == 0:
             with report.open("a") as file:
@@ -50,4 +50,4 @@ def all_texts(verdicts: Communicator, text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -18,7 +18,8 @@ REDUCIBLE = FLOATS + INTEGERS
 MOVABLE = (*REDUCIBLE, "bool")
 OPERATIONS = ("sum", "mean", "min", "max")
 SMALL_LENGTHS = (0, 1, 7)
-LARGE = 2**20 + 3
+LARGE = 2**19 + 3
+PERIOD = 65_537
 SPREADS = ("one each", "two each", "three each", "one or two")
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
@@ -42,16 +43,20 @@ def replicas_of_ranks(spread: str, size: int) -> list[range]:
 
 @lru_cache(maxsize=64)
 def contribution(dtype: str, length: int, replica: int) -> np.ndarray:
-    """What a replica contributes; read-only. Floats differ so much in size that the order of their sum shows."""
+    """What a replica contributes; read-only. Floats differ so much in size that the order of their sum shows.
+
+    Long arrays repeat themselves after a prime number of elements, so that no two chunks of them are alike.
+    """
     random = np.random.default_rng([replica, length])
+    drawn = min(length, PERIOD)
     if dtype in FLOATS:
-        values = random.standard_normal(length) * np.exp2(random.integers(-6, 7, length))
+        values = random.standard_normal(drawn) * np.exp2(random.integers(-6, 7, drawn))
     elif dtype == "bool":
-        values = random.integers(0, 2, length)
+        values = random.integers(0, 2, drawn)
     else:
         info = np.iinfo(dtype)
-        values = random.integers(info.min, info.max, length, dtype, endpoint=True)
-    array = values.astype(dtype_of(dtype))
+        values = random.integers(info.min, info.max, drawn, dtype, endpoint=True)
+    array = np.resize(values.astype(dtype_of(dtype)), length)
     array.flags.writeable = False
     return array
 

@@ -6,6 +6,7 @@ import hashlib
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,32 @@ from collectives import Communicator, Limits, Settings
 LIMITS = Limits(stall_warning_s=5, timeout_s=30)
 
 
+class About(Enum):
+    """What a statement is about, and so where the default tier checks it; the complete tier checks all everywhere."""
+
+    ARGUMENTS = "what is refused before a transport is reached: on one rank, and on one group of threads"
+    DTYPES = "one dtype, which a transport moves as bytes: over networks one of each width, and the 16-bit floats"
+    TRANSPORT = "what each transport does in its own way: over all of them"
+
+
 @dataclass(frozen=True)
 class Statement:
-    """Something that is true of every communicator of `at_least` ranks or more; all ranks call `check` together."""
+    """Something that is true of every communicator of `at_least` ranks or more; all ranks call `check` together.
 
-    name: str
+    Attributes:
+        topic: the name of the check, without its value.
+        value: what the check is called with, if it is called once for each of several values.
+    """
+
+    topic: str
     check: Callable[[Communicator], None]
     at_least: int = 1
+    about: About = About.TRANSPORT
+    value: Any = None
+
+    @property
+    def name(self) -> str:
+        return self.topic if self.value is None else f"{self.topic}[{self.value}]"
 
     def __str__(self) -> str:
         return self.name
@@ -37,27 +57,35 @@ class Suite:
     statements: list[Statement] = field(default_factory=list)
 
     def add(self, check: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
-        """A statement about groups of any size."""
-        self.statements.append(Statement(check.__name__, check))
-        return check
+        """A statement about groups of any size, over every transport."""
+        return self.add_about(About.TRANSPORT)(check)
+
+    def add_for_groups(self, check: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
+        """A statement about groups of two ranks or more, over every transport."""
+        return self.add_about(About.TRANSPORT, at_least=2)(check)
+
+    def add_about(
+        self, about: About, *, at_least: int = 1
+    ) -> Callable[[Callable[[Communicator], None]], Callable[[Communicator], None]]:
+        """A statement about something else than transports."""
+
+        def add(check: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
+            self.statements.append(Statement(check.__name__, check, at_least, about))
+            return check
+
+        return add
 
     def add_for_each(
-        self, values: Sequence[Any], *, at_least: int = 1
+        self, values: Sequence[Any], *, at_least: int = 1, about: About = About.TRANSPORT
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """One statement per value, which is the check's second argument."""
 
         def add(check: Callable[..., None]) -> Callable[..., None]:
             for value in values:
-                name = f"{check.__name__}[{value}]"
-                self.statements.append(Statement(name, partial(_call, check, value), at_least))
+                self.statements.append(Statement(check.__name__, partial(_call, check, value), at_least, about, value))
             return check
 
         return add
-
-    def add_for_groups(self, check: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
-        """A statement about groups of two ranks or more."""
-        self.statements.append(Statement(check.__name__, check, at_least=2))
-        return check
 
 
 def _call(check: Callable[..., None], value: Any, communicator: Communicator) -> None:

@@ -1,20 +1,18 @@
-"""Every backend passes the same statements."""
+"""Every backend passes the same statements.
+
+Which of them are checked where is in `conformance_plan`; with --complete all of them are, everywhere.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 
-import conformance
-import conformance_checks
-import conformance_grouped
-import conformance_horovod
-import conformance_named
 import numpy as np
 import pytest
+from conformance_plan import GRPC, HOROVOD, MECHANISMS, SUITES, groups_of_threads, statements_for
 from grpc_jobs import end_of, socket_addresses, start_worker
 from horovod_installed import needs_horovod
 from mpi_jobs import HERE, mpirun_command, run_job
@@ -24,124 +22,114 @@ from statements import LIMITS, Statement
 import collectives
 from collectives import Communicator, Settings, run_on_threads
 
-SIZES = (1, 2, 3, 4)
-JOB_SIZES = (1, 2, 3)
-MECHANISMS = ("ring", "window")
-GRPC = "grpc"
-HOROVOD = "horovod"
-JOB_LIMIT_S = 250.0
-SUITES = (conformance.suite, conformance_checks.suite, conformance_grouped.suite, conformance_named.suite)
+JOB_LIMIT_S = 500.0
+TOPICS: dict[str, list[Statement]] = {}
+for suite in SUITES:
+    for statement in suite.statements:
+        TOPICS.setdefault(statement.topic, []).append(statement)
 
 
-def statements_for(size: int, mechanism: str = "") -> list[Statement]:
-    """All statements about a group of `size` ranks."""
-    suites = (*SUITES, conformance_horovod.suite) if mechanism == HOROVOD else SUITES
-    return [statement for suite in suites for statement in suite.statements if statement.at_least <= size]
+@pytest.fixture
+def complete(pytestconfig: pytest.Config) -> bool:
+    """Whether everything is checked everywhere."""
+    return bool(pytestconfig.getoption("--complete"))
 
 
-def each_statement(sizes: tuple[int, ...], mechanism: str = "") -> pytest.MarkDecorator:
-    cases = [(size, statement) for size in sizes for statement in statements_for(size, mechanism)]
-    return pytest.mark.parametrize(
-        ("size", "statement"), cases, ids=[f"{size} ranks-{statement}" for size, statement in cases]
-    )
+@pytest.mark.parametrize("topic", TOPICS)
+def test_alone(topic: str, subtests: pytest.Subtests) -> None:
+    for statement in TOPICS[topic]:
+        if statement.at_least == 1:
+            with (
+                subtests.test(statement=statement.name),
+                collectives.connect("single", Settings(limits=LIMITS)) as communicator,
+            ):
+                statement.check(communicator)
 
 
-@pytest.mark.parametrize("statement", statements_for(1), ids=str)
-def test_alone(statement: Statement) -> None:
-    with collectives.connect("single", Settings(limits=LIMITS)) as communicator:
-        statement.check(communicator)
+@pytest.mark.cores(2)
+@pytest.mark.parametrize("topic", TOPICS)
+def test_on_threads(topic: str, subtests: pytest.Subtests, complete: bool) -> None:
+    for statement in TOPICS[topic]:
+        for mechanism, size in groups_of_threads(statement, complete=complete):
+            with subtests.test(statement=statement.name, mechanism=mechanism, size=size):
+                run_on_threads(size, statement.check, Settings(limits=LIMITS, mechanism=mechanism))
 
 
-@each_statement(SIZES)
+# ---- jobs: each tells what all its statements came to
+
+
+def over_sizes(*usual: int) -> pytest.MarkDecorator:
+    """Jobs of one, two and three ranks, of which only the usual ones are of the default tier."""
+    sizes = [size if size in usual else pytest.param(size, marks=pytest.mark.complete) for size in (1, 2, 3)]
+    return pytest.mark.parametrize("size", sizes)
+
+
+@pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.timeout(JOB_LIMIT_S + 20)
+@over_sizes(3)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_on_threads(mechanism: str, size: int, statement: Statement) -> None:
-    run_on_threads(size, statement.check, Settings(limits=LIMITS, mechanism=mechanism))
+def test_over_mpi(mechanism: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+    _check_mpi_job(mechanism, size, tmp_path, subtests, complete)
 
 
-@pytest.fixture(scope="session")
-def run_statements(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict[str, list[str]]]:
-    """Runs one job per number of ranks and mechanism, and remembers what each statement came to."""
-
-    @cache
-    def run(size: int, mechanism: str) -> tuple[dict[str, list[str]], str]:
-        report = tmp_path_factory.mktemp("job") / "report"
-        report.touch()
-        if mechanism == GRPC:
-            return _run_workers(size, report)
-        command = mpirun_command(size, HERE / "conformance_job.py", mechanism, str(report))
-        job = run_job(command, JOB_LIMIT_S)
-        return _read_report(report), f"status {job.returncode}\n{job.stdout}\n{job.stderr}"
-
-    return run
+@pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.timeout(JOB_LIMIT_S + 20)
+@needs_horovod
+@over_sizes(2)
+def test_over_horovod(size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+    _check_mpi_job(HOROVOD, size, tmp_path, subtests, complete)
 
 
-def _run_workers(size: int, report: Path) -> tuple[dict[str, list[str]], str]:
-    program = HERE / "grpc_conformance_job.py"
+@pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.timeout(JOB_LIMIT_S + 20)
+@over_sizes(3)
+def test_over_grpc(size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+    report = tmp_path / "report"
+    report.touch()
     with socket_addresses(size) as addresses:
-        workers = [start_worker(program, [str(rank), str(report), *addresses]) for rank in range(size)]
+        arguments = [str(report), _word(complete), *addresses]
+        program = HERE / "grpc_conformance_job.py"
+        workers = [start_worker(program, [str(rank), *arguments]) for rank in range(size)]
         ends = end_of(workers, JOB_LIMIT_S)
-    texts = [f"{out}\n{err}" for _, out, err in ends]
-    return _read_report(report), f"status {max(status for status, _, _ in ends)}\n{'---'.join(texts)}"
+    text = "---".join(f"{out}\n{err}" for _, out, err in ends)
+    expected = statements_for(size, GRPC, complete=complete)
+    _check_report(report, expected, max(status for status, _, _ in ends), text, subtests)
 
 
-def _read_report(report: Path) -> dict[str, list[str]]:
-    return dict(json.loads(line) for line in report.read_text().splitlines())
+def _check_mpi_job(mechanism: str, size: int, folder: Path, subtests: pytest.Subtests, complete: bool) -> None:
+    report = folder / "report"
+    report.touch()
+    job = run_job(
+        mpirun_command(size, HERE / "conformance_job.py", mechanism, str(report), _word(complete)), JOB_LIMIT_S
+    )
+    expected = statements_for(size, mechanism, complete=complete)
+    _check_report(report, expected, job.returncode, f"{job.stdout}\n{job.stderr}", subtests)
 
 
-def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of what a job says in which ranks wait for each other thousands of times.
-
-    Beside other tests each wait takes as long as the turns of those, so that minutes become of seconds.
-    """
-    for mark in (pytest.mark.job, pytest.mark.alone, pytest.mark.timeout(JOB_LIMIT_S + 20)):
-        test = mark(test)
-    return test
+def _word(complete: bool) -> str:
+    return "complete" if complete else "default"
 
 
-@in_a_job
-@each_statement(JOB_SIZES)
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_over_mpi(run_statements, mechanism: str, size: int, statement: Statement) -> None:
-    _check(run_statements, mechanism, size, statement)
+def _check_report(
+    report: Path, expected: Sequence[Statement], status: int, text: str, subtests: pytest.Subtests
+) -> None:
+    verdicts: dict[str, list[str]] = dict(json.loads(line) for line in report.read_text().splitlines())
+    for statement in expected:
+        if statement.name in verdicts:
+            with subtests.test(statement=statement.name):
+                failures = [
+                    f"rank {rank}: {failure}" for rank, failure in enumerate(verdicts[statement.name]) if failure
+                ]
+                assert not failures, "\n".join(failures)
+    missing = [statement.name for statement in expected if statement.name not in verdicts]
+    assert not missing, f"the job ended before {missing[0]}, with status {status}: {text}"
+    assert status == 0, text
 
 
-@in_a_job
-@each_statement(JOB_SIZES)
-def test_over_grpc(run_statements, size: int, statement: Statement) -> None:
-    _check(run_statements, GRPC, size, statement)
-
-
-@in_a_job
-@needs_horovod
-@each_statement(JOB_SIZES, HOROVOD)
-def test_over_horovod(run_statements, size: int, statement: Statement) -> None:
-    _check(run_statements, HOROVOD, size, statement)
-
-
-def _check(run_statements, mechanism: str, size: int, statement: Statement) -> None:
-    verdicts, how_the_job_ended = run_statements(size, mechanism)
-    assert statement.name in verdicts, f"the job ended before this statement: {how_the_job_ended}"
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(verdicts[statement.name]) if text]
-    assert not failures, "\n".join(failures)
-
-
-@in_a_job
-@pytest.mark.parametrize("size", JOB_SIZES)
-@pytest.mark.parametrize("mechanism", [*MECHANISMS, GRPC])
-def test_a_job_of_all_statements_ends_well(run_statements, mechanism: str, size: int) -> None:
-    _check_end(run_statements, mechanism, size)
-
-
-@in_a_job
-@needs_horovod
-@pytest.mark.parametrize("size", JOB_SIZES)
-def test_a_job_of_all_statements_over_horovod_ends_well(run_statements, size: int) -> None:
-    _check_end(run_statements, HOROVOD, size)
-
-
-def _check_end(run_statements, mechanism: str, size: int) -> None:
-    _, how_the_job_ended = run_statements(size, mechanism)
-    assert how_the_job_ended.startswith("status 0\n"), how_the_job_ended
+# ---- how replicas are spread
 
 
 def _digest(communicator: Communicator, counts: list[int]) -> str:

@@ -97,7 +97,9 @@ def negotiations(beginnings: list[str]) -> int:
 
 
 @pytest.mark.job
+@pytest.mark.cores(2)
 @needs_horovod
+@pytest.mark.complete
 def test_many_gradients_cost_one_negotiation_and_their_names_are_in_the_timeline(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
@@ -118,8 +120,11 @@ def test_many_gradients_cost_one_negotiation_and_their_names_are_in_the_timeline
 
 
 @pytest.mark.job
+@pytest.mark.cores(2)
 @needs_horovod
-@pytest.mark.parametrize("how", ABRUPT_ENDS)
+@pytest.mark.parametrize(
+    "how", [how if how == "exit" else pytest.param(how, marks=pytest.mark.complete) for how in ABRUPT_ENDS]
+)
 def test_a_rank_that_ends_while_others_reduce_ends_the_job(environ: dict[str, str], how: str) -> None:
     """Its limit is ten minutes, so this is not what ends it; mpirun may end the others before they can say anything."""
     ended = end_of(job(3 if how == "exit" else 2, how), environ)
@@ -150,8 +155,11 @@ OWN = {"HOROVOD_CYCLE_TIME": "3.5", "HOROVOD_FUSION_THRESHOLD": "0", "OMPI_MCA_m
 
 
 @pytest.mark.job
+@pytest.mark.cores(2)
 @needs_horovod
-@pytest.mark.parametrize(("given", "used"), [({}, DEFAULTS), (OWN, OWN)], ids=["not set", "set"])
+@pytest.mark.parametrize(
+    ("given", "used"), [({}, DEFAULTS), pytest.param(OWN, OWN, marks=pytest.mark.complete)], ids=["not set", "set"]
+)
 def test_horovod_and_mpi_are_told_to_be_quick_and_to_yield_unless_they_are_told_otherwise(
     environ: dict[str, str], given: dict[str, str], used: dict[str, str]
 ) -> None:

@@ -9,6 +9,7 @@ PROGRAM = Path(__file__).with_name("rounds_job.py")
 
 
 @pytest.mark.job
+@pytest.mark.cores(2)
 @pytest.mark.timeout(120)
 def test_results_in_allocated_memory_are_right_every_time():
     job = run_job(mpirun_command(2, PROGRAM))

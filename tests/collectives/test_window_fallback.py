@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,39 +45,49 @@ def assert_refused(lines: list[str], directory: Path) -> None:
     assert f"RuntimeError: mechanism 'window' needs all ranks on one host and room in {directory}" in lines[0]
 
 
-@pytest.mark.job
+def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of a job of three ranks."""
+    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
+        test = mark(test)
+    return test
+
+
+@in_a_job
 def test_ranks_of_one_host_use_the_window(tmp_path: Path) -> None:
     assert lines_of(job("auto", tmp_path, "plenty")) == ["rank: window"] * RANKS
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.job
+@in_a_job
 def test_a_full_file_system_means_the_ring(tmp_path: Path) -> None:
     command = on_a_file_system_of_one_megabyte(job("auto", tmp_path, "no room"), tmp_path)
     assert lines_of(command) == RING
 
 
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 def test_a_full_file_system_is_an_error_for_those_who_want_the_window(tmp_path: Path) -> None:
     command = on_a_file_system_of_one_megabyte(job("window", tmp_path, "no room"), tmp_path)
     assert_refused(lines_of(command), tmp_path)
 
 
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 @pytest.mark.parametrize("scarcity", ["small files", "no file on one rank"])
 def test_a_limit_of_the_process_means_the_ring(tmp_path: Path, scarcity: str) -> None:
     assert lines_of(job("auto", tmp_path, scarcity)) == RING
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("scarcity", ["small files", "no file on one rank"])
+@in_a_job
+@pytest.mark.parametrize("scarcity", [pytest.param("small files", marks=pytest.mark.complete), "no file on one rank"])
 def test_a_limit_of_the_process_is_an_error_for_those_who_want_the_window(tmp_path: Path, scarcity: str) -> None:
     assert_refused(lines_of(job("window", tmp_path, scarcity)), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 def test_a_missing_directory_means_the_ring(tmp_path: Path) -> None:
     assert lines_of(job("auto", tmp_path / "missing", "plenty")) == RING
 

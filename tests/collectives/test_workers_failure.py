@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from grpc_jobs import socket_addresses
@@ -24,14 +24,20 @@ from workers import (
 )
 
 MEBIBYTES_8 = ["--length", str(2 << 20)]
-STOPPED_S = 8.0
 TIMEOUT_S = 4  # longer than a busy machine takes for a round, or pauses
 
 
-def assert_lost(workers: Sequence[Worker], since: float, name: str, operation: str = "all_reduce 'weights'") -> None:
-    """All of them end in time, with an error that names the lost worker and what they did."""
+def job(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of real processes that compute."""
+    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
+        test = mark(test)
+    return test
+
+
+def assert_lost(workers: Sequence[Worker], name: str, operation: str = "all_reduce 'weights'") -> None:
+    """All of them end, with an error that names the lost worker and what they did."""
     for worker in workers:
-        status = worker.end(max(0.1, LOST_LIMIT_S - seconds_since(since)))
+        status = worker.end()
         error = last_line(worker)
         assert status == 1, worker.text
         assert error.startswith("collectives.errors.PeerLostError: "), worker.text
@@ -46,10 +52,16 @@ def name_of(addresses: Sequence[str], rank: int) -> str:
 # ---- death
 
 
-@pytest.mark.job
+@job
 @pytest.mark.parametrize(
     ("kind", "size", "victim"),
-    [("port", 2, 0), ("port", 3, 1), ("port", 4, 3), ("socket", 2, 1), ("socket", 3, 2), ("socket", 4, 0)],
+    [
+        ("port", 3, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.complete)
+            for case in (("port", 2, 0), ("port", 4, 3), ("socket", 2, 1), ("socket", 3, 2), ("socket", 4, 0))
+        ),
+    ],
 )
 def test_a_worker_that_is_killed_is_named_by_all_who_wait_for_it(kind: str, size: int, victim: int) -> None:
     with socket_addresses(size) as sockets:
@@ -59,13 +71,15 @@ def test_a_worker_that_is_killed_is_named_by_all_who_wait_for_it(kind: str, size
             lost.wait_for("is away")
             for worker in workers:
                 worker.wait_for("waits")
-            started = time.monotonic()
             lost.kill()
-            assert_lost(workers, started, f"{name_of(addresses, victim)} is lost")
+            assert_lost(workers, f"{name_of(addresses, victim)} is lost")
 
 
-@pytest.mark.job
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0), (4, 2)])
+@job
+@pytest.mark.parametrize(
+    ("size", "victim"),
+    [(3, 0), pytest.param(2, 1, marks=pytest.mark.complete), pytest.param(4, 2, marks=pytest.mark.complete)],
+)
 def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named_and_no_partial_sum_is_seen(
     size: int, victim: int
 ) -> None:
@@ -74,70 +88,64 @@ def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named_and_no_partial
     with running(Job(addresses, MEBIBYTES_8), "rounds") as workers:
         for worker in workers:
             worker.wait_for("round 1 was right")
-        started = time.monotonic()
         workers.pop(victim).kill()
-        assert_lost(workers, started, f"{name_of(addresses, victim)} is lost")
+        assert_lost(workers, f"{name_of(addresses, victim)} is lost")
         assert not any(worker.containing("are wrong") for worker in workers)
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("size", [2, 3])
+@job
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.complete)])
 def test_a_worker_that_raises_an_error_is_named(size: int) -> None:
     with socket_addresses(size) as addresses, running(Job(addresses, ["--absent", "1"]), "away") as workers:
         failing = workers.pop(1)
         failing.wait_for("is away")
-        started = time.monotonic()
         failing.tell("raise")
-        assert_lost(workers, started, name_of(addresses, 1))
+        assert_lost(workers, name_of(addresses, 1))
         assert failing.end() == 1
         assert last_line(failing) == "RuntimeError: out of data"
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("task", ["away", "forget"])
+@job
+@pytest.mark.parametrize("task", [pytest.param("away", marks=pytest.mark.complete), "forget"])
 def test_a_worker_that_ends_without_closing_is_named(task: str) -> None:
     """By `sys.exit(0)` in the middle, or at the end of a program that forgets to close."""
     with socket_addresses(3) as addresses, running(Job(addresses, ["--absent", "2"]), task) as workers:
         leaving = workers.pop(2)
         leaving.wait_for("is away")
-        started = time.monotonic()
         leaving.tell("exit")
-        assert_lost(workers, started, name_of(addresses, 2))
+        assert_lost(workers, name_of(addresses, 2))
         assert leaving.end() == 0, leaving.text
 
 
 # ---- slowness
 
 
-@pytest.mark.job
+@job
 def test_a_worker_that_is_stopped_for_a_while_is_survived_and_named() -> None:
     addresses = port_addresses(2)
     with running(Job(addresses, ["--stall-warning-s", "1"]), "rounds") as workers:
         stopped = workers[1]
         for worker in workers:
             worker.wait_for("round 1 was right")
-        started = time.monotonic()
         stopped.stop()
-        line = workers[0].wait_for("WARNING", "rank 0 at", f"for {name_of(addresses, 1)}", "in all_reduce 'weights'")
-        assert float(line.partition("has waited ")[2].split()[0]) >= 1
-        with pytest.raises(subprocess.TimeoutExpired):  # it goes on waiting
-            workers[0].process.wait(max(0.1, STOPPED_S - seconds_since(started)))
+        words = ("WARNING", "rank 0 at", f"for {name_of(addresses, 1)}", "in all_reduce 'weights'")
+        workers[0].wait_for(*words, count=4)  # it warns again and again, and goes on waiting
+        assert workers[0].process.poll() is None
         stopped.resume()
         assert_end_well(workers)
 
 
-@pytest.mark.job
-@pytest.mark.alone
+@job
+@pytest.mark.complete
 def test_a_worker_that_is_stopped_for_too_long_is_named_when_the_others_give_up() -> None:
     addresses = port_addresses(3)
     with running(Job(addresses, ["--timeout-s", str(TIMEOUT_S), *MEBIBYTES_8]), "rounds") as workers:
         for worker in workers:
             worker.wait_for("round 1 was right")
-        started = time.monotonic()
         workers[1].stop()
         others = [workers[0], workers[2]]
         for worker in others:
-            assert worker.end(max(0.1, TIMEOUT_S + LOST_LIMIT_S - seconds_since(started))) == 1, worker.text
+            assert worker.end() == 1, worker.text
         errors = [last_line(worker) for worker in others]
         timed_out = [error for error in errors if "CollectiveTimeoutError" in error]
         assert any(f"for {name_of(addresses, 1)} in all_reduce 'weights'" in error for error in timed_out), errors
@@ -203,11 +211,12 @@ def running_on(hosts: Sequence[str], task: str, *arguments: str) -> Iterator[tup
             worker.dispose()
 
 
-@pytest.mark.job
-@pytest.mark.alone
+@job
+@pytest.mark.complete
 def test_workers_whose_network_is_cut_notice_it_in_time(hosts: Sequence[str]) -> None:
-    """Also while gRPC writes what will never arrive, for which its connections wait when they are closed.
+    """Within ten seconds, twice as many on a busy machine.
 
+    Also while gRPC writes what will never arrive, for which its connections wait when they are closed.
     Names cannot be looked up any more either.
     """
     for host in hosts:
@@ -218,4 +227,21 @@ def test_workers_whose_network_is_cut_notice_it_in_time(hosts: Sequence[str]) ->
         started = time.monotonic()
         unplug(hosts[0])
         for rank, worker in enumerate(workers):
-            assert_lost([worker], started, f"{name_of(addresses, 1 - rank)} is lost")
+            assert_lost([worker], f"{name_of(addresses, 1 - rank)} is lost")
+        assert seconds_since(started) < 2 * LOST_LIMIT_S
+
+
+# ---- the promise
+
+
+@job
+@pytest.mark.complete
+def test_a_worker_that_is_killed_is_noticed_in_time() -> None:
+    addresses = port_addresses(3)
+    with running(Job(addresses, MEBIBYTES_8), "rounds") as workers:
+        for worker in workers:
+            worker.wait_for("round 1 was right")
+        started = time.monotonic()
+        workers.pop(1).kill()
+        assert_lost(workers, f"{name_of(addresses, 1)} is lost")
+        assert seconds_since(started) < 2 * LOST_LIMIT_S

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from grpc_jobs import socket_addresses
+from grpc_threads import WorkerThreads
+from watching import watched
 from workers import (
     Job,
     Worker,
@@ -31,10 +34,94 @@ def addresses() -> Iterator[list[str]]:
         yield addresses
 
 
-@pytest.mark.job
+def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of real processes."""
+    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
+        test = mark(test)
+    return test
+
+
+# ---- threads
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["first rank first", "last rank first"])
 def test_workers_start_in_any_order(size: int, is_reversed: bool) -> None:
+    with socket_addresses(size) as addresses:
+        group, workers = WorkerThreads(addresses), []
+        for rank in sorted(range(size), reverse=is_reversed):
+            workers.append(group.join(rank))
+            until_listening(addresses[rank])
+        group.assert_end_well(workers)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_workers_meet_at_ports(host: str) -> None:
+    if host == "[::1]" and not has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback interface")
+    group = WorkerThreads(port_addresses(2, host))
+    group.assert_end_well([group.join(rank) for rank in range(2)])
+
+
+def test_addresses_may_be_of_different_kinds(addresses: Sequence[str]) -> None:
+    mixed = [addresses[0].replace("unix:", "unix://"), *port_addresses(1), *port_addresses(1, "localhost")]
+    group = WorkerThreads(mixed)
+    group.assert_end_well([group.join(rank) for rank in range(3)])
+
+
+def test_workers_that_wait_say_who_has_not_answered() -> None:
+    with socket_addresses(3) as addresses, watched() as warnings:
+        group = WorkerThreads(addresses)
+        workers = [group.join(rank) for rank in (0, 2)]
+        for rank in (0, 2):
+            words = (f"rank {rank} at {addresses[rank]} has waited", f"s for rank 1 at {addresses[1]} (no such file")
+            warnings.wait_for(1, *words)
+        group.assert_end_well([*workers, group.join(1)])
+
+
+@pytest.mark.parametrize("kind", ["port", "socket"])
+def test_an_address_in_use_is_an_error(addresses: Sequence[str], kind: str) -> None:
+    if kind == "port":
+        addresses = port_addresses(2)
+    with listening_at(addresses[1]), pytest.raises(PeerRefusedError) as caught:
+        connect(addresses, 1)
+    assert str(caught.value).startswith(f"rank 1 at {addresses[1]} cannot listen there")
+    assert re.search("in use|another process listens", str(caught.value))
+
+
+def test_the_file_of_a_socket_that_nobody_listens_at_is_no_hindrance(addresses: Sequence[str]) -> None:
+    with listening_at(addresses[0]):
+        pass
+    assert Path(addresses[0].removeprefix("unix:")).is_socket()
+    group = WorkerThreads(addresses)
+    group.assert_end_well([group.join(rank) for rank in range(2)])
+
+
+def test_who_gives_up_may_come_again(addresses: Sequence[str]) -> None:
+    with pytest.raises(CollectiveTimeoutError):
+        connect(addresses, 0)
+    group = WorkerThreads(addresses)
+    group.assert_end_well([group.join(rank) for rank in range(2)])
+
+
+@pytest.mark.parametrize("kind", ["port", "socket"])
+def test_a_second_claim_on_an_address_leaves_the_first_alone(addresses: Sequence[str], kind: str) -> None:
+    group = WorkerThreads(addresses if kind == "socket" else port_addresses(2))
+    workers = [group.join(rank) for rank in range(2)]
+    group.assert_reduce(workers)
+    with pytest.raises(PeerRefusedError, match="rank 0 at"):
+        group.connect(0)
+    group.assert_end_well(workers)
+
+
+# ---- processes
+
+
+@in_a_job
+@pytest.mark.complete
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["first rank first", "last rank first"])
+def test_processes_start_in_any_order(size: int, is_reversed: bool) -> None:
     with socket_addresses(size) as addresses, disposed_of() as workers:
         for rank in sorted(range(size), reverse=is_reversed):
             workers.append(Job(addresses).start("rounds", rank))
@@ -42,7 +129,8 @@ def test_workers_start_in_any_order(size: int, is_reversed: bool) -> None:
         assert_end_well(workers)
 
 
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 def test_workers_that_wait_say_who_has_not_answered_and_meet_one_that_comes_seconds_later() -> None:
     with socket_addresses(3) as addresses, disposed_of() as workers:
         job = Job(addresses)
@@ -55,37 +143,23 @@ def test_workers_that_wait_say_who_has_not_answered_and_meet_one_that_comes_seco
         assert_end_well(workers)
 
 
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 def test_the_error_after_the_limit_names_the_addresses_too() -> None:
     addresses = port_addresses(3)
     with disposed_of() as workers:
         workers.append(Job(addresses).start("rounds", 1))
         until_listening(addresses[1])
-        workers.append(Job(addresses).start("rounds", 0, "--connect-timeout-s", "3"))
+        workers.append(Job(addresses).start("rounds", 0, "--connect-timeout-s", "15"))
         assert workers[1].end() == 1
         error = last_line(workers[1])
         assert error.startswith(f"collectives.errors.CollectiveTimeoutError: rank 0 at {addresses[0]} has waited")
-        assert f"for rank 2 at {addresses[2]} (connection refused): gave up after connect_timeout_s = 3" in error
+        assert f"for rank 2 at {addresses[2]} (connection refused): gave up after connect_timeout_s = 15" in error
         assert addresses[1] not in error
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_workers_meet_at_ports(host: str) -> None:
-    if host == "[::1]" and not has_ipv6():
-        pytest.skip("this machine has no IPv6 loopback interface")
-    with running(Job(port_addresses(2, host)), "rounds") as workers:
-        assert_end_well(workers)
-
-
-@pytest.mark.job
-def test_addresses_may_be_of_different_kinds(addresses: Sequence[str]) -> None:
-    mixed = [addresses[0].replace("unix:", "unix://"), *port_addresses(1), *port_addresses(1, "localhost")]
-    with running(Job(mixed), "rounds") as workers:
-        assert_end_well(workers)
-
-
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 @pytest.mark.parametrize("kind", ["port", "socket"])
 def test_an_address_in_use_is_one_clear_error(addresses: Sequence[str], kind: str) -> None:
     if kind == "port":
@@ -99,16 +173,8 @@ def test_an_address_in_use_is_one_clear_error(addresses: Sequence[str], kind: st
         assert len(workers[0].containing("cannot listen there")) == 1
 
 
-@pytest.mark.job
-def test_the_file_of_a_socket_that_nobody_listens_at_is_no_hindrance(addresses: Sequence[str]) -> None:
-    with listening_at(addresses[0]):
-        pass
-    assert Path(addresses[0].removeprefix("unix:")).is_socket()
-    with running(Job(addresses), "rounds") as workers:
-        assert_end_well(workers)
-
-
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 def test_workers_that_die_while_others_are_awaited_may_come_again() -> None:
     """One at a port, one at a socket whose file it leaves behind."""
     with socket_addresses(2) as sockets, disposed_of() as workers:
@@ -124,7 +190,8 @@ def test_workers_that_die_while_others_are_awaited_may_come_again() -> None:
         assert_end_well([first, *again])
 
 
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 def test_a_worker_that_gives_up_may_come_again(addresses: Sequence[str]) -> None:
     with disposed_of() as workers:
         job = Job(addresses)
@@ -136,9 +203,10 @@ def test_a_worker_that_gives_up_may_come_again(addresses: Sequence[str]) -> None
         assert_end_well(patient)
 
 
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 @pytest.mark.parametrize("kind", ["port", "socket"])
-def test_a_second_claim_on_an_address_leaves_the_first_alone(addresses: Sequence[str], kind: str) -> None:
+def test_a_second_process_leaves_the_first_alone(addresses: Sequence[str], kind: str) -> None:
     job = Job(addresses if kind == "socket" else port_addresses(2))
     with running(job, "rounds") as pair, disposed_of() as others:
         pair[0].wait_for("round 1 was right")
@@ -148,18 +216,19 @@ def test_a_second_claim_on_an_address_leaves_the_first_alone(addresses: Sequence
         assert_end_well(pair)
 
 
-@pytest.mark.job
+@in_a_job
 def test_workers_listen_only_where_the_cluster_says() -> None:
     addresses = port_addresses(2)
     ports = [int(address.rpartition(":")[2]) for address in addresses]
-    with running(Job(addresses), "rounds") as workers:
+    with running(Job(addresses, ["--pause-s", "0.01"]), "rounds") as workers:
         for worker, port in zip(workers, ports, strict=True):
             worker.wait_for("round 1 was right")
             assert listening_places(worker) == {("127.0.0.1", port)}
         assert_end_well(workers)
 
 
-@pytest.mark.job
+@in_a_job
+@pytest.mark.complete
 def test_workers_at_sockets_listen_at_no_port(addresses: Sequence[str]) -> None:
     with running(Job(addresses), "rounds") as workers:
         for worker in workers:

@@ -14,6 +14,8 @@ from workers import port_addresses
 
 EXTRA_MEBIBYTES = 16
 
+pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(200)]
+
 
 @pytest.fixture(scope="module", params=["port", "socket"])
 def measured(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
@@ -25,7 +27,6 @@ def measured(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return [json.loads(out) for _, out, _ in ends]
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("calls", ["first", "later"])
 def test_an_all_reduce_of_64_mib_takes_little_memory_besides_its_buffer(
     measured: list[dict[str, Any]], calls: str
@@ -34,7 +35,6 @@ def test_an_all_reduce_of_64_mib_takes_little_memory_besides_its_buffer(
     assert max(extra.values()) <= EXTRA_MEBIBYTES, extra
 
 
-@pytest.mark.job
 def test_each_worker_sends_every_byte_at_most_twice(measured: list[dict[str, Any]]) -> None:
     assert max(facts["sent_bytes"] for facts in measured) <= allowed(BUFFER_BYTES)
     assert min(facts["sent_bytes"] for facts in measured) >= BUFFER_BYTES

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from certificates import SERVER, Authority, Files
 from grpc_jobs import socket_addresses
+from grpc_threads import WorkerThreads
 from strangers import answer_at, good_hello, proven
+from watching import Warnings, watched
 from workers import (
     Job,
     Worker,
@@ -27,13 +31,19 @@ from workers import (
 )
 
 import collectives
-from collectives import Limits, SecurityError, Settings
+from collectives import Communicator, Limits, PeerRefusedError, SecurityError, Settings
 from collectives.network.security import AUTHORITY, CERTIFICATE, INSECURE, KEY, TLS_VARIABLES, TOKEN, Security
 
 ELSEWHERE = "192.0.2.1:3737"  # of TEST-NET-1, which nobody owns
 RIGHT_TOKEN = "the-right-token"
-SECURITY_ERROR = "collectives.errors.SecurityError: "
 PATIENCE = ["--connect-timeout-s", "50"]  # of wrong workers that are not refused
+
+
+def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of real processes."""
+    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
+        test = mark(test)
+    return test
 
 
 def connect(addresses: Sequence[str], rank: int, **options: object) -> collectives.Communicator:
@@ -69,15 +79,12 @@ def test_an_address_of_this_machine_that_others_reach_is_no_loopback_address() -
         connect(addresses, 0)
 
 
-@pytest.mark.job
 def test_plaintext_between_machines_is_possible_and_warned_of() -> None:
     addresses = own_addresses()
-    with running(Job(addresses, environ={INSECURE: "1"}), "rounds") as workers:
-        for worker in workers:
-            warning = worker.wait_for("WARNING")
-            assert f"{INSECURE}=1" in warning
-            assert all(address in warning for address in addresses)
-        assert_end_well(workers)
+    with watched() as warnings:
+        group = WorkerThreads(addresses, Security.from_environ({INSECURE: "1"}))
+        group.assert_end_well([group.join(rank) for rank in range(2)])
+    assert len(warnings.containing(f"{INSECURE}=1", *addresses)) == 2
 
 
 @pytest.mark.parametrize("value", ["yes", "2", "true"])
@@ -168,10 +175,9 @@ def test_the_token_is_not_shown_with_the_settings() -> None:
 # ---- certificates of workers
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "unix", "this machine's own"])
 def test_workers_with_certificates_of_one_authority_meet(authority: Authority, right: Files, host: str) -> None:
-    with socket_addresses(2) as sockets:
+    with socket_addresses(2) as sockets, watched() as warnings:
         files = right
         if host == "unix":
             addresses = sockets
@@ -180,17 +186,23 @@ def test_workers_with_certificates_of_one_authority_meet(authority: Authority, r
             files = authority.issue("own", [addresses[0].rpartition(":")[0]])
         else:
             addresses = port_addresses(2, host)
-        with running(Job(addresses, environ=files.environ), "rounds") as workers:
-            assert_end_well(workers)
-            assert not workers[0].containing("WARNING")
+        group = WorkerThreads(addresses, Security.from_environ(files.environ))
+        group.assert_end_well([group.join(rank) for rank in range(2)])
+    assert warnings.texts == []
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("size", [3])
-def test_a_token_and_certificates_go_together(right: Files, size: int) -> None:
+def test_a_token_and_certificates_go_together(right: Files) -> None:
+    group = WorkerThreads(port_addresses(3), Security.from_environ({**right.environ, TOKEN: RIGHT_TOKEN}))
+    group.assert_end_well([group.join(rank) for rank in range(3)])
+
+
+@in_a_job
+@pytest.mark.complete
+def test_processes_with_a_token_and_certificates_meet(right: Files) -> None:
     environ = {**right.environ, TOKEN: RIGHT_TOKEN}
-    with running(Job(port_addresses(size), environ=environ), "rounds") as workers:
+    with running(Job(port_addresses(3), environ=environ), "rounds") as workers:
         assert_end_well(workers)
+        assert not workers[0].containing("WARNING")
 
 
 # ---- wrong workers that come while a right one waits
@@ -198,86 +210,98 @@ def test_a_token_and_certificates_go_together(right: Files, size: int) -> None:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The first of two workers, which waits for the right second one."""
+    """The first of two workers, which waits for the right second one.
 
-    job: Job
-    worker: Worker
+    Attributes:
+        group: both, as they are given the environment.
+        warnings: of all workers in this process, since the first one began.
+    """
+
+    group: WorkerThreads
+    warnings: Warnings
+    first: Future[Communicator]
+
+    @property
+    def address(self) -> str:
+        """Of the first one."""
+        return self.group.addresses[0]
 
     def assert_refuses(self, environ: Mapping[str, str], here: str, there: str = "") -> None:
         """A second worker with another environment ends with the words `here`; the first one logs those `there`."""
-        self._assert_refused(self.job.start("rounds", 1, *PATIENCE, environ=environ), here, there)
+        self._assert_refuses(here, there, security=Security.from_environ(environ))
 
-    def assert_refuses_with(self, arguments: Sequence[str], addresses: Sequence[str], reason: str) -> None:
+    def assert_refuses_with(self, reason: str, **changes: Any) -> None:
         """A second worker with other arguments is refused."""
-        wrong = self.job.start("rounds", 1, *PATIENCE, *arguments, addresses=addresses)
-        self._assert_refused(wrong, reason, reason)
+        self._assert_refuses(reason, reason, **changes)
 
-    def _assert_refused(self, wrong: Worker, here: str, there: str) -> None:
-        with disposed_of() as workers:
-            workers.append(wrong)
-            assert wrong.end() == 1, wrong.text
-            error = last_line(wrong)
-            assert error.startswith(("collectives.errors.PeerRefusedError: rank 1 at", SECURITY_ERROR)), wrong.text
-            assert here in error
-            assert f"rank 0 at {self.job.addresses[0]}" in error or error.startswith(SECURITY_ERROR)
+    def _assert_refuses(self, here: str, there: str, **changes: Any) -> None:
+        with pytest.raises((PeerRefusedError, SecurityError)) as caught:
+            self.group.connect(1, **changes)
+        error = str(caught.value)
+        assert here in error
+        if caught.type is PeerRefusedError:
+            assert error.startswith("rank 1 at")
+            assert f"rank 0 at {self.address}" in error
         if there:
-            self.worker.wait_for("WARNING", there)
-        assert self.worker.process.poll() is None
+            self.warnings.wait_for(1, f"rank 0 at {self.address}", there)
+        assert not self.first.done()
 
 
-def waiting_for_the_right_one(job: Job) -> Iterator[Waiting]:
-    """Afterwards the right one comes, and the job completes."""
-    with disposed_of() as workers:
-        workers.append(job.start("rounds", 0))
-        until_listening(job.addresses[0])
-        yield Waiting(job, workers[0])
-        workers.append(job.start("rounds", 1))
-        assert_end_well(workers)
+def waiting_for_the_right_one(group: WorkerThreads) -> Iterator[Waiting]:
+    """Afterwards the right one comes, and all is well."""
+    with watched() as warnings:
+        first = group.join(0, connect_timeout_s=600.0)
+        until_listening(group.addresses[0])
+        yield Waiting(group, warnings, first)
+        group.assert_end_well([first, group.join(1)])
 
 
 @pytest.fixture(scope="module")
 def with_certificates(right: Files) -> Iterator[Waiting]:
-    yield from waiting_for_the_right_one(Job(port_addresses(2), environ=right.environ))
+    yield from waiting_for_the_right_one(WorkerThreads(port_addresses(2), Security.from_environ(right.environ)))
 
 
 @pytest.fixture(scope="module")
 def with_token() -> Iterator[Waiting]:
     with socket_addresses(2) as addresses:
-        yield from waiting_for_the_right_one(Job(addresses, environ={TOKEN: RIGHT_TOKEN}))
+        yield from waiting_for_the_right_one(WorkerThreads(addresses, Security(token=RIGHT_TOKEN)))
 
 
 @pytest.fixture(scope="module")
 def without_token() -> Iterator[Waiting]:
     with socket_addresses(2) as addresses:
-        yield from waiting_for_the_right_one(Job(addresses, environ={TOKEN: ""}))
+        yield from waiting_for_the_right_one(WorkerThreads(addresses))
 
 
 NO_FIT = "certificates do not fit"
 
 
-@pytest.mark.job
 def test_a_worker_of_another_authority_is_refused(with_certificates: Waiting, stranger: Authority) -> None:
     wrong = stranger.issue("stranger", ["localhost", "127.0.0.1"])
     with_certificates.assert_refuses(wrong.environ, NO_FIT, NO_FIT)
 
 
-@pytest.mark.job
-def test_a_worker_that_is_slow_to_answer_was_there_first_all_the_same(
-    with_certificates: Waiting, stranger: Authority
+@in_a_job
+def test_a_process_of_another_authority_is_refused_also_by_one_that_is_slow_to_answer(
+    right: Files, stranger: Authority
 ) -> None:
-    """So the wrong one ends, and does not wait for the right one to take its place."""
+    """It was there first all the same, so the wrong one ends, and does not wait for the right one to take its place."""
     wrong = stranger.issue("hasty", ["localhost", "127.0.0.1"])
-    job, slow = with_certificates.job, with_certificates.worker
+    job = Job(port_addresses(2), environ=right.environ)
     with disposed_of() as workers:
+        slow = job.start("rounds", 0)
+        workers.append(slow)
+        until_listening(job.addresses[0])
         slow.stop()
         workers.append(job.start("rounds", 1, *PATIENCE, environ=wrong.environ))
-        workers[0].wait_for("WARNING", f"s for rank 0 at {job.addresses[0]}", "timed out")
+        workers[1].wait_for("WARNING", f"s for rank 0 at {job.addresses[0]}", "timed out")
         slow.resume()
-        assert workers[0].end() == 1
-        assert last_line(workers[0]).startswith("collectives.errors.PeerRefusedError: rank 1 at")
+        assert workers[1].end() == 1
+        assert last_line(workers[1]).startswith("collectives.errors.PeerRefusedError: rank 1 at")
+        workers.append(job.start("rounds", 1))
+        assert_end_well([slow, workers[-1]])
 
 
-@pytest.mark.job
 def test_a_certificate_of_another_authority_is_refused(
     with_certificates: Waiting, authority: Authority, stranger: Authority
 ) -> None:
@@ -286,7 +310,6 @@ def test_a_certificate_of_another_authority_is_refused(
     with_certificates.assert_refuses(knows_ours, "certificate")
 
 
-@pytest.mark.job
 def test_a_worker_that_trusts_another_authority_is_refused(
     with_certificates: Waiting, right: Files, stranger: Authority
 ) -> None:
@@ -294,62 +317,55 @@ def test_a_worker_that_trusts_another_authority_is_refused(
     with_certificates.assert_refuses(trusts_others, "certificate")
 
 
-@pytest.mark.job
 def test_a_certificate_that_is_not_for_clients_is_refused(with_certificates: Waiting, authority: Authority) -> None:
     wrong = authority.issue("server-only", ["localhost", "127.0.0.1"], [SERVER])
     with_certificates.assert_refuses(wrong.environ, "certificate")
 
 
-@pytest.mark.job
 def test_an_expired_certificate_is_refused(with_certificates: Waiting, authority: Authority) -> None:
     wrong = authority.issue("expired", ["localhost", "127.0.0.1"], is_expired=True)
     with_certificates.assert_refuses(wrong.environ, "certificate")
 
 
-@pytest.mark.job
+@in_a_job
 def test_a_certificate_for_another_host_is_refused(with_certificates: Waiting, authority: Authority) -> None:
     """By the worker that calls it; it cannot be seen by the one that is called."""
     wrong = authority.issue("elsewhere", ["elsewhere.example"])
+    job = Job(with_certificates.group.addresses, environ=wrong.environ)
     with disposed_of() as workers:
-        workers.append(with_certificates.job.start("rounds", 1, environ=wrong.environ))
-        with_certificates.worker.wait_for("WARNING", f"rank 1 at {with_certificates.job.addresses[1]}", NO_FIT)
+        workers.append(job.start("rounds", 1))
+        with_certificates.warnings.wait_for(1, f"rank 1 at {job.addresses[1]}", "mismatch, certificate is not valid")
 
 
-@pytest.mark.job
+@in_a_job
 def test_a_worker_without_certificate_is_refused(with_certificates: Waiting) -> None:
+    job = Job(with_certificates.group.addresses, environ=dict.fromkeys(TLS_VARIABLES, ""))
     with disposed_of() as workers:
-        job = with_certificates.job
-        plain = dict.fromkeys(TLS_VARIABLES, "")
-        workers.append(job.start("rounds", 1, "--connect-timeout-s", "2", environ=plain))
-        with_certificates.worker.wait_for("WARNING", f"rank 1 at {job.addresses[1]}", NO_FIT)
-        assert workers[0].end() == 1
-        assert f"rank 0 at {job.addresses[0]} (" in last_line(workers[0])
+        workers.append(job.start("rounds", 1, *PATIENCE))
+        workers[0].wait_for("WARNING", f"s for rank 0 at {job.addresses[0]} (")
+        with_certificates.warnings.wait_for(1, f"rank 1 at {job.addresses[1]}", NO_FIT)
+        assert workers[0].process.poll() is None
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("token", ["another-token", ""], ids=["another", "none"])
 def test_a_worker_with_the_wrong_token_is_refused(with_token: Waiting, token: str) -> None:
     reason = "its job token is not ours"
     with_token.assert_refuses({TOKEN: token}, reason, reason)
 
 
-@pytest.mark.job
 def test_a_worker_with_a_token_does_not_join_those_without(without_token: Waiting) -> None:
     without_token.assert_refuses({TOKEN: RIGHT_TOKEN}, "does not know our job token", "job token")
 
 
-@pytest.mark.job
 def test_a_worker_of_another_description_is_refused(with_token: Waiting) -> None:
-    addresses = with_token.job.addresses
-    reason = f"its cluster is not ours, which is {', '.join(addresses)}"
-    with_token.assert_refuses_with(["--description", "8 replicas"], addresses, reason)
+    reason = f"its cluster is not ours, which is {', '.join(with_token.group.addresses)}"
+    with_token.assert_refuses_with(reason, description="8 replicas")
 
 
-@pytest.mark.job
 def test_a_worker_of_another_cluster_is_refused(with_token: Waiting) -> None:
-    addresses = with_token.job.addresses
+    addresses = with_token.group.addresses
     reason = f"its cluster is not ours, which is {', '.join(addresses)}"
-    with_token.assert_refuses_with([], [*addresses, f"{addresses[0]}.more"], reason)
+    with_token.assert_refuses_with(reason, addresses=[*addresses, f"{addresses[0]}.more"])
 
 
 # ---- strangers that come while a job runs
@@ -368,7 +384,7 @@ class Running:
 def pair() -> Iterator[Running]:
     """With a token; afterwards the job completes."""
     with socket_addresses(2) as addresses:
-        job = Job(addresses, environ={TOKEN: RIGHT_TOKEN})
+        job = Job(addresses, ["--pause-s", "0.01"], environ={TOKEN: RIGHT_TOKEN})
         with running(job, "rounds") as workers:
             for worker in workers:
                 worker.wait_for("round 1 was right")
@@ -379,7 +395,7 @@ def pair() -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def secured_pair(right: Files) -> Iterator[Running]:
     """With certificates; afterwards the job completes."""
-    job = Job(port_addresses(2, "localhost"), environ=right.environ)
+    job = Job(port_addresses(2, "localhost"), ["--pause-s", "0.01"], environ=right.environ)
     with running(job, "rounds") as workers:
         for worker in workers:
             worker.wait_for("round 1 was right")
@@ -399,13 +415,13 @@ def assert_refused(pair: Running, answer: tuple[grpc.StatusCode, str], reason: s
     assert_still_right(pair.workers)
 
 
-@pytest.mark.job
+@in_a_job
 @METHODS
 def test_a_stream_without_hello_is_refused(pair: Running, method: str) -> None:
     assert_refused(pair, answer_at(pair.job.addresses[0], (), method), "it says no hello")
 
 
-@pytest.mark.job
+@in_a_job
 @METHODS
 @pytest.mark.parametrize("token", ["", "another-token", RIGHT_TOKEN[:-1], f"{RIGHT_TOKEN} "])
 def test_a_stream_with_the_wrong_token_is_refused(pair: Running, method: str, token: str) -> None:
@@ -414,7 +430,7 @@ def test_a_stream_with_the_wrong_token_is_refused(pair: Running, method: str, to
     assert_refused(pair, answer, "its job token is not ours")
 
 
-@pytest.mark.job
+@in_a_job
 @METHODS
 def test_a_proof_holds_for_one_hello_only(pair: Running, method: str) -> None:
     hello = good_hello(pair.job.addresses, method)
@@ -424,7 +440,7 @@ def test_a_proof_holds_for_one_hello_only(pair: Running, method: str) -> None:
     assert_refused(pair, answer, "its job token is not ours")
 
 
-@pytest.mark.job
+@in_a_job
 @METHODS
 @pytest.mark.parametrize(
     ("changes", "reason"),
@@ -449,7 +465,7 @@ def test_a_stream_of_the_wrong_worker_is_refused(
     assert_refused(pair, answer, reason)
 
 
-@pytest.mark.job
+@in_a_job
 @METHODS
 def test_a_hello_that_says_more_than_it_should_is_refused(pair: Running, method: str) -> None:
     hello = json.dumps({**asdict(good_hello(pair.job.addresses, method)), "is_admin": True})
@@ -457,7 +473,7 @@ def test_a_hello_that_says_more_than_it_should_is_refused(pair: Running, method:
     assert_refused(pair, answer, "its hello cannot be read")
 
 
-@pytest.mark.job
+@in_a_job
 @pytest.mark.parametrize("method", ["/popdist.Collectives/Anything", "/grpc.health.v1.Health/Check", "/"])
 def test_what_workers_do_not_offer_is_not_there(pair: Running, method: str) -> None:
     code, _ = answer_at(pair.job.addresses[0], (), method)
@@ -465,13 +481,13 @@ def test_what_workers_do_not_offer_is_not_there(pair: Running, method: str) -> N
     assert_still_right(pair.workers)
 
 
-@pytest.mark.job
+@in_a_job
 def test_the_token_itself_never_shows(pair: Running) -> None:
     assert_still_right(pair.workers)
     assert not any(RIGHT_TOKEN in worker.text for worker in pair.workers)
 
 
-@pytest.mark.job
+@in_a_job
 def test_clients_without_our_certificates_reach_nothing(
     secured_pair: Running, authority: Authority, right: Files, stranger: Authority
 ) -> None:
@@ -492,7 +508,7 @@ def test_clients_without_our_certificates_reach_nothing(
     assert_still_right(secured_pair.workers)
 
 
-@pytest.mark.job
+@in_a_job
 def test_our_certificate_alone_is_no_right_to_a_taken_rank(secured_pair: Running, right: Files) -> None:
     hello = good_hello(secured_pair.job.addresses).encode()
     answer = answer_at(secured_pair.job.addresses[0], proven(hello, ""), files=right)

@@ -1,0 +1,47 @@
+"""Which statements are checked where: all of them everywhere, or where they can come out differently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import conformance
+import conformance_checks
+import conformance_grouped
+import conformance_horovod
+import conformance_named
+from statements import About, Statement
+
+SINGLE, RING, WINDOW, GRPC, HOROVOD = "single", "ring", "window", "grpc", "horovod"
+MECHANISMS = (RING, WINDOW)
+SUITES = (conformance.suite, conformance_checks.suite, conformance_grouped.suite, conformance_named.suite)
+
+DTYPES_ON_NETWORKS = ("int8", "int16", "float16", "bfloat16", "float32", "float64")
+"""Where arrays travel as bytes: one dtype of each width, and the floats that are added in a wider one."""
+
+ADDS_BY_ITSELF = (HOROVOD,)
+"""Transports with an arithmetic of their own, in which every dtype may be another case."""
+
+
+def statements_for(size: int, transport: str, *, complete: bool) -> list[Statement]:
+    """What is checked over a network between `size` processes."""
+    suites = (*SUITES, conformance_horovod.suite) if transport == HOROVOD else SUITES
+    statements = [statement for suite in suites for statement in suite.statements if statement.at_least <= size]
+    return statements if complete else [each for each in statements if is_its_own_case(each, transport)]
+
+
+def is_its_own_case(statement: Statement, transport: str) -> bool:
+    """Whether a statement may be wrong over this network although it is right on threads."""
+    if statement.about is About.DTYPES:
+        return transport in ADDS_BY_ITSELF or statement.value in DTYPES_ON_NETWORKS
+    return statement.about is not About.ARGUMENTS
+
+
+def groups_of_threads(statement: Statement, *, complete: bool) -> Sequence[tuple[str, int]]:
+    """The mechanisms and sizes of the groups of threads of which it is checked."""
+    if complete:
+        groups = [(mechanism, size) for mechanism in MECHANISMS for size in (1, 2, 3, 4)]
+    elif statement.about is About.ARGUMENTS:
+        groups = [(RING, 3)]
+    else:
+        groups = [(mechanism, size) for mechanism in MECHANISMS for size in (2, 3)]
+    return [(mechanism, size) for mechanism, size in groups if size >= statement.at_least]

@@ -1,0 +1,70 @@
+"""Workers over gRPC that are threads of this process, for what needs no processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import collectives
+from collectives import Communicator, Limits, Settings
+from collectives.network.security import Security
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class WorkerThreads:
+    """The workers of one group; how they know each other is said here, and not by the environment.
+
+    Attributes:
+        addresses: of all of them.
+        security: of those that have none of their own.
+    """
+
+    addresses: Sequence[str]
+    security: Security = field(default_factory=Security)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
+
+    def join(self, rank: int, **changes: Any) -> Future[Communicator]:
+        """One worker looks for the others, in a thread of its own."""
+        return self._pool.submit(self.connect, rank, **changes)
+
+    def connect(
+        self,
+        rank: int,
+        *,
+        connect_timeout_s: float = LIMIT_S,
+        addresses: Sequence[str] = (),
+        security: Security | None = None,
+        description: str = "",
+    ) -> Communicator:
+        """One worker looks for the others, in this thread."""
+        return collectives.connect(
+            "grpc",
+            Settings(limits=Limits(timeout_s=LIMIT_S, connect_timeout_s=connect_timeout_s)),
+            addresses=addresses or self.addresses,
+            rank=rank,
+            description=description,
+            security=security or self.security,
+        )
+
+    def assert_reduce(self, workers: Sequence[Future[Communicator]]) -> None:
+        """All of them meet, and reduce with the right result."""
+        communicators = [worker.result(LIMIT_S) for worker in workers]
+        assert sorted(each.rank for each in communicators) == list(range(len(self.addresses)))
+        for length in (7, 200_001):  # with the exchange, and in lanes of its own
+            sums = self._all(communicators, lambda each, length=length: each.all_reduce(np.full(length, each.rank + 1)))
+            assert all((total == sum(range(1, len(self.addresses) + 1))).all() for total in sums)
+
+    def assert_end_well(self, workers: Sequence[Future[Communicator]]) -> None:
+        """All of them meet, reduce with the right result, and close."""
+        self.assert_reduce(workers)
+        self._all([worker.result() for worker in workers], Communicator.close)
+        self._pool.shutdown()
+
+    def _all(self, communicators: Sequence[Communicator], act: Callable[[Communicator], Any]) -> list[Any]:
+        return [future.result(LIMIT_S) for future in [self._pool.submit(act, each) for each in communicators]]

@@ -1,0 +1,170 @@
+"""One wait of one rank, on a clock that only its own pauses move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from watching import FakeClock, watched
+
+from collectives import CollectiveTimeoutError, Limits, PeerLostError
+from collectives.calls import Call
+from collectives.waiting import NoProgress, Progress, Watch
+
+NAMES = ("rank 0", "rank 1 on b", "rank 2 on c")
+PAUSE_S = 0.25
+
+
+class Time:
+    """Every pause takes as long, and something may happen during it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.pauses = 0
+        self.at: dict[int, list] = {}
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def pause(self, longest_s: float) -> None:
+        assert 0 < longest_s <= PAUSE_S
+        self.now_s += PAUSE_S
+        self.pauses += 1
+        for event in self.at.get(self.pauses, ()):
+            event()
+
+
+class Notes(NoProgress):
+    """Whom the rank has noted that it waits for, and when."""
+
+    def __init__(self, time: Time) -> None:
+        self.time = time
+        self.waits: list[tuple[float, list[int]]] = []
+        self.is_released = False
+
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        self.waits.append((self.time.now_s - 1000, list(instances)))
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+def watch_of(time: Time, progress: Progress | None = None, **limits: float) -> Watch:
+    watch = Watch(0, NAMES, (5, 6, 7), Limits(**limits), progress or NoProgress(), spins=3, clock=time)
+    watch.pause = time.pause
+    watch.call, watch.number = Call("all_reduce", "weights"), 17
+    return watch
+
+
+def never() -> bool:
+    return False
+
+
+def test_a_wait_ends_as_soon_as_what_it_waits_for_is_there(time: Time) -> None:
+    for pauses in (0, 1, 40):
+        begun = time.pauses
+        watch_of(time).wait(lambda begun=begun, pauses=pauses: time.pauses - begun == pauses, lambda: [1])
+        assert time.pauses - begun == pauses
+
+
+def test_a_wait_spins_before_it_looks_at_the_clock() -> None:
+    looks = 0
+
+    def ready() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == 3
+
+    def no_clock() -> float:
+        raise AssertionError("it has looked at the clock")
+
+    Watch(0, NAMES, (0, 1, 2), Limits(), NoProgress(), spins=3, clock=no_clock).wait(ready, list)
+    assert looks == 3
+
+
+def test_a_wait_without_a_bell_yields_and_then_sleeps() -> None:
+    looks = 0
+
+    def ready() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == 300
+
+    Watch(0, NAMES, (0, 1, 2), Limits(), NoProgress(), spins=0, clock=FakeClock()).wait(ready, list)
+    assert looks == 300
+
+
+def test_warnings_come_again_and_again_and_say_who_waits_how_long_for_whom_and_in_what(time: Time) -> None:
+    with watched() as warnings:
+        watch_of(time, stall_warning_s=30).wait(lambda: time.now_s == 1100, lambda: [1, 2])
+    facts = "for rank 1 on b, rank 2 on c in all_reduce 'weights' (collective 17)"
+    assert warnings.texts == [f"rank 0 has waited {seconds} s {facts}" for seconds in (30, 60, 90)]
+
+
+def test_a_wait_that_is_shorter_than_the_limit_is_not_mentioned(time: Time) -> None:
+    with watched() as warnings:
+        watch_of(time, stall_warning_s=30).wait(lambda: time.now_s == 1029.75, lambda: [1])
+    assert warnings.texts == []
+
+
+def test_a_wait_ends_at_its_limit_and_says_the_same(time: Time) -> None:
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        watch_of(time, timeout_s=600).wait(never, lambda: [2])
+    facts = "rank 0 has waited 600 s for rank 2 on c in all_reduce 'weights' (collective 17)"
+    assert str(caught.value) == f"{facts}: gave up after timeout_s = 600"
+    assert time.now_s == 1600
+
+
+def test_what_comes_at_the_limit_has_come(time: Time) -> None:
+    watch_of(time, timeout_s=600).wait(lambda: time.now_s >= 1600, lambda: [2])
+
+
+def test_a_wait_for_a_lost_rank_ends_at_once(time: Time) -> None:
+    watch = watch_of(time)
+    watch.lost = lambda awaited: f"rank {awaited[0]} is lost" if time.pauses == 8 else ""
+    with pytest.raises(PeerLostError, match="^rank 2 is lost; rank 0 has waited 2 s for rank 2 on c in all_reduce 'w"):
+        watch.wait(never, lambda: [2])
+    assert time.pauses == 8
+
+
+def test_what_a_lost_rank_sent_before_has_come(time: Time) -> None:
+    """It may come between the look at the message and the look at the rank."""
+    watch, has_come = watch_of(time), []
+
+    def lost(awaited: Sequence[int]) -> str:
+        has_come.append(True)
+        return "rank 2 is lost"
+
+    watch.lost = lost
+    watch.wait(lambda: bool(has_come), lambda: [2])
+
+
+def test_a_wait_that_is_cancelled_ends(time: Time) -> None:
+    watch = watch_of(time)
+    time.at[4] = [lambda: setattr(watch, "cancelled", True)]
+    with pytest.raises(PeerLostError, match="has waited 1 s for rank 1 on b in all_reduce 'weights'.* was abandoned"):
+        watch.wait(never, lambda: [1])
+    assert time.pauses == 4
+
+
+def test_a_wait_that_a_supervisor_finds_useless_ends(time: Time) -> None:
+    notes = Notes(time)
+    time.at[4] = [lambda: setattr(notes, "is_released", True)]
+    with pytest.raises(PeerLostError, match="has waited 1 s .* was abandoned"):
+        watch_of(time, notes).wait(never, lambda: [1])
+    assert time.pauses == 4
+
+
+def test_the_instances_that_have_not_come_are_noted_anew_while_the_wait_lasts(time: Time) -> None:
+    notes = Notes(time)
+    watch_of(time, notes).wait(lambda: time.pauses == 4, lambda: [1, 2] if time.pauses < 3 else [2])
+    assert notes.waits == [(0.25, [6, 7]), (0.5, [6, 7]), (0.75, [7]), (1.0, [7])]
+
+
+@pytest.mark.parametrize("name", ["stall_warning_s", "timeout_s", "connect_timeout_s"])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_limits_are_positive(name: str, seconds: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is .*positive"):
+        Limits(**{name: seconds})
