@@ -1,7 +1,12 @@
-"""When an instance is lost the others carry its replicas, to the same bits."""
+"""When an instance is lost the others carry its replicas, to the same bits.
+
+Each kind of loss once, a ring, a checkpoint, and three of four; `tests/strategies/test_surviving.py` has the rest, on
+threads. With `--complete` the rest is done by processes too.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from itertools import product
@@ -10,22 +15,24 @@ from pathlib import Path
 import pytest
 from poprun_jobs import ROOT, Finished, start
 
+import strategies
 from popdist.environments.faults import KINDS
 
 PROGRAM = Path(__file__).parent / "programs" / "surviving_training.py"
+sys.path.insert(0, str(PROGRAM.parent))
+from surviving_training import Training  # noqa: E402
+from surviving_training import train as train_here  # noqa: E402
+
+strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
 STEPS = 4  # of each of two epochs
 REPLICAS = {2: 8, 3: 6, 4: 8}  # by the number of instances
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(300)]
 
 
 LIMIT_S = 150.0
-STUCK_S = 5
-"""Instances that compile what they have not compiled before take more than a second on a busy machine."""
-
-
-executables = ""
-"""A folder that all jobs share, so long as there are tests."""
+STUCK_S = 10
+"""So long an instance may take for what it compiles in its first step, while the others wait for it."""
 
 
 MESSAGES = {"POPDIST_MECHANISM": "ring"}
@@ -42,22 +49,14 @@ def train(
 ) -> Finished:
     words = [sys.executable, str(PROGRAM), str(STEPS), str(digest_every), *filter(None, [folder])]
     shape = (f"--num-instances={instances}", f"--num-replicas={replicas}")
-    kept = (f"--executable-cache-path={executables}",) if executables else ()
-    return start(*shape, *kept, *options, *words, environ=environ).finish(LIMIT_S)
+    return start(*shape, *options, *words, environ=environ).finish(LIMIT_S)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory):
-    """What one instance has compiled no other one, and no other job, need compile again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "executables", str(tmp_path_factory.mktemp("executables")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def alone(compiled):
-    """What one process finds, by the number of replicas."""
-    return {replicas: found_by(train(1, replicas))[0] for replicas in sorted(set(REPLICAS.values()))}
+@functools.cache
+def alone(replicas: int, **options) -> dict:
+    """What one process finds, this one: the bits are those of any other."""
+    found = train_here(strategies.IPUStrategy(replicas), Training(STEPS, **options))
+    return json.loads(json.dumps(found))
 
 
 def found_by(finished: Finished) -> list[dict]:
@@ -95,6 +94,15 @@ SIGNS = {
 }
 """What poprun says about an instance to which it happens."""
 
+EACH = [
+    ("kill", "forward", 0),
+    ("exit", "update", 1),
+    ("raise", "all_reduce", 0),
+    ("stop", "all_reduce", 1),
+    ("cut", "data", 0),
+]
+"""One of two."""
+
 SINGLE = [
     ("kill", "forward", 2, 0),
     ("kill", "all_reduce", 2, 1),
@@ -109,6 +117,7 @@ SINGLE = [
     ("raise", "update", 3, 2),
 ]
 
+ONE_BY_ONE = [("kill", "data", 3), ("raise", "update", 0), ("exit", "all_reduce", 1)]
 THREE_OF_FOUR = [
     [("cut", "data", 3), ("stop", "all_reduce", 0), ("exit", "checkpoint", 1)],
     [("stop", "checkpoint", 0), ("cut", "forward", 2), ("raise", "data", 1)],
@@ -121,10 +130,12 @@ THREE_OF_FOUR = [
 
 def meetings() -> set[tuple[str, str, int]]:
     """Kind, phase and number of instances of everything that the tests below let happen."""
-    several = {(kind, phase, 4 - lost) for case in THREE_OF_FOUR for lost, (kind, phase, _) in enumerate(case)}
+    cases = [ONE_BY_ONE, *THREE_OF_FOUR]
+    several = {(kind, phase, 4 - lost) for case in cases for lost, (kind, phase, _) in enumerate(case)}
     delays = {("delay", phase, instances) for phase in PHASES for instances in REPLICAS}
     flips = {("flip-bit", "forward", instances) for instances in REPLICAS}
-    return {(kind, phase, instances) for kind, phase, instances, _ in SINGLE} | several | delays | flips
+    single = {(kind, phase, instances) for kind, phase, instances, _ in SINGLE}
+    return {(kind, phase, 2) for kind, phase, _ in EACH} | single | several | delays | flips
 
 
 def test_every_kind_phase_and_number_of_instances_meets_every_other():
@@ -135,35 +146,47 @@ def test_every_kind_phase_and_number_of_instances_meets_every_other():
     assert {(phase, instances) for _, phase, instances in met} == set(product(PHASES, REPLICAS))
 
 
-@pytest.mark.parametrize(("kind", "phase", "instances", "lost"), SINGLE)
-def test_the_others_go_on_to_the_same_bits(alone, kind, phase, instances, lost):
+def lose_one(kind: str, phase: str, instances: int, lost: int) -> None:
     replicas = REPLICAS[instances]
     fault = f"{kind}:instance={lost},step=3,phase={phase}"
-    finished = train(instances, replicas, "--on-failure=shrink", "--inject", fault)
-    check(finished, alone[replicas], SHARES[instances, instances - 1])
+    stuck = (f"--stuck-timeout-s={STUCK_S}",) if kind == "stop" else ()
+    finished = train(instances, replicas, "--on-failure=shrink", *stuck, "--inject", fault)
+    check(finished, alone(replicas), SHARES[instances, instances - 1])
     begin, end = warnings(finished)
     assert begin.startswith(f"instance {lost} on host ")
+    assert SIGNS[kind] in begin
     assert begin.endswith(" on without it")
     assert end == f"the job completed without 1 instance: {begin.rpartition('; ')[0]}"
     assert finished.own_lines == []
 
 
+@pytest.mark.parametrize(("kind", "phase", "lost"), EACH)
+def test_the_other_goes_on_to_the_same_bits(kind, phase, lost):
+    lose_one(kind, phase, 2, lost)
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(("kind", "phase", "instances", "lost"), SINGLE)
+def test_the_others_go_on_to_the_same_bits(kind, phase, instances, lost):
+    lose_one(kind, phase, instances, lost)
+
+
+@pytest.mark.complete
 @pytest.mark.parametrize("lost", [0, 2])
-def test_before_the_first_step(alone, lost):
+def test_before_the_first_step(lost):
     fault = f"kill:instance={lost},phase=broadcast"
-    check(train(3, 6, "--on-failure=shrink", "--inject", fault), alone[6], [3, 3])
+    check(train(3, 6, "--on-failure=shrink", "--inject", fault), alone(6), [3, 3])
 
 
-@pytest.mark.parametrize("case", THREE_OF_FOUR, ids=lambda case: "-".join(kind for kind, *_ in case))
-def test_the_last_one_goes_on_without_three_others(alone, case, tmp_path):
+def lose_three_of_four(case: list[tuple[str, str, int]], folder: Path) -> None:
     """Each is lost in a step of its own; a checkpoint is begun by whoever is the first of those that are left."""
     faults = []
     for number, (kind, phase, lost) in enumerate(case):
         when = "" if phase == "checkpoint" else f",step={2 * number + 1}"
         faults += ["--inject", f"{kind}:instance={lost},phase={phase}{when}"]
-    folder = str(tmp_path) if any(phase == "checkpoint" for _, phase, _ in case) else ""
-    finished = train(4, 8, "--on-failure=shrink", f"--stuck-timeout-s={STUCK_S}", *faults, folder=folder)
-    check(finished, alone[8], [8])
+    saved = str(folder) if any(phase == "checkpoint" for _, phase, _ in case) else ""
+    finished = train(4, 8, "--on-failure=shrink", f"--stuck-timeout-s={STUCK_S}", *faults, folder=saved)
+    check(finished, alone(8), [8])
     *losses, end = warnings(finished)
     assert len(losses) == 3, losses
     for (kind, _, lost), line in zip(case, losses, strict=True):
@@ -172,19 +195,31 @@ def test_the_last_one_goes_on_without_three_others(alone, case, tmp_path):
     assert end.startswith("the job completed without 3 instances: instance ")
 
 
+def test_the_last_one_goes_on_without_three_others(tmp_path):
+    lose_three_of_four(ONE_BY_ONE, tmp_path)
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("case", THREE_OF_FOUR, ids=lambda case: "-".join(kind for kind, *_ in case))
+def test_whoever_it_is_and_however_they_are_lost(case, tmp_path):
+    lose_three_of_four(case, tmp_path)
+
+
+@pytest.mark.complete
 @pytest.mark.parametrize("instances", REPLICAS)
-def test_a_delay_changes_nothing_but_the_time(alone, instances, tmp_path):
+def test_a_delay_changes_nothing_but_the_time(instances, tmp_path):
     faults = [f"--inject=delay:instance=0,phase={phase},step=2,seconds=0.1" for phase in PHASES]
     replicas = REPLICAS[instances]
     finished = train(instances, replicas, "--on-failure=shrink", *faults, folder=str(tmp_path))
-    check(finished, alone[replicas], [replicas // instances] * instances)
+    check(finished, alone(replicas), [replicas // instances] * instances)
     assert warnings(finished) == []
 
 
-def test_while_the_others_recover(alone):
+@pytest.mark.complete
+def test_while_the_others_recover():
     """The first thing that those who are left tell each other is how far they have come."""
     faults = ("--inject", "kill:instance=1,step=3", "--inject", "kill:instance=2,step=3,phase=all_gather")
-    check(train(4, 8, "--on-failure=shrink", *faults), alone[8], [4, 4])
+    check(train(4, 8, "--on-failure=shrink", *faults), alone(8), [4, 4])
 
 
 def check_messages(finished: Finished, expected: dict) -> None:
@@ -193,11 +228,12 @@ def check_messages(finished: Finished, expected: dict) -> None:
     assert {each["mechanism"] for each in found_by(finished)} == {"ring"}
 
 
-def test_between_hosts_too(alone):
+def test_between_hosts_too():
     fault = "kill:instance=1,step=3,phase=all_reduce"
-    check_messages(train(3, 6, "--on-failure=shrink", "--inject", fault, environ=MESSAGES), alone[6])
+    check_messages(train(3, 6, "--on-failure=shrink", "--inject", fault, environ=MESSAGES), alone(6))
 
 
+@pytest.mark.complete
 def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
     """Instance 2 takes late what instance 0 has sent it, and completes the step, which instance 0 has given up."""
     wide = {"WIDTH": "256"}  # so much is sent only to one who takes it
@@ -205,7 +241,7 @@ def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
     faults += ("kill:instance=1,phase=waiting",)
     injected = [f"--inject={fault},step=3" for fault in faults]
     finished = train(3, 6, "--on-failure=shrink", *injected, environ=MESSAGES | wide)
-    check_messages(finished, found_by(train(1, 6, environ=wide))[0])
+    check_messages(finished, alone(6, width=256))
 
 
 THREE_KILLS = [f"--inject=kill:instance={instance},step={step}" for instance, step in [(3, 2), (0, 4), (1, 6)]]
@@ -217,40 +253,44 @@ def compiled_by(finished: Finished) -> tuple[dict, list[int]]:
     return found, found["compiled"]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("keeps", [False, True])
-def test_what_was_compiled_ahead_is_not_compiled_after_a_loss(alone, monkeypatch, keeps):
+def test_what_was_compiled_ahead_is_not_compiled_after_a_loss(tmp_path, keeps):
     """The last one of four keeps its two replicas at first, then it gets two more, then all eight."""
-    if not keeps:
-        monkeypatch.setattr(sys.modules[__name__], "executables", "")
-    finished = train(4, 8, "--on-failure=shrink", *THREE_KILLS, environ={"COMPILE_AHEAD": "1"})
-    check(finished, alone[8], [8])
+    kept = (f"--executable-cache-path={tmp_path}",) if keeps else ()
+    finished = train(4, 8, "--on-failure=shrink", *kept, *THREE_KILLS, environ={"COMPILE_AHEAD": "1"})
+    check(finished, alone(8), [8])
     found, of_step = compiled_by(finished)
     assert of_step[0] > 0
     assert of_step[1:] == [0] * 7
     assert found["threads"] == ["MainThread", "compile-ahead"]
 
 
-def test_without_that_each_loss_compiles(alone):
+@pytest.mark.complete
+def test_without_that_each_loss_compiles():
     finished = train(4, 8, "--on-failure=shrink", *THREE_KILLS)
-    check(finished, alone[8], [8])
+    check(finished, alone(8), [8])
     found, of_step = compiled_by(finished)
     assert [step for step, count in enumerate(of_step) if count] == [0, 2, 4, 6]
     assert found["threads"] == ["MainThread"]
 
 
-def test_all_who_are_left_find_what_was_compiled_ahead(alone):
+@pytest.mark.complete
+def test_all_who_are_left_find_what_was_compiled_ahead():
     finished = train(4, 8, "--on-failure=shrink", "--inject=kill:instance=1,step=3", environ={"COMPILE_AHEAD": "1"})
-    check(finished, alone[8], [3, 3, 2])
+    check(finished, alone(8), [3, 3, 2])
     assert [each["compiled"][1:] for each in found_by(finished)] == [[0] * 7] * 3
 
 
-def test_a_loss_while_it_is_compiled_ahead_changes_nothing(alone):
+@pytest.mark.complete
+def test_a_loss_while_it_is_compiled_ahead_changes_nothing():
     """Nobody waits for the background here; a step does where it needs what is just being compiled."""
     faults = ("--inject=kill:instance=1,step=1", "--inject=kill:instance=2,step=2")
     environ = {"COMPILE_AHEAD": "1", "HURRY": "1"}
-    check(train(4, 8, "--on-failure=shrink", *faults, environ=environ), alone[8], [4, 4])
+    check(train(4, 8, "--on-failure=shrink", *faults, environ=environ), alone(8), [4, 4])
 
 
+@pytest.mark.complete
 def test_too_few_are_left():
     finished = train(3, 6, "--on-failure=shrink", "--min-instances=3", "--inject=kill:instance=1,step=3")
     assert finished.status == 137
@@ -259,6 +299,7 @@ def test_too_few_are_left():
     assert warnings(finished) == []
 
 
+@pytest.mark.complete
 def test_those_that_have_not_joined_cannot_go_on():
     words = ("--num-instances=2", "--num-replicas=2", "--on-failure=shrink")
     program = "import os, signal, sys; sys.exit(3) if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else signal.pause()"
@@ -267,6 +308,7 @@ def test_those_that_have_not_joined_cannot_go_on():
     assert finished.own_lines[-1].startswith("the others cannot go on: what is lost before popdist.init has returned")
 
 
+@pytest.mark.complete
 def test_a_fault_of_the_program_itself_ends_the_job():
     faults = [f"--inject=raise:instance={instance},step=3" for instance in range(3)]
     finished = train(3, 6, "--on-failure=shrink", *faults)
@@ -274,18 +316,30 @@ def test_a_fault_of_the_program_itself_ends_the_job():
     assert "InjectedError" in finished.stderr
 
 
-def test_without_a_failure_nothing_is_different(alone):
+@pytest.mark.complete
+def test_without_a_failure_nothing_is_different():
     finished = train(3, 6, "--on-failure=shrink")
-    check(finished, alone[6], [2, 2, 2])
+    check(finished, alone(6), [2, 2, 2])
     assert finished.stderr == ""
 
 
+def test_what_the_next_instance_saved_when_the_first_was_lost_is_resumed(tmp_path):
+    """With the bits of a training that was never disturbed."""
+    fault = "kill:instance=0,step=3,phase=all_reduce"
+    finished = train(3, 6, "--on-failure=shrink", "--inject", fault, folder=str(tmp_path), environ={"UNTIL": "6"})
+    assert [each["step"] for each in found_by(finished)] == [6, 6]
+    resumed = train_here(strategies.IPUStrategy(6), Training(STEPS, folder=str(tmp_path)))
+    assert len(resumed["losses"]) == 2
+    assert resumed["fingerprint"] == alone(6)["fingerprint"]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(compiled, tmp_path_factory):
+def undisturbed(tmp_path_factory):
     """The fingerprint of the main job after ten steps."""
     return fingerprint_of(digits(1, 10, tmp_path_factory.mktemp("undisturbed")))
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("phase", ["all_reduce", "checkpoint"])
 def test_the_next_instance_saves_when_the_first_is_lost(undisturbed, tmp_path, phase):
     """Resumed from what it has saved, the training has the bits of one that was never disturbed."""
@@ -299,9 +353,8 @@ def digits(instances: int, steps: int, folder: Path, *options: str) -> Finished:
     """The main job, saved every second step."""
     program = (sys.executable, str(ROOT / "launch_scripts" / "train_digits.py"), "--model", "cnn", "--batch-size", "8")
     saved = ("--max-steps", str(steps), "--checkpoint-dir", str(folder), "--checkpoint-every", "2")
-    shape = (f"--num-instances={instances}", "--num-replicas=6", f"--executable-cache-path={executables}")
-    job = start(*shape, *options, *program, *saved)
-    finished = job.finish(LIMIT_S)
+    shape = (f"--num-instances={instances}", "--num-replicas=6")
+    finished = start(*shape, *options, *program, *saved).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     return finished
 
@@ -311,12 +364,13 @@ def fingerprint_of(finished: Finished) -> str:
     return line.rpartition(" ")[2]
 
 
+@pytest.mark.complete
 class TestAFlippedBit:
     FAULT = "--inject=flip-bit:instance=1,step=4"
 
-    def test_is_healed_where_the_job_survives(self, alone):
+    def test_is_healed_where_the_job_survives(self):
         finished = train(4, 8, "--on-failure=shrink", self.FAULT, digest_every=2)
-        check(finished, alone[8], [2, 2, 2, 2])
+        check(finished, alone(8), [2, 2, 2, 2])
         assert "before step 4 instance 1 had other bits than the others, and got theirs" in finished.stderr
 
     def test_ends_a_job_that_does_not(self):
@@ -329,6 +383,6 @@ class TestAFlippedBit:
         assert finished.status == 1
         assert "before step 4 the instances have different bits, and no majority has the same" in finished.stderr
 
-    def test_stays_where_nobody_looks(self, alone):
+    def test_stays_where_nobody_looks(self):
         found = found_by(train(3, 6, self.FAULT))
-        assert any(each["fingerprint"] != alone[6]["fingerprint"] for each in found)
+        assert any(each["fingerprint"] != alone(6)["fingerprint"] for each in found)

@@ -1,6 +1,6 @@
 """Trains a small network for two epochs and prints what every instance has found at the end.
 
-usage: [WIDTH=N] [COMPILE_AHEAD=1 [HURRY=1]] \
+usage: [WIDTH=N] [UNTIL=STEP] [COMPILE_AHEAD=1 [HURRY=1]] \
     surviving_training.py STEPS_PER_EPOCH [STEPS_BETWEEN_DIGESTS [FOLDER_OF_CHECKPOINTS]]
 """
 
@@ -10,7 +10,10 @@ import json
 import os
 import sys
 import threading
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +23,37 @@ import optax
 import strategies
 
 BATCH_SIZE = 2
-WIDTH = int(os.environ.get("WIDTH", "8"))
 LIMIT_S = 120.0
-traced_or_compiled = {"MainThread": 0}  # how often, by the name of the thread
+traced_or_compiled: Counter[str] = Counter()  # how often, by the name of the thread, where `count` is registered
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how.
+
+    Attributes:
+        steps: of each of two epochs.
+        digest_every: see `strategies.Trainer`.
+        folder: of checkpoints, one for every step, and where the training goes on from; none where it is empty.
+        until: the step after which it ends; 0: after both epochs.
+        width: of the network.
+        compiles_ahead: see `strategies.Trainer`.
+        hurries: makes the next step while it is compiled ahead; otherwise that is waited for.
+    """
+
+    steps: int
+    digest_every: int = 0
+    folder: str = ""
+    until: int = 0
+    width: int = 8
+    compiles_ahead: bool = False
+    hurries: bool = False
 
 
 def count(event: str, _: float, **details: object) -> None:
+    """Listens to JAX's events."""
     if event.startswith("/jax/core/compile/"):
-        name = threading.current_thread().name
-        traced_or_compiled[name] = traced_or_compiled.get(name, 0) + 1
+        traced_or_compiled[threading.current_thread().name] += 1
 
 
 def wait_for_the_background() -> None:
@@ -44,34 +69,55 @@ def loss_fn(variables, batch, key):
     return jnp.mean(error**2), {"hidden": jnp.mean(hidden)}
 
 
-def main() -> None:
-    jax.monitoring.register_event_duration_secs_listener(count)
-    strategy = strategies.PopDistStrategy()
-    digest_every = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    length = int(sys.argv[1]) * BATCH_SIZE * strategy.num_replicas_in_sync
-    random = np.random.default_rng(0)
-    x = random.normal(size=(length, 16)).astype(np.float32)
+def train(strategy: strategies.Strategy, training: Training) -> dict[str, Any]:
+    """What an instance has found at the end."""
+    length = training.steps * BATCH_SIZE * strategy.num_replicas_in_sync
+    x = np.random.default_rng(0).normal(size=(length, 16)).astype(np.float32)
     dataset = strategy.distribute_dataset({"x": x, "y": x[:, :1] * 3}, batch_size=BATCH_SIZE, seed=1)
-    options = {"digest_every": digest_every, "compile_ahead": "COMPILE_AHEAD" in os.environ}
+    options = {"digest_every": training.digest_every, "compile_ahead": training.compiles_ahead}
     trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-2), **options)
-    w = np.resize(x[:16, :8] * 0.1, (16, WIDTH))
-    state = trainer.init({"w": w, "b": np.zeros(WIDTH, np.float32), "v": np.ones((WIDTH, 1), np.float32)})
-    losses, compiled = [], []
-    with strategies.Checkpoints(sys.argv[3], trainer) if len(sys.argv) > 3 else nullcontext() as checkpoints:
-        for epoch in range(2):
+    width = training.width
+    w = np.resize(np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32) * 0.1, (16, width))
+    state = trainer.init({"w": w, "b": np.zeros(width, np.float32), "v": np.ones((width, 1), np.float32)})
+    losses, compiled, me = [], [], threading.current_thread().name
+    saved = strategies.Checkpoints(training.folder, trainer, dataset) if training.folder else nullcontext()
+    with saved as checkpoints:
+        if checkpoints is not None:
+            state = checkpoints.restore(state)
+        for epoch in range(dataset.position().epoch, 2):
             for batch in dataset.epoch(epoch):
-                if "HURRY" not in os.environ:
+                if not training.hurries:
                     wait_for_the_background()
-                before = traced_or_compiled["MainThread"]
+                before = traced_or_compiled[me]
                 state, metrics = trainer.step(state, batch)
-                compiled.append(traced_or_compiled["MainThread"] - before)
+                compiled.append(traced_or_compiled[me] - before)
                 losses.append((metrics["loss"], metrics["hidden"]))
                 if checkpoints is not None:
                     checkpoints.after_step(state)
+                    checkpoints.wait()  # what is due next is not late
+                if state.step == training.until:
+                    break
+            if state.step == training.until:
+                break
     found = {"fingerprint": strategies.fingerprint(state.variables), "step": state.step, "losses": losses}
     found |= {"instances": strategy.num_instances, "replicas": len(strategy.local_replicas)}
-    found |= {"compiled": compiled, "threads": sorted(traced_or_compiled)}
-    print(json.dumps(found | {"mechanism": strategy.communicator.mechanism}))
+    return found | {"compiled": compiled, "mechanism": strategy.communicator.mechanism}
+
+
+def main() -> None:
+    jax.monitoring.register_event_duration_secs_listener(count)
+    arguments = sys.argv[1:]
+    training = Training(
+        steps=int(arguments[0]),
+        digest_every=int(arguments[1]) if len(arguments) > 1 else 0,
+        folder=arguments[2] if len(arguments) > 2 else "",
+        until=int(os.environ.get("UNTIL", "0")),
+        width=int(os.environ.get("WIDTH", "8")),
+        compiles_ahead="COMPILE_AHEAD" in os.environ,
+        hurries="HURRY" in os.environ,
+    )
+    found = train(strategies.PopDistStrategy(), training)
+    print(json.dumps(found | {"threads": sorted(traced_or_compiled)}))
 
 
 if __name__ == "__main__":

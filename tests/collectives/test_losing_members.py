@@ -1,0 +1,258 @@
+"""A rank of a thread hub is lost: the waits of the others end, and those that are left go on in a smaller group."""
+
+from __future__ import annotations
+
+import threading
+from itertools import combinations
+
+import numpy as np
+import pytest
+from losing import LIMITS, Lost, OnMessage, run_members
+
+import collectives
+from collectives import BrokenError, CollectiveError, CollectiveTimeoutError, PeerLostError, Settings, ThreadHub
+from collectives.backends.thread import connect_survivors
+
+GUARD_S = 60
+MECHANISMS = ("ring", "window")
+OPERATIONS = {
+    "all_reduce": lambda communicator: communicator.all_reduce(np.ones(3)),
+    "a long all_reduce": lambda communicator: communicator.all_reduce(np.ones(1 << 17)),
+    "broadcast": lambda communicator: communicator.broadcast(np.ones(3)),
+    "all_gather": lambda communicator: communicator.all_gather(np.ones(3)),
+    "reduce_scatter": lambda communicator: communicator.reduce_scatter(np.ones(3 * communicator.size)),
+    "barrier": lambda communicator: communicator.barrier(),
+    "in a subgroup": lambda communicator: communicator.subgroup([2, 1, 0]).barrier(),
+    "start_all_reduce": lambda communicator: communicator.start_all_reduce(np.ones(3), name="later").wait(),
+}
+
+pytestmark = pytest.mark.timeout(2 * GUARD_S)
+
+
+@pytest.fixture(params=MECHANISMS)
+def settings(request):
+    return Settings(mechanism=request.param, limits=LIMITS)
+
+
+def connect(settings, hub, rank):
+    return collectives.connect("thread", settings, hub=hub, rank=rank)
+
+
+def raised_by(function, *arguments):
+    with pytest.raises(CollectiveError) as caught:
+        function(*arguments)
+    return caught.value
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_those_who_wait_for_it_get_an_error_that_names_it(settings, operation):
+    hub = ThreadHub(3)
+
+    def member(rank):
+        communicator = connect(settings, hub, rank)
+        communicator.barrier()
+        if rank == 1:
+            raise Lost
+        error = raised_by(operation, communicator)
+        hub.revoke()
+        communicator.abandon()
+        return type(error), str(error)
+
+    first, lost, last = run_members(hub, member)
+    assert lost is None
+    for kind, text in (first, last):
+        assert kind is PeerLostError
+        assert "rank 1 is lost" in text
+
+
+def test_why_it_was_lost_is_said_too(settings):
+    hub = ThreadHub(2)
+
+    def member(rank):
+        communicator = connect(settings, hub, rank)
+        if rank == 1:
+            raise ValueError("no such image")
+        error = raised_by(communicator.barrier)
+        assert "rank 1 has failed: ValueError: no such image" in str(error)
+        assert "for rank 1 in barrier" in str(error)
+        assert isinstance(raised_by(communicator.barrier), BrokenError)
+
+    with pytest.raises(ValueError, match="no such image"):
+        run_members(hub, member)
+
+
+def test_what_it_sent_before_still_arrives():
+    hub = ThreadHub(2)
+
+    def member(rank):
+        communicator = connect(Settings(mechanism="ring", limits=LIMITS), hub, rank)
+        values = np.arange(4.0) if rank == 1 else np.zeros(4)
+        communicator.broadcast(values, 1)  # the sender does not wait until it has arrived
+        if rank == 1:
+            raise Lost
+        communicator.abandon()
+        return values.tolist()
+
+    assert run_members(hub, member) == [[0.0, 1.0, 2.0, 3.0], None]
+
+
+def test_who_waits_for_somebody_else_waits_until_the_group_is_revoked(settings):
+    hub = ThreadHub(3)
+    hub.lose(2)
+    assert hub.why_not_wait(0, [1]) == ""
+    assert hub.why_not_wait(0, [1, 2]) == "rank 2 is lost"
+    hub.revoke()
+    assert hub.why_not_wait(0, [1]) == "rank 2 is lost"
+
+
+def test_revoking_ends_a_wait_for_one_who_is_not_lost(settings):
+    hub = ThreadHub(2)
+
+    def member(rank):
+        communicator = connect(settings, hub, rank)
+        if rank == 1:
+            hub.revoke()
+            return ""
+        return str(raised_by(communicator.barrier))
+
+    assert "the others go on without this group; rank 0 has waited" in run_members(hub, member)[0]
+
+
+# ---- those that are left
+
+
+def go_on(settings, hub, rank):
+    """Connect with the others that are left; the ranks of `hub` that they are."""
+    communicator = connect_survivors(settings, hub, rank)
+    assert hub.newest(rank)[1] == communicator.rank
+    total = communicator.all_reduce(np.full(5, 1 << rank))
+    found = [former for former in range(hub.size) if total[0] >> former & 1]
+    assert found.index(rank) == communicator.rank
+    assert found == hub.survivors()
+    communicator.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_they_meet_again_in_the_same_order_whoever_is_lost(settings, size):
+    for count in range(1, size):
+        for lost in combinations(range(size), count):
+            hub = ThreadHub(size)
+
+            def member(rank, hub=hub, lost=lost):
+                communicator = connect(settings, hub, rank)
+                communicator.barrier()
+                if rank in lost:
+                    raise Lost
+                raised_by(communicator.barrier)
+                communicator.abandon()
+                return go_on(settings, hub, rank)
+
+            left = [rank for rank in range(size) if rank not in lost]
+            assert run_members(hub, member) == [left if rank in left else None for rank in range(size)]
+
+
+def test_one_after_another_may_be_lost(settings):
+    hub = ThreadHub(4)
+
+    def member(rank):
+        communicator = connect(settings, hub, rank)
+        for lost in (2, 0, 3):
+            communicator.barrier()
+            if rank == lost:
+                raise Lost
+            raised_by(communicator.barrier)
+            communicator.abandon()
+            communicator = connect_survivors(settings, hub, rank)
+        return communicator.rank, communicator.size
+
+    assert run_members(hub, member) == [None, (0, 1), None, None]
+    assert hub.survivors() == [1]
+
+
+def test_one_may_be_lost_at_any_message_while_they_meet():
+    """Whichever of those it is with which a window is agreed on: those who are left in the end agree who they are."""
+    settings = Settings(mechanism="window", limits=LIMITS)
+    strikes, number = True, 0
+    while strikes:
+        fault = OnMessage(1, number)
+        hub = ThreadHub(4, fault)
+
+        def member(rank, hub=hub, fault=fault):
+            communicator = connect(settings, hub, rank)
+            communicator.barrier()
+            if rank == 3:
+                raise Lost
+            raised_by(communicator.barrier)
+            communicator.abandon()
+            if rank == 1:
+                fault.begin()
+            again = connect_survivors(settings, hub, rank)
+            if rank == 1:
+                fault.end()
+            try:
+                again.barrier()
+            except CollectiveError:  # the other one was lost between two messages to the others
+                again.abandon()
+                again = connect_survivors(settings, hub, rank)
+                again.barrier()
+            return hub.survivors()
+
+        found = run_members(hub, member)
+        strikes, number = fault.has_struck, number + 1
+        left = [0, 2] if strikes else [0, 1, 2]
+        assert found == [left if rank in left else None for rank in range(4)]
+    assert number > 2
+
+
+def two_barriers(communicator):
+    """In shared memory it finds what the others left there: it completes the one that they had begun, but no other."""
+    communicator.barrier()
+    communicator.barrier()
+
+
+def test_one_that_lives_on_though_the_others_have_lost_it_is_told(settings):
+    """As an instance that was cut off, or that stood still for so long that the others gave it up."""
+    hub = ThreadHub(3)
+    have_gone_on = threading.Barrier(3)
+
+    def member(rank):
+        communicator = connect(settings, hub, rank)
+        communicator.barrier()
+        if rank != 1:
+            raised_by(communicator.barrier)
+            found = go_on(settings, hub, rank)
+            have_gone_on.wait(GUARD_S)
+            return found
+        hub.lose(1, "rank 1 was cut off")
+        have_gone_on.wait(GUARD_S)
+        errors = [raised_by(two_barriers, communicator), raised_by(connect_survivors, settings, hub, rank)]
+        assert all(isinstance(error, PeerLostError) for error in errors)
+        return [str(error) for error in errors]
+
+    first, [in_call, going_on], last = run_members(hub, member)
+    assert first == last == [0, 2]
+    assert "rank 1 was cut off" in in_call
+    assert going_on == "rank 1 cannot go on with the others: rank 1 was cut off"
+
+
+def test_who_does_not_come_is_named_when_the_limit_is_over():
+    hub = ThreadHub(4)
+    hub.lose(0)
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 has waited for rank 2, 3 to go on .* timeout_s = 0.01"):
+        hub.shrink(1, 0.01)
+
+
+def test_a_subgroup_that_is_made_afterwards_has_lost_it_too():
+    hub = ThreadHub(3)
+    hub.lose(2)
+    part = hub.subgroup((0, 2), 0)
+    assert part.why_not_wait(0, [1]) == "rank 2 is lost"
+    hub.revoke()
+    assert hub.subgroup((0, 1), 0).why_not_wait(0, [1])
+
+
+def test_a_group_that_nobody_has_left_may_be_revoked_too():
+    hub = ThreadHub(2)
+    hub.revoke()
+    assert hub.why_not_wait(0, [1]) == "the others go on without this group"

@@ -1,0 +1,172 @@
+"""Instances on threads that may be lost, at exact points, while the others carry on: a job without its processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from losing import LIMITS, Lost, run_members
+
+import collectives
+import strategies
+from collectives import Communicator, PeerLostError, Settings, ThreadHub
+from collectives.backends.thread import connect_survivors
+from popdist import Instance
+from popdist.environments import NoProgress
+from popdist.environments.faults import Fault, FaultyProgress, InjectedError, parse_fault
+
+Result = TypeVar("Result")
+
+GUARD_S = 100.0
+
+
+@dataclass
+class Job:
+    """Who is there.
+
+    Attributes:
+        hub: where they meet.
+        survives: whether the others go on when one is lost.
+        settled: the instances that have ended, or stand still.
+    """
+
+    hub: ThreadHub
+    survives: bool = True
+    settled: set[int] = field(default_factory=set)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def settle(self, instance: int) -> None:
+        """Take note that one has ended, or stands still."""
+        with self.changed:
+            self.settled.add(instance)
+            self.changed.notify_all()
+
+    def stand_still(self, instance: int) -> None:
+        """Return when all have ended that do not stand still too."""
+        self.settle(instance)
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.settled) == self.hub.size, GUARD_S)
+
+
+class SurvivingStrategy(strategies.Strategy):
+    """The replicas of instances on threads, some of which may be lost: as `PopDistStrategy` under poprun.
+
+    Args:
+        instance: this one.
+        settings: of its communicators.
+        job: who else is there.
+    """
+
+    def __init__(self, instance: Instance, settings: Settings, job: Job) -> None:
+        communicator = collectives.connect("thread", settings, hub=job.hub, rank=instance.index)
+        super().__init__(instance, communicator, settings.progress)
+        self._settings = settings
+        self._job = job
+
+    @property
+    def can_carry_on(self) -> bool:
+        """Whether it survives when others are lost, and it is not lost itself."""
+        hub, rank = self._job.hub.newest(self.first_index)
+        return self._job.survives and not hub.why_lost(rank)
+
+    def _join_survivors(self) -> tuple[Instance, Communicator]:
+        lost = self.communicator
+        communicator = connect_survivors(self._settings, self._job.hub, self.first_index)
+        lost.abandon()
+        return self.instance.renumbered(communicator.rank, communicator.size), communicator
+
+
+@dataclass(frozen=True)
+class ThreadFault(Fault):
+    """A fault of `poprun --inject` that happens to a thread.
+
+    `kill` and `exit` end it; `raise` raises what it raises in a process; `cut` has the others lose it while it lives,
+    and its messages fail (shared memory cannot be cut: use a ring); `stop` has the others lose it too, and it stands
+    still until all of them have ended, when it goes on with what it was about to do; `delay` delays nothing.
+    """
+
+    job: Job | None = None
+
+    def strike(self) -> None:
+        """Let it happen."""
+        assert self.job is not None
+        if self.kind in ("kill", "exit"):
+            raise Lost
+        if self.kind == "cut":
+            self.job.hub.lose(self.instance)
+        elif self.kind == "stop":
+            self.job.hub.lose(self.instance)
+            self.job.stand_still(self.instance)
+        elif self.kind != "delay":
+            super().strike()
+
+    @classmethod
+    def parse(cls, text: str, job: Job) -> ThreadFault:
+        """The fault that `--inject` describes so."""
+        fault = parse_fault(text)
+        return cls(fault.kind, fault.instance, fault.phase, fault.step, job=job)
+
+
+@dataclass(frozen=True)
+class Hook(Fault):
+    """What a test wants to be called at the point of a fault, in the thread of that instance."""
+
+    call: Callable[[], object] = lambda: None
+
+    def strike(self) -> None:
+        """Call it."""
+        self.call()
+
+
+def hook(instance: int, phase: str, step: int, call: Callable[[], object]) -> Hook:
+    """Have something called once, as an instance comes to a phase of a step."""
+    return Hook("delay", instance, phase, step, call=call)
+
+
+def run_instances(
+    count: int,
+    replicas: int,
+    function: Callable[[SurvivingStrategy], Result],
+    faults: Sequence[str | Hook] = (),
+    *,
+    mechanism: str = "window",
+    survives: bool = True,
+    hub: ThreadHub | None = None,
+) -> list[Result | None]:
+    """`function(strategy)` on so many instances; in their order what it returned, None where an instance was lost.
+
+    Args:
+        count: the instances.
+        replicas: of all of them.
+        function: what each does.
+        faults: as `poprun --inject` takes them, or hooks.
+        mechanism: how the instances exchange arrays.
+        survives: whether the others go on.
+        hub: where they meet; default: a new one.
+    """
+    job = Job(hub or ThreadHub(count), survives)
+    due = [ThreadFault.parse(fault, job) if isinstance(fault, str) else fault for fault in faults]
+
+    def member(rank: int) -> Result | None:
+        share = replicas // count
+        instance = Instance(rank, count, share, rank * share, replicas, rank)
+        progress = FaultyProgress(NoProgress(), [fault for fault in due if fault.instance == rank])
+        settings = Settings(mechanism=mechanism, limits=LIMITS, progress=progress)
+        try:
+            strategy = SurvivingStrategy(instance, settings, job)
+            result = function(strategy)
+            strategy.communicator.close()
+            return result
+        except InjectedError:
+            raise Lost from None
+        except PeerLostError:
+            present, number = job.hub.newest(rank)
+            if present.why_lost(number):  # it has found out by itself
+                raise Lost from None
+            raise
+        finally:
+            job.settle(rank)
+
+    return run_members(job.hub, member)

@@ -1,0 +1,265 @@
+"""Instances on threads are lost at exact points of a training; the others carry it on to the same bits.
+
+What needs processes, and a supervisor who says that one of them is lost, is in `tests/jobs/test_survival.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import sys
+from itertools import product
+from pathlib import Path
+
+import jax
+import pytest
+from losing import OnMessage
+from surviving_instances import hook, run_instances
+
+from collectives import ThreadHub
+from strategies import DivergenceError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "jobs" / "programs"))
+from surviving_training import Training, count, train  # noqa: E402
+
+STEPS = 2  # of each of two epochs
+TRAINING = Training(STEPS)
+WIDE = Training(STEPS, width=2200)  # gradients that do not travel with the comparison of the calls
+REPLICAS = {1: 8, 2: 8, 3: 6, 4: 8}  # by the number of instances
+SHARES = {(2, 1): [8], (3, 2): [3, 3], (3, 1): [6], (4, 3): [3, 3, 2], (4, 2): [4, 4], (4, 1): [8]}
+PHASES = ("data", "forward", "all_reduce", "update", "checkpoint")
+KINDS = ("kill", "raise", "stop", "cut")  # `exit` is no other thing than `kill` here
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def trained(instances, faults=(), training=TRAINING, replicas=0, **options):
+    function = functools.partial(train, training=training)
+    return run_instances(instances, replicas or REPLICAS[instances], function, faults, **options)
+
+
+@functools.cache
+def alone(replicas, training=TRAINING):
+    """What one instance finds that nobody disturbs."""
+    [found] = trained(1, training=training, replicas=replicas)
+    return found
+
+
+def check(found, instances, lost=(), training=TRAINING):
+    """All who are left have the bits of one instance, saw the means of every step, and share the replicas."""
+    replicas = REPLICAS[instances]
+    expected = alone(replicas, Training(STEPS, width=training.width))
+    assert [instance for instance, each in enumerate(found) if each is None] == sorted(lost)
+    left = [each for each in found if each is not None]
+    shares = SHARES[instances, len(left)] if lost else [replicas // instances] * instances
+    assert [each["replicas"] for each in left] == shares
+    for each in left:
+        assert each["instances"] == len(left)
+        assert {name: each[name] for name in ("fingerprint", "step", "losses")} == {
+            name: expected[name] for name in ("fingerprint", "step", "losses")
+        }
+
+
+def mechanism_for(number, *kinds):
+    """Shared memory cannot be cut."""
+    return "ring" if "cut" in kinds or number % 2 else "window"
+
+
+SINGLE = [
+    (kind, phase, 2 + number % 3, 0 if phase == "checkpoint" else number // 3 % (2 + number % 3))
+    for number, (kind, phase) in enumerate(product(KINDS, PHASES))
+]
+EVERY = [
+    (kind, phase, instances, lost)
+    for kind, phase, instances in product(KINDS, PHASES, (2, 3, 4))
+    for lost in range(1 if phase == "checkpoint" else instances)
+]
+SEVERAL = {
+    3: [["kill:instance=0,step=0", "raise:instance=2,step=2,phase=all_reduce"]],
+    4: [
+        ["raise:instance=3,step=1,phase=all_reduce", "kill:instance=2,step=1,phase=update"],
+        ["kill:instance=1,step=1,phase=data", "kill:instance=2,step=1,phase=data"],
+        ["cut:instance=3,step=0,phase=data", "stop:instance=0,step=1,phase=all_reduce", "kill:instance=1,step=3"],
+        ["stop:instance=0,step=1,phase=update", "raise:instance=1,step=2", "stop:instance=3,step=3,phase=data"],
+    ],
+}
+
+
+def test_every_kind_phase_and_number_of_instances_meets_every_other():
+    assert {(kind, phase) for kind, phase, _, _ in SINGLE} == set(product(KINDS, PHASES))
+    assert {(kind, instances) for kind, _, instances, _ in SINGLE} == set(product(KINDS, (2, 3, 4)))
+    assert {(phase, instances) for _, phase, instances, _ in SINGLE} == set(product(PHASES, (2, 3, 4)))
+
+
+def lose_one(kind, phase, instances, lost, folder, mechanism):
+    training = Training(STEPS, folder=str(folder)) if phase == "checkpoint" else TRAINING
+    faults = [f"{kind}:instance={lost},step=1,phase={phase}"]
+    check(trained(instances, faults, training, mechanism=mechanism), instances, [lost], training)
+
+
+@pytest.mark.parametrize(("kind", "phase", "instances", "lost"), SINGLE)
+def test_the_others_go_on_to_the_same_bits(kind, phase, instances, lost, tmp_path):
+    lose_one(kind, phase, instances, lost, tmp_path, mechanism_for(instances, kind))
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(("kind", "phase", "instances", "lost"), EVERY)
+def test_whichever_is_lost_the_others_go_on_to_the_same_bits(kind, phase, instances, lost, tmp_path):
+    lose_one(kind, phase, instances, lost, tmp_path, mechanism_for(instances + 1, kind))
+
+
+@pytest.mark.parametrize(
+    ("instances", "faults"), [(instances, faults) for instances, cases in SEVERAL.items() for faults in cases]
+)
+def test_several_may_be_lost(instances, faults):
+    lost = [int(fault.partition("=")[2][0]) for fault in faults]
+    found = trained(instances, faults, mechanism="ring" if "cut" in faults[0] else "window")
+    check(found, instances, lost)
+
+
+@pytest.mark.parametrize("mechanism", ["window", "ring"])
+def test_without_a_loss_nothing_is_different(mechanism):
+    check(trained(3, mechanism=mechanism), 3)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_before_the_first_step(lost):
+    check(trained(3, [f"kill:instance={lost},phase=broadcast"]), 3, [lost])
+
+
+def test_while_the_others_recover():
+    """The first thing that those who are left tell each other is how far they have come."""
+    faults = ["kill:instance=1,step=1", "kill:instance=2,step=1,phase=all_gather"]
+    check(trained(4, faults), 4, [1, 2])
+
+
+def test_while_the_others_connect_anew():
+    fault = OnMessage(2, 1)
+    faults = ["kill:instance=1,step=1", hook(2, "forward", 1, fault.begin)]
+    check(trained(4, faults, hub=ThreadHub(4, fault)), 4, [1, 2])
+    assert fault.has_struck
+
+
+def test_when_all_fail_nobody_goes_on():
+    assert trained(3, [f"raise:instance={instance},step=1" for instance in range(3)]) == [None] * 3
+
+
+# ---- those who are a step behind
+
+
+def lose_at_message(number, training=TRAINING):
+    """Instance 1 is lost instead of its message with this number in step 2: was it one, and did somebody catch up?"""
+    fault, caught_up = OnMessage(1, number), []
+    hooks = [hook(1, "forward", 2, fault.begin), hook(1, "forward", 3, fault.end)]
+    hooks += [hook(instance, "broadcast", 2, functools.partial(caught_up.append, instance)) for instance in (0, 2)]
+    found = trained(3, hooks, training, mechanism="ring", hub=ThreadHub(3, fault))
+    check(found, 3, [1] if fault.has_struck else [], training)
+    return fault.has_struck, bool(caught_up)
+
+
+def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
+    """What instance 1 contributes goes to instance 0 first, which can complete the step then, and instance 2 cannot."""
+    assert [lose_at_message(number) for number in range(3)] == [(True, False), (True, True), (False, False)]
+
+
+def test_gradients_of_many_messages_may_end_at_any_of_them(seed):
+    was_lost, _ = lose_at_message(random.Random(seed).randrange(4), WIDE)
+    assert was_lost
+
+
+@pytest.mark.complete
+def test_gradients_of_many_messages_may_end_at_every_of_them():
+    number = 0
+    while lose_at_message(number, WIDE)[0]:
+        number += 1
+    assert number >= 4
+
+
+# ---- compiled ahead
+
+
+@pytest.fixture
+def counting():
+    """JAX's compilations are counted by thread."""
+    jax.monitoring.register_event_duration_secs_listener(count)
+    yield
+    jax.monitoring.unregister_event_duration_listener(count)
+
+
+THREE_KILLS = ["kill:instance=3,step=1", "kill:instance=0,step=2", "kill:instance=1,step=3"]
+AHEAD = Training(STEPS, compiles_ahead=True)
+
+
+def test_what_was_compiled_ahead_is_not_compiled_after_a_loss(counting):
+    """The last one of four keeps its two replicas at first, then it gets two more, then all eight."""
+    found = trained(4, THREE_KILLS, AHEAD)
+    check(found, 4, [0, 1, 3])
+    first, *others = found[2]["compiled"]
+    assert first > 0
+    assert others == [0, 0, 0]
+
+
+def test_without_that_each_loss_compiles(counting):
+    found = trained(4, THREE_KILLS)
+    check(found, 4, [0, 1, 3])
+    assert all(found[2]["compiled"])
+
+
+def test_all_who_are_left_find_what_was_compiled_ahead(counting):
+    found = trained(4, ["kill:instance=1,step=2"], AHEAD)
+    check(found, 4, [1])
+    assert [each["compiled"][1:] for each in found if each] == [[0] * 3] * 3
+
+
+def test_a_loss_while_it_is_compiled_ahead_changes_nothing():
+    """Nobody waits for the background here; a step does where it needs what is just being compiled."""
+    faults = ["kill:instance=1,step=1", "kill:instance=2,step=2"]
+    check(trained(4, faults, Training(STEPS, compiles_ahead=True, hurries=True)), 4, [1, 2])
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("phase", ["all_reduce", "checkpoint"])
+def test_the_next_instance_saves_when_the_first_is_lost(tmp_path, phase):
+    """Resumed from what it has saved, the training has the bits of one that was never disturbed."""
+    pytest.importorskip("orbax.checkpoint")
+    saved = Training(STEPS, folder=str(tmp_path), until=3)
+    found = trained(3, [f"kill:instance=0,step=1,phase={phase}"], saved)
+    assert [each and each["step"] for each in found] == [None, 3, 3]
+    assert [path.name for path in sorted(tmp_path.iterdir())][-1] == "step_00000003"
+    [resumed] = trained(1, training=Training(STEPS, folder=str(tmp_path)), replicas=6)
+    assert len(resumed["losses"]) == 1  # of the last step, the only one that it has made
+    assert resumed["fingerprint"] == alone(6)["fingerprint"]
+
+
+# ---- bits that flip
+
+
+class TestAFlippedBit:
+    FAULT = "flip-bit:instance=1,step=2"
+    COMPARED = Training(STEPS, digest_every=2)
+
+    def test_is_healed_where_the_job_survives(self, caplog):
+        with caplog.at_level(logging.WARNING):
+            check(trained(4, [self.FAULT], self.COMPARED), 4)
+        assert "before step 2 instance 1 had other bits than the others, and got theirs" in caplog.text
+
+    def test_is_healed_after_a_loss_too_and_the_instance_keeps_its_name(self, caplog):
+        with caplog.at_level(logging.WARNING):
+            found = trained(4, ["kill:instance=0,step=1", "flip-bit:instance=3,step=2"], self.COMPARED)
+        check(found, 4, [0])
+        assert "before step 2 instance 3 had other bits than the others, and got theirs" in caplog.text
+
+    def test_ends_a_job_that_does_not(self):
+        with pytest.raises(DivergenceError, match="before step 2 instance 1 had other bits than the other 2"):
+            trained(3, [self.FAULT], self.COMPARED, survives=False)
+
+    def test_has_no_majority_among_two(self):
+        with pytest.raises(DivergenceError, match="before step 2 the instances have different bits, and no majority"):
+            trained(2, [self.FAULT], self.COMPARED)
+
+    def test_stays_where_nobody_looks(self):
+        found = trained(3, [self.FAULT])
+        assert {each["fingerprint"] == alone(6)["fingerprint"] for each in found} == {False}
