@@ -6,12 +6,14 @@ import os
 from collections.abc import Mapping
 
 from popdist.environments.faults import ATTEMPT_VARIABLE
+from poprun.across import Across
 from poprun.command import Launch, build_command
+from poprun.job_actions import Ended
 from poprun.log import Log
 from poprun.lookup import quote_words
 from poprun.output import Output
 from poprun.output_style import OutputStyle, style_from
-from poprun.supervision import LAST_WORDS_LIMIT_S, Across, Ended, Supervisor
+from poprun.supervision import LAST_WORDS_LIMIT_S, Supervisor
 from poprun.wording import list_ranges
 
 

@@ -1,9 +1,7 @@
-"""Who is waited for in vain, and who is stuck: found by looking at the instances from time to time."""
+"""Who is waited for in vain, and who is stuck: found by looking at the instances from time to time. Pure."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
 
 from poprun.diagnosis import (
@@ -28,18 +26,21 @@ class Lookout:
 
     Args:
         stuck_timeout_s: how long an instance that others wait for may do nothing; 0: for ever.
+        here: the host of mpirun.
+        begin_s: when the job has begun.
 
     Attributes:
         in_vain: the waits for instances that have left, if two looks in a row have seen them.
         stuck: the instance that is stuck, once there is one.
     """
 
-    def __init__(self, stuck_timeout_s: float) -> None:
+    def __init__(self, stuck_timeout_s: float, here: str, begin_s: float) -> None:
         self.in_vain: frozenset[Wait] = frozenset()
         self.stuck: int | None = None
         self._stuck_timeout_s = stuck_timeout_s
+        self._here = here
         self._waits: frozenset[Wait] = frozenset()
-        self._looked_at_s = self._heeded_s = time.monotonic()
+        self._looked_at_s = self._heeded_s = begin_s
 
     @property
     def useless(self) -> set[int]:
@@ -79,4 +80,4 @@ class Lookout:
         """The verdict over a job that has failed."""
         if self.stuck is not None:
             return judge_stuck(facts, self.stuck, self._stuck_timeout_s)
-        return judge(facts, os.uname().nodename, self.in_vain) or judge_missing(facts, mpirun_status)
+        return judge(facts, self._here, self.in_vain) or judge_missing(facts, mpirun_status)

@@ -15,11 +15,11 @@ from poprun.diagnosis import Verdict
 from poprun.errands import Errand, run_errands
 from poprun.errors import PopRunError
 from poprun.hosts import Host
+from poprun.job_actions import Ended
 from poprun.log import Log
 from poprun.plan import available_hosts, plan_launch
 from poprun.settings import Settings
 from poprun.ssh import remote_words
-from poprun.supervision import Ended
 from poprun.survey import limit_from
 from poprun.wording import count
 

@@ -1,12 +1,13 @@
-"""Letting the others go on without the instances that are lost."""
+"""Letting the others go on without the instances that are lost. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from poprun import wire
 from poprun.diagnosis import is_of_hosts, list_instances
 from poprun.facts import Ending, Facts
+from poprun.job_actions import Action, Say
+from poprun.log import Level
 from poprun.members import Members
 from poprun.wording import count
 
@@ -31,7 +32,7 @@ class Survival:
 
     def give_up(
         self, useless: Collection[int], was_told: Callable[[Ending], bool], describe: Callable[[Facts], str]
-    ) -> tuple[str, ...]:
+    ) -> list[Action]:
         """Give up those that have failed, and tell the others, who wait for them in vain.
 
         Args:
@@ -40,7 +41,7 @@ class Survival:
             describe: says what has become of an instance.
 
         Returns:
-            A line about each; none if none has failed, or the others cannot go on.
+            What the shims are told, and a line about each; nothing if none has failed, or the others cannot go on.
         """
         here = [each for each in self._members.facts if not each.is_given_up]
         failed = [
@@ -49,19 +50,20 @@ class Survival:
         left = [each for each in here if each not in failed and each.ending is None]
         were_told = any(each.ending is not None and was_told(each.ending) for each in failed)
         if not failed or were_told or is_of_hosts(failed) or not self._least:
-            return ()
+            return []
         if obstacle := self._obstacle(left):
             self.obstacle = self.obstacle or obstacle  # later ones fail because of the first
-            return ()
+            return []
         others = list_instances([each.index for each in left])
         follows = f"{others} {'goes' if len(left) == 1 else 'go'} on without it"
         losses = [describe(each) for each in failed]
         self.losses += losses
+        actions: list[Action] = []
         for each in failed:
-            self._members.give_up(each.index)
+            actions += self._members.give_up(each.index)
         for each in left:
-            self._members.tell_one(each.index, wire.pack_number(wire.RELEASE, len(self.losses)))
-        return tuple(f"{line}; {follows}" for line in losses)
+            actions += self._members.release(each.index, len(self.losses))
+        return [*actions, *(Say(Level.WARN, f"{line}; {follows}") for line in losses)]
 
     def _obstacle(self, left: Collection[Facts]) -> str:
         if not self._members.all_connected or not all(each.record.has_joined for each in left):

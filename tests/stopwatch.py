@@ -1,4 +1,7 @@
-"""Measuring how long something takes, for promises about a machine that has nothing else to do."""
+"""Measuring how long something takes, for promises about a machine that has nothing else to do.
+
+Only for the complete tier: the default one says nothing about how long something takes.
+"""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ def test_hosts_reach_each_other_by_ssh(hosts):
         assert done.stdout == f"{target}\n", done.stderr
 
 
+@pytest.mark.complete
 def test_hosts_see_the_shared_folder_and_have_a_tmp_of_their_own(hosts):
     (hosts.shared / "note").write_text("for all")
     assert hosts.on("h2", "cat", str(hosts.shared / "note")).stdout == "for all"
@@ -33,6 +34,7 @@ def test_hosts_see_the_shared_folder_and_have_a_tmp_of_their_own(hosts):
     assert hosts.on("h2", "ls", "/tmp/mine").returncode != 0
 
 
+@pytest.mark.complete
 def test_a_link_that_is_down_carries_nothing_and_comes_back(hosts):
     hosts.link("h1", "down")
     assert hosts.python("h0", CONNECT, "h1").returncode == 1
@@ -40,6 +42,7 @@ def test_a_link_that_is_down_carries_nothing_and_comes_back(hosts):
     assert hosts.python("h0", CONNECT, "h1").returncode == 0
 
 
+@pytest.mark.complete
 def test_a_link_has_the_delay_that_it_was_given(hosts):
     hosts.link("all", "delay=50ms")
     assert float(hosts.python("h0", CONNECT, "h1").stdout) >= 0.1  # there and back
@@ -65,11 +68,13 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     assert list(Path("/run/netns").glob(f"pd{owner.pid}x*")) == []
 
 
+@pytest.mark.complete
 def test_slurm_runs_on_the_hosts(hosts, slurm_conf):
     done = hosts.on("h0", "srun", "-N4", "hostname", SLURM_CONF=slurm_conf)
     assert sorted(done.stdout.split()) == list(hosts.names), done.stderr
 
 
+@pytest.mark.complete
 def test_hosts_may_have_ipv6_addresses_only(tmp_path):
     with open_bed(tmp_path, 2, FAMILY="6") as bed:
         assert bed.on("h0", "ssh", *bed.ssh_arguments, "h1", "hostname").stdout == "h1\n"

@@ -12,7 +12,7 @@ from stopwatch import Stopwatch
 
 from poprun.host_checks import COPY_IT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.complete]
 
 INSPECT = """
 import json, os, sys

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.complete]
 
 DOCTOR = "import sys; from poprun.doctor import main; sys.exit(main(sys.argv[1:]))"
 

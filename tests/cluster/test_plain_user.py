@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from beds import Bed, open_bed
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.timeout(170)]
 
 USER, NUMBER = "popdist-tester", "12345"
 ENTRIES = {

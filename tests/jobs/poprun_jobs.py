@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stopwatch import Stopwatch
+import pytest
 
 ROOT = Path(__file__).parents[2]
 MARKER = "POPRUN_TEST_MARKER"
@@ -39,12 +39,11 @@ page = ProgressPage.from_environ(os.environ)
 
 @dataclass
 class Finished:
-    """What a poprun left in the hands of its caller, and how long its end took, as a `Stopwatch` counts."""
+    """What a poprun left in the hands of its caller."""
 
     status: int
     stdout: str
     stderr: str
-    after_event_s: float
 
     def lines_of(self, instance: int) -> list[str]:
         """What an instance wrote on its standard output."""
@@ -59,6 +58,11 @@ class Finished:
     @property
     def own_text(self) -> str:
         return "\n".join(self.own_lines)
+
+    @property
+    def said(self) -> list[str]:
+        """All that poprun said by itself, whatever libraries of the programs have written there."""
+        return [line for line in self.stderr.splitlines() if " POPRUN [" in line]
 
 
 @dataclass
@@ -79,26 +83,24 @@ class Job:
     def finish(self, limit_s: float = LIMIT_S) -> Finished:
         """Wait for the end; every process of the job has to be gone then."""
         try:
-            with Stopwatch() as watch:
-                self.process.wait(limit_s)
+            self.process.wait(limit_s)
             assert leftovers(self.marker) == {}
         finally:
             end_all(self.marker)
         for stream in self.streams:
             stream.close()
-        return Finished(self.process.returncode, self.streams[0].text, self.streams[1].text, watch.seconds)
+        return Finished(self.process.returncode, self.streams[0].text, self.streams[1].text)
 
-    def kill_and_count(self, within_s: float) -> dict[int, str]:
-        """SIGKILL poprun; what is left of the job after the limit."""
+    def kill(self) -> None:
+        """SIGKILL poprun, and wait until nothing of the job is left."""
         self.process.kill()
-        with Stopwatch() as watch:
-            while (left := leftovers(self.marker)) and watch.seconds < within_s:
-                time.sleep(0.02)
-        end_all(self.marker)
+        try:
+            await_none(self.marker)
+        finally:
+            end_all(self.marker)
         self.process.wait(LIMIT_S)
         for stream in self.streams:
             stream.close()
-        return left
 
 
 class Stream:
@@ -168,6 +170,11 @@ def run(*words: str, **options: Any) -> Finished:
     return start(*words, **options).finish()
 
 
+def also(*values: object) -> Any:
+    """A case of a test that only the complete tier runs."""
+    return pytest.param(*values, marks=pytest.mark.complete)
+
+
 def two(program: str, *options: str) -> list[str]:
     """The words that run a Python program as two instances."""
     return ["--num-instances", "2", "--num-replicas", "2", *options, sys.executable, "-c", program]
@@ -184,6 +191,14 @@ def leftovers(marker: str) -> dict[int, str]:
         except OSError:
             continue
     return found
+
+
+def await_none(marker: str) -> None:
+    """Return when no process carries the marker any more."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while left := leftovers(marker):
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.02)
 
 
 def end_all(marker: str) -> None:

@@ -1,4 +1,7 @@
-"""When one instance fails the job is over within a second, nothing is left, and the right one is blamed."""
+"""When one instance fails the job is over, nothing is left, and the right one is blamed.
+
+What follows from what, and when, is tested in tests/poprun/test_job_machine.py; here are real processes.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from poprun_jobs import MPI_HEAD, PROGRESS_HEAD, Finished, run, start, start_command, two
+from poprun_jobs import MPI_HEAD, PROGRESS_HEAD, Finished, also, run, start, start_command, two
 
-pytestmark = [pytest.mark.job, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
 WAIT_FOR_EVER = "signal.pause()\n"
 SAY_READY = "print('ready', rank, flush=True)\n"
 NEED_MEMORY = "held = []\n    while True: held.append(bytearray(1 << 24))\n"
-NEED_MEMORY_S = 5.0  # to fill it, of which nothing is promised
 POPRUN = (sys.executable, "-m", "poprun")
 
 
@@ -47,20 +49,19 @@ def own_cgroups() -> dict[str, str]:
     return {name: path for _, names, path in lines for name in names.split(",")}
 
 
-def check(finished: Finished, status: int, blamed: int, *facts: str, within_s: float | None = None) -> None:
+def check(finished: Finished, status: int, blamed: int, *facts: str) -> None:
     assert finished.status == status, finished.stderr
     assert 1 <= len(finished.own_lines) <= 15
     assert finished.stderr.splitlines()[-1].endswith(finished.own_lines[-1])
     assert finished.own_lines[0].startswith(f"instance {blamed} on host "), finished.stderr
     for fact in facts:
         assert fact in finished.own_text
-    if within_s is not None:
-        assert finished.after_event_s < within_s
 
 
 class TestPlainPrograms:
     """Programs that know nothing of popdist."""
 
+    @pytest.mark.cores(2)
     def test_an_exception_while_the_others_wait_in_mpi(self):
         program = MPI_HEAD + (
             "if rank == 1:\n    print('failing', flush=True)\n    raise ValueError('no such data')\ncomm.Barrier()\n"
@@ -68,23 +69,26 @@ class TestPlainPrograms:
         job = start(*two(program))
         job.wait_for("failing")
         finished = job.finish()
-        check(finished, 1, 1, "ended with exit status 1", within_s=1.0)
+        check(finished, 1, 1, "ended with exit status 1")
         assert finished.stderr.count("ValueError: no such data") == 1
         assert "[1,1]<stderr>:Traceback (most recent call last):" in finished.stderr
         assert "prterun" not in finished.stderr
 
-    @pytest.mark.parametrize("leave", ["sys.exit(3)", "os._exit(3)", "raise SystemExit(3)"])
+    @pytest.mark.parametrize("leave", ["sys.exit(3)", also("os._exit(3)"), also("raise SystemExit(3)")])
+    @pytest.mark.cores(2)
     def test_the_exit_status_is_that_of_the_instance(self, leave):
         finished = run(*two(MPI_HEAD + f"if rank == 0:\n    {leave}\ncomm.Barrier()\n"))
         check(finished, 3, 0, "ended with exit status 3")
 
-    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+    @pytest.mark.parametrize("number", [signal.SIGKILL, also(signal.SIGSEGV), also(signal.SIGTERM)])
+    @pytest.mark.cores(2)
     def test_a_signal_gives_128_and_its_number(self, number):
         program = MPI_HEAD + f"if rank == 1:\n    os.kill(os.getpid(), {int(number)})\ncomm.Barrier()\n"
         finished = run(*two(program))
         check(finished, 128 + number, 1, f"was killed by {number.name}")
 
     @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+    @pytest.mark.complete
     def test_too_little_memory_is_an_exception(self, limit):
         program = MPI_HEAD + (
             "if rank == 1:\n"
@@ -95,7 +99,7 @@ class TestPlainPrograms:
         job = start(*two(program))
         job.wait_for("ready 1")
         finished = job.finish()
-        check(finished, 1, 1, "ended with exit status 1", within_s=1.0 + NEED_MEMORY_S)
+        check(finished, 1, 1, "ended with exit status 1")
         assert "[1,1]<stderr>:MemoryError" in finished.stderr
 
     def test_the_kernel_kills_for_lack_of_memory(self, little_memory):
@@ -105,18 +109,21 @@ class TestPlainPrograms:
         job = start_command("sh", "-c", f'echo $$ > {little_memory}; exec "$@"', "-", *POPRUN, *two(program))
         job.wait_for("ready 1")
         fact = "was killed by SIGKILL for lack of memory, after collective 7, barrier"
-        check(job.finish(), 137, 1, fact, within_s=1.0 + NEED_MEMORY_S)
+        check(job.finish(), 137, 1, fact)
 
+    @pytest.mark.complete
     def test_two_at_once(self):
         program = MPI_HEAD + "if rank != 2:\n    os.kill(os.getpid(), 9)\ncomm.Barrier()\n"
         finished = run("--num-instances=3", "--num-replicas=3", sys.executable, "-c", program)
         assert finished.status == 137
         assert re.match(r"instance [01] on host \S+ \(pid \d+\) was killed by SIGKILL", finished.own_lines[0])
 
+    @pytest.mark.cores(2)
     def test_mpi_abort_is_blamed_on_the_one_that_called_it(self):
         finished = run(*two(MPI_HEAD + "if rank == 1:\n    comm.Abort(5)\ncomm.Barrier()\n"))
         check(finished, 5, 1, "ended with exit status 5")
 
+    @pytest.mark.complete
     def test_the_others_do_not_have_to_use_mpi(self):
         finished = run(
             "--num-instances=3",
@@ -138,7 +145,7 @@ class TestPlainPrograms:
     def test_leaving_early_is_fine_when_nobody_waits(self):
         program = "import os, sys\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': print(sum(range(10**7)))\n"
         finished = run(*two(program))
-        assert (finished.status, finished.stderr) == (0, "")
+        assert (finished.status, finished.said) == (0, [])
 
     def test_children_of_the_failed_and_of_the_others_are_ended(self):
         program = (
@@ -175,10 +182,12 @@ class TestProgramsThatKeepARecord:
             finished.own_lines
         )
 
+    @pytest.mark.complete
     def test_the_collective_of_the_failed_is_named(self):
         program = PROGRESS_HEAD + ("page.enter(7, b'barrier')\nif rank == 1: os.kill(os.getpid(), 9)\n" + WAIT_FOR_EVER)
         check(run(*two(program)), 137, 1, "was killed by SIGKILL, inside collective 7, barrier")
 
+    @pytest.mark.complete
     def test_exit_0_while_another_waits_is_a_failure(self):
         program = PROGRESS_HEAD + (
             "if rank == 0:\n    print('leaving', flush=True); os._exit(0)\n"
@@ -187,8 +196,9 @@ class TestProgramsThatKeepARecord:
         job = start(*two(program))
         job.wait_for("leaving")
         facts = "ended with exit status 0 too early: instance 1 still needed it"
-        check(job.finish(), 1, 0, facts, "instance 1 was in collective 5, barrier", within_s=1.0)
+        check(job.finish(), 1, 0, facts, "instance 1 was in collective 5, barrier")
 
+    @pytest.mark.complete
     def test_waiting_in_an_exit_handler_while_another_waits_is_a_failure(self):
         program = PROGRESS_HEAD + (
             "if rank == 0:\n    page.leaving(); print('leaving', flush=True); signal.pause()\n"
@@ -197,8 +207,9 @@ class TestProgramsThatKeepARecord:
         job = start(*two(program))
         job.wait_for("leaving")
         facts = "left the program too early: instance 1 still needed it"
-        check(job.finish(), 1, 0, facts, within_s=1.0)
+        check(job.finish(), 1, 0, facts)
 
+    @pytest.mark.cores(2)
     def test_one_that_is_released_from_its_exit_handler_shows_its_status(self):
         program = PROGRESS_HEAD + (
             "if rank == 0:\n    page.leaving()\n    while not page.is_released: pass\n    os._exit(3)\n"
@@ -206,6 +217,7 @@ class TestProgramsThatKeepARecord:
         )
         check(run(*two(program)), 3, 0)
 
+    @pytest.mark.complete
     def test_one_that_fails_because_another_left_is_a_victim(self, tmp_path):
         left = tmp_path / "left"
         program = PROGRESS_HEAD + (
@@ -217,6 +229,7 @@ class TestProgramsThatKeepARecord:
         )
         check(run(*two(program)), 1, 0, "ended with exit status 0 too early")
 
+    @pytest.mark.complete
     def test_one_that_fails_because_another_was_killed_is_a_victim(self):
         program = MPI_HEAD + (
             "from popdist.environments import ProgressPage\n"
@@ -229,6 +242,7 @@ class TestProgramsThatKeepARecord:
         )
         check(run(*two(program)), 137, 1, "was killed by SIGKILL")
 
+    @pytest.mark.complete
     def test_an_error_of_ones_own_after_another_has_finished_is_ones_own(self):
         program = PROGRESS_HEAD + (
             "page.enter(1, b'barrier'); page.leave()\nif rank == 0: os._exit(0)\nraise ValueError('mine')\n"
@@ -241,7 +255,7 @@ def test_a_killed_shim_takes_its_program_with_it_and_is_blamed():
     job = start(sys.executable, "-c", program)
     job.wait_for("\n")
     os.kill(int(job.streams[0].text.split()[-1]), signal.SIGKILL)
-    check(job.finish(), 137, 0, "was lost", within_s=1.0)
+    check(job.finish(), 137, 0, "was lost")
 
 
 def test_a_killed_mpirun_is_a_failure():
@@ -257,7 +271,6 @@ def test_a_killed_mpirun_is_a_failure():
     finished = job.finish()
     assert finished.status != 0
     assert "mpirun" in finished.own_text
-    assert finished.after_event_s < 1.5
 
 
 def test_when_mpirun_cannot_start_its_own_words_are_shown():
@@ -267,6 +280,7 @@ def test_when_mpirun_cannot_start_its_own_words_are_shown():
     assert finished.own_lines[-1] == "instance 0 never started"
 
 
+@pytest.mark.complete
 def test_output_of_the_others_is_dropped_once_one_has_failed():
     program = (
         "import os, sys, time\n"
@@ -275,5 +289,5 @@ def test_output_of_the_others_is_dropped_once_one_has_failed():
         "while True: print('x' * 50, flush=True)\n"
     )
     finished = run(*two(program))
-    check(finished, 4, 0, within_s=5)
+    check(finished, 4, 0)
     assert finished.stderr.splitlines()[0] == "[1,0]<stderr>:last words"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from poprun_jobs import Finished, run, two
+from poprun_jobs import Finished, also, run, two
 
 from popdist.version import __version__
 
@@ -70,6 +70,7 @@ class TestEnvironment:
             ["global", "local", None],
         ]
 
+    @pytest.mark.complete
     def test_the_users_environment_is_kept(self):
         told = tell(environ={"SOME_SETTING": "kept as it is"})
         assert told[0]["environ"]["SOME_SETTING"] == "kept as it is"
@@ -86,15 +87,16 @@ class TestPinning:
     @pytest.mark.parametrize(
         "options",
         [
-            ["--process-placement", "disabled"],
+            also(["--process-placement", "disabled"]),
             ["--mpi-global-args=--bind-to none"],
-            ["--num-instances=1"],
+            also(["--num-instances=1"]),
         ],
     )
     def test_unless_the_user_says_otherwise(self, options):
         for each in tell("--num-instances=2", "--num-replicas=2", *options):
             assert set(each["cores"]) == os.sched_getaffinity(0)
 
+    @pytest.mark.complete
     def test_more_instances_than_cores_are_not_pinned(self):
         count = len(os.sched_getaffinity(0)) + 1
         for each in tell(f"--num-instances={count}", f"--num-replicas={count}"):
@@ -112,6 +114,7 @@ class TestDryRun:
         assert "ran" not in planned.stdout.replace("print('ran')", "").replace("'\"'\"'ran'\"'\"'", "")
         assert shlex.split(planned.stdout)[-1] == "an argument"
 
+    @pytest.mark.complete
     def test_it_needs_no_permission(self):
         assert run("--dry-run", "echo", root_allowed=False).status == 0
 
@@ -130,41 +133,12 @@ def refused(*words: str, **options) -> Finished:
 
 
 class TestBadInput:
-    @pytest.mark.parametrize(
-        ("words", "message"),
-        [
-            (["--num-replicas", "6", "--num-instances", "4", "echo"], "use 4 or 8"),
-            (["--num-replicas=3", "--num-instances=4", "echo"], "use 4 "),
-            (["--num-replicas=0", "echo"], "--num-replicas is 0; use 1 or more"),
-            (["--num-instances=-2", "echo"], "--num-instances is -2; use 1 or more"),
-            (["--ipus-per-replica=0", "echo"], "--ipus-per-replica is 0; use 1 or more"),
-            (["--num-replicas=two", "echo"], "--num-replicas needs a whole number, got 'two'"),
-            (["--num-replica-s=2", "echo"], "unknown option --num-replica-s, did you mean --num-replicas"),
-            (
-                ["--only-output-from-instance=1", "echo"],
-                "--only-output-from-instance is 1, the job has 1 instance",
-            ),
-            (["--num-replicas=2"], "no program given"),
-            (["no-such-program"], "program 'no-such-program' is not in PATH"),
-            (["./no/such/program"], "program './no/such/program' does not exist"),
-            (["/tmp"], "program '/tmp' is a directory"),
-            (["--print-topology", "maybe", "echo"], "--print-topology needs yes or no"),
-            (["--process-placement", "sideways", "echo"], "use one of spreadnuma, disabled"),
-            (["--mpi-global-args", "-x 'A", "echo"], "check the quotes"),
-        ],
-    )
-    def test_each_is_refused_in_one_line_with_status_2(self, words, message):
-        finished = refused(*words)
-        assert finished.status == 2
-        assert message in finished.own_text
+    """Each refusal is in tests/poprun/test_refusals.py."""
 
-    def test_a_script_that_is_not_executable(self, tmp_path):
-        (tmp_path / "train.py").touch()
-        for words in (["./train.py"], ["train.py"]):
-            finished = refused(*words, cwd=tmp_path)
-            assert finished.status == 2
-            assert "train.py" in finished.own_text
-            assert "start it with `python " in finished.own_text
+    def test_it_is_refused_in_one_line_with_status_2(self):
+        finished = refused("--num-replica-s=2", "echo")
+        assert finished.status == 2
+        assert "unknown option --num-replica-s, did you mean --num-replicas" in finished.own_text
 
     def test_root_has_to_say_so(self):
         if os.geteuid() != 0:
@@ -194,7 +168,7 @@ def test_help_names_every_option():
         assert f"--{name}" in shown.stdout
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["doctor", "--help"], ["--dry-run", "true"]])
+@pytest.mark.parametrize("words", [["--help"], also(["--version"]), also(["doctor", "--help"]), ["--dry-run", "true"]])
 def test_what_cannot_be_shown_is_one_line_and_no_traceback(words):
     command = [sys.executable, "-m", "poprun", *words]
     with open("/dev/full", "w") as full:

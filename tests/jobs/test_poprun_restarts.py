@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from poprun_jobs import PROGRESS_HEAD, run, start, two
+from poprun_jobs import PROGRESS_HEAD, also, run, start, two
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -41,6 +41,7 @@ def test_a_job_completes_after_failures_of_different_kinds():
     assert finished.stderr.endswith(f"{last}\n")
 
 
+@pytest.mark.complete
 def test_it_gives_up_after_so_many_restarts():
     finished = run(*RESTART, "--max-restarts", "1", "sh", "-c", "echo run $POPDIST_RESTART_COUNT; exit 7")
     assert finished.status == 7
@@ -48,6 +49,7 @@ def test_it_gives_up_after_so_many_restarts():
     assert finished.own_lines[-1] == "gave up after 1 restart (--max-restarts 1)"
 
 
+@pytest.mark.complete
 def test_the_pauses_double():
     began = time.monotonic()
     finished = run("--on-failure", "restart", "--restart-backoff-s", "1", "--max-restarts", "2", "false")
@@ -55,7 +57,7 @@ def test_the_pauses_double():
     assert time.monotonic() - began >= 1 + 2
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [also(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_job_that_the_user_ends_is_not_started_again(number, status):
     job = start(*RESTART, sys.executable, "-c", "import time; print('begins', flush=True); time.sleep(50)")
     job.wait_for("begins")
@@ -66,6 +68,7 @@ def test_a_job_that_the_user_ends_is_not_started_again(number, status):
     assert warnings(finished) == []
 
 
+@pytest.mark.complete
 def test_a_job_that_leaves_on_a_signal_that_was_passed_on_is_not_started_again():
     program = (
         "import signal, sys, time\n"
@@ -92,6 +95,7 @@ def test_standard_input_goes_to_the_first_attempt():
     assert finished.lines_of(0) == ["read 'words'", "read ''"]
 
 
+@pytest.mark.complete
 def test_output_of_all_attempts_is_kept(tmp_path):
     program = HEAD + "print('attempt', restarts, flush=True)\nsys.exit(1 - restarts)\n"
     finished = run(*RESTART, "--output-dir", str(tmp_path / "out"), sys.executable, "-c", program)
@@ -103,27 +107,35 @@ def test_output_of_all_attempts_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("how", "where"),
     [
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal or a debugger"),
+        ("stop()", "stopped by a signal or a debugger"),
         ("forever()", "at <string>, line 8, in forever"),
-        ("slow()", "at <string>, line 14, in slow"),
+        also("slow()", "at <string>, line 14, in slow"),
     ],
 )
-def test_an_instance_that_is_stuck_is_named_with_its_line(how, where):
+def test_an_instance_that_is_stuck_is_named_with_its_line(how, where, tmp_path):
+    """The other one waits for it only when it is where it is to be found."""
+    begun = str(tmp_path / "begun")
     program = PROGRESS_HEAD + (
         "from popdist.environments import show_stack_when_asked\n"
         "show_stack_when_asked(os.environ)\n"
-        "def forever():\n    while True: pass\n"
+        "def forever():\n"
+        f"    open({begun!r}, 'x').close(); any(iter(int, 1))\n"
         "def slow():  # to show its stack\n"
-        "    import time\n"
+        f"    import time; open({begun!r}, 'x').close()\n"
         "    asked = {int(os.environ['POPRUN_STACK'].partition(':')[2])}\n"
         "    signal.pthread_sigmask(signal.SIG_BLOCK, asked)\n"
         "    while not signal.sigpending(): pass\n"
         "    time.sleep(0.5); signal.pthread_sigmask(signal.SIG_UNBLOCK, asked)\n"
         "    signal.pause()\n"
+        "def stop():\n"
+        "    if os.fork(): os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    while open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[0] != 'T': pass\n"
+        f"    open({begun!r}, 'x').close(); os._exit(0)\n"
         "page.step(4)\n"
-        "page.enter(5 - rank, b'barrier')\n"
-        f"if rank == 1:\n    page.leave(); {how}\n"
-        "page.waiting_for([1]); signal.pause()\n"
+        "page.enter(4, b'barrier'); page.leave()\n"
+        f"if rank == 1: {how}\n"
+        f"while not os.path.exists({begun!r}): pass\n"
+        "page.enter(5, b'barrier'); page.waiting_for([1]); signal.pause()\n"
     )
     finished = run(*two(program, "--stuck-timeout-s", "1"))
     assert finished.status == 124, finished.stderr
@@ -135,6 +147,7 @@ def test_an_instance_that_is_stuck_is_named_with_its_line(how, where):
     assert second == "instance 0 was in collective 5, barrier, step 4, waiting for instance 1"
 
 
+@pytest.mark.complete
 def test_a_program_that_shows_no_stack_is_not_hurt_by_the_question():
     program = PROGRESS_HEAD + (
         "if rank == 0: page.enter(5, b'barrier'); page.waiting_for([1])\n"
@@ -146,6 +159,7 @@ def test_a_program_that_shows_no_stack_is_not_hurt_by_the_question():
     assert finished.own_lines[0].endswith("after collective 4, barrier: it is at a place that it does not show")
 
 
+@pytest.mark.complete
 def test_nobody_is_stuck_where_the_user_says_so(tmp_path):
     """The instance that is waited for ends last: one that ends while others wait for it is a failure of its own."""
     done = tmp_path / "done"
@@ -176,11 +190,18 @@ for step in range(4):
 @pytest.mark.parametrize(
     ("kind", "phase", "status", "fact"),
     [
-        ("kill", "forward", 137, "was killed by SIGKILL in step 2, after collective 2, all_reduce 'gradients'"),
+        also("kill", "forward", 137, "was killed by SIGKILL in step 2, after collective 2, all_reduce 'gradients'"),
         ("kill", "all_reduce", 137, "was killed by SIGKILL in step 2, inside collective 3, all_reduce 'gradients'"),
-        ("exit", "update", 3, "ended with exit status 3 in step 2, after collective 3, all_reduce 'gradients'"),
-        ("raise", "all_reduce", 1, "ended with exit status 1 in step 2, inside collective 3, all_reduce 'gradients'"),
-        ("stop", "forward", 124, "after collective 2, all_reduce 'gradients': it is stopped by a signal or a debugger"),
+        also("exit", "update", 3, "ended with exit status 3 in step 2, after collective 3, all_reduce 'gradients'"),
+        also(
+            "raise", "all_reduce", 1, "ended with exit status 1 in step 2, inside collective 3, all_reduce 'gradients'"
+        ),
+        also(
+            "stop",
+            "forward",
+            124,
+            "after collective 2, all_reduce 'gradients': it is stopped by a signal or a debugger",
+        ),
         ("cut", "all_reduce", 137, "was lost: its supervisor process was killed or cut off"),
     ],
 )
@@ -193,6 +214,7 @@ def test_an_injected_fault_happens_where_it_is_meant_to(kind, phase, status, fac
     assert finished.own_lines[0].endswith(fact)
 
 
+@pytest.mark.complete
 def test_an_instance_that_does_not_come_to_the_end_is_stuck():
     finished = run(*two(PLAIN_TRAINING, "--inject", "stop:instance=1,step=3,phase=update", "--stuck-timeout-s", "2"))
     assert finished.status == 124, finished.stderr
@@ -201,13 +223,14 @@ def test_an_instance_that_does_not_come_to_the_end_is_stuck():
     assert second == "instance 0 had come to the end of the program"
 
 
-@pytest.mark.parametrize("kind", ["kill", "cut"])
+@pytest.mark.parametrize("kind", ["kill", also("cut")])
 def test_a_job_is_started_again_without_the_fault(kind):
     finished = run(*two(PLAIN_TRAINING, *RESTART, "--inject", f"{kind}:instance=1,step=2"))
     assert finished.status == 0, finished.stderr
     assert warnings(finished)[-1].startswith("the job completed after 1 restart: instance 1 on host ")
 
 
+@pytest.mark.complete
 def test_a_delay_changes_nothing_but_the_time():
     began = time.monotonic()
     assert run(*two(PLAIN_TRAINING, "--inject", "delay:instance=0,step=1,seconds=1.5")).status == 0

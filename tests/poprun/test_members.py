@@ -1,39 +1,79 @@
 from __future__ import annotations
 
-import socket
+from job_scripts import exited, running
 
-import pytest
-
-from poprun import wire
-from poprun.control import Member
-from poprun.guard import NEW_PAGE
+from poprun.facts import EndKind
+from poprun.job_actions import Ask, Release, Stop
+from poprun.job_events import InstanceClosed, InstanceEnded, InstanceTold, MemberConnected, MemberLost, ProgressCame
 from poprun.members import Members
-from poprun.standard_input import Source
-
-TOKEN = bytes(16)
 
 
-@pytest.fixture
-def shim():
-    """The shim's end of the connection of the only instance."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(wire.pack_hello(0, 77, 1.5, TOKEN, "node0"))
-        yield theirs, Member(ours, TOKEN, shares_clock=True)
+def members(count: int = 1) -> Members:
+    found = Members(count)
+    for index in range(count):
+        found.take(MemberConnected(index, 77, "node0"), 1.0)
+    return found
 
 
-def test_whoever_has_not_answered_every_question_is_still_asked(shim):
-    theirs, member = shim
-    members = Members(1, lambda *_: None, Source())
-    members.take(member)
-    assert not members.are_asked
-    members.ask()
-    members.ask()
+def test_whoever_has_not_answered_every_question_is_still_asked():
+    only = members()
+    assert not only.are_asked
+    assert only.ask() == [Ask(0)]
+    only.ask()
     for is_asked in (True, False):
-        theirs.sendall(wire.pack_progress(2.0, NEW_PAGE))
-        members.take(member)
-        assert members.are_asked == is_asked
-    members.ask()
-    theirs.sendall(wire.pack_ended(False, False, False, 0, 3.0))
-    members.take(member)
-    assert not members.are_asked
+        only.take(ProgressCame(0, running()), 2.0)
+        assert only.are_asked == is_asked
+    only.ask()
+    only.take(InstanceEnded(0, exited()), 3.0)
+    assert not only.are_asked
+
+
+def test_who_has_ended_is_asked_no_more():
+    both = members(2)
+    both.take(InstanceEnded(0, exited()), 2.0)
+    assert both.ask() == [Ask(1)]
+
+
+def test_nobody_speaks_to_who_is_not_connected():
+    both = Members(2)
+    both.take(MemberConnected(1, 77, "node0"), 1.0)
+    assert (both.ask(), both.stop(), both.release(0, 1)) == ([Ask(1)], [Stop(1)], [])
+    assert both.give_up(0) == []
+    assert both.release(1, 1) == [Release(1, 1)]
+    both.take(MemberLost(1), 2.0)
+    assert both.stop() == []
+
+
+def test_who_is_lost_without_a_word_has_ended_now():
+    only = members()
+    only.take(MemberLost(0, "Connection timed out"), 7.0)
+    ending = only.facts[0].ending
+    assert ending is not None
+    assert (ending.kind, ending.at_s, ending.fault) == (EndKind.LOST, 7.0, "Connection timed out")
+    assert only.all_closed
+
+
+def test_who_has_ended_before_keeps_its_end():
+    only = members()
+    only.take(InstanceEnded(0, exited(3)), 5.0)
+    only.take(MemberLost(0), 7.0)
+    assert only.facts[0].ending == exited(3)
+
+
+def test_all_are_closed_when_nothing_is_left_of_those_that_have_started():
+    found = Members(3)
+    assert found.all_closed
+    for index in range(2):
+        found.take(MemberConnected(index, 77, "node0"), 1.0)
+    found.take(InstanceClosed(0), 2.0)
+    assert not found.all_closed
+    found.take(InstanceClosed(1), 2.0)
+    assert found.all_closed
+    assert not found.all_connected
+
+
+def test_when_it_was_told_to_stop_is_kept():
+    both = members(2)
+    both.take(InstanceTold(0), 4.0)
+    both.take(InstanceTold(1, is_orphaned=True), 5.0)
+    assert [(each.told_at_s, each.orphaned_at_s) for each in both.facts] == [(4.0, 0.0), (5.0, 5.0)]

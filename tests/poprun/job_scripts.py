@@ -1,0 +1,273 @@
+"""A job on a clock that stands still unless somebody waits: shims and mpirun that do what a script says."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from popdist.environments.progress import ProgressRecord, State
+from poprun.across import Across
+from poprun.diagnosis import Verdict
+from poprun.facts import Ending, EndKind
+from poprun.job_actions import Action, Ask, Ended, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
+from poprun.job_events import (
+    Event,
+    InstanceClosed,
+    InstanceEnded,
+    InstanceExamined,
+    MemberConnected,
+    MemberLost,
+    MpirunEnded,
+    ProgressCame,
+    SignalCame,
+    Tick,
+)
+from poprun.job_machine import JobMachine, Phase
+from poprun.log import Level
+
+BEGIN_S = 1000.0
+ANSWER_S = 0.01
+"""How long shims and mpirun take to do what they are told, unless the script says otherwise."""
+_Wanted = TypeVar("_Wanted")
+
+
+def exited(status: int = 0, at_s: float = 0.0) -> Ending:
+    return Ending(EndKind.EXIT, status, at_s)
+
+
+def killed(number: int = 9, at_s: float = 0.0, **more: Any) -> Ending:
+    return Ending(EndKind.SIGNAL, number, at_s, **more)
+
+
+def running(number: int = 4, since_s: float = 0.0, **more: Any) -> ProgressRecord:
+    """Between collectives."""
+    return ProgressRecord(3, number, "barrier", State.RUNNING, BEGIN_S + since_s, **more)
+
+
+def inside(*waiting_for: int, number: int = 5, since_s: float = 0.0) -> ProgressRecord:
+    """In a collective."""
+    return ProgressRecord(3, number, "all_reduce", State.IN_COLLECTIVE, BEGIN_S + since_s, waiting_for)
+
+
+def leaving(number: int = 4, since_s: float = 0.0, **more: Any) -> ProgressRecord:
+    """In its exit handlers."""
+    return ProgressRecord(3, number, "barrier", State.LEAVING, BEGIN_S + since_s, **more)
+
+
+@dataclass
+class Instance:
+    """What an instance and its shim do when poprun speaks to them.
+
+    Attributes:
+        host: where it runs.
+        record: what it answers.
+        answers: whether it does so.
+        stops: whether it heeds `Stop`.
+        after_signal: how it ends after a signal that is passed on, and how long later; None: not at all.
+        state: what it shows when it is examined; "": nothing.
+        stack: its stack then.
+        after_release: how it ends after `Release`, and how long later; None: not at all.
+        heeds: whether it notes that it was released.
+    """
+
+    host: str = "node0"
+    record: ProgressRecord = field(default_factory=ProgressRecord)
+    answers: bool = True
+    stops: bool = True
+    after_signal: tuple[float, Ending | None] = (ANSWER_S, None)
+    state: str = ""
+    stack: str = ""
+    after_release: tuple[float, Ending | None] = (ANSWER_S, None)
+    heeds: bool = False
+    has_ended: bool = False
+    is_gone: bool = False
+
+
+class Script:
+    """A job and what happens to it; times are seconds since its beginning.
+
+    Args:
+        count: how many instances, all of which connect at once.
+        hosts: where they run; all on node0, as mpirun, unless they are named.
+        connected: how many of them connect.
+        across: attributes of `Across`.
+    """
+
+    def __init__(self, count: int = 2, hosts: str = "", connected: int | None = None, **across: Any) -> None:
+        self.now_s = BEGIN_S
+        self.machine = JobMachine(count, Across(**across), "node0", self.now_s)
+        self.instances = [Instance(host) for host in (hosts.split() or ["node0"] * count)]
+        self.done: list[tuple[float, Action]] = []
+        self.mpirun_heeds = {1: True, 9: True}
+        self.mpirun_ends_with = 0
+        self._mpirun_is_over = False
+        self._mpirun_waits = False
+        self._is_over = False
+        self._order = itertools.count()
+        self._coming: list[tuple[float, int, Event | Callable[[], None]]] = []
+        for index in range(count if connected is None else connected):
+            self._tell(MemberConnected(index, 100 + index, self.instances[index].host))
+        self._tell(Tick())
+
+    # What happens.
+
+    def at(self, at_s: float, *events: Event | Callable[[], None]) -> None:
+        """Have something happen, or be changed, so long after the beginning."""
+        for event in events:
+            heapq.heappush(self._coming, (BEGIN_S + at_s, next(self._order), event))
+
+    def end(self, at_s: float, index: int, ending: Ending) -> None:
+        """Have a program end; nothing is left of it."""
+        self.at(at_s, lambda: self._end(index, replace(ending, at_s=BEGIN_S + at_s)))
+
+    def lose(self, at_s: float, *indices: int, fault: str = "") -> None:
+        """Have the connections to some shims break, and them be gone."""
+        for index in indices:
+            self.at(at_s, MemberLost(index, fault), lambda index=index: self._forget(index))
+
+    def note(self, at_s: float, index: int, record: ProgressRecord) -> None:
+        """Have an instance note something."""
+        self.at(at_s, lambda: setattr(self.instances[index], "record", record))
+
+    def interrupt(self, at_s: float, number: int) -> None:
+        """Send poprun a signal."""
+        self.at(at_s, SignalCame(number))
+
+    def end_mpirun(self, at_s: float, status: int) -> None:
+        """Have mpirun end."""
+
+        def note() -> None:
+            self._mpirun_is_over = True
+
+        self.at(at_s, note, MpirunEnded(status))
+
+    # What comes of it.
+
+    def run(self, until_s: float = 10_000.0) -> None:
+        """Let time pass until the job is over, or until so long after the beginning."""
+        while not self._is_over:
+            next_s = min(self.machine.deadline_s, self._coming[0][0] if self._coming else float("inf"))
+            if next_s > BEGIN_S + until_s:
+                self.now_s = BEGIN_S + until_s
+                return
+            self.now_s = max(self.now_s, next_s)
+            while self._coming and self._coming[0][0] <= self.now_s:
+                event = heapq.heappop(self._coming)[2]
+                if callable(event):
+                    event()
+                else:
+                    self._tell(event)
+            self._tell(Tick())
+
+    @property
+    def ended(self) -> Ended:
+        """How the job ended; it has to be over."""
+        (finish,) = self.all_of(Finish)
+        return finish.ended
+
+    @property
+    def exit_status(self) -> int:
+        return self.ended.exit_status
+
+    @property
+    def verdict(self) -> Verdict:
+        verdict = self.ended.verdict
+        assert verdict is not None
+        return verdict
+
+    @property
+    def over_s(self) -> float:
+        """When the job was over."""
+        return self.times_of(Finish)[0]
+
+    @property
+    def closed_s(self) -> float:
+        """When poprun decided to end everything."""
+        return min(self.times_of(Stop))
+
+    def all_of(self, kind: type[_Wanted]) -> list[_Wanted]:
+        """The actions of one kind, in order."""
+        return [action for _, action in self.done if isinstance(action, kind)]
+
+    def times_of(self, kind: type) -> list[float]:
+        """When there were actions of one kind, to the microsecond."""
+        return [round(at_s, 6) for at_s, action in self.done if isinstance(action, kind)]
+
+    def said(self, level: Level = Level.ERROR) -> list[str]:
+        """poprun's own words of one level."""
+        return [action.text for action in self.all_of(Say) if action.level is level]
+
+    # How it is done.
+
+    def _tell(self, event: Event) -> None:
+        assert not self._is_over, "nothing follows Finish"
+        for action in self.machine.advance(event, self.now_s):
+            self.done.append((self.now_s - BEGIN_S, action))
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Ask(index):
+                if self.instances[index].answers and not self.instances[index].has_ended:
+                    self._later(lambda: self._tell(ProgressCame(index, self.instances[index].record)))
+            case Stop(index):
+                if self.instances[index].stops:
+                    self._later(lambda: self._stop(index))
+            case PassOn(index, number):
+                after_s, ending = self.instances[index].after_signal
+                self._end_later(index, after_s, ending)
+            case Release(index):
+                each = self.instances[index]
+                if each.heeds:
+                    each.record = replace(each.record, heeded=action.lost)
+                self._end_later(index, *each.after_release)
+            case Examine(index):
+                each = self.instances[index]
+                if each.state:
+                    self._later(lambda: self._tell(InstanceExamined(index, each.state, each.stack)))
+            case SendToMpirun(number):
+                if self.mpirun_heeds[number] and not self._mpirun_is_over:
+                    self._end_mpirun(128 + number)
+            case Finish():
+                self._is_over = True
+
+    def _later(self, deed: Callable[[], None], after_s: float = ANSWER_S) -> None:
+        self.at(self.now_s - BEGIN_S + after_s, deed)
+
+    def _end_later(self, index: int, after_s: float, ending: Ending | None) -> None:
+        if ending is not None:
+            self.end(self.now_s - BEGIN_S + after_s, index, ending)
+
+    def _end(self, index: int, ending: Ending) -> None:
+        if not self.instances[index].has_ended:
+            self.instances[index].has_ended = True
+            self._tell(InstanceEnded(index, ending))
+            self._tell(InstanceClosed(index))
+
+    def _stop(self, index: int) -> None:
+        each = self.instances[index]
+        if each.is_gone:
+            return
+        self._end(index, killed(told=True, at_s=self.now_s))
+        self._tell(MemberLost(index))
+        self._forget(index)
+
+    def _forget(self, index: int) -> None:
+        self.instances[index].has_ended = self.instances[index].is_gone = True
+        if all(each.is_gone for each in self.instances) and not self._mpirun_is_over and not self._mpirun_waits:
+            self._end_mpirun(self.mpirun_ends_with)
+
+    def _end_mpirun(self, status: int) -> None:
+        self._mpirun_is_over = True
+        self._later(lambda: self._tell(MpirunEnded(status)))
+
+    def hold_mpirun(self) -> None:
+        """Have mpirun go on when its instances have ended."""
+        self._mpirun_waits = True
+
+
+def is_over(script: Script) -> bool:
+    return script.machine.phase is Phase.OVER

@@ -1,0 +1,117 @@
+"""What shims send over their sockets, and what they are sent."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import pytest
+
+from popdist.environments.progress import PAGE_BYTES, ProgressRecord, State
+from poprun import wire
+from poprun.control import Member
+from poprun.facts import Ending, EndKind
+from poprun.guard import NEW_PAGE
+from poprun.job_actions import Ask, Examine, PassOn, Release, Stop
+from poprun.job_events import (
+    InstanceClosed,
+    InstanceEnded,
+    InstanceExamined,
+    InstanceTold,
+    MemberConnected,
+    MemberLost,
+    OutputCame,
+    ProgressCame,
+)
+from poprun.reports import InputWanted, read_reports
+from poprun.supervision import pack_order
+
+TOKEN = bytes(16)
+HELLO = wire.pack_hello(0, 77, 1.5, TOKEN, "node0")
+
+
+@pytest.fixture
+def pair():
+    """The shim's end of the connection of the only instance, and ours."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield theirs, Member(ours, TOKEN, shares_clock=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "event"),
+    [
+        (wire.pack(wire.STDOUT, b"out\n"), OutputCame(0, 1, b"out\n")),
+        (wire.pack(wire.STDERR, b"err\n"), OutputCame(0, 2, b"err\n")),
+        (wire.pack_number(wire.TOLD, signal.SIGTERM), InstanceTold(0)),
+        (wire.pack_number(wire.TOLD, wire.ORPHANED), InstanceTold(0, is_orphaned=True)),
+        (wire.pack(wire.EXAMINED, b"Tstack"), InstanceExamined(0, "T", "stack")),
+        (wire.pack(wire.WANT), InputWanted()),
+        (wire.pack(wire.CLOSED), InstanceClosed(0)),
+        (wire.pack_ended(False, False, False, 3, 5.0), InstanceEnded(0, Ending(EndKind.EXIT, 3, 5.0))),
+        (
+            wire.pack_ended(True, True, True, 9, 5.0),
+            InstanceEnded(0, Ending(EndKind.SIGNAL, 9, 5.0, told=True, lacked_memory=True)),
+        ),
+    ],
+)
+def test_each_message_is_an_event(pair, message, event):
+    theirs, member = pair
+    theirs.sendall(HELLO + message)
+    assert list(read_reports(member, 1)) == [MemberConnected(0, 77, "node0"), event]
+
+
+def test_times_of_another_host_are_brought_to_our_clock(pair):
+    theirs, member = pair
+    page = bytearray(NEW_PAGE)
+    page[16:24] = State.IN_COLLECTIVE.to_bytes(8, "little")
+    page[40:48] = (2_000_000_000).to_bytes(8, "little")
+    theirs.sendall(HELLO + wire.pack_progress(2.0, bytes(page)) + wire.pack_ended(False, False, False, 0, 3.0))
+    reports = read_reports(member, 1)
+    next(reports)
+    member.lag_s = 100.0
+    progress, ended = reports
+    assert progress == ProgressCame(0, ProgressRecord(state=State.IN_COLLECTIVE, since_s=102.0))
+    assert ended == InstanceEnded(0, Ending(EndKind.EXIT, 0, 103.0))
+
+
+def test_an_instance_that_has_begun_nothing_has_no_time(pair):
+    theirs, member = pair
+    theirs.sendall(HELLO + wire.pack_progress(2.0, NEW_PAGE))
+    _, progress = read_reports(member, 1)
+    assert progress == ProgressCame(0, ProgressRecord())
+    assert len(NEW_PAGE) == PAGE_BYTES
+
+
+def test_the_end_of_the_connection_is_a_loss(pair):
+    theirs, member = pair
+    theirs.sendall(HELLO)
+    theirs.close()
+    assert list(read_reports(member, 1)) == [MemberConnected(0, 77, "node0")]
+    assert list(read_reports(member, 1)) == [MemberLost(0)]
+    assert not member.is_open
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        wire.pack_hello(0, 77, 1.5, bytes(15) + b"x", "node0"),
+        wire.pack_hello(1, 77, 1.5, TOKEN, "node0"),
+        wire.pack(wire.HELLO, b"short"),
+        wire.pack(wire.STDOUT, b"mine\n"),
+    ],
+    ids=["another token", "no such instance", "no hello", "without a hello"],
+)
+def test_a_stranger_is_turned_away_without_a_word(pair, words):
+    theirs, member = pair
+    theirs.sendall(words + wire.pack(wire.CLOSED))
+    assert list(read_reports(member, 1)) == []
+    assert not member.is_open
+
+
+def test_each_order_is_a_message():
+    orders = [Ask(0), Examine(0), Release(0, 2), PassOn(0, 15), Stop(0)]
+    kinds = [wire.REPORT, wire.EXAMINE, wire.RELEASE, wire.SIGNAL, wire.STOP]
+    messages = wire.MessageReader().feed(b"".join(map(pack_order, orders)))
+    assert [kind for kind, _ in messages] == kinds
+    assert [wire.unpack_number(content) for _, content in messages if content] == [2, 15]
