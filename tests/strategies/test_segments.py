@@ -17,7 +17,22 @@ def mlp(variables, batch):
     return jnp.mean((hidden @ variables["c"]) ** 2)
 
 
-def mlp_arguments(seed):
+def nested(variables, batch):
+    """Inner jits, recomputation, a scan and a custom gradient."""
+
+    @jax.custom_vjp
+    def halve(x):
+        return x / 2
+
+    halve.defvjp(lambda x: (x / 2, None), lambda _, gradient: (gradient / 2,))
+    dense = jax.jit(lambda x, kernel: x @ kernel)
+    hidden = jax.nn.gelu(dense(batch, variables["a"]) + variables["bias"])
+    hidden, _ = jax.lax.scan(lambda h, kernel: (jnp.tanh(h @ kernel), None), hidden, jnp.stack([variables["b"]] * 2))
+    hidden = jax.checkpoint(lambda h: jax.nn.silu(dense(h, variables["c"])))(hidden)
+    return jnp.mean(halve(hidden) ** 2)
+
+
+def arguments_of(seed):
     random = np.random.default_rng(seed)
     shapes = {"a": (5, WIDTH), "b": (WIDTH, WIDTH), "bias": (WIDTH,), "c": (WIDTH, WIDTH)}
     variables = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
@@ -49,19 +64,19 @@ def run_in_turn(segments, arguments):
     return results, places
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, KIB, 100 * KIB])
-def test_segments_compute_what_the_function_does(seed, bucket_bytes):
-    arguments = mlp_arguments(seed)
-    segments = cut(traced(mlp, *arguments), range(1, 5), bucket_bytes, KIB)
+@pytest.mark.parametrize(("function", "bucket_bytes"), [(mlp, 1), (mlp, KIB), (mlp, 100 * KIB), (nested, 1)])
+def test_segments_compute_what_the_function_does(seed, function, bucket_bytes):
+    arguments = arguments_of(seed)
+    segments = cut(traced(function, *arguments), range(1, 5), bucket_bytes, KIB)
     results, _ = run_in_turn(segments, jax.tree.leaves(arguments))
-    for number, leaf in enumerate(gradients(mlp)(*arguments)):
+    for number, leaf in enumerate(gradients(function)(*arguments)):
         pieces = sorted((part.rows or (0,), value) for part, value in results.items() if part.result == number)
         found = pieces[0][1] if len(pieces) == 1 else np.concatenate([piece for _, piece in pieces])
         np.testing.assert_allclose(found, leaf, rtol=1e-4, atol=1e-5)
 
 
 def test_results_leave_in_the_order_in_which_they_can_be_finished(seed):
-    arguments = mlp_arguments(seed)
+    arguments = arguments_of(seed)
     segments = cut(traced(mlp, *arguments), range(1, 5), KIB, KIB)
     _, places = run_in_turn(segments, jax.tree.leaves(arguments))
     first = min(places, key=places.get)
@@ -72,7 +87,7 @@ def test_results_leave_in_the_order_in_which_they_can_be_finished(seed):
 
 
 def test_nothing_is_computed_twice_but_movements_of_data(seed):
-    arguments = mlp_arguments(seed)
+    arguments = arguments_of(seed)
     closed = traced(mlp, *arguments)
     segments = cut(closed, range(1, 5), KIB, 100 * KIB)  # no pieces
     assert len(segments) > 1

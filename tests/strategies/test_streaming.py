@@ -100,7 +100,13 @@ def trained_alone(model):
     return train(strategies.IPUStrategy(4), model)
 
 
-@pytest.mark.parametrize(("model", "instances"), [("mlp", 2), ("mlp", 4), ("nested", 4), ("half", 2)])
+@pytest.mark.parametrize(
+    ("model", "instances"),
+    [
+        ("mlp", 2),
+        *(pytest.param(*case, marks=pytest.mark.complete) for case in [("mlp", 4), ("nested", 4), ("half", 2)]),
+    ],
+)
 def test_streamed_gradients_have_the_same_bits(on_instances, model, instances):
     alone = trained_alone(model)
     streamed = on_instances(instances, 4, lambda strategy: train(strategy, model), variables_on_host=True)
