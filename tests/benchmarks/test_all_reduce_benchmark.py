@@ -8,7 +8,7 @@ OURS = ("window", "window_private", "ring")
 TURNS = ("--rounds", "2", "--block-s", "0.001", "--stream-size", "64K")
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[1, pytest.param(3, marks=[pytest.mark.complete, pytest.mark.cores(2)])])
 def run(request, tmp_path_factory):
     """Instances, the figures and the table of a run with one and with two replicas each."""
     folder = tmp_path_factory.mktemp("all_reduce")

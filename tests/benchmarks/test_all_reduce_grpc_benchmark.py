@@ -1,13 +1,11 @@
 """The benchmark of our ring over gRPC compares sums that are right; how fast they are is not tested."""
 
-import subprocess
-import sys
-
 import pytest
-from benchmark_runs import BENCHMARKS, LIMIT_S, run_benchmark
+from benchmark_runs import run_benchmark
 
 SIZES = {"4": 4, "100000": 100_000, "3M": 3 << 20}  # 3 MiB are several messages
 TURNS = ("--rounds", "2", "--block-s", "0.001")
+pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2)]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +16,6 @@ def run(tmp_path_factory):
     return run_benchmark("all_reduce.py", folder, "--backends", "grpc", "--sizes", *SIZES, *TURNS)
 
 
-@pytest.mark.job
 def test_there_is_a_row_for_every_size(run):
     figures, table = run
     assert [row["bytes"] for row in figures["grpc"]["rows"]] == list(SIZES.values())
@@ -26,13 +23,11 @@ def test_there_is_a_row_for_every_size(run):
     assert len(table.splitlines()) == 3 + len(SIZES)
 
 
-@pytest.mark.job
 def test_sums_have_the_bits_of_the_sequential_sum(run):
     figures, _ = run
     assert all(row["has_same_bits"] for row in figures["grpc"]["rows"])
 
 
-@pytest.mark.job
 def test_ratios_and_bandwidths_follow_from_the_medians(run):
     figures, _ = run
     for row in figures["grpc"]["rows"]:
@@ -42,22 +37,7 @@ def test_ratios_and_bandwidths_follow_from_the_medians(run):
         assert all(len(times) == figures["rounds"] == 2 and min(times) > 0 for times in row["rounds_ms"].values())
 
 
-@pytest.mark.job
 def test_the_extra_memory_is_that_of_the_largest_size(run):
     figures, table = run
     assert figures["grpc"]["memory"]["bytes"] == max(SIZES.values())
     assert "an all-reduce of 3 MiB takes" in table.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--backends", "mpi,gloo"), "no backend here is called 'gloo'; use mpi, grpc, horovod"),
-        (("--backends", "grpc", "--instances", "3"), "over gRPC a pair is measured: --instances 2"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(words, reason):
-    command = [sys.executable, str(BENCHMARKS / "all_reduce.py"), *words]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert refused.returncode == 2
-    assert reason in refused.stderr

@@ -13,7 +13,13 @@ from horovod_installed import needs_horovod  # noqa: E402
 SIZES = {"4": 4, "100000": 100_000}  # the second is no power of two
 WAYS = ["window", "mpi", "horovod", "hvd", "hvd_tuned"]
 TURNS = ("--rounds", "2", "--block-s", "0.001")
-pytestmark = [pytest.mark.job, pytest.mark.timeout(LONGER_LIMIT_S + 20), needs_horovod]
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.complete,
+    pytest.mark.cores(2),
+    pytest.mark.timeout(LONGER_LIMIT_S + 20),
+    needs_horovod,
+]
 
 
 @pytest.fixture(scope="module", params=[2])

@@ -3,6 +3,8 @@
 import pytest
 from benchmark_runs import run_benchmark
 
+pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2)]
+
 WORDS = (
     "--instances",
     "1",
@@ -27,14 +29,12 @@ def run(tmp_path_factory):
     return run_benchmark("checkpoint.py", tmp_path_factory.mktemp("checkpoint"), *WORDS)
 
 
-@pytest.mark.job
 def test_there_is_a_row_for_each_number_of_instances(run):
     figures, table = run
     assert [row["instances"] for row in figures["rows"]] == [1, 2]
     assert [line.split()[0] for line in table.splitlines()[2:]] == ["1", "2"]
 
 
-@pytest.mark.job
 def test_ratios_follow_from_the_medians(run):
     figures, _ = run
     for row in figures["rows"]:

@@ -7,6 +7,8 @@ from benchmark_runs import run_benchmark
 
 
 @pytest.mark.job
+@pytest.mark.complete
+@pytest.mark.cores(2)
 def test_all_ways_take_turns(tmp_path):
     words = ("--replicas", "2", "--batch-size", "2", "--rounds", "2", "--steps", "3")
     figures, table = run_benchmark("feeds.py", tmp_path, *words)

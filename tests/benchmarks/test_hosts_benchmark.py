@@ -9,7 +9,7 @@ sys.path.append(str(BENCHMARKS))
 
 from hosts import WAYS, hosts  # noqa: E402
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(LONGER_LIMIT_S + 30)]
+pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(LONGER_LIMIT_S + 30)]
 
 SHORT, LONG = 1 << 12, 1 << 20
 JOB = ("--hosts", "2", "--instances", "2", "--rate", "1gbit", "--delay", "0.5ms", "--sizes", str(SHORT), str(LONG))

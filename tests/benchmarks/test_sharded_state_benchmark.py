@@ -6,6 +6,8 @@ from benchmark_runs import run_benchmark
 WIDTH = 512
 VARIABLES = 4 * (4 * (WIDTH + 1) * WIDTH + (WIDTH + 1) * 10)  # bytes
 
+pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2)]
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -14,7 +16,6 @@ def run(tmp_path_factory):
     return run_benchmark("sharded_state.py", tmp_path_factory.mktemp("sharded"), *words)
 
 
-@pytest.mark.job
 def test_an_instance_of_two_has_half_of_the_state_and_the_same_bits(run):
     figures, table = run
     (row,) = figures["rows"]
@@ -25,7 +26,6 @@ def test_an_instance_of_two_has_half_of_the_state_and_the_same_bits(run):
     assert [line.split()[1] for line in table.splitlines()[2:]] == ["whole", "sharded", "ratio"]
 
 
-@pytest.mark.job
 def test_the_peak_holds_variables_gradients_and_state(run):
     figures, _ = run
     (row,) = figures["rows"]

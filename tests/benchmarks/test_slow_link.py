@@ -101,6 +101,7 @@ def test_missing_tools_are_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.job
+@pytest.mark.complete
 @pytest.mark.usefixtures("possible")
 def test_a_round_trip_takes_twice_the_delay_and_bytes_go_both_ways_at_the_rate():
     with slow_link("80mbit", delay_s=0.003) as link:

@@ -1,13 +1,10 @@
 """The benchmark of the training step compares ways that do the same work; how fast they are is not tested."""
 
-import subprocess
-import sys
-
 import pytest
-from benchmark_runs import BENCHMARKS, LIMIT_S, LONGER_LIMIT_S, run_benchmark
+from benchmark_runs import LONGER_LIMIT_S, run_benchmark
 
 TURNS = ("--batch-size", "3", "--steps", "2", "--rounds", "2")
-pytestmark = [pytest.mark.job, pytest.mark.timeout(LONGER_LIMIT_S + 20)]
+pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(LONGER_LIMIT_S + 20)]
 
 WAYS = {
     "ring": (["cnn"], "--strategy-mechanism", "ring"),
@@ -44,13 +41,3 @@ def test_ratios_follow_from_the_medians(run):
         assert row["ours_over_alone"] == pytest.approx(ms["ours"] / ms["alone"])
         assert row["dataset_over_alone"] == pytest.approx(ms["dataset"] / ms["alone"])
         assert all(len(times) == figures["rounds"] and min(times) > 0 for times in row["rounds_ms"].values())
-
-
-@pytest.mark.parametrize("library", ["tensorflow", "horovod"])
-def test_a_library_that_was_asked_for_and_is_missing_is_refused(library):
-    words = ("--against", library, f"--{library}-python", "/bin/false")
-    command = [sys.executable, str(BENCHMARKS / "train_step.py"), *words]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert refused.returncode == 1
-    assert f"/bin/false cannot import {library}" in refused.stderr
-    assert f"--{library}-python PATH" in refused.stderr

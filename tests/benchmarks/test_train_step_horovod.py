@@ -12,7 +12,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 from horovod_installed import needs_horovod  # noqa: E402
 
 TURNS = ("--batch-size", "3", "--steps", "2", "--rounds", "2")
-pytestmark = [pytest.mark.job, pytest.mark.timeout(LONGER_LIMIT_S + 20), needs_horovod]
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.complete,
+    pytest.mark.cores(2),
+    pytest.mark.timeout(LONGER_LIMIT_S + 20),
+    needs_horovod,
+]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import sys
 import pytest
 from benchmark_runs import BENCHMARKS
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(150)]
 
 
 def test_counts_bytes_and_times_all_ways():

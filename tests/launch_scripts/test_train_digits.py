@@ -1,5 +1,6 @@
 """The main job: its options, what it writes, and how it refuses what cannot be used."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -7,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import train_digits
 from horovod_installed import needs_horovod
 from jobs import poprun_jobs
+
+import strategies
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "launch_scripts" / "train_digits.py"
@@ -75,34 +79,106 @@ def test_defaults_depend_on_the_model():
         ),
     ],
 )
-def test_what_cannot_be_used_ends_with_one_line_and_status_2(arguments, words):
-    done = start(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"train_digits.py: error: {words}")
-    assert done.stderr.count("\n") == 1
+def test_what_cannot_be_used_ends_with_one_line_and_status_2(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
+    assert train_digits.main() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"train_digits.py: error: {words}")
+    assert printed.err.count("\n") == 1
+
+
+RESULT = train_digits.Result(
+    strategy="popdist",
+    model="mlp",
+    instances=2,
+    replicas=6,
+    epochs=1,
+    steps=5,
+    effective_batch_size=96,
+    final_loss=0.12345,
+    final_accuracy=0.5,
+    test_accuracy=0.75,
+    seconds_per_step=0.0125,
+    samples_per_second=7680.0,
+    variables_sha256="0123",
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, "mlp on 2 x 3 replicas (popdist): 5 steps, loss 0.1235, test accuracy 75.0%, 12.50 ms per step"),
+        ({"instances": 4}, "mlp on 6 replicas in 4 instances (popdist): 5 steps, loss 0.1235, test accuracy 75.0%, "),
+        ({"final_loss": None, "seconds_per_step": None}, "mlp on 2 x 3 replicas (popdist): 5 steps, test accuracy "),
+    ],
+)
+def test_a_result_reads_as_a_sentence(changed, text):
+    first, second = str(dataclasses.replace(RESULT, **changed)).splitlines()
+    assert first.startswith(text)
+    assert second == "variables 0123"
+
+
+def test_a_result_goes_where_json_says_and_text_to_the_standard_output_otherwise(tmp_path, capsys):
+    train_digits.report(RESULT, "-")
+    assert train_digits.Result(**json.loads(capsys.readouterr().out)) == RESULT
+    train_digits.report(RESULT, str(tmp_path / "out.json"))
+    assert train_digits.Result(**json.loads((tmp_path / "out.json").read_text())) == RESULT
+    train_digits.report(RESULT, None)
+    assert capsys.readouterr().out == 2 * f"{RESULT}\n"
+
+
+def test_without_a_terminal_an_epoch_is_a_line_with_its_means(capsys):
+    with train_digits.Progress(steps=5, steps_per_epoch=2, done=2, is_shown=True) as progress:
+        for loss in (1.0, 2.0, 4.0):
+            progress.update({"loss": loss, "accuracy": loss / 10})
+    assert capsys.readouterr().err == "epoch 2: loss 1.5000, accuracy 15.0%\nepoch 3: loss 4.0000, accuracy 40.0%\n"
+
+
+def test_instances_but_the_first_show_no_progress(capsys):
+    with train_digits.Progress(steps=1, steps_per_epoch=1, is_shown=False) as progress:
+        progress.update({"loss": 1.0, "accuracy": 0.5})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_epochs_begin_where_the_data_set_is_and_end_with_the_last_step():
+    strategy = strategies.IPUStrategy(num_replicas=1)
+    dataset = strategy.distribute_dataset(np.arange(6), batch_size=2, shuffle=False)
+    dataset.restore(dataclasses.replace(dataset.position(), epoch=1, step=2))
+    assert [int(batch[0]) for batch in train_digits.batches(dataset, 8)] == [4, 0, 2]
+    assert dataset.position().epoch == 2
+
+
+OPTIONS = ("--strategy", "ipu", "--replicas", 3, "--max-steps", 31, "--seed", 7)
+TIMES = {"seconds_per_step", "samples_per_second"}
 
 
 @pytest.mark.job
-def test_the_result_is_written_as_json_and_a_run_repeats_itself(tmp_path):
-    options = ("--strategy", "ipu", "--replicas", 3, "--max-steps", 31, "--seed", 7)
-    first = start(*options, "--json", "-")
-    second = start(*options, "--json", "out.json", cwd=tmp_path)
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    result, again = json.loads(first.stdout), json.loads((tmp_path / "out.json").read_text())
-    assert "test accuracy" in second.stdout
+def test_the_result_is_written_as_json():
+    done = start(*OPTIONS, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     exact = {"strategy": "ipu", "model": "cnn", "instances": 1, "replicas": 3, "steps": 31, "epochs": 2}
     assert exact.items() <= result.items()
     assert 0.1 < result["test_accuracy"] <= 1
     assert result["final_loss"] < 2.3
     assert result["samples_per_second"] == pytest.approx(3 * 16 / result["seconds_per_step"])
-    times = {"seconds_per_step", "samples_per_second"}
-    assert {k: v for k, v in result.items() if k not in times} == {k: v for k, v in again.items() if k not in times}
     assert len(result["variables_sha256"]) == 64
-    assert "epoch 1: loss" in first.stderr
-    assert "step/s" not in first.stderr
+    assert "epoch 1: loss" in done.stderr
+    assert "step/s" not in done.stderr
 
 
 @pytest.mark.job
+@pytest.mark.complete
+def test_a_run_repeats_itself(tmp_path):
+    done = [start(*OPTIONS, "--json", f"{number}.json", cwd=tmp_path) for number in range(2)]
+    assert all("test accuracy" in each.stdout for each in done)
+    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
+    assert {k: v for k, v in first.items() if k not in TIMES} == {k: v for k, v in second.items() if k not in TIMES}
+
+
+@pytest.mark.job
+@pytest.mark.complete
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
 def test_default_settings_reach_95_percent(model):
     done = start("--strategy", "ipu", "--replicas", 4, "--model", model, "--json", "-")
@@ -111,6 +187,7 @@ def test_default_settings_reach_95_percent(model):
 
 
 @pytest.mark.job
+@pytest.mark.complete
 def test_popdist_without_a_launcher_is_one_instance():
     done = start("--replicas", 2, "--max-steps", 1, "--check-numerics", "--json", "-")
     assert done.returncode == 0, done.stderr
@@ -120,6 +197,8 @@ def test_popdist_without_a_launcher_is_one_instance():
 
 
 @pytest.mark.job
+@pytest.mark.complete
+@pytest.mark.cores(2)
 @pytest.mark.timeout(400)
 class TestCheckpoints:
     """`--checkpoint-dir`: what was trained in three pieces, on one and two instances, has the bits of one piece."""
@@ -161,6 +240,8 @@ class TestCheckpoints:
 
 @needs_horovod
 @pytest.mark.job
+@pytest.mark.complete
+@pytest.mark.cores(2)
 @pytest.mark.timeout(250)
 class TestHorovod:
     """`--strategy horovod`; with two replicas no order of the sums is left to choose, so the bits are those of ipu."""

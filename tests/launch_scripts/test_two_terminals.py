@@ -195,6 +195,7 @@ def test_numbers_that_cannot_be_used_are_quoted(terminal, variables, error):
 
 
 @pytest.mark.job
+@pytest.mark.cores(2)
 def test_two_workers_train_together(terminal):
     script = terminal("--replicas", "4", "--max-steps", "2", "--model", "mlp", "--json", "-", PORT=str(free_ports(2)))
     assert script.end() == 0, script.lines

@@ -1,5 +1,6 @@
 """The life cycle: `init` may be repeated, every other step comes once and in order; a process has one of them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -21,11 +22,11 @@ def connect(settings, instance):
 """
 
 
-def python(program, **variables):
+def python(program, *words, **variables):
     """Run a program in a process of its own; what it prints."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
     finished = subprocess.run(
-        [sys.executable, "-W", "error", "-c", HEAD + program],
+        [sys.executable, "-W", "error", "-c", HEAD + program, *words],
         env=clean | {"PYTHONPATH": str(ROOT)} | variables,
         capture_output=True,
         text=True,
@@ -68,27 +69,44 @@ def test_the_single_steps_in_their_order():
     )
 
 
-@pytest.mark.parametrize(
-    ("calls", "text"),
-    [
-        ("popdist.initializeBackend()", "no backend is registered; call registerDefaultBackend first"),
-        ("popdist.init(); popdist.initializeBackend()", "initialised already; init may be repeated"),
-        ("popdist.finalizeBackend()", "not initialised, so it cannot be finalised"),
-        ("popdist.init(); popdist.finalizeBackend(); popdist.finalizeBackend()", "not initialised, so it cannot"),
-        ("popdist.init(); popdist.finalizeBackend(); popdist.init()", "was finalised"),
-        ("popdist.init(); popdist.registerDefaultBackend()", "a backend is in use"),
-        ("popdist.init(); popdist.registerBackend(__file__)", "a backend is in use"),
-        ("popdist.communicator()", "call popdist.init first"),
-        ("popdist.synchronize()", "call popdist.init first"),
-        ("popdist.registerCommunicator({0}, 'a')", "call popdist.init first"),
-        ("popdist.allreduce(1.0)", "call popdist.init first"),
-        ("popdist.init(4); popdist.init(8)", "called for 8 replicas after it was called for 4"),
-    ],
-)
-def test_any_other_order_is_an_error(tmp_path, calls, text):
+WRONG_ORDERS = [
+    ("popdist.initializeBackend()", "no backend is registered; call registerDefaultBackend first"),
+    ("popdist.init(); popdist.initializeBackend()", "initialised already; init may be repeated"),
+    ("popdist.finalizeBackend()", "not initialised, so it cannot be finalised"),
+    ("popdist.init(); popdist.finalizeBackend(); popdist.finalizeBackend()", "not initialised, so it cannot"),
+    ("popdist.init(); popdist.finalizeBackend(); popdist.init()", "was finalised"),
+    ("popdist.init(); popdist.registerDefaultBackend()", "a backend is in use"),
+    ("popdist.init(); popdist.registerBackend(__file__)", "a backend is in use"),
+    ("popdist.communicator()", "call popdist.init first"),
+    ("popdist.synchronize()", "call popdist.init first"),
+    ("popdist.registerCommunicator({0}, 'a')", "call popdist.init first"),
+    ("popdist.allreduce(1.0)", "call popdist.init first"),
+    ("popdist.init(4); popdist.init(8)", "called for 8 replicas after it was called for 4"),
+]
+IN_FORKS = """\
+import json, os, sys, traceback
+import collectives.backends.single
+for number, program in enumerate(json.loads(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(program, dict(globals()))
+        except BaseException:
+            print(number, traceback.format_exc(), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, program
+"""
+
+
+def test_any_other_order_is_an_error(tmp_path):
+    """Each in a fork of one process."""
     backend = tmp_path / "backend.py"
     backend.write_text(BACKEND)
-    python(f"__file__ = {str(backend)!r}\nwith pytest.raises(LifeCycleError, match={text!r}):\n    {calls}\n")
+    programs = [
+        f"__file__ = {str(backend)!r}\nwith pytest.raises(LifeCycleError, match={text!r}):\n    {calls}\n"
+        for calls, text in WRONG_ORDERS
+    ]
+    assert python(IN_FORKS, json.dumps(programs), OPENBLAS_NUM_THREADS="1") == ""  # threads and forks do not mix
 
 
 class TestTheNumberOfReplicas:

@@ -1,5 +1,7 @@
 """Gradient accumulation: several micro-batches per update, reduced in three ways."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,17 +66,25 @@ def by_hand(loss_fn, optimizer, steps, method):
     return variables
 
 
-@pytest.mark.parametrize("method", ["sum", "mean", "running_mean"])
+OPTIMIZERS = {"adam": optax.adam(0.01), "sgd": optax.sgd(0.01), "momentum": optax.sgd(0.01, momentum=0.8)}
+PAIRS = {("adam", "sum"), ("sgd", "mean"), ("momentum", "running_mean")}
+
+
 @pytest.mark.parametrize(
-    "optimizer", [optax.adam(0.01), optax.sgd(0.01), optax.sgd(0.01, momentum=0.8)], ids=["adam", "sgd", "momentum"]
+    ("name", "method"),
+    [
+        pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.complete)
+        for pair in itertools.product(OPTIMIZERS, ("sum", "mean", "running_mean"))
+    ],
 )
-def test_is_what_a_loop_on_the_host_computes(strategy, method, optimizer):
+def test_is_what_a_loop_on_the_host_computes(strategy, method, name):
     """Rows G-02 to G-06."""
+    optimizer = OPTIMIZERS[name]
     for loss in (lambda v, b, k: loss_fn(v, b, k)[0], reused):
         state, _ = trained(strategy, loss, optimizer, steps=2, reduction_method=method)
         wanted = by_hand(loss, optimizer, 2, method)
-        for name, leaf in wanted.items():
-            np.testing.assert_allclose(state.variables[name], leaf, rtol=2e-5, atol=1e-6)
+        for place, leaf in wanted.items():
+            np.testing.assert_allclose(state.variables[place], leaf, rtol=2e-5, atol=1e-6)
 
 
 def test_many_micro_batches_are_a_loop_with_the_same_result(strategy):
@@ -220,7 +230,7 @@ def test_metrics_are_means_over_micro_batches_of_different_keys(strategy):
     np.testing.assert_allclose(metrics["noise"], np.mean([jax.random.uniform(each) for each in keys]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
 def test_the_bits_do_not_depend_on_the_instances(strategy, on_instances, instances):
     alone = strategies.fingerprint(trained(strategy, steps=3)[0].variables)
     found = on_instances(instances, REPLICAS, lambda each: strategies.fingerprint(trained(each, steps=3)[0].variables))
@@ -237,7 +247,7 @@ def test_instances_exchange_gradients_once_per_update(on_instances):
         trainer.step(state, batch)
         return strategy.communicator.calls_made - before
 
-    for count in (1, 2, 8):
+    for count in (1, 8):
         assert on_instances(2, REPLICAS, lambda strategy, count=count: calls(strategy, count)) == [1, 1]
 
 

@@ -1,6 +1,7 @@
 """What a loop collects of the values that its body enqueues, and when it hands them over."""
 
-import time
+import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -85,11 +86,10 @@ class TestVisibility:
     """When another thread sees a value."""
 
     def test_slow_iterations_hand_over_one_by_one(self, monkeypatch):
-        monkeypatch.setattr("strategies.iterations.HOLD_S", 0.01)
+        monkeypatch.setattr("strategies.iterations.HOLD_S", 0.0)  # every iteration takes longer than that
         outfeed, seen = OutfeedQueue(), []
 
         def look(v):
-            time.sleep(0.015)  # an iteration takes longer than values may be held back
             seen.extend(outfeed.dequeue())
             assert seen == list(range(int(v)))
             return v
@@ -104,21 +104,38 @@ class TestVisibility:
 
     def test_data_may_depend_on_what_came_out_before(self, monkeypatch, patient):
         """The data set waits for the values of all replicas in all rounds before, and one of them is late."""
-        outfeed, seen = OutfeedQueue(), []
+        outfeed, seen, has_come = OutfeedQueue(), [], threading.Condition()
+        put = outfeed._put
+
+        def tell(*arguments):
+            put(*arguments)
+            with has_come:
+                has_come.notify_all()
+
+        def are_there(rounds):
+            seen.extend(outfeed.dequeue())
+            return len(seen) >= rounds
 
         def elements():
             for k in range(12):
-                deadline = time.monotonic() + LIMIT_S
-                while len(seen) < k:
-                    assert time.monotonic() < deadline, f"{len(seen)} rounds have come out, not {k}"
-                    seen.extend(outfeed.dequeue())
+                with has_come:
+                    assert has_come.wait_for(lambda k=k: are_there(k), LIMIT_S), f"{len(seen)} rounds came, not {k}"
                 yield from [np.float32(k)] * 2
 
         with InfeedQueue(elements()) as infeed:
-            take = infeed._take
-            monkeypatch.setattr(
-                infeed, "_take", lambda of, replica, n: time.sleep(0.01 * replica) or take(of, replica, n)
-            )
+            take, late = infeed._take, itertools.count()
+            first_has = [threading.Event() for _ in range(12)]
+
+            def take_in_turn(of, replica, n):
+                if replica == 1:
+                    assert first_has[next(late)].wait(LIMIT_S)
+                taken = take(of, replica, n)
+                for [number] in taken if replica == 0 else ():
+                    first_has[int(number)].set()
+                return taken
+
+            monkeypatch.setattr(outfeed, "_put", tell)
+            monkeypatch.setattr(infeed, "_take", take_in_turn)
             strategies.IPUStrategy(2).run(lambda: loops.repeat(12, lambda x: outfeed.enqueue(x), infeed=infeed))
         np.testing.assert_array_equal([*seen, *outfeed.dequeue()], np.repeat(np.arange(12), 2).reshape(12, 2))
 

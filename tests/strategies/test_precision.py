@@ -67,10 +67,15 @@ def test_computes_in_low_precision_and_keeps_float32_variables(strategy, dtype):
     "options",
     [
         {"compute_dtype": "float16", "loss_scaling": "dynamic"},
-        {"compute_dtype": "bfloat16", "gradient_transfer_dtype": "bfloat16"},
-        {"gradient_transfer_dtype": "float16", "loss_scaling": 256},
-        {"gradient_transfer_dtype": "int8"},
         {"gradient_transfer_dtype": "int8", "loss_scaling": 64.0, "gradient_accumulation_count": 2},
+        *(
+            pytest.param(options, marks=pytest.mark.complete)
+            for options in (
+                {"compute_dtype": "bfloat16", "gradient_transfer_dtype": "bfloat16"},
+                {"gradient_transfer_dtype": "float16", "loss_scaling": 256},
+                {"gradient_transfer_dtype": "int8"},
+            )
+        ),
     ],
     ids=str,
 )

@@ -130,16 +130,3 @@ def test_memory_does_not_grow_with_the_steps(strategy):
         counts.append(len(jax.live_arrays()))
     del others
     assert counts[1:] == counts[1:2] * 3
-
-
-def test_the_state_of_the_step_before_is_given_back(strategy):
-    """Donated: the new variables lie where the old ones or their gradients lay, and the old ones are gone."""
-    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01))
-    state = trainer.init({"w": jnp.ones(100_000)})
-    given_back = 0
-    for _ in range(20):
-        before = state.variables["w"]
-        state, _ = trainer.step(state, np.ones(4, np.float32))
-        jax.block_until_ready(state)
-        given_back += before.is_deleted()
-    assert given_back >= 5  # not always: under load XLA's threads let go of what they have read later than they say

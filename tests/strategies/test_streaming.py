@@ -10,7 +10,6 @@ import pytest
 
 import strategies
 from strategies import get_replica_context
-from strategies.segments import Part, cut
 
 WIDTH = 768  # a square matrix of float32 has 2.25 MiB, enough for two pieces
 BATCH = 6
@@ -101,7 +100,13 @@ def trained_alone(model):
     return train(strategies.IPUStrategy(4), model)
 
 
-@pytest.mark.parametrize(("model", "instances"), [("mlp", 2), ("mlp", 4), ("nested", 4), ("half", 2)])
+@pytest.mark.parametrize(
+    ("model", "instances"),
+    [
+        ("mlp", 2),
+        *(pytest.param(*case, marks=pytest.mark.complete) for case in [("mlp", 4), ("nested", 4), ("half", 2)]),
+    ],
+)
 def test_streamed_gradients_have_the_same_bits(on_instances, model, instances):
     alone = trained_alone(model)
     streamed = on_instances(instances, 4, lambda strategy: train(strategy, model), variables_on_host=True)
@@ -229,68 +234,3 @@ def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypat
         return len(step.gradients.buckets)
 
     assert on_instances(2, 4, program, variables_on_host=True) == [1, 1]
-
-
-# ---- cutting
-
-
-def flat_gradients(loss_fn):
-    def gradients(*arguments):
-        value, tree = jax.value_and_grad(loss_fn)(*arguments)
-        return (value, *jax.tree.leaves(tree))
-
-    return gradients
-
-
-def run_in_turn(segments, arguments):
-    """The results of all segments, and in which segment each part was finished."""
-    residuals, results, places = {}, {}, {}
-    for place, segment in enumerate(segments):
-        values = segment.function(
-            *(arguments[number] for number in segment.inputs), *(residuals[number] for number in segment.takes)
-        )
-        results.update(zip(segment.parts, values, strict=False))
-        places.update(dict.fromkeys(segment.parts, place))
-        residuals.update(zip(segment.gives, values[len(segment.parts) :], strict=True))
-    return results, places
-
-
-def test_segments_compute_what_the_function_does():
-    start, loss_fn = mlp()
-    batch = np.ones((BATCH, 40), np.float32)
-    arguments = (start, batch, jax.random.key(0))
-    closed = jax.make_jaxpr(flat_gradients(loss_fn))(*arguments)
-    segments = cut(closed, range(1, 5), MIB, MIB)
-    results, places = run_in_turn(segments, jax.tree.leaves(arguments))
-    loss, *leaves = flat_gradients(loss_fn)(*arguments)
-    np.testing.assert_allclose(results[Part(0)], loss, rtol=1e-6)
-    for number, leaf in enumerate(leaves, 1):
-        pieces = [results[part] for part in sorted(results, key=str) if part.result == number]
-        np.testing.assert_allclose(np.concatenate(pieces), leaf, rtol=1e-5, atol=1e-7)
-    first = min(places, key=places.get)
-    assert first.result == 4  # "c", whose gradient is finished first
-    assert {places[Part(number)] for number in (0, 1, 3)} == {2}  # the loss, "a" and the bias
-    assert first.rows is None
-    assert places[Part(2, (0, WIDTH // 2))] == 1
-    assert places[Part(2, (WIDTH // 2, WIDTH))] == 2
-
-
-def test_small_gradients_are_finished_together():
-    def loss_fn(variables, batch):
-        return jnp.sum(batch @ variables["a"]) + jnp.sum(variables["b"] ** 2)
-
-    closed = jax.make_jaxpr(flat_gradients(loss_fn))({"a": jnp.ones((3, 3)), "b": jnp.ones(5)}, jnp.ones((2, 3)))
-    (only,) = cut(closed, (1, 2), MIB, MIB)
-    assert {part.result for part in only.parts} == {0, 1, 2}
-    assert not only.takes
-    assert not only.gives
-
-
-def test_a_gradient_that_is_no_product_stays_whole():
-    def loss_fn(variables):
-        return jnp.sum(jnp.sin(variables["a"])) + jnp.sum(variables["b"] ** 2)
-
-    start = {"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones((WIDTH, WIDTH))}
-    segments = cut(jax.make_jaxpr(flat_gradients(loss_fn))(start), (1, 2), MIB, MIB)
-    assert [part.rows for segment in segments for part in segment.parts] == [None] * 3
-    assert len(segments) == 2

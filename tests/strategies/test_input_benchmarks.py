@@ -1,47 +1,14 @@
-"""The original's benchmarks of input, and the command that compares data with compute."""
+"""The original's benchmarks of input: what they count, and what they refuse."""
 
 import json
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from strategies import EndOfDataError, InfeedQueue, bottleneck, dataset_benchmark, infeed_benchmark
-
-ROOT = Path(__file__).parents[2]
+from strategies import EndOfDataError, InfeedQueue, dataset_benchmark, infeed_benchmark
 
 FIGURES = ["elements_processed", "total_bytes_processed", "time_elapsed", "elements_per_second", "bandwidth"]
-
-PROGRAM = """
-import time
-import numpy as np
-import jax.numpy as jnp
-import strategies
-
-def make_dataset():
-    return {"x": np.ones((64, 8), np.float32)}
-
-class Rows:
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return {"x": np.ones(8, np.float32)}
-
-def make_distributed(strategy):
-    assert strategies.get_strategy() is strategy
-    return strategy.distribute_dataset(strategies.GrainSource(Rows(), num_workers=1), batch_size=4)
-
-def make_step():
-    def step(batch):
-        time.sleep(0.1)
-        return jnp.sum(batch["x"])
-    return step
-"""
 
 
 def increasing(number, shape):
@@ -123,76 +90,3 @@ class TestFunctions:
         caplog.clear()
         dataset_benchmark(increasing(10, (2,)), 1, 5, print_stats=False)
         assert [record.getMessage() for record in caplog.records] == ["Dataset iterator completed epoch 0."]
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    path = tmp_path_factory.mktemp("programs") / "measured_program.py"
-    path.write_text(PROGRAM)
-    return path
-
-
-def command(*words):
-    finished = subprocess.run(
-        [sys.executable, "-m", "strategies.dataset_benchmark", *map(str, words)],
-        env={k: v for k, v in os.environ.items() if not k.startswith("POPDIST_")} | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    return finished.returncode, finished.stdout, finished.stderr
-
-
-def test_the_command_compares_the_data_with_the_programs_own_step(program):
-    words = [f"{program}:make_distributed", f"{program}:make_step", "--replicas", 2, "--epochs", 3, "--batches", 20]
-    status, out, error = command(*words)
-    assert (status, error) == (0, "")
-    heading, *rows, data, compute, verdict = out.splitlines()
-    assert heading.split() == ["epoch", "batches", "elements/s", "GB/s", "ms", "per", "batch"]
-    assert [row.split()[:2] for row in rows] == [["0", "20"], ["1", "20"], ["2", "20"]]
-    for row in rows:
-        per_second, _, ms = map(float, row.split()[2:])
-        assert per_second == pytest.approx(8 / (ms / 1e3), rel=0.01)
-    assert "ms per batch of 8 elements" in data
-    assert float(compute.split()[1]) >= 100
-    assert verdict.startswith("Compute is the bottleneck")
-
-
-def test_the_command_names_the_data_when_a_step_is_short(program, in_process):
-    out = in_process(f"{program}:make_dataset", "--batch-size", "4", "--step-ms", "1e-6", "--batches", "5")
-    assert "Data is the bottleneck: the devices wait 100 % of the time" in out.out
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["nowhere.py:f"], "'nowhere.py:f' names no function"),
-        (["PROGRAM"], "names no function: PROGRAM.py:FUNCTION is needed"),
-        (["PROGRAM:make"], "has no function 'make'; it has make_dataset, make_distributed, make_step"),
-        (["PROGRAM:make_dataset", "--batch-size", "0"], "argument --batch-size: '0' is no int above 0"),
-        (["PROGRAM:make_dataset", "--batch-size", "65"], "argument --batch-size: one global batch takes 65 elements"),
-        (["PROGRAM:make_distributed", "--batch-size", "1"], "has distributed its data set already"),
-        (["PROGRAM:make_dataset", "PROGRAM:make_step", "--step-ms", "1"], "not both"),
-        (["PROGRAM:make_dataset", "--step-ms", "nan"], "argument --step-ms: 'nan' is no float above 0"),
-    ],
-)
-def test_wrong_arguments_are_one_clear_error(program, in_process, words, error):
-    out = in_process(*(word.replace("PROGRAM", str(program)) for word in words), status=2)
-    assert error in out.err
-    assert out.err.count("\n") == 2  # the usage, and the error
-
-
-@pytest.fixture
-def in_process(capsys):
-    """The command in this process: what it prints."""
-
-    def run(*words, status=0):
-        ended = 0
-        try:
-            bottleneck.main(words)
-        except SystemExit as end:
-            ended = end.code
-        assert ended == status
-        return capsys.readouterr()
-
-    return run

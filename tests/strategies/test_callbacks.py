@@ -1,0 +1,70 @@
+"""The callbacks of a program, one after another in the order of the code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.extend import core
+
+from strategies.callbacks import in_order
+
+NUMBER = jax.ShapeDtypeStruct((), np.float32)
+
+
+def say(seen, name, x):
+    def called(x):
+        seen.append(name)
+        return np.float32(x + 1)
+
+    return io_callback(called, NUMBER, x)
+
+
+def straight(seen, x):
+    return [say(seen, name, x) for name in range(6)]
+
+
+def nested(seen, x):
+    inner = jax.jit(lambda x: say(seen, "a", x) + say(seen, "b", x))
+    y = inner(x)
+    z = jax.lax.cond(x > 0, lambda x: say(seen, "c", x) + say(seen, "d", x), lambda x: x, x)
+    return [y, z, say(seen, "e", x)]
+
+
+def looping(seen, x):
+    total, _ = jax.lax.scan(lambda c, x: (c + say(seen, "f", x) + say(seen, "g", x), None), x, jnp.ones(2))
+    return [total, say(seen, "h", x)]
+
+
+@pytest.mark.parametrize(
+    ("function", "order", "results"),
+    [
+        (straight, [0, 1, 2, 3, 4, 5], [4.0] * 6),
+        (nested, ["a", "b", "c", "d", "e"], [8.0, 8.0, 4.0]),
+        (looping, ["f", "g", "f", "g", "h"], [11.0, 4.0]),
+    ],
+)
+def test_they_come_in_the_order_of_the_code(function, order, results):
+    seen = []
+    found = jax.jit(in_order(lambda x: function(seen, x)))(jnp.float32(3))
+    assert [float(value) for value in found] == results
+    assert seen == order
+
+
+def test_what_has_none_is_computed_as_it_is():
+    found = jax.jit(in_order(lambda tree: {"sum": tree["a"] + tree["b"]}))({"a": jnp.ones(2), "b": jnp.arange(2.0)})
+    assert found["sum"].tolist() == [1, 2]
+
+
+def test_every_one_reads_what_the_one_before_has_returned():
+    """Also where the program itself does not make it wait."""
+    closed = jax.make_jaxpr(in_order(lambda x: straight([], x)))(jnp.float32(3))
+    calls = [equation for equation in closed.jaxpr.eqns if equation.primitive.name == "io_callback"]
+    made = {variable: equation for equation in closed.jaxpr.eqns for variable in equation.outvars}
+
+    def needs(equation, other):
+        read = [made[atom] for atom in equation.invars if isinstance(atom, core.Var) and atom in made]
+        return other in read or any(needs(each, other) for each in read)
+
+    assert len(calls) == 6
+    assert all(needs(later, earlier) for earlier, later in zip(calls, calls[1:], strict=False))

@@ -1,0 +1,158 @@
+"""Checkpoints in a folder, without a training: what is written is read, and what is damaged is not."""
+
+import hashlib
+import logging
+
+import numpy as np
+import pytest
+
+pytest.importorskip("orbax.checkpoint")
+
+from strategies import CheckpointError, Position  # noqa: E402
+from strategies import checkpoint_folder as module  # noqa: E402
+from strategies.checkpoint_folder import CheckpointFolder, Training, fault_of  # noqa: E402
+from strategies.packing import Packing  # noqa: E402
+
+POSITION = Position(1, 2, seed=3, batch_size=4, total_replicas=2, length=50)
+ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7, np.int32)}
+PACKING = Packing.of(ARRAYS)
+
+
+def training(step=10, position=POSITION):
+    return Training(step, replicas=2, seed=5, position=position, packing=PACKING)
+
+
+def flat():
+    found = PACKING.allocate()
+    for name, view in PACKING.views(found).items():
+        view[...] = ARRAYS[name]
+    return found
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with one checkpoint; for reading."""
+    folder = CheckpointFolder(tmp_path_factory.mktemp("written") / "checkpoints", keep=2)
+    folder.write(training(), flat())
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CheckpointFolder(tmp_path / "checkpoints", keep=2)
+
+
+def pretend(folder, *steps):
+    """Checkpoints of which only the names and sums are there."""
+    for step in steps:
+        path = folder.path / f"step_{step:08d}"
+        path.mkdir(parents=True)
+        (path / "training.json").write_text("{}")
+        (path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'{}').hexdigest()}  training.json\n")
+
+
+def test_what_was_written_is_read(written):
+    found, arrays = written.read_newest()
+    assert found == training()
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(arrays[name], array)
+
+
+def test_a_new_folder_has_no_checkpoint(folder):
+    assert folder.steps() == []
+    assert folder.read_newest() is None
+    assert not folder.path.exists()
+
+
+def test_steps_are_those_of_complete_checkpoints_in_order(folder):
+    pretend(folder, 30, 4, 123456789)
+    for name in ("step_00000007.incomplete", "step_00000008.damaged", "step_9", "notes"):
+        (folder.path / name).mkdir()
+    assert folder.steps() == [4, 30, 123456789]
+
+
+def test_the_newest_are_kept(folder):
+    pretend(folder, 1, 2, 3)
+    folder.write(training(4), flat())
+    assert folder.steps() == [3, 4]
+
+
+def test_what_was_left_unfinished_is_removed(folder, caplog):
+    pretend(folder, 3)
+    for name in ("step_00000004.incomplete", "step_00000002.removed"):
+        (folder.path / name).mkdir()
+    with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="is whole, but this version"):
+        folder.read_newest()  # what was pretended cannot be read
+    assert sorted(path.name for path in folder.path.iterdir()) == ["step_00000003"]
+    assert "is incomplete: its writer was ended; it was removed; using step 3" in caplog.text
+
+
+class TestFaults:
+    @pytest.fixture
+    def path(self, folder):
+        pretend(folder, 3)
+        return folder.path / "step_00000003"
+
+    def test_a_whole_one_has_none(self, path):
+        assert fault_of(path) == ""
+
+    def test_a_bit_that_is_another_is_noticed(self, path):
+        (path / "training.json").write_text("{]")
+        assert fault_of(path) == "training.json is not what was written"
+
+    def test_a_file_that_is_missing_is_noticed(self, path):
+        (path / "training.json").unlink()
+        assert fault_of(path) == "training.json cannot be read: No such file or directory"
+
+    def test_sums_that_are_missing_or_cut_off_are_noticed(self, path):
+        (path / "SHA256SUMS").write_text("")
+        assert fault_of(path) == "SHA256SUMS is cut off"
+        (path / "SHA256SUMS").unlink()
+        assert fault_of(path).startswith("SHA256SUMS cannot be read")
+
+    def test_where_all_are_damaged_nothing_is_touched(self, folder, path):
+        (path / "training.json").write_text("{]")
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint in .* is whole \(step_00000003: training.json is not"
+        ):
+            folder.read_newest()
+        assert path.is_dir()
+
+    def test_a_damaged_one_is_set_aside_for_the_one_before(self, folder, caplog):
+        folder.write(training(2), flat())
+        pretend(folder, 3)
+        (folder.path / "step_00000003" / "training.json").write_text("{]")
+        found, _ = folder.read_newest()
+        assert found.step == 2
+        assert sorted(path.name for path in folder.path.iterdir()) == ["step_00000002", "step_00000003.damaged"]
+        assert "step_00000003 is damaged (training.json is not what was written)" in caplog.text
+
+
+def test_a_disk_that_is_too_small_is_not_begun(folder, monkeypatch):
+    pretend(folder, 1)
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
+        folder.write(training(2), flat())
+    assert [path.name for path in folder.path.iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("position", [None, POSITION])
+def test_a_training_survives_json(position):
+    assert Training.from_json(training(position=position).to_json()) == training(position=position)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "{}", '{"position": null, "packing": []}', '{"position": {}, "packing": []}']
+)
+def test_other_texts_are_no_training(text):
+    with pytest.raises(ValueError):  # noqa: PT011  several messages, of Python and of ours
+        Training.from_json(text)
+
+
+def test_large_arrays_are_cut_into_pieces_and_empty_ones_are_left_out(monkeypatch):
+    monkeypatch.setattr(module, "PIECE_BYTES", 12)
+    arrays = {"float32": np.arange(7, dtype=np.float32), "int32": np.zeros(0, np.int32)}
+    pieces = module._pieces(arrays)
+    assert {dtype: [len(piece) for piece in of.values()] for dtype, of in pieces.items()} == {"float32": [3, 3, 1]}
+    assert module._put_together(pieces)["float32"].tolist() == list(range(7))

@@ -1,0 +1,76 @@
+"""How the scale of the loss follows the steps."""
+
+import numpy as np
+import pytest
+
+from strategies import LossScaling
+from strategies.loss_scaling import MOST
+
+
+def scales(scaling, finite):
+    state, found = scaling.start(), []
+    for is_finite in finite:
+        state = scaling.after(state, is_finite)
+        found.append((float(state.scale), int(state.good_steps), int(state.skipped)))
+    return found
+
+
+def test_it_grows_after_enough_good_steps_and_begins_to_count_anew():
+    assert scales(LossScaling(8.0, 2.0, 3), [True] * 4) == [(8, 1, 0), (8, 2, 0), (16, 0, 0), (16, 1, 0)]
+
+
+def test_an_overflow_lowers_it_and_is_counted():
+    found = scales(LossScaling(8.0, 4.0, 3), [True, True, False, True, True, True])
+    assert found == [(8, 1, 0), (8, 2, 0), (2, 0, 1), (2, 1, 1), (2, 2, 1), (8, 0, 1)]
+
+
+def test_it_never_leaves_one_to_the_most():
+    assert scales(LossScaling(2.0, 8.0), [False, False]) == [(1, 0, 1), (1, 0, 2)]
+    assert scales(LossScaling(MOST / 2, 8.0, 1), [True, True]) == [(MOST, 0, 0), (MOST, 0, 0)]
+
+
+def test_a_first_scale_below_one_is_the_least():
+    assert scales(LossScaling(0.25, 2.0), [False]) == [(0.25, 0, 1)]
+
+
+def test_a_scale_that_stays_counts_what_was_skipped():
+    assert scales(LossScaling(4.0, 1.0, 1), [True, False, True]) == [(4, 1, 0), (4, 0, 1), (4, 1, 1)]
+
+
+def test_its_state_has_the_dtypes_of_a_compiled_program():
+    state = LossScaling().after(LossScaling(8.0).start(), True)
+    assert [np.asarray(leaf).dtype for leaf in (state.scale, state.good_steps, state.skipped)] == [
+        *(np.float32, np.int32, np.int32)
+    ]
+    assert str(LossScaling(8.0).start()) == "8"
+
+
+def test_what_programs_say_becomes_a_scaling():
+    assert LossScaling.parse(None) is None
+    assert LossScaling.parse("dynamic") == LossScaling(2.0**15, 2.0, 2000)
+    assert LossScaling.parse(128) == LossScaling(128.0, 1.0)
+    own = LossScaling(4.0)
+    assert LossScaling.parse(own) is own
+
+
+@pytest.mark.parametrize("scaling", ["static", True, [8]])
+def test_what_is_none_is_refused(scaling):
+    with pytest.raises(ValueError, match="use None, 'dynamic', a number or a LossScaling"):
+        LossScaling.parse(scaling)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"initial": 0.0}, ValueError),
+        ({"initial": 2 * MOST}, ValueError),
+        ({"initial": float("nan")}, ValueError),
+        ({"factor": 0.5}, ValueError),
+        ({"factor": float("inf")}, ValueError),
+        ({"interval": 0}, ValueError),
+        ({"interval": 1.5}, TypeError),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options, error):
+    with pytest.raises(error, match=r"loss scale"):
+        LossScaling(**options)

@@ -1,0 +1,66 @@
+"""Elements that are read one by one in any order."""
+
+import pickle
+
+import pytest
+
+from strategies.random_access import Elements, RandomAccessSource, Steps
+from strategies.sharding import Layout, epoch_order
+
+
+class Squares:
+    """Says which elements it was asked for."""
+
+    def __init__(self, length):
+        self.length, self.asked = length, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return index * index
+
+
+def steps(length=13, layout=None, shuffle=False):
+    return Steps(Elements(Squares(length)), layout or Layout(2, 3, [1, 2]), seed=4, shuffle=shuffle)
+
+
+def test_only_the_elements_of_local_replicas_are_read():
+    squares = Squares(13)
+    batch = Steps(Elements(squares), Layout(2, 3, [1, 2]), seed=4, shuffle=False).read(1)
+    assert batch.tolist() == [64, 81, 100, 121]
+    assert squares.asked == [8, 9, 10, 11]
+
+
+def test_steps_are_counted_from_the_first_epoch_on_and_each_has_its_order():
+    made = steps(shuffle=True)
+    assert made.per_epoch == 2
+    for number in (0, 1, 5):  # of epochs 0, 0 and 2
+        order = epoch_order(13, 4, number // 2)[6 * (number % 2) :][2:6]
+        assert made.read(number).tolist() == (order**2).tolist()
+
+
+def test_a_copy_in_another_process_reads_the_same():
+    made = steps(shuffle=True)
+    made.read(3)
+    copy = pickle.loads(pickle.dumps(made))
+    assert [copy.read(number).tolist() for number in (3, 0)] == [made.read(number).tolist() for number in (3, 0)]
+
+
+def test_an_incomplete_batch_is_padded_where_that_was_asked_for():
+    batch = steps(7, Layout(2, 2, [1], "pad")).read(1)
+    assert (batch.values.tolist(), batch.mask.tolist()) == ([36, 0], [True, False])
+
+
+def test_too_few_elements_are_refused():
+    with pytest.raises(ValueError, match="the data set has 5"):
+        steps(5)
+
+
+def test_an_epoch_is_read_step_by_step_from_any_of_them_on():
+    source = RandomAccessSource(steps(shuffle=True))
+    assert (source.length, source.steps, source.is_random_access) == (13, 2, True)
+    first, second = source.batches(1, 0)
+    assert [batch.tolist() for batch in source.batches(1, 1)] == [second.tolist()]
+    assert first.tolist() != second.tolist()

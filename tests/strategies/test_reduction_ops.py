@@ -1,0 +1,70 @@
+"""The arithmetic of reductions inside compiled programs: that of `collectives`, in the order of the replicas."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from collectives import UnsupportedBufferError
+from strategies.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
+
+
+@pytest.mark.parametrize("op", ["sum", "Add", "COLLECTIVE_OP_ADD", "LOGICAL_and"])
+def test_names_may_have_any_case_and_the_prefix(op):
+    if op == "sum":
+        with pytest.raises(ValueError, match="'sum' is not a collective operation; use one of ADD, MEAN, MUL"):
+            parse_op(op)
+    else:
+        assert parse_op(op) == op.upper().removeprefix("COLLECTIVE_OP_")
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "made"),
+    [
+        ("ADD", "sum", [0, -2, 3]),
+        ("SQUARE_ADD", "sum", [0, 4, 9]),
+        ("LOGICAL_AND", "min", [0, 1, 1]),
+        ("LOGICAL_OR", "max", [0, 1, 1]),
+        ("LOCAL", "local", [0, -2, 3]),
+    ],
+)
+def test_an_operation_is_made_of_operands_and_a_reduction(name, base, made):
+    assert base_of(name) == base
+    assert operand(name, jnp.array([0.0, -2, 3])).tolist() == made
+
+
+def test_squares_of_16_bits_are_made_in_float32():
+    assert operand("SQUARE_ADD", jnp.ones(1, jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_sums_are_added_from_left_to_right(seed):
+    values = np.random.default_rng(seed).standard_normal((5, 100)).astype(np.float32)
+    wanted = values[0]
+    for value in values[1:]:
+        wanted = wanted + value
+    found = jax.jit(lambda values: reduce_in_order("sum", list(values)))(values)
+    np.testing.assert_array_equal(found, wanted)
+    mean = jax.jit(lambda values: reduce_in_order("mean", list(values)))(values)
+    np.testing.assert_array_equal(mean, wanted / np.float32(5))
+
+
+@pytest.mark.parametrize(("op", "wanted"), [("min", -3), ("max", 5), ("prod", -30), ("sum", 4), ("mean", 1)])
+def test_integers_stay_integers(op, wanted):
+    found = reduce_in_order(op, [jnp.array([number], jnp.int32) for number in (2, 5, -3)])
+    assert (found.dtype, found.tolist()) == (jnp.int32, [wanted])
+
+
+def test_16_bits_are_combined_in_float32():
+    small = [jnp.array([value], jnp.bfloat16) for value in (256.0, 1.0, 1.0)]  # bfloat16 has no 257
+    assert float(reduce_in_order("sum", small)[0]) == 258.0
+    assert reduce_in_order("sum", small).dtype == jnp.bfloat16
+
+
+def test_dtypes_that_instances_cannot_exchange_are_refused():
+    check_dtype(np.dtype(ml_dtypes.bfloat16), reduces=True)
+    check_dtype(np.dtype(bool), reduces=False)
+    with pytest.raises(UnsupportedBufferError, match="replicas cannot reduce bool; convert it to one of bfloat16, "):
+        check_dtype(np.dtype(bool), reduces=True)
+    with pytest.raises(UnsupportedBufferError, match="replicas cannot exchange complex64"):
+        check_dtype(np.dtype(np.complex64), reduces=False)

@@ -1,0 +1,87 @@
+"""The update of a step: the optimizer on mean gradients, apart from whoever computed them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies.replica_program import control_words
+from strategies.updates import Update, UpdateSettings
+
+VARIABLES = {"w": np.array([1.0, -2.0], np.float32), "b": np.float32(0.5)}
+MEANS = {"w": np.array([0.25, 1.0], np.float32), "b": np.float32(-1.0)}
+
+
+@pytest.fixture
+def alone():
+    return strategies.IPUStrategy(1)
+
+
+def updated(strategy, optimizer=None, means=MEANS, variables=VARIABLES, step=0, scale=1.0, **settings):
+    update = Update(strategy, optimizer or optax.sgd(0.5), UpdateSettings(**settings))
+    placed = jax.tree.map(jnp.array, variables)  # a copy, which is used up
+    after, state = update.apply(placed, update.init(placed), means, control_words(step, False, scale))
+    update.wait()
+    return after, state
+
+
+def test_variables_become_what_the_optimizer_says(alone):
+    after, _ = updated(alone)
+    assert after["w"].tolist() == [0.875, -2.5]
+    assert float(after["b"]) == 1.0
+
+
+def test_old_variables_and_state_are_used_up(alone):
+    """Declared to the compiler: it may write the new ones where they lie."""
+    update = Update(alone, optax.sgd(0.5, momentum=0.9), UpdateSettings())
+    variables = {"w": jax.device_put(np.ones(1000, np.float32), alone.variables_device)}
+    state = update.init(variables)
+    jax.block_until_ready((variables, state))
+    compiled = update._program.lower(variables, state, {"w": np.ones(1000, np.float32)}, None).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 2 * 4000
+
+
+def test_means_are_divided_by_the_loss_scale(alone):
+    scaled = jax.tree.map(lambda leaf: leaf * 8, MEANS)
+    one, _ = updated(alone, means=scaled, scale=8.0, unscales=True)
+    other, _ = updated(alone)
+    assert strategies.fingerprint(one) == strategies.fingerprint(other)
+
+
+def test_the_optimizer_is_given_the_norm_of_all_gradients(alone):
+    clipped, _ = updated(alone, optax.chain(strategies.clip_by_global_norm(0.5), optax.sgd(1.0)))
+    norm = np.sqrt(0.25**2 + 1 + 1)
+    np.testing.assert_allclose(clipped["w"], VARIABLES["w"] - MEANS["w"] * 0.5 / norm, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "seen"), [(None, "bfloat16"), (jnp.float32, "float32")])
+def test_the_optimizer_gets_gradients_in_the_dtype_that_was_asked_for(alone, dtype, seen):
+    found = []
+    watching = optax.stateless(lambda gradients, _: found.append(gradients["w"].dtype) or gradients)
+    narrow = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), VARIABLES)
+    means = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf, jnp.bfloat16)), MEANS)
+    after, _ = updated(alone, watching, means, narrow, gradient_dtype=dtype)
+    assert {str(each) for each in found} == {seen}
+    assert after["w"].dtype == jnp.bfloat16
+
+
+def test_stochastic_rounding_depends_on_seed_and_step_alone(alone):
+    variables = {"w": jnp.ones(1000, jnp.bfloat16)}
+    means = {"w": np.full(1000, -(2.0**-9), jnp.bfloat16)}  # a half of it is a quarter of a step
+
+    def rounded(step, seed):
+        settings = {"rounds_stochastically": True, "seed": seed}
+        return updated(alone, means=means, variables=variables, step=step, **settings)[0]["w"]
+
+    again, first, step, seed = (np.asarray(rounded(*way)) for way in ((0, 3), (0, 3), (1, 3), (0, 4)))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, step)
+    assert not np.array_equal(first, seed)
+    assert set(first.tolist()) == {1.0, 1.0078125}
+
+
+def test_state_may_lie_in_host_memory_between_updates(alone):
+    _, state = updated(alone, optax.adam(0.1), offloads_state=True)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {"pinned_host"}
