@@ -29,13 +29,6 @@ IN_POPDIST = (
         caught_by=("tests/popdist/test_tf_config.py::TestInstance::test_the_chief_comes_first_and_the_workers_follow",),
     ),
     Fault(
-        name="an index in TF_CONFIG may be one too large",
-        path="popdist/environments/tf_config.py",
-        old="if not 0 <= self.task_id < len(tasks):",
-        new="if not 0 <= self.task_id <= len(tasks):",
-        caught_by=("tests/popdist/test_tf_config.py::TestFaultyTFConfig::test_the_index_lies_in_the_range_of_its_job",),
-    ),
-    Fault(
         name="a task of Slurm takes its number on the host for its index",
         path="popdist/environments/slurm.py",
         old="index=task.rank,",
@@ -43,14 +36,10 @@ IN_POPDIST = (
         caught_by=("tests/popdist/test_slurm_environment.py::TestTasksConnectedByPMIx::test_each_task_is_an_instance",),
     ),
     Fault(
-        name="two groups of equally many instances are taken for one",
+        name="a group under an id of one's own is that of all instances",
         path="popdist/groups.py",
-        old="_of_instances[members] = everybody.subgroup(members)\n    return _of_instances[members]",
-        new=(
-            "_of_instances[members] = next(\n"
-            "            (of for other, of in _of_instances.items() if len(other) == len(members)), None\n"
-            "        ) or everybody.subgroup(members)\n    return _of_instances[members]"
-        ),
+        old="_registered[communicator_id] = _subgroup(members) if",
+        new="_registered[communicator_id] = everybody if",
         caught_by=("tests/popdist/test_groups.py::TestRegisterCommunicator::test_the_members_reduce_among_themselves",),
     ),
 )

@@ -47,4 +47,11 @@ IN_POPRUN = (
         new="if limit_s and not self.in_vain and now_s - self._heeded_s < 0:",
         caught_by=("tests/poprun/test_lookout.py::test_who_is_stuck_is_found_after_the_limit",),
     ),
+    Fault(
+        name="the children of children are not found when a job ends, and left",
+        path="poprun/processes.py",
+        old="found += children.get(pid, ())",
+        new="children.get(pid, ())",
+        caught_by=("tests/poprun/test_descendants.py::test_children_of_children_are_found",),
+    ),
 )
