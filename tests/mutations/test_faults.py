@@ -1,4 +1,4 @@
-"""The list of faults fits the code and the tests as they are; that the faults are caught is shown by `tests/mutations`."""
+"""The list of faults fits the code and the tests as they are. That each is caught is shown by `tests/mutations`."""
 
 from __future__ import annotations
 
