@@ -54,4 +54,13 @@ IN_POPRUN = (
         new="children.get(pid, ())",
         caught_by=("tests/poprun/test_descendants.py::test_children_of_children_are_found",),
     ),
+    Fault(
+        name="a signal that tells poprun to end is not passed on to the programs",
+        path="poprun/job_machine.py",
+        old="        self._actions += self._members.pass_on(number)\n        self._actions += self._members.ask()",
+        new="        self._actions += self._members.ask()",
+        caught_by=(
+            "tests/poprun/test_job_machine.py::TestSignals::test_are_passed_on_and_the_job_ends_when_the_programs_have",
+        ),
+    ),
 )
