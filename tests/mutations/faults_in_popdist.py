@@ -40,6 +40,6 @@ IN_POPDIST = (
         path="popdist/groups.py",
         old="_registered[communicator_id] = _subgroup(members) if",
         new="_registered[communicator_id] = everybody if",
-        caught_by=("tests/popdist/test_groups.py::TestRegisterCommunicator::test_the_members_reduce_among_themselves",),
+        caught_by=("tests/popdist/test_groups.py::test_three_instances",),
     ),
 )
