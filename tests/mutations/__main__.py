@@ -66,7 +66,13 @@ def _try_all(faults: Sequence[Fault], folder: Path, jobs: int) -> int:
         return run.has_caught
 
     with ThreadPoolExecutor(len(trials)) as pool:
-        caught = sum(pool.map(attempt, faults))
+        try:
+            caught = sum(pool.map(attempt, faults))
+        except BaseException:  # a signal
+            pool.shutdown(wait=False, cancel_futures=True)
+            for trial in trials:
+                trial.end()
+            raise
     print(f"{caught} of {len(faults)} faults caught")
     return 0 if caught == len(faults) else 1
 

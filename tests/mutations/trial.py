@@ -65,6 +65,11 @@ class Trial:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(project / name, target, follow_symlinks=False)
 
+    @property
+    def _place(self) -> Path:
+        """Where the files of the present run go."""
+        return self._folder / str(self._runs)
+
     def with_fault(self, fault: Fault) -> Run:
         """Run the tests that catch a fault while it is there."""
         path = self.root / fault.path
@@ -78,21 +83,11 @@ class Trial:
     def run(self, tests: Sequence[str], *options: str) -> Run:
         """Run some tests of the default tier."""
         self._runs += 1
-        place = self._folder / str(self._runs)
+        place = self._place
         place.mkdir()
         report, printed = place / "report.xml", place / "printed.txt"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *tests,
-            *options,
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not complete",
-        ]
+        command = [sys.executable, "-m", "pytest", *tests, *options, "-q", "-p", "no:cacheprovider"]
+        command += ["-m", "not complete"]
         command += ["-o", "junit_family=xunit1", f"--junitxml={report}", f"--basetemp={place / 't'}"]
         started = time.monotonic()
         status: int | None = None
@@ -100,7 +95,7 @@ class Trial:
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
-                env=self._environ(str(place)),
+                env=self._environ(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -109,16 +104,20 @@ class Trial:
                 with suppress(subprocess.TimeoutExpired):
                     status = process.wait(LIMIT_S)
             finally:
-                _end_all(f"{_MARK}={place}".encode())
+                self.end()
                 process.wait()
         passed, failed = _results(report) if status is not None else ([], [])
         text = printed.read_text(errors="replace")
         return Run(status, tuple(passed), tuple(failed), "Failed: Timeout" in text, text, time.monotonic() - started)
 
-    def _environ(self, mark: str) -> dict[str, str]:
+    def end(self) -> None:
+        """End what is left of the processes of the run."""
+        _end_all(f"{_MARK}={self._place}".encode())
+
+    def _environ(self) -> dict[str, str]:
         """Everybody imports the packages of the copy, and programs that were compiled once stay so."""
         cache = str(self._folder / "jax")
-        return {**os.environ, "PYTHONPATH": str(self.root), "JAX_COMPILATION_CACHE_DIR": cache, _MARK: mark}
+        return {**os.environ, "PYTHONPATH": str(self.root), "JAX_COMPILATION_CACHE_DIR": cache, _MARK: str(self._place)}
 
 
 def check_without_fault(trial: Trial, tests: Sequence[str]) -> Run:
@@ -153,11 +152,17 @@ def _results(report: Path) -> tuple[list[str], list[str]]:
     passed, failed = [], []
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - pytest wrote it
         name = _node_id(case.get("file", ""), case.get("classname", ""), case.get("name", ""))
-        if case.find("failure") is not None:
+        error = case.find("error")
+        if case.find("failure") is not None or (error is not None and _is_of_end(error.get("message", ""))):
             failed.append(name)
-        elif case.find("error") is None and case.find("skipped") is None:
+        elif error is None and case.find("skipped") is None:
             passed.append(name.partition("[")[0])
     return passed, failed
+
+
+def _is_of_end(message: str) -> bool:
+    """Whether it is what a fixture finds behind a test, such as processes that are left."""
+    return message.startswith("failed on teardown")
 
 
 def _node_id(file: str, of_class: str, name: str) -> str:

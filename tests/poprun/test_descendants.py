@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def family() -> Iterator[tuple[int, int]]:
         try:
             yield oldest.pid, int(oldest.stdout.readline())
         finally:
-            os.killpg(oldest.pid, 9)
+            os.killpg(oldest.pid, signal.SIGKILL)
 
 
 def test_children_of_children_are_found(family: tuple[int, int]) -> None:
