@@ -1,0 +1,56 @@
+"""How ranks notice that they do not call the same thing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from collectives import Communicator, LayoutMismatchError, Settings, run_on_threads
+from collectives.calls import Call
+
+CALL = Call("ordered_all_reduce", "weights", "sum", "float32", (3, 4), -1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"operation": "all_reduce"},
+        {"name": "weight"},
+        {"name": ""},
+        {"op": "mean"},
+        {"dtype": "float16"},
+        {"shape": (4, 3)},
+        {"shape": (12,)},
+        {"shape": ()},
+        {"root": 0},
+        {"into_shared": True},
+        {"group": (CALL,)},
+    ],
+    ids=str,
+)
+def test_calls_that_differ_in_one_thing_have_different_fingerprints(change: dict[str, object]) -> None:
+    assert replace(CALL, **change).fingerprint != CALL.fingerprint
+
+
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
+    assert Call("barrier", "epoch").fingerprint == 313703245917863985
+
+
+@pytest.mark.parametrize("mechanism", ["ring", "window"])
+@pytest.mark.parametrize("length", [4, 100_000])
+def test_ranks_that_call_different_things_learn_it_before_data_mixes(mechanism: str, length: int) -> None:
+    def program(communicator: Communicator) -> str:
+        name = "weights" if communicator.rank else "biases"
+        buffer = np.full(length, communicator.rank, np.float32)
+        with pytest.raises(LayoutMismatchError) as caught:
+            communicator.all_reduce(buffer, name=name)
+        assert (buffer == communicator.rank).all()
+        assert communicator.all_reduce(np.ones(length, np.float32), name="both")[-1] == 2
+        return str(caught.value)
+
+    first, second = run_on_threads(2, program, Settings(mechanism=mechanism))
+    assert first == second
+    assert f"rank 0 called all_reduce 'biases' (sum, float32[{length}])" in first
+    assert f"rank 1 called all_reduce 'weights' (sum, float32[{length}])" in first

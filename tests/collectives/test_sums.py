@@ -1,0 +1,52 @@
+"""The arithmetic of a reduction, number by number: order, precision and the division of a mean."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from collectives.reduction import BLOCK_BYTES, Reduction
+
+ODD = BLOCK_BYTES // 4 + 3  # elements of float32: one block and a little more
+
+
+def reduced(op: str, contributions: list[np.ndarray]) -> np.ndarray:
+    out = np.empty_like(contributions[0])
+    Reduction(op, out.dtype).reduce(contributions, out, len(contributions))
+    return out
+
+
+@pytest.mark.parametrize("length", [1, 7, ODD])
+def test_contributions_are_added_one_after_another(length: int) -> None:
+    """The last two of these, the other way round, have the sum 3."""
+    numbers = [1.0, 2.0**24, 3.0, -(2.0**24)]
+    contributions = [np.full(length, number, np.float32) for number in numbers]
+    assert set(reduced("sum", contributions)) == {4.0}
+    first, second, third, fourth = contributions
+    assert set(reduced("sum", [first, second, fourth, third])) == {3.0}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_16_bit_floats_are_rounded_once(dtype: type) -> None:
+    """The sum of 1 and many halves of what follows it; each of them alone would be rounded away."""
+    half = float(ml_dtypes.finfo(dtype).eps) / 2
+    contributions = [np.full(5, value, dtype) for value in (1.0, half, half, half, half)]
+    assert set(reduced("sum", contributions).astype(float)) == {1 + 4 * half}
+    assert set(reduced("mean", contributions).astype(float)) == {float(np.asarray((1 + 4 * half) / 5, dtype))}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7])
+def test_a_mean_is_divided_once_by_the_count(count: int) -> None:
+    rng = np.random.default_rng(count)
+    contributions = [rng.standard_normal(100, np.float32) for _ in range(count)]
+    *_, total = accumulate(contributions)
+    assert reduced("mean", contributions).tobytes() == (total / np.float32(count)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
+def test_a_mean_of_whole_numbers_is_truncated_towards_zero(dtype: type) -> None:
+    contributions = [np.array([-5, 5, -6, 0], dtype), np.array([0, 0, 0, 1], dtype)]
+    assert reduced("mean", contributions).tolist() == [-2, 2, -3, 0]

@@ -1,0 +1,94 @@
+"""Plants faults in a copy of the project, one at a time, and shows that the tests of the default tier catch each.
+
+python tests/mutations [--only NAME ...] [--jobs N]
+python tests/mutations --list
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from fault import Fault, OutOfDateError, check, chosen, table
+from faults import FAULTS
+from trial import LIMIT_S, Run, Trial, check_without_fault
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    """Exit status 0 only if every fault is caught."""
+    options = _options()
+    try:
+        faults = chosen(FAULTS, options.only)
+        check(faults, PROJECT)
+        if options.list:
+            print(table(faults))
+            return 0
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+            return _try_all(faults, Path(folder), options.jobs)
+    except OutOfDateError as error:
+        print(f"the list of faults is out of date: {error}", file=sys.stderr)
+        return 2
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python tests/mutations", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="the faults with this in their name")
+    parser.add_argument("--list", action="store_true", help="print them as a Markdown table, and try none")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many to try at once (default: 1)")
+    return parser.parse_args()
+
+
+def _try_all(faults: Sequence[Fault], folder: Path, jobs: int) -> int:
+    trials = [_trial(folder / str(number)) for number in range(max(1, min(jobs, len(faults))))]
+    tests = list(dict.fromkeys(test for fault in faults for test in fault.caught_by))
+    right = check_without_fault(trials[0], tests)
+    print(f"without a fault {len(right.passed)} tests pass in {right.wall_s:.1f} s", flush=True)
+    idle: SimpleQueue[Trial] = SimpleQueue()
+    for trial in trials:
+        idle.put(trial)
+
+    def attempt(fault: Fault) -> bool:
+        trial = idle.get()
+        try:
+            run = trial.with_fault(fault)
+        finally:
+            idle.put(trial)
+        print(_line(fault, run), flush=True)
+        return run.has_caught
+
+    with ThreadPoolExecutor(len(trials)) as pool:
+        try:
+            caught = sum(pool.map(attempt, faults))
+        except BaseException:  # a signal
+            pool.shutdown(wait=False, cancel_futures=True)
+            for trial in trials:
+                trial.end()
+            raise
+    print(f"{caught} of {len(faults)} faults caught")
+    return 0 if caught == len(faults) else 1
+
+
+def _trial(folder: Path) -> Trial:
+    folder.mkdir()
+    return Trial(PROJECT, folder)
+
+
+def _line(fault: Fault, run: Run) -> str:
+    if run.has_caught:
+        by = f"{', '.join(run.failed)}{' (by its limit of time)' if run.hung else ''}"
+        return f"caught  {run.wall_s:5.1f} s  {fault.name}: {by}"
+    why = f"not ended after {LIMIT_S:g} s" if run.status is None else f"pytest ended with {run.status}"
+    return f"MISSED  {run.wall_s:5.1f} s  {fault.name}: {why}\n{run.text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""All faults, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from faults_in_collectives import IN_COLLECTIVES
+from faults_in_popdist import IN_POPDIST
+from faults_in_poprun import IN_POPRUN
+from faults_in_strategies import IN_STRATEGIES
+
+FAULTS = (*IN_COLLECTIVES, *IN_STRATEGIES, *IN_POPDIST, *IN_POPRUN)

@@ -1,0 +1,45 @@
+"""Faults by which a process takes itself for another instance, or a group for another one."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+IN_POPDIST = (
+    Fault(
+        name="an instance takes the replicas behind those of an earlier one for its own",
+        path="popdist/environments/open_mpi.py",
+        old="replica_offset=process.rank * local,",
+        new="replica_offset=process.rank,",
+        caught_by=("tests/popdist/test_environments.py::TestOpenMPI::test_the_program_may_ask_for_more",),
+    ),
+    Fault(
+        name="the variables of mpirun are believed before those of poprun",
+        path="popdist/environments/__init__.py",
+        old="    PopRunEnvironment(),\n    OpenMPIEnvironment(),\n",
+        new="    OpenMPIEnvironment(),\n    PopRunEnvironment(),\n",
+        caught_by=(
+            "tests/popdist/test_environments.py::TestPopRun::test_the_index_is_the_offset_divided_by_the_local_replicas",
+        ),
+    ),
+    Fault(
+        name="the chief in TF_CONFIG is not counted in the index of a worker",
+        path="popdist/environments/tf_config.py",
+        old='self.task_id + (len(self.chief) if self.task_type == "worker" else 0)',
+        new="self.task_id",
+        caught_by=("tests/popdist/test_tf_config.py::TestInstance::test_the_chief_comes_first_and_the_workers_follow",),
+    ),
+    Fault(
+        name="a task of Slurm takes its number on the host for its index",
+        path="popdist/environments/slurm.py",
+        old="index=task.rank,",
+        new="index=task.local_rank,",
+        caught_by=("tests/popdist/test_slurm_environment.py::TestTasksConnectedByPMIx::test_each_task_is_an_instance",),
+    ),
+    Fault(
+        name="a group under an id of one's own is that of all instances",
+        path="popdist/groups.py",
+        old="_registered[communicator_id] = _subgroup(members) if",
+        new="_registered[communicator_id] = everybody if",
+        caught_by=("tests/popdist/test_groups.py::test_three_instances",),
+    ),
+)

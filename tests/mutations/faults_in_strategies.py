@@ -1,0 +1,123 @@
+"""Faults by which a training computes something else than it says."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+IN_STRATEGIES = (
+    Fault(
+        name="two replicas get the same random key",
+        path="strategies/replica_program.py",
+        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), replica)",
+        new="jax.random.fold_in(jax.random.key(self._seed), control[STEP])",
+        caught_by=("tests/strategies/test_trainer.py::TestKeys::test_differ_for_each_replica_and_step",),
+    ),
+    Fault(
+        name="a replica gets the same random key in two steps",
+        path="strategies/replica_program.py",
+        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), replica)",
+        new="jax.random.fold_in(jax.random.key(self._seed), replica)",
+        caught_by=("tests/strategies/test_trainer.py::TestKeys::test_differ_for_each_replica_and_step",),
+    ),
+    Fault(
+        name="a row of every global batch is skipped",
+        path="strategies/sharding.py",
+        old="first = step * self.global_batch_size",
+        new="first = step * (self.global_batch_size + 1)",
+        caught_by=("tests/strategies/test_datasets.py::test_without_shuffling_elements_come_in_order",),
+    ),
+    Fault(
+        name="a replica reads what another one reads too",
+        path="strategies/sharding.py",
+        old="starts = first + self.elements_per_replica * np.asarray(self.local_replicas, np.int64)",
+        new="starts = first + self.elements_per_replica * np.arange(len(self.local_replicas))",
+        caught_by=("tests/strategies/test_datasets.py::test_numbers_that_are_no_powers_of_two",),
+    ),
+    Fault(
+        name="all epochs are shuffled alike",
+        path="strategies/sharding.py",
+        old="np.random.SeedSequence([seed, epoch])",
+        new="np.random.SeedSequence([seed, 0])",
+        caught_by=("tests/strategies/test_datasets.py::test_epochs_and_seeds_give_different_orders",),
+    ),
+    Fault(
+        name="one micro-batch too few is accumulated",
+        path="strategies/accumulation.py",
+        old="start, (jnp.arange(count), parts)",
+        new="start, (jnp.arange(count - 1), jax.tree.map(lambda part: part[1:], parts))",
+        caught_by=("tests/strategies/test_accumulation.py::test_is_what_a_loop_on_the_host_computes",),
+    ),
+    Fault(
+        name="gradients are not divided by the scale of the loss",
+        path="strategies/updates.py",
+        old="leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]",
+        new="leaves = [leaf.astype(jnp.float32) for leaf in leaves]",
+        caught_by=(
+            "tests/strategies/test_precision.py::TestLossScaling::test_keeps_gradients_that_float16_would_lose",
+        ),
+    ),
+    Fault(
+        name="a step that overflowed is applied",
+        path="strategies/trainer.py",
+        old="is_finite = bool(tail[step.program.finite_place] == 0)",
+        new="is_finite = True",
+        caught_by=(
+            "tests/strategies/test_precision.py::TestLossScaling::test_one_replica_that_overflows_keeps_all_from_the_step",
+        ),
+    ),
+    Fault(
+        name="the last elements that do not fill a part are dropped from a sharded update",
+        path="strategies/shards.py",
+        old="return -(-size // multiple) * multiple // self.replicas",
+        new="return size // multiple * multiple // self.replicas",
+        caught_by=(
+            "tests/strategies/test_parts_of_arrays.py::test_the_parts_of_all_replicas_put_together_are_the_array",
+        ),
+    ),
+    Fault(
+        name="the files of a checkpoint are not compared with their digests",
+        path="strategies/checkpoint_folder.py",
+        old="if _sha256(checkpoint / name) != sha256:",
+        new="if not (checkpoint / name).stat().st_size:",
+        caught_by=("tests/strategies/test_damaged_files.py::test_a_file_of_which_one_bit_has_changed_is_named",),
+    ),
+    Fault(
+        name="a data set goes on one step behind the one at which it was saved",
+        path="strategies/datasets.py",
+        old="self._consumed = self._resume = (position.epoch, position.step)",
+        new="self._consumed = self._resume = (position.epoch, position.step + 1)",
+        caught_by=("tests/strategies/test_datasets.py::test_a_restored_position_continues_exactly",),
+    ),
+    Fault(
+        name="a digest leaves out the last array",
+        path="strategies/digest.py",
+        old="for leaf in jax.tree.leaves(tree):",
+        new="for leaf in jax.tree.leaves(tree)[:-1]:",
+        caught_by=("tests/strategies/test_digest.py::test_every_flipped_bit_shows",),
+    ),
+    Fault(
+        name="those that are left go on with the batch behind the one of the step",
+        path="strategies/datasets.py",
+        old="batches = self._source.batches(epoch, step - 1)",
+        new="batches = self._source.batches(epoch, step)",
+        caught_by=(
+            "tests/strategies/test_redistribution.py::test_the_batch_of_the_last_step_is_read_again_for_other_replicas",
+        ),
+    ),
+    Fault(
+        name="the first element of an infeed is lost where it is looked at",
+        path="strategies/infeed.py",
+        old="self._opened = itertools.chain([first], self._opened)",
+        new="self._opened = itertools.chain([], self._opened)",
+        caught_by=("tests/strategies/test_infeed.py::TestElements::test_q_03_of_a_finite_data_set",),
+    ),
+    Fault(
+        name="the gradient of a mean over replicas is a sum",
+        path="strategies/cross_replica_ops.py",
+        old='(group.reduced("mean", name), group.reduced("mean", f"{name}/gradient"))',
+        new='(group.reduced("mean", name), group.reduced("sum", f"{name}/gradient"))',
+        caught_by=(
+            "tests/strategies/test_cross_replica_ops.py::test_gradients_are_those_of_the_sum_of_all_replicas_losses",
+        ),
+    ),
+)

@@ -1,0 +1,53 @@
+"""The list of faults fits the code and the tests as they are. That each is caught is shown by `tests/mutations`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from fault import Fault, OutOfDateError, check, chosen, table
+from faults import FAULTS
+
+ROOT = Path(__file__).parents[2]
+SOME = Fault("two are swapped", "some.py", "a, b", "b, a", ("tests/test_some.py::test_order",))
+
+
+def test_every_fault_can_be_planted() -> None:
+    check(FAULTS, ROOT)
+
+
+def test_there_are_forty_in_all_packages() -> None:
+    assert len(FAULTS) == 40
+    assert {Path(fault.path).parts[0] for fault in FAULTS} == {"collectives", "popdist", "poprun", "strategies"}
+
+
+@pytest.mark.parametrize("test", sorted({test for fault in FAULTS for test in fault.caught_by}))
+def test_the_tests_that_catch_them_are_there(test: str) -> None:
+    path, *names = test.partition("[")[0].split("::")
+    found: ast.AST = ast.parse((ROOT / path).read_text())
+    for name in names:
+        inside = ast.iter_child_nodes(found)
+        found = next(each for each in inside if getattr(each, "name", "") == name)
+
+
+def test_a_fault_changes_what_is_there_exactly_once() -> None:
+    assert SOME.planted_in("x(a, b)") == "x(b, a)"
+    for text, times in {"": 0, "a, b; a, b": 2}.items():
+        with pytest.raises(OutOfDateError, match=rf"that some\.py has {times} times"):
+            SOME.planted_in(text)
+
+
+def test_what_does_not_fit_any_more_is_said_of_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OutOfDateError, match="two faults are called 'two are swapped'; .*some.py has 0 times"):
+        check([SOME, SOME], tmp_path)
+
+
+def test_faults_are_chosen_by_a_part_of_their_names() -> None:
+    assert chosen([SOME], []) == chosen([SOME], ["swapped"]) == [SOME]
+    with pytest.raises(OutOfDateError, match="no fault is called 'other'"):
+        chosen([SOME], ["swapped", "other"])
+
+
+def test_they_are_listed_as_a_table() -> None:
+    assert table([SOME]).splitlines()[2] == "| two are swapped | `some.py` | `tests/test_some.py::test_order` |"

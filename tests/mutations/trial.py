@@ -1,0 +1,181 @@
+"""Tests on a copy of the project, in which a fault can be planted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import cache_from_source
+from pathlib import Path
+from xml.etree import ElementTree
+
+from fault import Fault, OutOfDateError
+
+LIMIT_S = 300.0  # for the tests of one fault; a test that hangs is ended by its own limit long before
+_MARK = "POPDIST_MUTATION_TRIAL"  # by which the processes of one trial know each other
+_SOME_FAILED = 1  # the exit status of pytest
+
+
+@dataclass(frozen=True)
+class Run:
+    """What pytest came to.
+
+    Attributes:
+        status: its exit status; None where it was ended at the limit.
+        passed: the node ids of the tests that passed, without their parameters.
+        failed: the node ids of those that failed.
+        hung: whether one of them failed by its own limit of time.
+        text: what pytest printed.
+        wall_s: how long it took.
+    """
+
+    status: int | None
+    passed: tuple[str, ...]
+    failed: tuple[str, ...]
+    hung: bool
+    text: str
+    wall_s: float
+
+    @property
+    def has_caught(self) -> bool:
+        """Whether a test noticed something; an error before the tests is none."""
+        return self.status == _SOME_FAILED and bool(self.failed)
+
+
+class Trial:
+    """A copy of the project, and the runs of pytest in it.
+
+    Args:
+        project: the root of the working tree; what git tracks there is copied.
+        folder: an empty one, which the caller removes.
+    """
+
+    def __init__(self, project: Path, folder: Path) -> None:
+        self.root = folder / "project"
+        self._folder = folder
+        self._runs = 0
+        for name in _tracked(project):
+            target = self.root / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(project / name, target, follow_symlinks=False)
+
+    @property
+    def _place(self) -> Path:
+        """Where the files of the present run go."""
+        return self._folder / str(self._runs)
+
+    def with_fault(self, fault: Fault) -> Run:
+        """Run the tests that catch a fault while it is there."""
+        path = self.root / fault.path
+        right = path.read_text()
+        try:
+            _write(path, fault.planted_in(right))
+            return self.run(fault.caught_by, "-x")
+        finally:
+            _write(path, right)
+
+    def run(self, tests: Sequence[str], *options: str) -> Run:
+        """Run some tests of the default tier."""
+        self._runs += 1
+        place = self._place
+        place.mkdir()
+        report, printed = place / "report.xml", place / "printed.txt"
+        command = [sys.executable, "-m", "pytest", *tests, *options, "-q", "-p", "no:cacheprovider"]
+        command += ["-m", "not complete"]
+        command += ["-o", "junit_family=xunit1", f"--junitxml={report}", f"--basetemp={place / 't'}"]
+        started = time.monotonic()
+        status: int | None = None
+        with printed.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=self._environ(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(LIMIT_S)
+            finally:
+                self.end()
+                process.wait()
+        passed, failed = _results(report) if status is not None else ([], [])
+        text = printed.read_text(errors="replace")
+        return Run(status, tuple(passed), tuple(failed), "Failed: Timeout" in text, text, time.monotonic() - started)
+
+    def end(self) -> None:
+        """End what is left of the processes of the run."""
+        _end_all(f"{_MARK}={self._place}".encode())
+
+    def _environ(self) -> dict[str, str]:
+        """Everybody imports the packages of the copy, and programs that were compiled once stay so."""
+        cache = str(self._folder / "jax")
+        return {**os.environ, "PYTHONPATH": str(self.root), "JAX_COMPILATION_CACHE_DIR": cache, _MARK: str(self._place)}
+
+
+def check_without_fault(trial: Trial, tests: Sequence[str]) -> Run:
+    """Run all tests on the code as it is.
+
+    Raises:
+        OutOfDateError: one fails, does not exist, or is none of the default tier.
+    """
+    run = trial.run(tests)
+    absent = [test for test in tests if test not in run.passed and test.partition("[")[0] not in run.passed]
+    if run.status != 0 or absent:
+        missing = f"; without a test of the default tier that passes: {', '.join(absent)}" if absent else ""
+        raise OutOfDateError(f"without any fault pytest ends with {run.status}{missing}\n{run.text}")
+    return run
+
+
+def _tracked(project: Path) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=project, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.split("\0") if name and (project / name).is_file()]
+
+
+def _write(path: Path, text: str) -> None:
+    """Change a source; two versions of one second and one size would share what Python has compiled."""
+    path.write_text(text)
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def _results(report: Path) -> tuple[list[str], list[str]]:
+    """The node ids of what passed, without parameters, and of what failed."""
+    if not report.is_file():
+        return [], []
+    passed, failed = [], []
+    for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - pytest wrote it
+        name = _node_id(case.get("file", ""), case.get("classname", ""), case.get("name", ""))
+        error = case.find("error")
+        if case.find("failure") is not None or (error is not None and _is_of_end(error.get("message", ""))):
+            failed.append(name)
+        elif error is None and case.find("skipped") is None:
+            passed.append(name.partition("[")[0])
+    return passed, failed
+
+
+def _is_of_end(message: str) -> bool:
+    """Whether it is what a fixture finds behind a test, such as processes that are left."""
+    return message.startswith("failed on teardown")
+
+
+def _node_id(file: str, of_class: str, name: str) -> str:
+    """What pytest calls a test; its report puts the path of the file, with dots, before the class."""
+    classes = of_class.removeprefix(file.removesuffix(".py").replace("/", ".")).replace(".", "::")
+    return f"{file}{classes}::{name}"
+
+
+def _end_all(mark: bytes) -> None:
+    """End what is left of the processes that have inherited the mark."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        with suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
