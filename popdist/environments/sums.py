@@ -93,7 +93,7 @@ def _flags(environ: Mapping[str, str]) -> str | None:
     if not flags or flags.startswith("-"):
         return flags
     try:
-        return Path(flags).read_text().strip()
+        return " ".join(Path(flags).read_text().split())
     except OSError:
         return None
 

@@ -91,7 +91,7 @@ class TestFlags:
     def test_a_file_of_flags_is_written_out(self, tmp_path):
         file = tmp_path / "flags"
         file.write_text("  --xla_cpu_enable_fast_math=false\n--xla_cpu_use_xnnpack=true\n")
-        assert setting(str(file)) == f"--xla_cpu_enable_fast_math=false\n--xla_cpu_use_xnnpack=true {WITHOUT_SUMS}"
+        assert setting(str(file)) == f"--xla_cpu_enable_fast_math=false --xla_cpu_use_xnnpack=true {WITHOUT_SUMS}"
         file.write_text(f"{WITHOUT_SUMS}\n")
         assert setting(str(file)) is None
 
