@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from popdist.environments import complain_of_sums, right_sums_setting
+from popdist.environments.sums import OVERRULE, VARIABLE, adds_up_wrongly, is_measured, is_overruled
 from popdist.instance import this_host
 from poprun.answers import show
 from poprun.before_launch import find_network, with_this_machine
@@ -143,7 +145,12 @@ def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
     wanted = Wanted(here, sys.executable, dict.fromkeys(hosts, 0), network)
     findings += [*reason, *findings_of({host: facts[host] for host in hosts}, wanted)]
     measured, links = measure(_addresses(good, network), [each.name for each in good.values()], sys.executable, ssh)
-    findings += [*check_load(good), *check_measurements(measured, good), *check_mtu(good, network)]
+    findings += [
+        *check_load(good),
+        *check_sums(good, environ),
+        *check_measurements(measured, good),
+        *check_mtu(good, network),
+    ]
     findings += check_links(links)
     return Report(_in_order(findings), network, tuple(links))
 
@@ -188,6 +195,26 @@ def check_load(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
     for host, each in facts.items():
         fact, is_busy = f"load {each.load:.1f}", each.load > 2 * len(each.cores)
         yield Finding("load", host, fact, "others compute there; use fewer instances or other hosts" if is_busy else "")
+
+
+def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the jaxlib of each host adds up right on CPUs, and what strategies do where it does not."""
+    flags = {name: environ[name] for name in (VARIABLE, OVERRULE) if name in environ}
+    for host, each in facts.items():
+        version = each.versions.get("jaxlib", "")
+        complaint = complain_of_sums(version, flags | right_sums_setting(version, flags))
+        if not version:
+            continue
+        if not adds_up_wrongly(version):
+            yield Finding("sums", host, f"jaxlib {version} adds up right")
+        elif is_overruled(flags):
+            fact = f"jaxlib {version} adds up wrongly on CPUs, and {OVERRULE} is 1"
+            yield Finding("sums", host, fact, "take that out of the environment")
+        elif complaint is not None:
+            yield Finding("sums", host, *_split(complaint), is_fault=True)
+        else:
+            known = "adds up wrongly by itself" if is_measured(version) else "is newer than those that were looked at"
+            yield Finding("sums", host, f"jaxlib {version} {known}; strategies keep sums from YNNPACK")
 
 
 def check_links(links: Sequence[Link]) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from poprun.remote import Remote, forwarded_names, ssh_options
 from poprun.schedulers.scheduler import NAME_HOSTS, Allocation
 from poprun.settings import Settings
 from poprun.ssh import ssh_words
+from poprun.sums import sums_setting
 from poprun.this_machine import is_this_machine
 from poprun.vipu import FILE_SUFFIX, Demand, device_ids, fit_partition, parse_device_map
 
@@ -64,14 +65,15 @@ def plan_launch(
         remote, known = find_remote(hosts, settings, mpirun, shell, environ)
         cores |= known
         names += tuple(name for name in forwarded_names(environ) if name not in names)
+    sums = sums_setting(settings, environ)
     return Launch(
         settings=settings,
         hosts=hosts,
         places=place_instances(settings, [host.name for host in hosts], cores, devices),
         mpirun=mpirun,
         python=sys.executable,
-        extra=extra_variables(settings, thread_pool_setting(environ, settings.num_replicas), environ),
-        forwarded=names,
+        extra=extra_variables(settings, thread_pool_setting(environ, settings.num_replicas), environ) | sums,
+        forwarded=tuple(name for name in names if name not in sums),
         oversubscribes=any(settings.num_instances > len(hosts) * len(cores[host.name]) for host in hosts),
         remote=remote,
         mpirun_variables=home_variables(environ) | dict(allocation.variables if allocation is not None else ()),

@@ -20,6 +20,7 @@ from popdist.environments import thread_pool_setting, thread_pool_size
 from popdist.environments.threads import VARIABLE as POOL_VARIABLE
 from strategies.callbacks import in_order
 from strategies.compilation import compiled_in_turn, use_executable_cache
+from strategies.right_sums import insist_on_right_sums, use_right_sums
 
 logger = logging.getLogger(__name__)
 
@@ -216,17 +217,23 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
         total_replicas: the replicas of all instances; fixes the size of XLA's thread pool, so that replicas compute
             the same bits wherever they run.
         local_index: this instance's place on its host; with accelerators, whose turn begins there.
+
+    Raises:
+        DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
     """
     executables = use_executable_cache(os.environ)
     os.environ.update(thread_pool_setting(os.environ, total_replicas))
+    use_right_sums(os.environ)
     if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # else the user has said how many
         try:
             jax.config.update("jax_num_cpu_devices", len(replicas))
         except RuntimeError:
             logger.debug("JAX has started already, with %d devices", jax.local_device_count())
     found = choose_devices(replicas, local_index, executables)
-    if found.devices[0].platform == "cpu" and os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
-        logger.info("%s is %s: keep it the same everywhere", POOL_VARIABLE, os.environ[POOL_VARIABLE])
+    if found.devices[0].platform == "cpu":
+        insist_on_right_sums(os.environ)
+        if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
+            logger.info("%s is %s: keep it the same everywhere", POOL_VARIABLE, os.environ[POOL_VARIABLE])
     return found
 
 

@@ -6,7 +6,8 @@ StrategyError
 ├── CheckpointError         no checkpoint can be used: the message says which folder and why
 ├── FeedError               an infeed or outfeed is not in a state for this: the message says what to do first
 │   └── EndOfDataError      a program asks an infeed for more than its data set has: run fewer steps, or repeat the data
-└── DeviceError             more lockstep replicas than devices: make the strategy before JAX starts
+└── DeviceError             the devices will not do, too few for lockstep or with wrong sums: make the strategy before
+                            JAX starts
 """
 
 
@@ -27,7 +28,7 @@ class CheckpointError(StrategyError, RuntimeError):
 
 
 class DeviceError(StrategyError, RuntimeError):
-    """The replicas of this instance cannot run in lockstep on the devices that JAX has."""
+    """The replicas of this instance cannot run on the devices that JAX has, in lockstep or with right sums."""
 
 
 class FeedError(StrategyError, RuntimeError):

@@ -15,6 +15,7 @@ from popdist.environments.progress import NoProgress, ProgressPage, ProgressReco
 from popdist.environments.single import SingleEnvironment
 from popdist.environments.slurm import SlurmEnvironment, SlurmWithoutPMIxEnvironment
 from popdist.environments.stack import show_stack_when_asked
+from popdist.environments.sums import complain_of_sums, right_sums_setting
 from popdist.environments.tf_config import Cluster, TFConfigEnvironment, read_cluster
 from popdist.environments.threads import thread_pool_setting, thread_pool_size
 from popdist.instance import Instance
@@ -32,9 +33,11 @@ __all__ = [
     "SlurmEnvironment",
     "SlurmWithoutPMIxEnvironment",
     "TFConfigEnvironment",
+    "complain_of_sums",
     "detect_instance",
     "parse_progress",
     "read_cluster",
+    "right_sums_setting",
     "show_stack_when_asked",
     "thread_pool_setting",
     "thread_pool_size",

@@ -1,0 +1,64 @@
+"""Which flags of XLA poprun gives the programs of a job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from popdist.environments.sums import WITHOUT_SUMS
+from poprun.plan import plan_launch
+from poprun.settings import Settings
+from poprun.sums import find_jaxlib, sums_setting
+
+
+@pytest.fixture
+def wrong_jaxlib(tmp_path):
+    """Variables with which a program finds a jaxlib that adds up wrongly."""
+    return with_jaxlib(tmp_path, "0.10.2")
+
+
+def with_jaxlib(folder: Path, version: str) -> dict[str, str]:
+    (folder / f"jaxlib-{version}.dist-info").mkdir()
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": f":{folder}"}
+
+
+def job(program: str = sys.executable, **options: object) -> Settings:
+    return Settings(program=(program, "train.py"), **options)
+
+
+def test_programs_of_our_own_python_get_what_their_jaxlib_needs(wrong_jaxlib):
+    assert sums_setting(job(), wrong_jaxlib) == {"XLA_FLAGS": WITHOUT_SUMS}
+    assert plan_launch(job(), wrong_jaxlib).extra["XLA_FLAGS"] == WITHOUT_SUMS
+
+
+def test_flags_of_the_user_stay_on_all_hosts(wrong_jaxlib):
+    environ = wrong_jaxlib | {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
+    settings = job(host=("a,b",), num_instances=2, num_replicas=2, dry_run=True)
+    launch = plan_launch(settings, environ)
+    assert launch.extra["XLA_FLAGS"] == f"--xla_cpu_enable_fast_math=false {WITHOUT_SUMS}"
+    assert "XLA_FLAGS" not in launch.forwarded
+
+
+@pytest.mark.parametrize("version", ["0.10.1", "99.0"])
+def test_a_jaxlib_that_is_right_or_unknown_gets_nothing(tmp_path, version):
+    assert sums_setting(job(), with_jaxlib(tmp_path, version)) == {}
+
+
+@pytest.mark.parametrize("program", ["echo", "/only/there"])
+def test_other_programs_get_nothing(wrong_jaxlib, program):
+    assert sums_setting(job(program), wrong_jaxlib) == {}
+
+
+def test_what_the_user_exports_counts(wrong_jaxlib):
+    assert sums_setting(job(mpi_local_args=("-x", "XLA_FLAGS=--a")), wrong_jaxlib) == {}
+
+
+def test_the_first_jaxlib_counts(tmp_path):
+    for version in ("0.9.0.1", "0.11.2"):
+        (tmp_path / version).mkdir()
+        with_jaxlib(tmp_path / version, version)
+    assert find_jaxlib(["", "/no/such/folder", str(tmp_path / "0.9.0.1"), str(tmp_path / "0.11.2")]) == "0.9.0.1"
+    assert find_jaxlib([]) == ""
