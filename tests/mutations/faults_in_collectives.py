@@ -10,21 +10,21 @@ IN_COLLECTIVES = (
         path="collectives/reduction.py",
         old="for source in sources[2:]:",
         new="for source in reversed(sources[2:]):",
-        caught_by=("tests/collectives/test_sums.py::test_contributions_are_added_one_after_another",),
+        caught_by=("tests/collectives/test_exact_sums.py::test_contributions_are_added_one_after_another",),
     ),
     Fault(
         name="16-bit floats are added in 16 bits",
         path="collectives/dtypes.py",
         old="return np.dtype(np.float32)",
         new="return dtype",
-        caught_by=("tests/collectives/test_sums.py::test_16_bit_floats_are_rounded_once",),
+        caught_by=("tests/collectives/test_exact_sums.py::test_16_bit_floats_are_rounded_once",),
     ),
     Fault(
         name="a mean of three is multiplied by a third",
         path="collectives/reduction.py",
         old="if count & (count - 1) == 0:",
         new="if count:",
-        caught_by=("tests/collectives/test_sums.py::test_a_mean_is_divided_once_by_the_count",),
+        caught_by=("tests/collectives/test_exact_sums.py::test_a_mean_is_divided_once_by_the_count",),
     ),
     Fault(
         name="the ring divides a mean by the number of ranks, not of contributions",
@@ -60,7 +60,7 @@ IN_COLLECTIVES = (
         old="if theirs[_FINGERPRINT] != fingerprint:",
         new="if theirs[_FINGERPRINT] == 0:",
         caught_by=(
-            "tests/collectives/test_fingerprints.py::test_ranks_that_call_different_things_learn_it_before_data_mixes",
+            "tests/collectives/test_layout_checks.py::test_ranks_that_call_different_things_learn_it_before_data_mixes",
         ),
     ),
     Fault(
@@ -69,7 +69,7 @@ IN_COLLECTIVES = (
         old="blake2b(str(self).encode(), digest_size=8)",
         new='blake2b(str(self).replace(repr(self.name), "").encode(), digest_size=8)',
         caught_by=(
-            "tests/collectives/test_fingerprints.py::test_calls_that_differ_in_one_thing_have_different_fingerprints",
+            "tests/collectives/test_layout_checks.py::test_calls_that_differ_in_one_thing_have_different_fingerprints",
         ),
     ),
     Fault(
