@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5  # how often each worker tells all the others that it is there
 LOST_AFTER_S = 6.0  # silent, and nobody answers at its address
+FAILURES = 3  # attempts, all of which have to fail; this worker may have been stopped itself
 _ANSWER_LIMIT_S = 1.0
 
 
@@ -46,21 +47,41 @@ class Liveness:
         Its name is not looked up again: whoever answers that may be behind the same cut.
         """
         assert peer.endpoint is not None
-        silent_since = peer.heard_at
-        answered_at = 0.0
-        failed = 0
+        silence = Silence(peer.heard_at)
         try:
-            while peer.heard_at == silent_since and not self._node.is_leaving.is_set():
+            while peer.heard_at == silence.since and not self._node.is_leaving.is_set():
                 try:
                     peer.endpoint.connect(_ANSWER_LIMIT_S).close()
-                    answered_at, failed = time.monotonic(), 0
+                    silence.was_answered(time.monotonic())
                 except OSError as error:
-                    failed += 1
-                    silent_s = time.monotonic() - max(silent_since, answered_at)
-                    if silent_s > LOST_AFTER_S and failed > 2:
+                    if (silent_s := silence.was_not_answered(time.monotonic())) is not None:
                         why = f"silent for {silent_s:.1f} s, and at its address: {describe_os_error(error)}"
                         self._node.lose(peer, why)
                         return
                 self._node.is_leaving.wait(BEAT_S)
         finally:
             peer.is_being_probed.release()
+
+
+class Silence:
+    """What attempts to reach a silent worker have come to.
+
+    Args:
+        since: when it was last heard, in seconds of any clock, which all times are of.
+    """
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self._seen_at = since
+        self._failures = 0
+
+    def was_answered(self, now: float) -> None:
+        """The kernel of its machine has taken a connection, so the worker may be stopped, but is not lost."""
+        self._seen_at = max(self._seen_at, now)
+        self._failures = 0
+
+    def was_not_answered(self, now: float) -> float | None:
+        """An attempt has failed; for how long there is no sign of the worker, if that is why it must be lost."""
+        self._failures += 1
+        silent_s = now - self._seen_at
+        return silent_s if silent_s > LOST_AFTER_S and self._failures >= FAILURES else None

@@ -27,7 +27,6 @@ from workers import (
     last_line,
     port_addresses,
     running,
-    until_listening,
 )
 
 import collectives
@@ -249,9 +248,11 @@ class Waiting:
 
 def waiting_for_the_right_one(group: WorkerThreads) -> Iterator[Waiting]:
     """Afterwards the right one comes, and all is well."""
+    nobody = "no such file" if group.addresses[1].startswith("unix:") else "connection refused"
     with watched() as warnings:
         first = group.join(0, connect_timeout_s=600.0)
-        until_listening(group.addresses[0])
+        words = f"rank 0 at {group.addresses[0]} has waited", f"for rank 1 at {group.addresses[1]} ({nobody}"
+        warnings.wait_for(1, *words)  # so it was there first, and knows
         yield Waiting(group, warnings, first)
         group.assert_end_well([first, group.join(1)])
 
@@ -291,7 +292,7 @@ def test_a_process_of_another_authority_is_refused_also_by_one_that_is_slow_to_a
     with disposed_of() as workers:
         slow = job.start("rounds", 0)
         workers.append(slow)
-        until_listening(job.addresses[0])
+        slow.wait_for("has waited", f"for rank 1 at {job.addresses[1]} (connection refused)")  # so it was there first
         slow.stop()
         workers.append(job.start("rounds", 1, *PATIENCE, environ=wrong.environ))
         workers[1].wait_for("WARNING", f"s for rank 0 at {job.addresses[0]}", "timed out")

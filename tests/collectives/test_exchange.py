@@ -1,0 +1,146 @@
+"""What the transports promise of the exchange before every collective."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives import Limits
+from collectives.backends.thread import ThreadHub, ThreadLink
+from collectives.ring import RingTransport
+from collectives.transport import Transport
+from collectives.waiting import NoProgress, Watch
+from collectives.window import WindowTransport
+from collectives.window_layout import channel_bytes
+
+LIMIT_S = 60.0
+SIZE = 3
+
+
+class Waiting(NoProgress):
+    """Tells when its rank has begun to wait for others."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        self.has_begun.set()
+
+
+class Ranks:
+    """Transports of some ranks in this process, and a note of which of them waits."""
+
+    def __init__(self, mechanism: str) -> None:
+        self.waiting = [Waiting() for _ in range(SIZE)]
+        names = [f"rank {rank}" for rank in range(SIZE)]
+        watches = [Watch(rank, names, range(SIZE), Limits(), self.waiting[rank], spins=0) for rank in range(SIZE)]
+        if mechanism == "ring":
+            hub = ThreadHub(SIZE)
+            self.transports: list[Transport] = [
+                RingTransport(ThreadLink(hub, rank, 0), watches[rank]) for rank in range(SIZE)
+            ]
+        else:
+            memory = memoryview(bytearray(channel_bytes(SIZE)))
+            self.transports = [WindowTransport(memory, rank, SIZE, watches[rank], Path()) for rank in range(SIZE)]
+
+
+def values(rank: int, turn: int) -> np.ndarray:
+    return np.full(5, 100 * turn + rank, np.int64)
+
+
+def texts(arrays: Sequence[np.ndarray]) -> list[list[int]]:
+    return [array.tolist() for array in arrays]
+
+
+MECHANISMS = pytest.mark.parametrize("mechanism", ["ring", "window"])
+
+
+@MECHANISMS
+def test_all_ranks_see_the_arrays_of_all_in_their_order(mechanism: str) -> None:
+    ranks = Ranks(mechanism)
+
+    def exchange(rank: int) -> list[tuple[bool, tuple[int, ...], list[list[int]]]]:
+        seen = []
+        for turn in range(5):
+            mine = [values(rank, turn) + number for number in range(rank + 1)]
+            equal, parts = ranks.transports[rank].exchange(7, mine, rank + 1)
+            seen.append((equal, parts.counts, texts(parts.arrays)))
+        return seen
+
+    expected = [
+        (
+            True,
+            (1, 2, 3),
+            [(values(rank, turn) + number).tolist() for rank in range(SIZE) for number in range(rank + 1)],
+        )
+        for turn in range(5)
+    ]
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(exchange, range(SIZE))) == [expected] * SIZE
+
+
+@MECHANISMS
+def test_what_came_stays_readable_while_the_others_are_in_the_next_exchange(mechanism: str) -> None:
+    """Rank 0 still adds up what came with one exchange when all the others have begun the next one."""
+    ranks = Ranks(mechanism)
+    have_first = threading.Barrier(SIZE)
+
+    def exchange(rank: int) -> list[list[int]]:
+        transport = ranks.transports[rank]
+        _, first = transport.exchange(7, [values(rank, 1)], 1)
+        have_first.wait(LIMIT_S)
+        if rank == 0:
+            for other in ranks.waiting[1:]:
+                other.has_begun.clear()
+                assert other.has_begun.wait(LIMIT_S)
+            during = texts(first.arrays)
+        _, second = transport.exchange(7, [values(rank, 2)], 1)
+        return during if rank == 0 else texts(second.arrays)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        during, *others = pool.map(exchange, range(SIZE))
+    assert during == [values(rank, 1).tolist() for rank in range(SIZE)]
+    assert others == [[values(rank, 2).tolist() for rank in range(SIZE)]] * (SIZE - 1)
+
+
+def test_what_came_over_a_link_stays_readable_when_the_next_exchange_has_ended() -> None:
+    """The network may write the next messages into memory as soon as they are expected."""
+    ranks = Ranks("ring")
+
+    def exchange(rank: int) -> list[list[int]]:
+        transport = ranks.transports[rank]
+        _, first = transport.exchange(7, [values(rank, 1)], 1)
+        transport.exchange(7, [values(rank, 2)], 1)
+        return texts(first.arrays)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(exchange, range(SIZE))) == [[values(rank, 1).tolist() for rank in range(SIZE)]] * SIZE
+
+
+@MECHANISMS
+def test_one_other_fingerprint_is_seen_by_all(mechanism: str) -> None:
+    ranks = Ranks(mechanism)
+
+    def exchange(rank: int) -> list[bool]:
+        return [ranks.transports[rank].exchange(7 + (rank == odd), [values(rank, 1)], 1)[0] for odd in range(SIZE + 1)]
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(exchange, range(SIZE))) == [[False] * SIZE + [True]] * SIZE
+
+
+@MECHANISMS
+def test_arrays_that_are_too_large_stay_at_home(mechanism: str) -> None:
+    ranks = Ranks(mechanism)
+
+    def exchange(rank: int) -> tuple[bool, tuple[int, ...], int]:
+        large = [np.zeros(1 << 17, np.float64)] * 2
+        equal, parts = ranks.transports[rank].exchange(7, large, 2)
+        return equal, parts.counts, len(parts.arrays)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(exchange, range(SIZE))) == [(True, (2, 2, 2), 0)] * SIZE

@@ -1,0 +1,141 @@
+"""What waits on a lane between two workers: how much of it is kept, and what is copied when."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from collectives.network.lanes import HELD, SMALL_BYTES, Bell, Fetched, Inbox, Outbox, Received, Sent
+
+FOREVER_S = 10_000.0  # far beyond the limit of a test
+
+
+@pytest.fixture
+def bell() -> Bell:
+    return Bell()
+
+
+def message(number: int, nbytes: int = 8) -> bytes:
+    return bytes([number]) * nbytes
+
+
+# ---- what comes
+
+
+def test_messages_come_in_order_and_ring_the_bell(bell: Bell) -> None:
+    inbox = Inbox(bell)
+    assert inbox.take() is None
+    for number in range(HELD):
+        inbox.put(message(number))
+    bell.wait(FOREVER_S)  # returns at once: it rings
+    assert [inbox.take() for _ in range(HELD + 1)] == [*map(message, range(HELD)), None]
+
+
+def test_no_more_than_a_few_messages_are_kept_and_the_next_waits_for_room(bell: Bell) -> None:
+    inbox = Inbox(bell)
+    for number in range(HELD):
+        inbox.put(message(number))
+    began, ended = threading.Event(), threading.Event()
+
+    def put_one_more() -> None:
+        began.set()
+        inbox.put(message(HELD))
+        ended.set()
+
+    thread = threading.Thread(target=put_one_more)
+    thread.start()
+    assert began.wait(60)
+    assert not ended.is_set()
+    assert inbox.take() == message(0)
+    assert ended.wait(60)
+    thread.join()
+    assert [inbox.take() for _ in range(HELD + 1)] == [*map(message, range(1, HELD + 1)), None]
+
+
+def test_a_closed_inbox_forgets_and_keeps_nobody_waiting(bell: Bell) -> None:
+    inbox = Inbox(bell)
+    for number in range(HELD):
+        inbox.put(message(number))
+    inbox.close()
+    for number in range(3 * HELD):
+        inbox.put(message(number))
+    assert inbox.take() is None
+
+
+def test_a_message_is_received_into_the_beginning_of_its_memory(bell: Bell) -> None:
+    inbox, complaints = Inbox(bell), []
+    into = np.zeros(10, np.uint8)
+    received = Received(inbox, into, complaints.append)
+    assert not received.done()
+    inbox.put(message(7))
+    assert received.done()
+    assert received.done()
+    assert received.received == 8
+    assert into.tolist() == [7] * 8 + [0] * 2
+    assert complaints == []
+
+
+def test_a_message_that_is_longer_than_its_memory_is_complained_of_and_not_written(bell: Bell) -> None:
+    inbox, complaints = Inbox(bell), []
+    into = np.zeros(7, np.uint8)
+    inbox.put(message(7))
+    assert not Received(inbox, into, complaints.append).done()
+    assert complaints == ["it sent 8 bytes where 7 at most were expected"]
+    assert not into.any()
+
+
+def test_a_message_may_stay_where_it_came_if_it_has_the_right_size(bell: Bell) -> None:
+    inbox, complaints = Inbox(bell), []
+    fetched = Fetched(inbox, 8, complaints.append)
+    assert not fetched.done()
+    inbox.put(message(7))
+    assert fetched.done()
+    assert fetched.message.tobytes() == message(7)
+    assert complaints == []
+
+
+@pytest.mark.parametrize("nbytes", [7, 9])
+def test_a_message_of_another_size_is_complained_of(bell: Bell, nbytes: int) -> None:
+    inbox, complaints = Inbox(bell), []
+    inbox.put(message(7, nbytes))
+    assert not Fetched(inbox, 8, complaints.append).done()
+    assert complaints == [f"it sent {nbytes} bytes where 8 were expected"]
+
+
+# ---- what goes
+
+
+def test_what_is_small_is_copied_at_once_so_that_nobody_waits() -> None:
+    data = np.full(SMALL_BYTES, 1, np.uint8)
+    sent = Sent(data)
+    assert sent.done()
+    data[:] = 2
+    assert sent.take() == message(1, SMALL_BYTES)
+
+
+def test_what_is_large_is_copied_only_when_the_network_takes_it_and_not_kept() -> None:
+    """Otherwise an array of many messages would be in memory twice."""
+    data = np.full(SMALL_BYTES + 1, 1, np.uint8)
+    sent = Sent(data)
+    assert not sent.done()
+    data[:] = 2
+    assert sent.take() == message(2, SMALL_BYTES + 1)
+    assert sent.done()
+    assert sent.take() == b""
+
+
+def test_the_network_takes_what_is_sent_in_order_until_the_end(bell: Bell) -> None:
+    outbox = Outbox(bell)
+    sents = [Sent(np.full(nbytes, number, np.uint8)) for number, nbytes in enumerate((8, SMALL_BYTES + 1, 8))]
+    for sent in sents:
+        outbox.put(sent)
+    outbox.end()
+    taken = iter(outbox)
+    assert next(taken) == message(0)
+    assert not sents[1].done()
+    assert next(taken) == message(1, SMALL_BYTES + 1)
+    assert sents[1].done()
+    bell.wait(FOREVER_S)
+    assert list(taken) == [message(2)]
