@@ -134,6 +134,7 @@ def test_the_command_of_the_documentation_gives_the_bits_of_one_process(director
         assert results[0][fact] == results[1][fact]
 
 
+@pytest.mark.complete
 class TestTheRowsOfPopDistStrategy:
     """P-01 to P-05, P-07, P-10 to P-16, P-19, P-21 and P-34, translated; two instances, two replicas."""
 
@@ -142,7 +143,6 @@ class TestTheRowsOfPopDistStrategy:
         finished = finish("--num-replicas=2", "--num-instances=2", *program)
         assert finished.stdout == "[1,0]<stdout>:all rows held\n"
 
-    @pytest.mark.complete
     def test_under_mpirun(self):
         mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
