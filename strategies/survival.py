@@ -28,13 +28,15 @@ def surviving(strategy: Strategy, attempt: Callable[[], T], catch_up: Callable[[
             where another instance had done it already, and None where it is to be attempted once more.
 
     Raises:
-        PeerLostError: if an instance is lost and the job was not started to go on without it.
+        PeerLostError: if an instance is lost and the job was not started to go on without it, or if those that are left
+            do not find each other, or go on without this one.
     """
     is_behind = False
     while True:
+        if is_behind:
+            strategy.carry_on()  # itself begins again for whoever is lost meanwhile; what it raises is final
         try:
             if is_behind:
-                strategy.carry_on()
                 done = catch_up()
                 if done is not None:
                     return done

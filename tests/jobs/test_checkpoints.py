@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 from poprun_jobs import Finished, Job, leftovers, start, start_command
 
+import strategies
+
 pytest.importorskip("orbax.checkpoint")
-pytestmark = [pytest.mark.job, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(500)]
 
 PROGRAM = Path(__file__).parent / "programs" / "saved_training.py"
+sys.path.insert(0, str(PROGRAM.parent))
+from saved_training import train as train_here  # noqa: E402
+
+strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
 LIMIT_S = 150.0
 ENDLESS = 10**6
 
@@ -49,19 +55,21 @@ def saved_by(folder: Path, number: signal.Signals, status: int) -> int:
     return int(step)
 
 
+@pytest.mark.complete
 def test_a_job_that_is_warned_saves_and_leaves(tmp_path):
     assert saved_by(tmp_path / "saved", signal.SIGUSR1, 138) >= 5
 
 
 def test_a_job_that_is_told_to_end_saves_and_leaves_and_can_be_resumed(tmp_path):
+    """In one process, this one, as on any number of instances."""
     folder = tmp_path / "saved"
     step = saved_by(folder, signal.SIGTERM, 143)
-    until = step + 7
-    resumed = finish(train(1, folder, until))
-    assert f"resumed at {step}" in resumed.stdout
-    assert fingerprint_of(resumed) == fingerprint_of(finish(train(1, tmp_path / "other", until)))
+    resumed_at, fingerprint = train_here(strategies.IPUStrategy(4), folder, step + 7)
+    assert resumed_at == step
+    assert (0, fingerprint) == train_here(strategies.IPUStrategy(4), tmp_path / "other", step + 7)
 
 
+@pytest.mark.complete
 def test_a_job_that_is_told_to_end_while_an_instance_is_lost_saves_all_the_same(tmp_path):
     folder = tmp_path / "saved"
     job = train(2, folder, ENDLESS, "plain", "--on-failure=shrink")
@@ -78,6 +86,7 @@ def test_a_job_that_is_told_to_end_while_an_instance_is_lost_saves_all_the_same(
     assert f"step_{int(step):08d}" in [path.name for path in folder.iterdir()]
 
 
+@pytest.mark.complete
 def test_the_next_instance_saves_where_the_first_is_lost_while_it_leaves(tmp_path):
     folder = tmp_path / "saved"
     job = train(2, folder, ENDLESS, "plain", "--on-failure=shrink", "--inject=kill:instance=0,phase=checkpoint")
@@ -95,6 +104,7 @@ def is_first(pid: int, words: str) -> bool:
     return words.startswith(f"{sys.executable} {PROGRAM}") and b"OMPI_COMM_WORLD_RANK=0" in variables
 
 
+@pytest.mark.complete
 def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path):
     folder = tmp_path / "saved"
     killed = train(2, folder, 9, "die").finish(LIMIT_S)

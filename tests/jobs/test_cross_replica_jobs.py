@@ -15,7 +15,7 @@ PROGRAMS = Path(__file__).parents[1] / "strategies" / "programs"
 sys.path.insert(0, str(PROGRAMS))
 LIMIT_S = 150
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(LIMIT_S + 20)]
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(LIMIT_S + 20)]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def alone():
     return every_collective.found(ALONE)
 
 
-@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
 def test_every_collective_and_a_training_with_some(tmp_path, alone, instances):
     words = (f"--num-instances={instances}", "--num-replicas=4", sys.executable)
     finished = start(*words, str(PROGRAMS / "every_collective.py"), str(tmp_path)).finish(LIMIT_S)
@@ -36,6 +36,7 @@ def test_every_collective_and_a_training_with_some(tmp_path, alone, instances):
     assert set().union(*found) == set(alone)
 
 
+@pytest.mark.complete
 def test_the_example_with_synchronised_batch_normalisation_runs():
     program = (sys.executable, str(PROGRAMS.parents[2] / "launch_scripts" / "sync_batch_norm.py"), "--epochs=1")
     finished = start("--num-instances=2", "--num-replicas=4", *program).finish(LIMIT_S)

@@ -9,7 +9,7 @@ from poprun_jobs import LIMIT_S, start
 PROGRAM = Path(__file__).parent / "programs" / "counting_compilations.py"
 RUN_PROGRAMS = 4  # three of `run`, and the gradients
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(2 * LIMIT_S + 20)]
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(2 * LIMIT_S + 20)]
 
 
 def counts(folder):

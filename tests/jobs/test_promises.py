@@ -13,11 +13,18 @@ from pathlib import Path
 import pytest
 from poprun_jobs import ROOT, Finished, start
 
+import strategies
+
 PROGRAMS = Path(__file__).parent / "programs"
+sys.path.insert(0, str(PROGRAMS))
+from digits_everywhere import train_model  # noqa: E402
+
+strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
 MODELS = {8: ("cnn", "mlp"), 6: ("dropout",)}  # by the number of replicas
+MECHANISMS = {"auto": "window", "ring": "ring"}
 LIMIT_S = 200
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(LIMIT_S + 20)]
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(LIMIT_S + 20)]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +42,12 @@ def finish_alone(words: list[str]) -> None:
     subprocess.run(words, check=True, timeout=LIMIT_S, env=clean | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
 
 
+def compiled_once() -> list[str]:
+    """Have one instance compile what all need, and have it kept where other jobs find it."""
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return [f"--executable-cache-path={folder}"] if folder else []
+
+
 def finish(*words: str) -> Finished:
     """Run poprun to its end, which is a good one."""
     job = start(*words)
@@ -46,32 +59,53 @@ def finish(*words: str) -> Finished:
 
 @pytest.fixture(scope="module")
 def train(directory):
-    """What a job of n instances found; n = 0 is one process without a launcher, the reference."""
+    """What a job of n instances found; n = 0 is one process without a launcher."""
 
-    @functools.cache
-    def run_once(replicas: int, instances: int, how: str) -> dict[str, str]:
-        output = directory / f"{instances}-of-{replicas}-{how}.json"
-        program = python("digits_everywhere.py", output, how if instances else replicas, *MODELS[replicas])
+    def run(replicas: int, instances: int, how: str, *models: str) -> dict[str, str]:
+        output = directory / f"{instances}-of-{replicas}-{how}-{'-'.join(models)}.json"
+        program = python("digits_everywhere.py", output, how if instances else replicas, *models)
         if instances == 0:
             finish_alone(program)
         else:
-            finish(f"--num-replicas={replicas}", f"--num-instances={instances}", *program)
+            finish(f"--num-replicas={replicas}", f"--num-instances={instances}", *compiled_once(), *program)
         return json.loads(output.read_text())
 
-    return run_once
+    return run
+
+
+@functools.cache
+def alone(replicas: int, model: str) -> str:
+    """What one process finds, this one."""
+    return train_model(strategies.IPUStrategy(replicas), model)
 
 
 class TestTheVariablesAreTheSameForEveryNumberOfInstances:
-    @pytest.mark.parametrize(("replicas", "instances"), [(8, 1), (8, 2), (8, 4), (8, 8), (6, 2), (6, 3)])
-    def test_as_those_of_one_process(self, train, replicas, instances):
-        found, alone = train(replicas, instances, "auto"), train(replicas, 0, "")
-        assert {name: found[name] for name in MODELS[replicas]} == {name: alone[name] for name in MODELS[replicas]}
+    @pytest.mark.parametrize(
+        ("replicas", "instances", "how", "models"),
+        [(8, 2, "auto", ["cnn"]), (6, 3, "ring", ["dropout"]), (8, 8, "auto", ["dropout"])],
+    )
+    def test_as_those_of_one_process(self, train, replicas, instances, how, models):
+        found = train(replicas, instances, how, *models)
+        assert found == {model: alone(replicas, model) for model in models} | {"mechanism": MECHANISMS[how]}
 
-    @pytest.mark.parametrize(("replicas", "instances"), [(8, 4), (6, 3)])
-    def test_over_the_ring_too(self, train, replicas, instances):
-        found, alone = train(replicas, instances, "ring"), train(replicas, 0, "")
-        assert found == alone | {"mechanism": "ring"}
+    @pytest.mark.complete
+    @pytest.mark.parametrize(
+        ("replicas", "instances", "how"),
+        [
+            *((replicas, 0, "") for replicas in MODELS),
+            *((8, instances, "auto") for instances in (1, 4, 8)),
+            *((6, instances, "auto") for instances in (2, 3)),
+            (8, 4, "ring"),
+        ],
+    )
+    def test_however_many_there_are(self, train, replicas, instances, how):
+        found = train(replicas, instances, how, *MODELS[replicas])
+        assert {model: found[model] for model in MODELS[replicas]} == {
+            model: alone(replicas, model) for model in MODELS[replicas]
+        }
+        assert instances < 2 or found["mechanism"] == MECHANISMS[how]
 
+    @pytest.mark.complete
     def test_also_where_the_shared_memory_is_too_small_for_the_window(self, train, directory):
         if os.geteuid() != 0 or shutil.which("unshare") is None:
             pytest.skip("only root may mount a small /dev/shm")
@@ -83,9 +117,11 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
         output = directory / "small.json"
         job = [sys.executable, "-m", "poprun", "--allow-run-as-root=yes", "--num-replicas=6", "--num-instances=2"]
         finish_alone([*in_small_memory, *job, *python("digits_everywhere.py", output, "auto", *MODELS[6])])
-        assert json.loads(output.read_text()) == train(6, 0, "") | {"mechanism": "ring"}
+        wanted = {model: alone(6, model) for model in MODELS[6]} | {"mechanism": "ring"}
+        assert json.loads(output.read_text()) == wanted
 
 
+@pytest.mark.complete
 def test_the_command_of_the_documentation_gives_the_bits_of_one_process(directory):
     """The main job with its defaults, once as two instances and once without a launcher."""
     program = [str(ROOT / "launch_scripts" / "train_digits.py"), "--max-steps=20", "--model=mlp"]
@@ -98,6 +134,7 @@ def test_the_command_of_the_documentation_gives_the_bits_of_one_process(director
         assert results[0][fact] == results[1][fact]
 
 
+@pytest.mark.complete
 class TestTheRowsOfPopDistStrategy:
     """P-01 to P-05, P-07, P-10 to P-16, P-19, P-21 and P-34, translated; two instances, two replicas."""
 
@@ -120,6 +157,7 @@ class TestTheRowsOfPopDistStrategy:
         assert found.stdout == "all rows held\n"
 
 
+@pytest.mark.complete
 class TestCollectivesBetweenReplicas:
     """Inside compiled functions; the same checks pass in one process and in several."""
 

@@ -1,4 +1,7 @@
-"""Options of the trainer in real jobs: the same bits from one process and from two instances over MPI."""
+"""Options of the trainer in real jobs: the same bits from one process and from two instances over MPI.
+
+`tests/strategies` (`test_precision`, `test_sharded_state`, `test_accumulation`) has them on threads.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ TRAIN = [
     *("--batch-size", "4", "--max-steps", "8", "--model", "mlp"),
 ]
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(2 * LIMIT_S)]
+pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(2 * LIMIT_S)]
 
 
 @pytest.mark.parametrize(

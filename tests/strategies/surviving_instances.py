@@ -67,9 +67,8 @@ class SurvivingStrategy(strategies.Strategy):
 
     @property
     def can_carry_on(self) -> bool:
-        """Whether it survives when others are lost, and it is not lost itself."""
-        hub, rank = self._job.hub.newest(self.first_index)
-        return self._job.survives and not hub.why_lost(rank)
+        """Whether the others go on when one is lost."""
+        return self._job.survives
 
     def _join_survivors(self) -> tuple[Instance, Communicator]:
         lost = self.communicator

@@ -6,19 +6,22 @@ What needs processes, and a supervisor who says that one of them is lost, is in 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import random
 import sys
-from itertools import product
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from losing import OnMessage
 from surviving_instances import hook, run_instances
 
-from collectives import ThreadHub
-from strategies import DivergenceError
+from collectives import PeerLostError, ThreadHub
+from strategies import DivergenceError, StrategyError, Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs" / "programs"))
 from surviving_training import Training, count, train  # noqa: E402
@@ -68,11 +71,11 @@ def mechanism_for(number, *kinds):
 
 SINGLE = [
     (kind, phase, 2 + number % 3, 0 if phase == "checkpoint" else number // 3 % (2 + number % 3))
-    for number, (kind, phase) in enumerate(product(KINDS, PHASES))
+    for number, (kind, phase) in enumerate(itertools.product(KINDS, PHASES))
 ]
 EVERY = [
     (kind, phase, instances, lost)
-    for kind, phase, instances in product(KINDS, PHASES, (2, 3, 4))
+    for kind, phase, instances in itertools.product(KINDS, PHASES, (2, 3, 4))
     for lost in range(1 if phase == "checkpoint" else instances)
 ]
 SEVERAL = {
@@ -87,9 +90,9 @@ SEVERAL = {
 
 
 def test_every_kind_phase_and_number_of_instances_meets_every_other():
-    assert {(kind, phase) for kind, phase, _, _ in SINGLE} == set(product(KINDS, PHASES))
-    assert {(kind, instances) for kind, _, instances, _ in SINGLE} == set(product(KINDS, (2, 3, 4)))
-    assert {(phase, instances) for _, phase, instances, _ in SINGLE} == set(product(PHASES, (2, 3, 4)))
+    assert {(kind, phase) for kind, phase, _, _ in SINGLE} == set(itertools.product(KINDS, PHASES))
+    assert {(kind, instances) for kind, _, instances, _ in SINGLE} == set(itertools.product(KINDS, (2, 3, 4)))
+    assert {(phase, instances) for _, phase, instances, _ in SINGLE} == set(itertools.product(PHASES, (2, 3, 4)))
 
 
 def lose_one(kind, phase, instances, lost, folder, mechanism):
@@ -263,3 +266,50 @@ class TestAFlippedBit:
     def test_stays_where_nobody_looks(self):
         found = trained(3, [self.FAULT])
         assert {each["fingerprint"] == alone(6)["fingerprint"] for each in found} == {False}
+
+
+# ---- what cannot be carried on
+
+
+def ends(function, *words, error):
+    """A job of which instance 1 is lost in its second step ends on the others, with this error."""
+    with pytest.raises(error) as caught:
+        run_instances(3, 6, function, ["kill:instance=1,step=1,phase=all_reduce"])
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def squared(variables, batch, key):
+    return jnp.mean((batch @ variables) ** 2)
+
+
+def three_steps(strategy, batches, **options):
+    trainer = Trainer(strategy, squared, optax.adam(0.1), **options)
+    state = trainer.init(np.ones(3, np.float32))
+    for batch in itertools.islice(batches, 3):
+        state, _ = trainer.step(state, batch)
+
+
+def test_batches_that_no_data_set_has_given_cannot_be_read_again():
+    def function(strategy):
+        three_steps(strategy, itertools.repeat(np.ones((len(strategy.local_replicas), 3), np.float32)))
+
+    ends(function, "its part of this batch cannot be read again", "strategy.distribute_dataset", error=StrategyError)
+
+
+def test_nor_can_streams():
+    def function(strategy):
+        rows = [np.full(3, number, np.float32) for number in range(60)]
+        three_steps(strategy, strategy.distribute_dataset(rows, batch_size=1).epoch(0))
+
+    ends(function, "can only read data sets of arrays", error=StrategyError)
+
+
+def test_sharded_state_is_lost_with_an_instance_and_the_job_says_so_at_its_beginning(caplog):
+    def function(strategy):
+        rows = np.ones((60, 3), np.float32)
+        batches = strategy.distribute_dataset(rows, batch_size=1).epoch(0)
+        three_steps(strategy, batches, replicated_optimizer_state_sharding=True, min_elements_for_sharding=1)
+
+    with caplog.at_level(logging.WARNING):
+        ends(function, "rank 1 is lost", error=PeerLostError)
+    assert "every instance has a part of the state that no other has (sharded optimizer state): if one" in caplog.text

@@ -69,11 +69,15 @@ def train_dropout(strategy):
     return strategies.fingerprint(state.variables)
 
 
+def train_model(strategy, name):
+    return train_dropout(strategy) if name == "dropout" else train_digits_model(strategy, name)
+
+
 def main(output, how, *models):
     strategy = make_strategy(how)
     found = {"mechanism": strategy.communicator.mechanism}
     for name in models:
-        found[name] = train_dropout(strategy) if name == "dropout" else train_digits_model(strategy, name)
+        found[name] = train_model(strategy, name)
     if strategy.instance_index == 0:
         Path(output).write_text(json.dumps(found))
 

@@ -26,32 +26,42 @@ def loss_fn(variables, batch, key):
     return ((batch @ variables["w"]).sum() + variables["b"].mean() - jax.random.normal(key)) ** 2
 
 
-def main(directory, last_step, how):
-    popdist.init(4)
-    strategy = strategies.PopDistStrategy()
-    is_first = strategy.instance_index == 0
-    if how == "die" and is_first:
-        sys.addaudithook(die_before_step_6_is_complete)
+def train(strategy, directory, last_step, how="plain", say=lambda text: None):
+    """Where a training of four replicas began, and the fingerprint of its state after a step."""
     dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
     trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01), seed=2)
     state = trainer.init({"w": jnp.ones((3, 2)), "b": jnp.zeros(1)})
     every = 3 if how == "die" else 10**9
     with strategies.Checkpoints(directory, trainer, dataset, every=every) as checkpoints:
         state = checkpoints.restore(state)
-        if is_first:
-            print(f"resumed at {state.step}", flush=True)
+        first_step = state.step
+        say(f"resumed at {first_step}")
         while state.step < last_step:
             for batch in dataset.epoch(dataset.position().epoch):
                 state, _ = trainer.step(state, batch)
-                if is_first and state.step == 5:
-                    print("in step 5", flush=True)
+                if state.step == 5:
+                    say("in step 5")
                 checkpoints.after_step(state)
                 if state.step == 5:
                     checkpoints.wait()  # what is due next is not late
                 if state.step == last_step:
                     break
-    if is_first:
-        print(f"done at {state.step} {strategies.fingerprint((state.variables, state.optimizer_state))}", flush=True)
+    return first_step, strategies.fingerprint((state.variables, state.optimizer_state))
+
+
+def main(directory, last_step, how):
+    popdist.init(4)
+    strategy = strategies.PopDistStrategy()
+    is_first = strategy.instance_index == 0
+    if how == "die" and is_first:
+        sys.addaudithook(die_before_step_6_is_complete)
+
+    def say(text):
+        if is_first:
+            print(text, flush=True)
+
+    _, fingerprint = train(strategy, directory, last_step, how, say)
+    say(f"done at {last_step} {fingerprint}")
 
 
 def die_before_step_6_is_complete(event, arguments):
