@@ -27,6 +27,8 @@ from poprun.job_actions import (
     StopListening,
 )
 from poprun.job_events import (
+    InstanceClosed,
+    InstanceEnded,
     InstanceTold,
     MemberConnected,
     OutputCame,
@@ -111,6 +113,16 @@ class TestAJobThatSucceeds:
         script = training(2)
         script.run(until_s=0.5)
         assert script.times_of(Show) == [at(0.1)]
+
+    def test_waits_for_what_is_left_without_looking_again_and_again(self):
+        script = training(2)
+        for index in range(2):
+            script.at(1.0, InstanceEnded(index, exited(at_s=BEGIN_S + 1.0)))
+        script.at(90.0, InstanceClosed(0), InstanceClosed(1))
+        script.run(until_s=2.0)
+        assert script.machine.deadline_s == float("inf")
+        script.run()
+        assert (script.exit_status, script.closed_s) == (0, at(90.0))
 
     def test_does_not_wait_for_those_that_are_asked(self):
         script = training(2)
@@ -390,6 +402,17 @@ class TestGoingOnWithoutTheLost:
         script.run()
         assert script.exit_status == 0
         assert "was lost: its supervisor process was killed or cut off" in script.said(Level.WARN)[0]
+
+    def test_one_whose_shim_does_not_hear_is_not_waited_for_at_the_end(self):
+        """As one that is stopped itself; whoever has succeeded may tidy up for as long as it likes."""
+        script = training(2, least=1)
+        script.instances[1].stops = False
+        script.at(1.0, InstanceEnded(1, killed(at_s=BEGIN_S + 1.0)))
+        script.at(2.0, InstanceEnded(0, exited(at_s=BEGIN_S + 2.0)))
+        script.at(90.0, InstanceClosed(0))
+        script.run()
+        assert [at_s for at_s in script.times_of(Stop) if at_s > 1.0] == [at(90.0 + CLOSE_LIMIT_S)] * 2
+        assert script.exit_status == 0
 
     def test_one_that_left_too_early(self):
         script = waiting_for(1, least=1)
