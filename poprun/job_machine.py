@@ -176,7 +176,7 @@ class JobMachine:
                 self._look(now_s)
 
     def _await_the_rest(self, now_s: float) -> None:
-        """Wait until nothing is left of any instance; of those that were given up, who may not hear us, not for long."""
+        """Wait until nothing is left of any instance; not for long for those given up, who may not hear us."""
         if self._members.all_closed or now_s >= self._rest_limit_s:
             self._close(now_s)
             return
