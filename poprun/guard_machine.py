@@ -134,7 +134,6 @@ class GuardMachine:
         if is_awaited and not is_written and now_s < self._stack_limit_s:
             self._examined_at_s = now_s + STACK_S
             return []
-        self._examined_at_s = _NEVER
         return [(Do.TELL_STACK, self._stack_begin or -1)]
 
     def note_end(self, code: int, now_s: float) -> list[Action]:
@@ -155,6 +154,7 @@ class GuardMachine:
             self._kill_at_s = _NEVER
             due.append((Do.SEND, signal.SIGKILL))
         if now_s >= self._examined_at_s:
+            self._examined_at_s = _NEVER
             due.append((Do.LOOK_AT_STACK, 0))
         if self._has_children and now_s >= self._sweep_at_s:
             self._sweep_at_s = now_s + SWEEP_S
