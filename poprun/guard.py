@@ -13,6 +13,7 @@ import signal
 import time
 
 from poprun import wire
+from poprun.guard_machine import CUT_SIGNAL, PASSED_ON, STACK_SIGNAL, STOPPING, SWEEP_S, Action, Do, GuardMachine
 from poprun.keep_alive import keep_alive
 from poprun.lines import LineBuffer, silence_s
 from poprun.out_of_memory import OutOfMemory
@@ -27,25 +28,11 @@ if TYPE_CHECKING:
 
 PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
 STACK_VARIABLE = "POPRUN_STACK"
-STACK_SIGNAL = signal.SIGRTMAX - 4  # not one of those that programs use
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN1\0" + bytes(PAGE_BYTES - 8)
 RELEASED_OFFSET, SUPERVISOR_OFFSET = 64, 80
-CUT_SIGNAL = signal.SIGRTMIN + 1  # of an injected fault
 
-ABORT_GRACE_S = 0.15
-"""After mpirun has said stop: the instance that called MPI_Abort ends by itself, and its status is wanted. Not twice as
-long: where a host is cut off, the daemons of the others would kill us before we have said that we were told."""
-LINGER_S = 0.1
-"""After the program has ended: helpers such as Python's resource tracker clean up and end by themselves."""
-SWEEP_S = 0.003
-STACK_S = 0.1
-"""How often it is looked whether a program has written its stack: it has when there is one that grows no more."""
-STACK_LIMIT_S = 4.0
-"""How long that may take on a machine with too few cores."""
 STACK_BYTES = 1 << 16
-_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, wire.ORPHANED)
-_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP)
 _NEVER = float("inf")
 
 
@@ -57,7 +44,7 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         words: the program and its arguments.
         environ: the environment; what is meant for the shim is not passed on.
     """
-    wakeup = catch_signals((*_STOPPING, *_PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
+    wakeup = catch_signals((*STOPPING, *PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
     die_with_parent(wire.ORPHANED)
     adopt_orphans()
     address, token, terminals = environ.pop(wire.CONTROL_VARIABLE).rsplit(" ", 2)
@@ -159,7 +146,7 @@ def _connect(address: str) -> socket.socket:
 
 
 class Guard:
-    """The state of one instance, from its start until nothing of it is left and poprun has said so."""
+    """Tells the machine of one instance what happens, and does what it says; forwards output and input."""
 
     def __init__(
         self, pid: int, page: int, stack: int, link: Link, wakeup: int, outputs: list[int], feed: Feed
@@ -168,7 +155,8 @@ class Guard:
         self._daemon = os.getppid()
         self._page = page
         self._stack = stack
-        self._stack_begin = self._stack_end = 0  # of the stack that was asked for, as far as it is written
+        self._machine = GuardMachine()
+        self._ended_at_s = _NEVER
         self._link = link
         self._wakeup = wakeup
         self._feed = feed
@@ -178,14 +166,6 @@ class Guard:
         self._pace = Pace(min(map(enlarge, outputs)))
         self._read_bytes = 0
         self._read_at_s = _NEVER  # in a pause: when it is over
-        self._is_running = True
-        self._has_children = True
-        self._is_dismissed = False
-        self._told = 0
-        self._kill_at_s = _NEVER  # the program itself
-        self._examined_at_s = _NEVER  # when the stack is looked at
-        self._stack_limit_s = _NEVER
-        self._sweep_at_s = _NEVER  # whatever is left of its descendants
         self._poll = select.poll()
         for descriptor in outputs:
             os.set_blocking(descriptor, False)
@@ -197,7 +177,7 @@ class Guard:
 
     def run(self) -> None:
         """Serve until the instance is gone and poprun, or its end, dismisses us."""
-        while self._has_children or not self._is_dismissed:
+        while not self._machine.is_over:
             for descriptor, _ in self._poll.poll(self._timeout_ms()):
                 self._serve(descriptor)
             self._hand_over_input()
@@ -211,25 +191,11 @@ class Guard:
     def _serve(self, descriptor: int) -> None:
         if descriptor == self._wakeup:
             for number in os.read(descriptor, 512):
-                self._take_signal(number)
+                self._do(self._machine.take_signal(number, time.monotonic()))
         elif descriptor in self._outputs:
             self._forward(descriptor)
         elif descriptor == self._link.fileno():
             self._obey()
-
-    def _take_signal(self, number: int) -> None:
-        if number in _PASSED_ON:
-            self._pass_on(number)
-        elif number == CUT_SIGNAL:
-            self._link.cut()
-        elif number in _STOPPING and not self._told:
-            self._told = number
-            self._link.send(wire.pack_number(wire.TOLD, number))
-            self._kill_at_s = min(self._kill_at_s, time.monotonic() + ABORT_GRACE_S)
-
-    def _pass_on(self, number: int) -> None:
-        if self._is_running:
-            send(self._pid, signal.SIGSTOP if number == signal.SIGTSTP else number)
 
     def _hand_over_input(self) -> None:
         """Write what the program takes of its standard input; ask for more when it has taken all."""
@@ -250,25 +216,58 @@ class Guard:
             if kind == wire.REPORT:
                 self._report()
             elif kind == wire.SIGNAL:
-                self._pass_on(wire.unpack_number(content))
+                self._do(self._machine.pass_on(wire.unpack_number(content)))
             elif kind == wire.RELEASE and self._page >= 0:
                 os.pwrite(self._page, wire.unpack_number(content).to_bytes(8, "little"), RELEASED_OFFSET)
             elif kind == wire.STDIN:
                 self._feed.put(content)
             elif kind == wire.EXAMINE:
-                self._examine()
+                size = os.fstat(self._stack).st_size if self._stack >= 0 else 0
+                self._do(self._machine.examine(size, time.monotonic()))
             elif kind == wire.STOP:
-                self._dismiss()
+                self._machine.dismiss()
         if not self._link.is_open:
-            self._dismiss()
+            self._machine.dismiss()
             self._poll.unregister(self._link.fileno())
 
-    def _dismiss(self) -> None:
-        self._is_dismissed = True
-        self._told = self._told or int(signal.SIGKILL)
-        self._kill_at_s = 0.0
-        if not self._is_running:
-            self._sweep_at_s = 0.0
+    def _do(self, actions: list[Action]) -> None:
+        for what, number in actions:
+            if what is Do.SEND:
+                send(self._pid, number)
+            elif what is Do.SWEEP:
+                for pid in descendants(os.getpid()):
+                    send(pid, signal.SIGKILL)
+            elif what is Do.CUT:
+                self._link.cut()
+            elif what is Do.DRAIN:
+                self._drain()
+            elif what is Do.REPORT:
+                self._report()
+            elif what is Do.LOOK_AT_STACK:
+                self._look_at_stack()
+            else:
+                self._tell(what, number)
+
+    def _tell(self, what: Do, number: int) -> None:
+        if what is Do.TELL_TOLD:
+            self._link.send(wire.pack_number(wire.TOLD, number))
+        elif what is Do.TELL_ENDED:
+            self._tell_end(number)
+        elif what is Do.TELL_CLOSED:
+            self._link.send(wire.pack(wire.CLOSED))
+        elif what is Do.TELL_STACK:
+            stack = os.pread(self._stack, STACK_BYTES, number) if number >= 0 else b""
+            self._link.send(wire.pack(wire.EXAMINED, state_of(self._pid) + stack))
+
+    def _tell_end(self, code: int) -> None:
+        lacked_memory = code == -signal.SIGKILL and self._memory.has_just_killed(self._ended_at_s)
+        was_told = bool(self._machine.told)
+        self._link.send(wire.pack_ended(code < 0, was_told, lacked_memory, abs(code), self._ended_at_s))
+
+    def _look_at_stack(self) -> None:
+        size = os.fstat(self._stack).st_size if self._stack >= 0 else 0
+        is_stopped = state_of(self._pid) in (b"T", b"t")
+        self._do(self._machine.see_stack(size, is_stopped, time.monotonic()))
 
     def _report(self) -> None:
         page = b""
@@ -282,30 +281,6 @@ class Guard:
         now_s = time.monotonic()
         self._memory.look(now_s)
         self._link.send(wire.pack_progress(now_s, page))
-
-    def _examine(self) -> None:
-        """Have the program write its stack, if it has said that it can."""
-        self._stack_begin = os.fstat(self._stack).st_size if self._stack >= 0 else 0
-        if self._stack_begin and self._is_running:
-            send(self._pid, STACK_SIGNAL)
-        now_s = time.monotonic()
-        self._examined_at_s, self._stack_limit_s = now_s + STACK_S, now_s + STACK_LIMIT_S
-        self._stack_end = self._stack_begin
-
-    def _look_at_stack(self, now_s: float) -> None:
-        """Tell the stack, if the program has written it or will not."""
-        is_awaited = self._stack_begin and self._is_running and state_of(self._pid) not in (b"T", b"t")
-        before, self._stack_end = self._stack_end, os.fstat(self._stack).st_size if is_awaited else 0
-        is_written = before == self._stack_end > self._stack_begin
-        if is_awaited and not is_written and now_s < self._stack_limit_s:
-            self._examined_at_s = now_s + STACK_S
-        else:
-            self._tell_stack()
-
-    def _tell_stack(self) -> None:
-        self._examined_at_s = _NEVER
-        stack = os.pread(self._stack, STACK_BYTES, self._stack_begin) if self._stack_begin else b""
-        self._link.send(wire.pack(wire.EXAMINED, state_of(self._pid) + stack))
 
     def _forward(self, descriptor: int) -> None:
         try:
@@ -372,45 +347,24 @@ class Guard:
             if now_s >= lines.deadline_s():
                 self._let_go(descriptor, lines, now_s)
         self._reap()
-        if self._is_running and now_s >= self._kill_at_s:
-            send(self._pid, signal.SIGKILL)
-            self._kill_at_s = _NEVER
-        if now_s >= self._examined_at_s:
-            self._look_at_stack(now_s)
-        if self._has_children and now_s >= self._sweep_at_s:
-            for pid in descendants(os.getpid()):
-                send(pid, signal.SIGKILL)
-            self._sweep_at_s = now_s + SWEEP_S
+        self._do(self._machine.tick(now_s))
 
     def _reap(self) -> None:
         try:
-            while self._has_children:
+            while self._machine.has_children:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
                 if pid == self._pid:
-                    self._note_end(os.waitstatus_to_exitcode(status), time.monotonic())
+                    self._ended_at_s = time.monotonic()
+                    self._do(self._machine.note_end(os.waitstatus_to_exitcode(status), self._ended_at_s))
         except ChildProcessError:
-            self._has_children = False
-            self._drain()
-            self._link.send(wire.pack(wire.CLOSED))
-
-    def _note_end(self, code: int, now_s: float) -> None:
-        self._is_running = False
-        self._sweep_at_s = now_s + LINGER_S
-        self._drain()
-        self._report()
-        lacked_memory = code == -signal.SIGKILL and self._memory.has_just_killed(now_s)
-        self._link.send(wire.pack_ended(code < 0, bool(self._told), lacked_memory, abs(code), now_s))
+            self._do(self._machine.note_none_left())
 
     def _timeout_ms(self) -> int | None:
         deadlines = [lines.deadline_s() for lines in self._lines.values()]
-        deadlines += [self._read_at_s, self._examined_at_s]
-        if self._is_running:
-            deadlines.append(self._kill_at_s)
-        if self._has_children:
-            deadlines.append(self._sweep_at_s)
-        soonest = min(deadlines, default=_NEVER)
+        deadlines += [self._read_at_s, self._machine.deadline_s]
+        soonest = min(deadlines)
         if soonest == _NEVER:
             return None
         return max(0, int((soonest - time.monotonic()) * 1000) + 1)

@@ -91,7 +91,7 @@ class JobMachine:
         self._exit_status = 0
         self._deadline_s = begin_s + across.start_timeout_s
         self._next_look_s = begin_s + LOOK_S
-        self._settle_limit_s = self._interrupted_at_s = _NEVER
+        self._settle_limit_s = self._interrupted_at_s = self._rest_limit_s = _NEVER
         self._withheld: list[Show] = []
         self._released: int | None = None
         self._passed_on: set[int] = set()
@@ -165,8 +165,7 @@ class JobMachine:
                 self._actions.append(Say(Level.ERROR, text))
             self._close(now_s)
         elif members.all_succeeded:
-            if members.all_closed:
-                self._close(now_s)
+            self._await_the_rest(now_s)
         elif has_failed(members.facts) or members.all_ended or self._cannot_go_on(now_s):
             if not self._give_up_the_failed(now_s):
                 self._begin_to_settle(now_s)
@@ -175,6 +174,15 @@ class JobMachine:
                 self._next_look_s = min(self._next_look_s, now_s + QUICK_LOOK_S)
             if now_s >= self._next_look_s:
                 self._look(now_s)
+
+    def _await_the_rest(self, now_s: float) -> None:
+        """Wait until nothing is left of any instance; not for long for those given up, who may not hear us."""
+        if self._members.all_closed or now_s >= self._rest_limit_s:
+            self._close(now_s)
+            return
+        if self._members.are_others_closed:
+            self._rest_limit_s = min(self._rest_limit_s, now_s + CLOSE_LIMIT_S)
+        self._deadline_s, self._next_look_s = self._rest_limit_s, _NEVER
 
     def _cannot_go_on(self, now_s: float) -> bool:
         is_late = now_s >= self._deadline_s and not self._members.all_connected

@@ -58,6 +58,11 @@ class Members:
         return all(each.index in self._closed or not each.is_started for each in self.facts)
 
     @property
+    def are_others_closed(self) -> bool:
+        """Whether nothing is left of any instance that was not given up."""
+        return all(each.index in self._closed or each.is_given_up for each in self.facts)
+
+    @property
     def are_asked(self) -> bool:
         """Whether an instance that runs has not answered yet how far it is."""
         return any(self._asked[index] > 0 and self.facts[index].ending is None for index in self._connected)

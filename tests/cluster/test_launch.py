@@ -14,7 +14,7 @@ import pytest
 from beds import REQUIRED_VARIABLE, ROOT
 from looping import Looping, await_value, looping, own_lines
 
-pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(170)]
 
 END_LIMIT_S = 2.0
 SILENCE_S = 4

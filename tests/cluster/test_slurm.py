@@ -17,7 +17,7 @@ from slurm_bed import Slurm
 from poprun.allocation import find_allocation
 from poprun.schedulers.slurm import expand_nodes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(240)]
 
 WHO = """
 import sys

@@ -14,7 +14,7 @@ from beds import ROOT
 from looping import OVER_LIMIT_S, Looping, Traces, await_value, looping, own_lines
 from slurm_bed import Slurm
 
-pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(240)]
 
 END_LIMIT_S = 2.0
 SILENCE_S = 4

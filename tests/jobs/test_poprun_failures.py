@@ -89,6 +89,7 @@ class TestPlainPrograms:
 
     @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
     @pytest.mark.complete
+    @pytest.mark.cores(2)
     def test_too_little_memory_is_an_exception(self, limit):
         program = MPI_HEAD + (
             "if rank == 1:\n"
@@ -112,6 +113,7 @@ class TestPlainPrograms:
         check(job.finish(), 137, 1, fact)
 
     @pytest.mark.complete
+    @pytest.mark.cores(2)
     def test_two_at_once(self):
         program = MPI_HEAD + "if rank != 2:\n    os.kill(os.getpid(), 9)\ncomm.Barrier()\n"
         finished = run("--num-instances=3", "--num-replicas=3", sys.executable, "-c", program)
@@ -230,6 +232,7 @@ class TestProgramsThatKeepARecord:
         check(run(*two(program)), 1, 0, "ended with exit status 0 too early")
 
     @pytest.mark.complete
+    @pytest.mark.cores(2)
     def test_one_that_fails_because_another_was_killed_is_a_victim(self):
         program = MPI_HEAD + (
             "from popdist.environments import ProgressPage\n"
@@ -281,6 +284,7 @@ def test_when_mpirun_cannot_start_its_own_words_are_shown():
 
 
 @pytest.mark.complete
+@pytest.mark.cores(2)
 def test_output_of_the_others_is_dropped_once_one_has_failed():
     program = (
         "import os, sys, time\n"

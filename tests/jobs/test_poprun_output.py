@@ -47,6 +47,7 @@ def test_long_lines_written_fast_are_neither_torn_nor_lost():
 
 
 @pytest.mark.complete
+@pytest.mark.cores(2)
 def test_many_instances_that_write_at_once_lose_and_tear_nothing(tmp_path):
     instances, lines = 8, 3000
     program = RANK + (
@@ -251,6 +252,7 @@ def test_a_reader_that_comes_late_finds_everything():
 
 
 @pytest.mark.complete
+@pytest.mark.cores(2)
 def test_a_slow_reader_delays_the_output_but_loses_nothing():
     megabytes = 24
     program = RANK + f"for n in range({megabytes} * 1024): print(f'{{n:010d}}' + 'x' * 1013)\nprint('end')"

@@ -112,6 +112,7 @@ def test_output_of_all_attempts_is_kept(tmp_path):
         also("slow()", "at <string>, line 14, in slow"),
     ],
 )
+@pytest.mark.cores(2)
 def test_an_instance_that_is_stuck_is_named_with_its_line(how, where, tmp_path):
     """The other one waits for it only when it is where it is to be found."""
     begun = str(tmp_path / "begun")
@@ -205,6 +206,7 @@ for step in range(4):
         ("cut", "all_reduce", 137, "was lost: its supervisor process was killed or cut off"),
     ],
 )
+@pytest.mark.cores(2)
 def test_an_injected_fault_happens_where_it_is_meant_to(kind, phase, status, fact):
     fault = f"{kind}:instance=1,step=2,phase={phase}"
     limit = ("--stuck-timeout-s", "2") if kind == "stop" else ()
@@ -215,6 +217,7 @@ def test_an_injected_fault_happens_where_it_is_meant_to(kind, phase, status, fac
 
 
 @pytest.mark.complete
+@pytest.mark.cores(2)
 def test_an_instance_that_does_not_come_to_the_end_is_stuck():
     finished = run(*two(PLAIN_TRAINING, "--inject", "stop:instance=1,step=3,phase=update", "--stuck-timeout-s", "2"))
     assert finished.status == 124, finished.stderr
@@ -224,6 +227,7 @@ def test_an_instance_that_does_not_come_to_the_end_is_stuck():
 
 
 @pytest.mark.parametrize("kind", ["kill", also("cut")])
+@pytest.mark.cores(2)
 def test_a_job_is_started_again_without_the_fault(kind):
     finished = run(*two(PLAIN_TRAINING, *RESTART, "--inject", f"{kind}:instance=1,step=2"))
     assert finished.status == 0, finished.stderr
@@ -231,6 +235,7 @@ def test_a_job_is_started_again_without_the_fault(kind):
 
 
 @pytest.mark.complete
+@pytest.mark.cores(2)
 def test_a_delay_changes_nothing_but_the_time():
     began = time.monotonic()
     assert run(*two(PLAIN_TRAINING, "--inject", "delay:instance=0,step=1,seconds=1.5")).status == 0

@@ -132,6 +132,7 @@ def test_after_sigkill_of_poprun_nothing_is_left(program):
 
 
 @pytest.mark.complete
+@pytest.mark.cores(2)
 def test_after_sigkill_of_poprun_busy_mpi_programs_are_gone():
     program = MPI_HEAD + "print('ready', rank, flush=True)\nwhile True: comm.Barrier()\n"
     start_two(program).kill()
@@ -154,6 +155,7 @@ def test_nothing_is_left_of_an_instance_that_has_begun_after_the_end_of_poprun()
 
 
 @pytest.mark.parametrize("ending", [also("pass"), also("os._exit(3)"), "os.kill(os.getpid(), 9)"])
+@pytest.mark.cores(2)
 def test_no_file_is_left(tmp_path, ending):
     program = MPI_HEAD + f"if rank == 1: {ending}\n"
     run(*two(program), environ={"TMPDIR": str(tmp_path)})

@@ -1,0 +1,262 @@
+"""What the shim decides about its instance, and when, on a fake clock."""
+
+from __future__ import annotations
+
+import ast
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import poprun.guard_machine
+from poprun import wire
+from poprun.guard_machine import (
+    ABORT_GRACE_S,
+    CUT_SIGNAL,
+    LINGER_S,
+    PASSED_ON,
+    STACK_LIMIT_S,
+    STACK_S,
+    STACK_SIGNAL,
+    STOPPING,
+    SWEEP_S,
+    Action,
+    Do,
+    GuardMachine,
+)
+
+KILL = (Do.SEND, signal.SIGKILL)
+SWEEP = (Do.SWEEP, 0)
+LOOK = (Do.LOOK_AT_STACK, 0)
+NEVER = float("inf")
+
+
+class Instance:
+    """A machine and its clock; keeps what was to be done, and when."""
+
+    def __init__(self) -> None:
+        self.machine = GuardMachine()
+        self.now_s = 100.0
+        self.done: list[tuple[float, Action]] = []
+
+    def do(self, actions: list[Action]) -> list[Action]:
+        self.done += [(self.now_s, action) for action in actions]
+        return actions
+
+    def pass_time(self, seconds: float) -> list[Action]:
+        """Let time pass, with a tick whenever one is due; what was done."""
+        before, end_s = len(self.done), self.now_s + seconds
+        while self.machine.deadline_s <= end_s:
+            self.now_s = max(self.now_s, self.machine.deadline_s)
+            self.do(self.machine.tick(self.now_s))
+        self.now_s = end_s
+        self.do(self.machine.tick(self.now_s))
+        return [action for _, action in self.done[before:]]
+
+    def end(self, code: int) -> list[Action]:
+        return self.do(self.machine.note_end(code, self.now_s))
+
+
+@pytest.fixture
+def instance() -> Instance:
+    return Instance()
+
+
+class TestAProgramThatEnds:
+    @pytest.mark.parametrize("code", [0, 3, -9])
+    def test_has_its_output_and_its_record_told_before_its_end(self, instance, code):
+        assert instance.end(code) == [(Do.DRAIN, 0), (Do.REPORT, 0), (Do.TELL_ENDED, code)]
+        assert instance.machine.note_none_left() == [(Do.DRAIN, 0), (Do.TELL_CLOSED, 0)]
+
+    def test_leaves_its_descendants_a_tenth_of_a_second_and_then_they_are_killed_again_and_again(self, instance):
+        """Whoever is being killed may start another one."""
+        instance.end(0)
+        assert instance.pass_time(LINGER_S - 0.001) == []
+        assert instance.machine.deadline_s == pytest.approx(100.0 + LINGER_S)
+        assert instance.pass_time(0.001 + 3.5 * SWEEP_S) == [SWEEP] * 4
+        instance.machine.note_none_left()
+        assert instance.pass_time(10.0) == []
+        assert instance.machine.deadline_s == NEVER
+
+    def test_is_not_over_before_poprun_says_so(self, instance):
+        instance.end(0)
+        instance.machine.note_none_left()
+        assert not instance.machine.is_over
+        instance.machine.dismiss()
+        assert instance.machine.is_over
+
+    def test_is_not_over_while_something_of_it_is_left(self, instance):
+        instance.end(0)
+        instance.machine.dismiss()
+        assert not instance.machine.is_over
+        assert instance.machine.has_children
+        assert instance.pass_time(0.0)[0] == SWEEP  # nobody waits any more
+        instance.machine.note_none_left()
+        assert instance.machine.is_over
+
+
+class TestToldToStop:
+    @pytest.mark.parametrize("number", STOPPING)
+    def test_it_says_so_and_the_program_has_a_moment_to_end_by_itself(self, instance, number):
+        assert instance.machine.take_signal(number, instance.now_s) == [(Do.TELL_TOLD, number)]
+        assert instance.machine.told == number
+        assert instance.pass_time(ABORT_GRACE_S - 0.001) == []
+        assert instance.pass_time(0.001) == [KILL]
+        assert instance.pass_time(10.0) == []  # once is enough
+
+    def test_only_the_first_time(self, instance):
+        instance.machine.take_signal(signal.SIGTERM, instance.now_s)
+        instance.pass_time(0.1)
+        assert instance.machine.take_signal(wire.ORPHANED, instance.now_s) == []
+        assert instance.machine.told == signal.SIGTERM
+        assert instance.pass_time(ABORT_GRACE_S - 0.1 + 0.001) == [KILL]
+
+    def test_a_program_that_has_ended_by_itself_is_not_killed(self, instance):
+        instance.machine.take_signal(signal.SIGTERM, instance.now_s)
+        instance.pass_time(0.1)
+        instance.end(5)
+        assert KILL not in instance.pass_time(1.0)
+
+    def test_by_poprun_it_kills_at_once(self, instance):
+        instance.machine.dismiss()
+        assert instance.machine.told == signal.SIGKILL
+        assert instance.machine.deadline_s <= instance.now_s
+        assert instance.pass_time(0.0) == [KILL]
+        instance.end(-9)
+        assert SWEEP in instance.pass_time(LINGER_S)
+
+    def test_by_mpirun_before_keeps_its_reason(self, instance):
+        instance.machine.take_signal(signal.SIGHUP, instance.now_s)
+        instance.machine.dismiss()
+        assert instance.machine.told == signal.SIGHUP
+        assert instance.pass_time(0.0) == [KILL]
+
+
+class TestSignalsForTheProgram:
+    @pytest.mark.parametrize("number", PASSED_ON)
+    def test_are_passed_on_and_it_is_stopped_where_it_could_refuse(self, instance, number):
+        passed_on = signal.SIGSTOP if number == signal.SIGTSTP else number
+        assert instance.machine.take_signal(number, instance.now_s) == [(Do.SEND, passed_on)]
+        assert instance.machine.pass_on(number) == [(Do.SEND, passed_on)]
+        assert instance.machine.told == 0
+
+    def test_reach_no_other_process_once_it_has_ended(self, instance):
+        instance.end(0)
+        assert instance.machine.take_signal(signal.SIGUSR1, instance.now_s) == []
+        assert instance.machine.pass_on(signal.SIGTERM) == []
+
+    def test_that_are_none_are_dropped(self, instance):
+        assert instance.machine.take_signal(signal.SIGCHLD, instance.now_s) == []
+
+    def test_one_of_an_injected_fault_breaks_the_connection(self, instance):
+        assert instance.machine.take_signal(CUT_SIGNAL, instance.now_s) == [(Do.CUT, 0)]
+
+
+class TestTheStackOfTheProgram:
+    def ask(self, instance: Instance, stack_bytes: int) -> None:
+        asked = instance.machine.examine(stack_bytes, instance.now_s)
+        assert asked == ([(Do.SEND, STACK_SIGNAL)] if stack_bytes else [])
+        assert instance.pass_time(STACK_S - 0.001) == []
+        assert instance.pass_time(0.001) == [LOOK]
+
+    def see(self, instance: Instance, stack_bytes: int, is_stopped: bool = False) -> list[Action]:
+        return instance.do(instance.machine.see_stack(stack_bytes, is_stopped, instance.now_s))
+
+    def test_is_told_when_it_grows_no_more(self, instance):
+        self.ask(instance, 10)
+        assert self.see(instance, 10) == []
+        assert instance.pass_time(STACK_S) == [LOOK]
+        assert self.see(instance, 500) == []
+        assert instance.pass_time(STACK_S) == [LOOK]
+        assert self.see(instance, 900) == []
+        assert instance.pass_time(STACK_S) == [LOOK]
+        assert self.see(instance, 900) == [(Do.TELL_STACK, 10)]
+        assert instance.pass_time(10.0) == []
+
+    def test_is_waited_for_four_seconds(self, instance):
+        self.ask(instance, 10)
+        began_s = instance.now_s - STACK_S
+        while self.see(instance, 10) == []:
+            assert instance.pass_time(STACK_S) == [LOOK]
+        assert began_s + STACK_LIMIT_S <= instance.now_s < began_s + STACK_LIMIT_S + 2 * STACK_S
+
+    def test_is_not_asked_of_a_program_that_shows_none(self, instance):
+        """The signal would end it."""
+        self.ask(instance, 0)
+        assert self.see(instance, 0) == [(Do.TELL_STACK, -1)]
+
+    def test_is_not_waited_for_where_it_is_stopped(self, instance):
+        self.ask(instance, 10)
+        assert self.see(instance, 10, is_stopped=True) == [(Do.TELL_STACK, 10)]
+
+    def test_is_not_waited_for_when_it_has_ended(self, instance):
+        instance.machine.examine(10, instance.now_s)
+        instance.end(1)
+        instance.pass_time(STACK_S)
+        assert self.see(instance, 10) == [(Do.TELL_STACK, 10)]
+
+    def test_is_not_asked_of_one_that_has_ended(self, instance):
+        instance.end(1)
+        assert instance.machine.examine(10, instance.now_s) == []
+
+
+def test_whatever_happens_it_is_over_soon_after_it_was_dismissed(seed):
+    """Random scripts: signals, questions, the end of the program and the dismissal in any order."""
+    for number in range(500):
+        generator, instance = random.Random(f"{seed} {number}"), Instance()
+        is_running, dismissed_s = True, NEVER
+        for _ in range(generator.randrange(1, 12)):
+            deed = generator.randrange(5)
+            if deed == 0:
+                signals = (*STOPPING, *PASSED_ON, CUT_SIGNAL)
+                instance.do(instance.machine.take_signal(generator.choice(signals), instance.now_s))
+            elif deed == 1:
+                instance.do(instance.machine.examine(generator.choice([0, 10]), instance.now_s))
+            elif deed == 2 and is_running:
+                is_running = False
+                instance.end(generator.choice([0, 1, -9]))
+            elif deed == 3:
+                instance.machine.dismiss()
+                dismissed_s = min(dismissed_s, instance.now_s)
+            for action in instance.pass_time(generator.uniform(0, 0.3)):
+                if action == KILL and is_running:
+                    is_running = False
+                    instance.end(-9)
+                elif action == LOOK:
+                    instance.do(instance.machine.see_stack(10, False, instance.now_s))
+        instance.machine.dismiss()
+        if is_running:
+            assert KILL in instance.pass_time(0.0), number
+            instance.end(-9)
+        assert SWEEP in instance.pass_time(LINGER_S), number
+        instance.do(instance.machine.note_none_left())
+        assert instance.machine.is_over, number
+        kinds = [what for _, (what, _) in instance.done]
+        assert kinds.count(Do.TELL_ENDED) == kinds.count(Do.TELL_CLOSED) == 1, number
+        assert kinds.count(Do.TELL_TOLD) <= 1, number
+
+
+class TestItIsQuickToLoad:
+    """The shim starts before each program."""
+
+    SLOW = {"dataclasses", "typing", "inspect", "subprocess", "json", "asyncio", "logging", "pathlib", "threading"}
+
+    def test_the_shim_loads_nothing_slow(self):
+        program = (
+            "import sys; before = set(sys.modules); import poprun.guard; print(*sorted(set(sys.modules) - before))"
+        )
+        words = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {ROOT!r}); {program}"]
+        loaded = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+        assert not self.SLOW & set(loaded)
+
+    @pytest.mark.parametrize("name", ["guard_machine", "job_machine", "members", "survival", "lookout", "last_words"])
+    def test_a_machine_knows_no_clock_and_no_process(self, name):
+        tree = ast.parse(Path(ROOT, "poprun", f"{name}.py").read_text())
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        assert not imported & {"time", "os", "socket", "select", "threading", "subprocess"}
+
+
+ROOT = str(Path(poprun.guard_machine.__file__).parents[1])

@@ -1,0 +1,896 @@
+"""What poprun decides about a job, and when, on a fake clock: the rows of docs/failures.md.
+
+Real processes are in tests/jobs/test_poprun_*.py: one job for each mechanism of the operating system.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+from job_scripts import ANSWER_S, BEGIN_S, Script, exited, inside, is_over, killed, leaving, running
+
+from poprun.job_actions import (
+    Ask,
+    CleanUp,
+    Examine,
+    Finish,
+    PassOn,
+    Release,
+    Say,
+    SendToMpirun,
+    Show,
+    ShowComplaint,
+    ShowHiddenErrors,
+    Stop,
+    StopListening,
+)
+from poprun.job_events import (
+    InstanceClosed,
+    InstanceEnded,
+    InstanceTold,
+    MemberConnected,
+    OutputCame,
+    OutputIsBehind,
+    StandardOutputClosed,
+    Tick,
+)
+from poprun.job_limits import (
+    CLOSE_LIMIT_S,
+    EXAMINE_S,
+    INTERRUPT_GRACE_S,
+    LEAVE_LIMIT_S,
+    LEAVE_S,
+    LOOK_S,
+    LOST_HOST_SETTLE_S,
+    MPIRUN_LIMIT_S,
+    QUICK_LOOK_S,
+    SETTLE_LIMIT_S,
+    SETTLE_S,
+)
+from poprun.log import Level
+
+SOON_S = 1.0
+"""What docs/failures.md promises for most failures."""
+
+
+def at(seconds: float) -> pytest.approx:
+    return pytest.approx(seconds, abs=1e-6)
+
+
+def training(count: int = 2, **more) -> Script:
+    """Instances that have joined, and compute; the last of them is the one that fails."""
+    script = Script(count, **more)
+    for each in script.instances:
+        each.record = running()
+    script.at(0.1, OutputCame(0, 1, b"begins\n"))
+    return script
+
+
+def waiting_for(victim: int, count: int = 2, since_s: float = 0.5, **more) -> Script:
+    """All others wait in a collective for one that computes."""
+    script = training(count, **more)
+    for index in range(count):
+        if index != victim:
+            script.note(since_s, index, inside(victim, since_s=since_s))
+    return script
+
+
+class TestAJobThatSucceeds:
+    def test_ends_when_all_have_ended_with_0_and_nothing_is_left(self):
+        script = training(3)
+        for index in range(3):
+            script.end(2.0 + index, index, exited())
+        script.run()
+        assert (script.exit_status, script.ended.verdict, script.ended.was_told) == (0, None, False)
+        assert script.closed_s == at(4.0)
+        assert script.over_s == at(4.0 + 2 * ANSWER_S)
+        assert script.all_of(Say) == []
+        assert [action for _, action in script.done[-2:]] == [CleanUp(sweeps=False), Finish(script.ended)]
+
+    def test_lets_nobody_in_once_all_have_connected(self):
+        script = Script(2, connected=1)
+        assert script.all_of(StopListening) == []
+        script.at(1.0, MemberConnected(1, 101, "node0"))
+        script.run(until_s=1.5)
+        assert script.times_of(StopListening) == [at(1.0)]
+
+    def test_asks_all_five_times_a_second_what_they_do(self):
+        script = training(2)
+        script.run(until_s=1.1)
+        assert LOOK_S == 0.2
+        assert script.times_of(Ask) == [at(each) for each in (0.2, 0.2, 0.4, 0.4, 0.6, 0.6, 0.8, 0.8, 1.0, 1.0)]
+
+    def test_may_be_left_early_where_nobody_waits(self):
+        script = training(2)
+        script.end(1.0, 1, exited())
+        script.end(60.0, 0, exited())
+        script.run()
+        assert (script.exit_status, script.closed_s) == (0, at(60.0))
+
+    def test_shows_what_it_writes_at_once(self):
+        script = training(2)
+        script.run(until_s=0.5)
+        assert script.times_of(Show) == [at(0.1)]
+
+    def test_waits_for_what_is_left_without_looking_again_and_again(self):
+        script = training(2)
+        for index in range(2):
+            script.at(1.0, InstanceEnded(index, exited(at_s=BEGIN_S + 1.0)))
+        script.at(90.0, InstanceClosed(0), InstanceClosed(1))
+        script.run(until_s=2.0)
+        assert script.machine.deadline_s == float("inf")
+        script.run()
+        assert (script.exit_status, script.closed_s) == (0, at(90.0))
+
+    def test_does_not_wait_for_those_that_are_asked(self):
+        script = training(2)
+        script.instances[0].answers = False
+        script.end(1.0, 0, exited())
+        script.end(1.0, 1, exited())
+        script.run()
+        assert script.closed_s == at(1.0)
+
+
+FAILURES = {
+    "SIGKILL": (killed(signal.SIGKILL), 137, "was killed by SIGKILL in step 3, after collective 4, barrier"),
+    "SIGSEGV": (killed(signal.SIGSEGV), 139, "was killed by SIGSEGV in step 3, after collective 4, barrier"),
+    "SIGTERM": (killed(signal.SIGTERM), 143, "was killed by SIGTERM in step 3, after collective 4, barrier"),
+    "exception": (exited(1), 1, "ended with exit status 1 in step 3, after collective 4, barrier"),
+    "exit 3": (exited(3), 3, "ended with exit status 3 in step 3, after collective 4, barrier"),
+    "no memory": (
+        killed(signal.SIGKILL, lacked_memory=True),
+        137,
+        "was killed by SIGKILL for lack of memory in step 3, after collective 4, barrier",
+    ),
+}
+
+
+class TestAnInstanceThatFails:
+    @pytest.mark.parametrize("count", [2, 3])
+    @pytest.mark.parametrize(("ending", "status", "how"), FAILURES.values(), ids=FAILURES)
+    def test_ends_the_job_and_is_blamed(self, ending, status, how, count):
+        script = waiting_for(1, count)
+        script.end(2.0, 1, ending)
+        script.run()
+        assert (script.exit_status, script.verdict.instance, script.ended.was_told) == (status, 1, False)
+        others = {2: "instance 0 was", 3: "instances 0, 2 were"}[count]
+        assert script.said() == [
+            f"instance 1 on host node0 (pid 101) {how}",
+            f"{others} in collective 5, all_reduce, step 3, waiting for instance 1",
+        ]
+        assert script.closed_s == at(2.0 + SETTLE_S)
+        assert script.over_s == at(2.0 + SETTLE_S + 2 * ANSWER_S)
+        assert script.over_s < 2.0 + SOON_S
+
+    def test_is_asked_about_before_anyone_is_blamed_and_its_errors_are_shown_before_the_verdict(self):
+        script = waiting_for(1)
+        script.end(2.0, 1, exited(1))
+        script.run()
+        kinds = [type(action) for at_s, action in script.done if at_s >= 2.0]
+        assert kinds == [Ask, Stop, Stop, CleanUp, ShowHiddenErrors, Say, Say, Finish]  # only instance 0 is asked
+        assert script.all_of(ShowHiddenErrors) == [ShowHiddenErrors(1)]
+
+    def test_is_blamed_even_if_it_has_said_nothing_about_itself(self):
+        script = Script(2)
+        script.end(1.0, 1, exited(7))
+        script.run()
+        assert (script.exit_status, script.said()) == (
+            7,
+            ["instance 1 on host node0 (pid 101) ended with exit status 7"],
+        )
+
+    def test_waits_for_an_answer_that_is_under_way_but_not_for_ever(self):
+        script = waiting_for(1)
+        script.instances[0].answers = False
+        script.end(2.0, 1, killed())
+        script.run()
+        assert script.closed_s == at(2.0 + SETTLE_LIMIT_S)
+        assert script.over_s < 2.0 + SOON_S
+
+    def test_is_not_blamed_for_what_another_one_did_before(self):
+        """Instance 0 fails in a collective because instance 1 has gone, and is heard first."""
+        script = waiting_for(1)
+        script.end(2.0, 0, exited(1))
+        script.end(2.04, 1, exited(3))
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (3, 1)
+
+    def test_of_two_at_once_the_first_is_blamed(self):
+        script = training(3)
+        script.end(2.04, 1, killed(signal.SIGSEGV))
+        script.end(2.0, 2, killed())
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (137, 2)
+
+    def test_before_all_have_connected(self):
+        script = Script(3, connected=2)
+        script.end(1.0, 0, exited(5))
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (5, 0)
+        assert script.over_s < 1.0 + SOON_S + CLOSE_LIMIT_S + MPIRUN_LIMIT_S  # mpirun still waits for the third one
+
+    def test_stops_who_connects_only_then(self):
+        script = Script(2, connected=1)
+        script.instances[0].stops = False
+        script.end(1.0, 0, exited(5))
+        script.at(1.3, MemberConnected(1, 101, "node0"))
+        script.run()
+        assert script.times_of(Stop) == [at(1.0 + SETTLE_S), at(1.3)]
+
+    def test_after_mpi_abort_the_one_with_an_end_of_its_own_is_blamed(self):
+        """Open MPI tells all shims to stop before the caller has ended."""
+        script = training(2)
+        script.at(1.0, InstanceTold(0), InstanceTold(1))
+        script.end(1.02, 1, exited(5))
+        script.end(1.1, 0, killed(told=True))
+        script.end_mpirun(1.2, 5)
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (5, 1)
+
+
+class TestAnInstanceThatLeavesTooEarly:
+    def test_with_0_while_another_waits_is_blamed_when_two_looks_have_seen_it(self):
+        script = waiting_for(1)
+        script.end(2.0, 1, exited())
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (1, 1)
+        assert script.said() == [
+            "instance 1 on host node0 (pid 101) ended with exit status 0 too early: instance 0 still needed it",
+            "instance 0 was in collective 5, all_reduce, step 3, waiting for instance 1",
+        ]
+        assert script.closed_s <= 2.0 + 2 * QUICK_LOOK_S + SETTLE_S + 1e-6
+        assert script.over_s < 2.0 + SOON_S
+
+    def test_is_not_blamed_for_a_collective_that_ends_between_two_looks(self):
+        script = waiting_for(1)
+        script.end(2.0, 1, exited())
+        script.note(2.005, 0, running(number=5))
+        script.end(4.0, 0, exited())
+        script.run()
+        assert (script.exit_status, script.ended.verdict) == (0, None)
+
+    def leaves(self) -> Script:
+        script = training(2)
+        script.note(2.0, 1, leaving(since_s=2.0))
+        script.note(2.0, 0, inside(1, since_s=2.0))
+        return script
+
+    def test_in_its_exit_handlers_is_released_and_shows_its_status(self):
+        script = self.leaves()
+        script.instances[1].after_release = (0.3, exited(3))
+        script.run()
+        assert script.all_of(Release) == [Release(1, 2)]
+        assert (script.exit_status, script.verdict.instance) == (3, 1)
+        assert script.closed_s == at(script.times_of(Release)[0] + 0.3)
+
+    def test_in_its_exit_handlers_has_half_a_second_to_heed_that(self):
+        script = self.leaves()
+        script.run()
+        assert script.exit_status == 1
+        assert script.said()[0].endswith("left the program too early: instance 0 still needed it")
+        assert script.closed_s == at(script.times_of(Release)[0] + LEAVE_S)
+
+    def test_in_its_exit_handlers_has_three_seconds_more_if_it_heeds(self):
+        script = self.leaves()
+        script.instances[1].heeds = True
+        script.run()
+        assert script.closed_s == at(script.times_of(Release)[0] + LEAVE_S + LEAVE_LIMIT_S)
+
+
+class TestAnInstanceThatIsStuck:
+    @pytest.mark.parametrize(
+        ("state", "stack", "where"),
+        [
+            ("T", "", "stopped by a signal or a debugger"),
+            (
+                "R",
+                'Thread 1 (most recent call first):\n  File "train.py", line 31 in forward\n',
+                "at train.py, line 31, in forward",
+            ),
+            ("S", "", "at a place that it does not show"),
+        ],
+        ids=["stopped", "looping", "silent"],
+    )
+    @pytest.mark.parametrize("limit_s", [1.0, 300.0])
+    def test_is_examined_after_the_limit_and_blamed(self, state, stack, where, limit_s):
+        script = waiting_for(1, stuck_timeout_s=limit_s)
+        script.instances[1].state, script.instances[1].stack = state, stack
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (124, 1)
+        assert script.said() == [
+            f"instance 1 on host node0 (pid 101) has made no progress for {limit_s:g} s (--stuck-timeout-s) in step 3, "
+            f"after collective 4, barrier: it is {where}",
+            "instance 0 was in collective 5, all_reduce, step 3, waiting for instance 1",
+        ]
+        (examined_s,) = script.times_of(Examine)
+        assert 0.5 + limit_s <= examined_s <= 0.5 + limit_s + 2 * LOOK_S
+        assert script.closed_s == at(examined_s + ANSWER_S)
+
+    def test_may_be_unable_to_show_anything(self):
+        script = waiting_for(1, stuck_timeout_s=1.0)
+        script.run()
+        assert script.closed_s == at(script.times_of(Examine)[0] + EXAMINE_S)
+        assert script.said()[0].endswith("it is at a place that it does not show")
+
+    def test_after_its_last_collective_while_others_wait_at_their_end(self):
+        script = training(2, stuck_timeout_s=10.0)
+        script.instances[1].state = "T"
+        script.note(0.5, 0, leaving(since_s=0.5))
+        script.run()
+        assert script.exit_status == 124
+        assert script.said()[-1] == "instance 0 had come to the end of the program"
+
+    def test_without_a_limit_nobody_is(self):
+        script = waiting_for(1, stuck_timeout_s=0.0)
+        script.end(9000.0, 1, exited())
+        script.note(8999.0, 0, running(number=5))
+        script.end(9001.0, 0, exited())
+        script.run()
+        assert (script.exit_status, script.over_s) == (0, at(9001.0 + 2 * ANSWER_S))
+
+    def test_nobody_is_while_output_waits_for_its_reader(self):
+        script = waiting_for(1, stuck_timeout_s=5.0)
+        script.at(1.0, OutputIsBehind(True))
+        script.at(50.0, OutputIsBehind(False))
+        script.run(until_s=54.0)
+        assert script.all_of(Examine) == []
+        script.run(until_s=56.0)
+        assert script.all_of(Examine) == [Examine(1)]
+
+    def test_with_shrink_it_is_ended_and_the_others_go_on(self):
+        script = waiting_for(1, stuck_timeout_s=10.0, least=1)
+        script.instances[1].state = "T"
+        script.note(12.0, 0, running(number=6, since_s=12.0))
+        script.end(40.0, 0, exited())
+        script.run()
+        assert script.exit_status == 0
+        assert script.all_of(Stop)[0] == Stop(1)
+        assert script.all_of(Release) == [Release(0, 1)]
+        assert script.said(Level.WARN)[0].endswith(
+            "it is stopped by a signal or a debugger; instance 0 goes on without it"
+        )
+
+
+class TestGoingOnWithoutTheLost:
+    @pytest.mark.parametrize(("ending", "status", "how"), FAILURES.values(), ids=FAILURES)
+    def test_the_others_are_told_at_once_and_complete(self, ending, status, how):
+        script = waiting_for(1, 3, least=1)
+        script.end(2.0, 1, ending)
+        script.end(5.0, 0, exited())
+        script.end(6.0, 2, exited())
+        script.run()
+        assert (script.exit_status, script.ended.verdict) == (0, None)
+        assert [action for at_s, action in script.done if at_s == at(2.0)][:3] == [
+            Stop(1),
+            Release(0, 1),
+            Release(2, 1),
+        ]
+        lost = f"instance 1 on host node0 (pid 101) {how}"
+        assert script.said(Level.WARN) == [
+            f"{lost}; instances 0, 2 go on without it",
+            f"the job completed without 1 instance: {lost}",
+        ]
+        assert script.closed_s == at(2.0)
+        assert script.over_s == at(6.0 + 2 * ANSWER_S)
+
+    def test_one_after_another(self):
+        script = training(4, least=1)
+        for index in (1, 2, 3):
+            script.end(float(index), index, killed())
+        script.end(9.0, 0, exited())
+        script.run()
+        assert script.exit_status == 0
+        assert script.all_of(Release)[-1] == Release(0, 3)
+        assert script.said(Level.WARN)[-1].startswith("the job completed without 3 instances: instance 1 on host")
+
+    def test_two_at_once(self):
+        script = training(4, least=1)
+        script.end(1.0, 1, killed())
+        script.end(1.0, 3, exited(1))
+        for index in (0, 2):
+            script.end(9.0, index, exited())
+        script.run()
+        assert script.exit_status == 0
+        assert script.all_of(Release) == [Release(0, 2), Release(2, 2)]
+
+    def test_one_whose_shim_is_lost(self):
+        script = training(2, least=1)
+        script.lose(1.0, 1)
+        script.end(9.0, 0, exited())
+        script.run()
+        assert script.exit_status == 0
+        assert "was lost: its supervisor process was killed or cut off" in script.said(Level.WARN)[0]
+
+    def test_one_whose_shim_does_not_hear_is_not_waited_for_at_the_end(self):
+        """As one that is stopped itself; whoever has succeeded may tidy up for as long as it likes."""
+        script = training(2, least=1)
+        script.instances[1].stops = False
+        script.at(1.0, InstanceEnded(1, killed(at_s=BEGIN_S + 1.0)))
+        script.at(2.0, InstanceEnded(0, exited(at_s=BEGIN_S + 2.0)))
+        script.at(90.0, InstanceClosed(0))
+        script.run()
+        assert [at_s for at_s in script.times_of(Stop) if at_s > 1.0] == [at(90.0 + CLOSE_LIMIT_S)] * 2
+        assert script.exit_status == 0
+
+    def test_one_that_left_too_early(self):
+        script = waiting_for(1, least=1)
+        script.end(2.0, 1, exited())
+        script.note(3.0, 0, running(number=5, since_s=3.0))
+        script.end(9.0, 0, exited())
+        script.run()
+        assert script.exit_status == 0
+        assert script.all_of(Release) == [Release(0, 1)]
+        assert "ended with exit status 0 too early" in script.said(Level.WARN)[0]
+
+    def test_not_below_the_least(self):
+        script = training(3, least=2)
+        script.end(1.0, 1, killed())
+        script.end(2.0, 2, exited(3))
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (3, 2)
+        assert script.said()[-1] == "1 instance would be left, --min-instances is 2: the job ends"
+        assert script.closed_s == at(1.0)
+        assert script.over_s < 2.0 + SOON_S
+
+    def test_not_before_all_have_joined(self):
+        script = Script(2, least=1)
+        script.instances[1].record = running()
+        script.end(1.0, 1, killed())
+        script.run()
+        assert script.exit_status == 137
+        assert script.said()[-1] == (
+            "the others cannot go on: what is lost before popdist.init has returned everywhere ends the job"
+        )
+
+    def test_not_without_the_wish(self):
+        script = training(2, least=0)
+        script.end(1.0, 1, killed())
+        script.run()
+        assert (script.exit_status, script.all_of(Release)) == (137, [])
+
+    def test_not_without_mpirun(self):
+        script = training(2, least=1)
+        script.end_mpirun(1.0, 0)
+        script.end(1.0, 1, killed())
+        script.run()
+        assert script.exit_status == 137
+
+    def test_not_where_a_host_is_lost(self):
+        script = training(2, least=1, hosts="node0 node1", others=("node1",))
+        script.lose(1.0, 1, fault="Connection timed out")
+        script.run()
+        assert script.exit_status == 137
+        assert script.verdict.is_of_hosts
+        assert script.all_of(Release) == []
+
+    def test_nothing_is_withheld_from_those_that_go_on(self):
+        """One that is in its exit handlers is given up; until then it was not clear who is to blame."""
+        script = waiting_for(1, stuck_timeout_s=1.0, least=1)
+        script.at(2.0, OutputCame(0, 1, b"meanwhile\n"))
+        script.run(until_s=9.0)
+        (examined_s,) = script.times_of(Examine)
+        assert examined_s < 2.0
+        shown = [(at_s, action.data) for at_s, action in script.done if isinstance(action, Show)]
+        assert shown[1:] == [(at(examined_s + EXAMINE_S), b"meanwhile\n")]
+
+
+class TestOutputAfterAFailure:
+    def shown(self, script: Script) -> list[tuple[int, bytes]]:
+        return [(each.instance, each.data) for each in script.all_of(Show)][1:]
+
+    def fails(self) -> Script:
+        script = training(2)
+        script.end(1.0, 1, exited(1))
+        script.at(1.01, OutputCame(0, 1, b"other\n"), OutputCame(1, 2, b"last words\n"))
+        return script
+
+    def test_is_withheld_until_it_is_clear_who_is_to_blame_and_then_only_that_one_is_heard(self):
+        script = self.fails()
+        script.run(until_s=1.0 + SETTLE_S - 0.01)
+        assert self.shown(script) == []
+        script.at(1.0 + SETTLE_S + 0.005, OutputCame(0, 1, b"more\n"), OutputCame(1, 2, b"the very last\n"))
+        script.run()
+        assert self.shown(script) == [(1, b"last words\n"), (1, b"the very last\n")]
+
+    def test_is_all_shown_if_the_user_ends_the_job_meanwhile(self):
+        script = self.fails()
+        script.interrupt(1.02, signal.SIGINT)
+        script.run()
+        assert self.shown(script) == [(0, b"other\n"), (1, b"last words\n")]
+
+
+class TestSignals:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_are_passed_on_and_the_job_ends_when_the_programs_have(self, number):
+        script = training(2)
+        for each in script.instances:
+            each.after_signal = (0.5, exited(0))
+        script.interrupt(1.0, number)
+        script.run()
+        assert script.all_of(PassOn) == [PassOn(0, number), PassOn(1, number)]
+        assert (script.exit_status, script.ended.was_told) == (128 + number, True)
+        assert script.said() == [f"poprun was told to end by {number.name}, so all ended"]
+        assert script.closed_s == at(1.5)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_that_programs_do_not_listen_to_end_them_after_the_grace(self, number):
+        script = training(2)
+        script.interrupt(1.0, number)
+        script.run()
+        assert script.closed_s == at(1.0 + INTERRUPT_GRACE_S)
+        assert script.over_s < 1.0 + 2.0
+
+    def test_a_second_one_does_not_wait(self):
+        script = training(2)
+        script.interrupt(1.0, signal.SIGINT)
+        script.interrupt(1.2, signal.SIGINT)
+        script.run()
+        assert script.closed_s == at(1.2)
+        assert script.exit_status == 130
+
+    def test_a_third_one_changes_nothing(self):
+        script = training(2)
+        for each in script.instances:
+            each.stops = False
+        for at_s in (1.0, 1.2, 1.3):
+            script.interrupt(at_s, signal.SIGINT)
+        script.run()
+        assert script.times_of(Stop) == [at(1.2)] * 2
+
+    def saves(self, grace_s: float = 30.0) -> Script:
+        script = training(2)
+        for each in script.instances:
+            each.record = running(grace_s=grace_s)
+        return script
+
+    def test_sigterm_lets_programs_save_for_as_long_as_they_asked_for(self):
+        script = self.saves()
+        script.interrupt(1.0, signal.SIGTERM)
+        script.run()
+        assert script.closed_s == at(1.0 + 30.0)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+    def test_other_signals_do_not(self, number):
+        script = self.saves()
+        script.interrupt(1.0, number)
+        script.run()
+        assert script.closed_s == at(1.0 + INTERRUPT_GRACE_S)
+
+    def test_once_one_instance_has_left_the_others_do_not_get_that_time(self):
+        script = self.saves()
+        script.instances[0].after_signal = (2.0, exited(0))
+        script.interrupt(1.0, signal.SIGTERM)
+        script.run()
+        assert script.closed_s == at(3.0 + INTERRUPT_GRACE_S)
+
+    def test_one_that_had_ended_before_does_not_count(self):
+        script = self.saves()
+        script.end(0.5, 0, exited(0))
+        script.interrupt(1.0, signal.SIGTERM)
+        script.run()
+        assert script.closed_s == at(31.0)
+
+    def test_a_second_one_does_not_wait_for_those_that_save_either(self):
+        script = self.saves()
+        script.interrupt(1.0, signal.SIGTERM)
+        script.interrupt(4.0, signal.SIGINT)
+        script.run()
+        assert (script.closed_s, script.exit_status) == (at(4.0), 143)
+
+    def test_an_interrupt_while_the_blame_is_sought_decides(self):
+        script = training(2)
+        script.end(1.0, 1, exited(3))
+        script.interrupt(1.02, signal.SIGTERM)
+        script.run()
+        assert (script.exit_status, script.verdict.instance, script.ended.was_told) == (143, None, True)
+
+    def test_an_interrupt_while_everything_ends_changes_nothing(self):
+        script = training(2)
+        for each in script.instances:
+            each.stops = False
+        script.end(1.0, 1, exited(3))
+        script.interrupt(1.0 + SETTLE_S + 0.1, signal.SIGTERM)
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (3, 1)
+        assert script.all_of(PassOn) == []
+
+    def test_those_that_save_are_told_of_one_that_is_lost_meanwhile(self):
+        """Or they would wait for it in the collective before they save."""
+        script = self.saves()
+        script = waiting_for(1, 3, least=1)
+        for each in script.instances:
+            each.record = running(grace_s=30.0)
+        script.interrupt(1.0, signal.SIGTERM)
+        script.end(2.0, 1, killed())
+        for index in (0, 2):
+            script.end(2.5, index, exited(0))
+        script.run()
+        assert [each for each in script.all_of(Release)] == [Release(0, 1), Release(2, 1)]
+        assert script.times_of(Release) == [at(2.0)] * 2
+        assert (script.closed_s, script.exit_status) == (at(2.0), 143)
+        assert script.over_s == at(2.5 + 2 * ANSWER_S)
+
+    def test_who_ends_because_of_the_signal_is_no_loss(self):
+        script = training(2, least=1)
+        script.instances[1].after_signal = (0.1, killed(signal.SIGTERM))
+        script.interrupt(1.0, signal.SIGTERM)
+        script.run()
+        assert script.all_of(Release) == []
+
+    @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+    def test_user_signals_are_passed_on_and_nothing_else(self, number):
+        script = training(2)
+        script.interrupt(1.0, number)
+        for index in range(2):
+            script.end(5.0, index, exited())
+        script.run()
+        assert script.all_of(PassOn) == [PassOn(0, number), PassOn(1, number)]
+        assert (script.exit_status, script.ended.was_told, script.closed_s) == (0, False, at(5.0))
+
+    def test_a_program_that_leaves_because_of_a_user_signal_was_told_to(self):
+        script = training(2, least=1)
+        for each in script.instances:
+            each.after_signal = (0.1, exited(128 + signal.SIGUSR1))
+        script.interrupt(1.0, signal.SIGUSR1)
+        script.run()
+        assert script.all_of(Release) == []
+        assert (script.exit_status, script.ended.was_told) == (128 + signal.SIGUSR1, True)
+
+
+class TestMpirun:
+    @pytest.mark.parametrize("status", [0, 1, 137])
+    def test_that_ends_before_its_instances_is_a_failure(self, status):
+        script = training(2)
+        script.end_mpirun(1.0, status)
+        script.run()
+        assert script.exit_status == (status or 1)
+        assert script.verdict.is_of_hosts
+        assert script.said() == [
+            f"mpirun ended with {status} before every instance had completed",
+            "instance 0 on host node0 (pid 100) did not report how it ended",
+            "instance 1 on host node0 (pid 101) did not report how it ended",
+        ]
+        assert script.all_of(ShowComplaint) == [ShowComplaint()]
+        assert script.closed_s == at(1.0 + SETTLE_S)
+
+    def test_whose_instances_end_well_meanwhile_is_none(self):
+        script = training(2)
+        script.end_mpirun(1.0, 0)
+        for index in range(2):
+            script.end(1.05, index, exited())
+        script.run()
+        assert script.closed_s <= 1.0 + SETTLE_S + 1e-6
+
+    def test_on_several_hosts_is_waited_for_longer(self):
+        """Instances on a host whose daemon is gone end by and by."""
+        script = training(2, hosts="node0 node1", others=("node1",))
+        script.end_mpirun(1.0, 0)
+        script.run()
+        assert script.closed_s == at(1.0 + LOST_HOST_SETTLE_S)
+
+    def test_that_starts_nothing_is_waited_for_so_long(self):
+        script = Script(3, connected=1, start_timeout_s=60.0)
+        script.run()
+        assert script.exit_status == 1
+        assert script.said()[:2] == [
+            "mpirun did not start every instance in time before every instance had completed",
+            "instances 1-2 never started",
+        ]
+        assert script.closed_s == at(60.0 + SETTLE_S)
+
+    def test_that_cannot_start_is_over_at_once(self):
+        script = Script(1, connected=0)
+        script.end_mpirun(0.1, 213)
+        script.run()
+        assert (script.exit_status, script.said()[-1]) == (213, "instance 0 never started")
+        assert script.over_s == at(0.1 + SETTLE_S + CLOSE_LIMIT_S) or script.over_s == at(0.1 + SETTLE_S)
+
+    def test_may_take_its_time_once_all_have_started(self):
+        script = Script(2, connected=1, start_timeout_s=5.0)
+        script.at(4.0, MemberConnected(1, 101, "node0"))
+        script.run(until_s=100.0)
+        assert not is_over(script)
+        assert script.all_of(Stop) == []
+
+    def test_that_does_not_end_is_told_to_and_then_killed(self):
+        script = training(2)
+        script.hold_mpirun()
+        for index in range(2):
+            script.end(1.0, index, exited())
+        script.mpirun_heeds[1] = False
+        script.run()
+        assert script.all_of(SendToMpirun) == [SendToMpirun(signal.SIGHUP), SendToMpirun(signal.SIGKILL)]
+        told_s = 1.0 + CLOSE_LIMIT_S
+        assert script.times_of(SendToMpirun) == [at(told_s), at(told_s + MPIRUN_LIMIT_S)]
+        assert script.over_s == at(told_s + MPIRUN_LIMIT_S + ANSWER_S)
+        assert script.exit_status == 0
+
+    def test_that_cannot_even_be_killed_is_left_alone(self):
+        script = training(2)
+        script.hold_mpirun()
+        for index in range(2):
+            script.end(1.0, index, exited())
+        script.mpirun_heeds = {1: False, 9: False}
+        script.run()
+        assert script.over_s == at(1.0 + CLOSE_LIMIT_S + 2 * MPIRUN_LIMIT_S)
+
+    def test_shims_that_do_not_end_are_not_waited_for(self):
+        script = training(2)
+        for each in script.instances:
+            each.stops = False
+        script.end(1.0, 1, killed())
+        script.run()
+        closed_s = 1.0 + SETTLE_S
+        assert script.times_of(SendToMpirun) == [
+            at(closed_s + CLOSE_LIMIT_S),
+            at(closed_s + CLOSE_LIMIT_S + MPIRUN_LIMIT_S),
+        ]
+        assert script.over_s == at(closed_s + CLOSE_LIMIT_S + 2 * MPIRUN_LIMIT_S)
+        assert script.exit_status == 137
+
+
+class TestHosts:
+    HOSTS = "node0 h1 h1"
+
+    def test_a_shim_that_is_killed_or_cut_off_is_a_lost_instance(self):
+        script = training(2)
+        script.lose(1.0, 1)
+        script.run()
+        assert script.exit_status == 137
+        assert script.said() == [
+            "instance 1 on host node0 (pid 101) was lost: its supervisor process was killed or cut off "
+            "in step 3, after collective 4, barrier"
+        ]
+        assert script.over_s < 1.0 + SOON_S
+
+    def test_a_link_that_is_cut_is_named_and_its_host_is_not_asked_to_clean_up_for_long(self):
+        script = training(3, hosts=self.HOSTS, others=("h1",))
+        script.lose(1.0, 1, 2, fault="Connection timed out")
+        script.run()
+        assert script.exit_status == 137
+        assert script.said()[0].startswith(
+            "instance 1 on host h1 (pid 101) was lost: the connection to its host broke (Connection timed out)"
+        )
+        assert script.verdict.is_of_hosts
+
+    def test_the_daemon_of_a_host_is_named_with_its_instances(self):
+        script = training(3, hosts=self.HOSTS, others=("h1",))
+        script.at(1.0, InstanceTold(1, is_orphaned=True), InstanceTold(2, is_orphaned=True))
+        for index in (1, 2):
+            script.end(1.1, index, killed(told=True))
+        script.end_mpirun(1.15, 0)
+        script.run()
+        assert script.exit_status == 1
+        assert script.said()[0] == "host h1 has lost its daemon of Open MPI, and with it instances 1-2"
+        assert script.over_s < 1.0 + 2.0
+
+    def test_a_job_that_a_batch_system_ends_blames_no_instance(self):
+        """SIGTERM comes to shims and programs alike."""
+        script = training(3, hosts=self.HOSTS, others=("h1",))
+        script.at(1.0, InstanceTold(1), InstanceTold(2))
+        for index in (1, 2):
+            script.end(1.001, index, killed(signal.SIGTERM, told=True))
+        script.end_mpirun(1.1, 143)
+        script.run()
+        assert script.exit_status == 143
+        assert script.verdict.instance is None
+        assert script.said()[0] == "mpirun ended with 143 before every instance had completed"
+        assert "instances 1-2 on host h1 had to stop because SIGTERM came to all processes there" in script.said()[-1]
+
+    @pytest.mark.parametrize(("status", "sweeps"), [(0, True), (1, True), (137, True)])
+    def test_are_swept_when_mpirun_ended_too_early(self, status, sweeps):
+        script = training(3, hosts=self.HOSTS, others=("h1",))
+        script.end_mpirun(1.0, status)
+        script.run()
+        assert script.all_of(CleanUp) == [CleanUp(sweeps)]
+
+    def test_are_not_swept_when_mpirun_has_ended_by_itself(self):
+        script = training(3, hosts=self.HOSTS, others=("h1",))
+        script.end(1.0, 1, exited(3))
+        script.run()
+        assert script.all_of(CleanUp) == [CleanUp(sweeps=False)]
+
+    def test_are_swept_when_mpirun_had_to_be_killed_and_silent_ones_are_known(self):
+        script = training(3, hosts=self.HOSTS, others=("h1",))
+        script.hold_mpirun()
+        script.lose(1.0, 1, 2, fault="Connection timed out")
+        script.run()
+        assert script.all_of(CleanUp) == [CleanUp(sweeps=True, silent=frozenset({"h1"}))]
+
+
+class TestStandardOutput:
+    def test_whose_reader_has_gone_ends_the_job_in_silence(self):
+        script = training(2)
+        script.at(1.0, StandardOutputClosed())
+        script.run()
+        assert (script.exit_status, script.ended.was_told, script.said()) == (141, True, [])
+        assert script.closed_s == at(1.0)
+
+    def test_that_cannot_be_written_ends_the_job_and_says_why(self):
+        script = training(2)
+        script.at(1.0, StandardOutputClosed("No space left on device"))
+        script.run()
+        assert script.exit_status == 141
+        assert script.said() == [
+            "standard output cannot be written: No space left on device; "
+            "the job ends, for nobody would see what it says"
+        ]
+
+    def test_matters_no_more_when_all_has_ended(self):
+        script = training(2)
+        for index in range(2):
+            script.end(1.0, index, exited(0))
+        script.at(1.0 + ANSWER_S / 2, StandardOutputClosed())
+        script.run()
+        assert script.exit_status == 0
+
+
+class TestWhateverHappens:
+    """Random scripts: `--seed N`; more of them in the complete tier."""
+
+    LIMIT_S = 2 * SETTLE_LIMIT_S + LEAVE_S + LEAVE_LIMIT_S + EXAMINE_S + CLOSE_LIMIT_S + 2 * MPIRUN_LIMIT_S
+    STUCK_S = 20.0
+
+    def test_a_job_ends_once_and_in_time(self, seed):
+        for number in range(200):
+            self.check(f"{seed} {number}")
+
+    @pytest.mark.complete
+    def test_so_do_many_more(self, seed):
+        for number in range(200, 4_000):
+            self.check(f"{seed} {number}")
+
+    def check(self, seed: str) -> None:
+        script = self.draw(random.Random(seed))
+        script.run()
+        assert len(script.all_of(Finish)) == len(script.all_of(CleanUp)) == 1, seed
+        last_s = 30.0 + self.STUCK_S + 30.0  # events, a stuck instance, what it takes to save
+        assert script.over_s < last_s + 4 * self.LIMIT_S, seed
+        assert 0 <= script.exit_status < 256, seed
+        ended = script.ended
+        assert (ended.exit_status == 0) == (ended.verdict is None) or ended.exit_status == 141, seed
+        assert 0 < len(script.said()) <= 15 or ended.exit_status in (0, 141), seed
+        released = [each.lost for each in script.all_of(Release)]
+        assert released == sorted(released) or len(script.instances) in released, seed
+        assert {each.instance for each in script.all_of(Show)} <= set(range(len(script.instances))), seed
+
+    def draw(self, generator: random.Random) -> Script:
+        count = generator.choice([1, 2, 3, 5])
+        connected = generator.choice([count, count, count, count - 1])
+        across = {"least": generator.choice([0, 0, 1, 2]), "stuck_timeout_s": generator.choice([0.0, self.STUCK_S])}
+        script = Script(count, connected=connected, start_timeout_s=30.0, **across)
+        for each in script.instances:
+            each.record = generator.choice([running(), inside(0), leaving(), running(grace_s=30.0), each.record])
+            each.answers = generator.random() < 0.9
+            each.stops = generator.random() < 0.9
+            each.heeds = generator.random() < 0.5
+            each.state = generator.choice(["", "T", "S"])
+            each.after_signal = (generator.uniform(0, 3), generator.choice([None, exited(0), killed(15)]))
+            each.after_release = (generator.uniform(0, 3), generator.choice([None, exited(0), exited(2)]))
+        for index in range(connected):
+            for _ in range(generator.randrange(3)):
+                record = generator.choice([running(5), inside(generator.randrange(count)), leaving()])
+                script.note(generator.uniform(0, 30), index, record)
+            script.at(generator.uniform(0, 30), OutputCame(index, generator.choice([1, 2]), b"words\n"))
+            script.end(generator.uniform(1, 30), index, generator.choice([exited(0), exited(0), exited(1), killed()]))
+        if generator.random() < 0.2:
+            script.lose(generator.uniform(1, 30), generator.randrange(max(connected, 1)))
+        if generator.random() < 0.2:
+            script.end_mpirun(generator.uniform(1, 30), generator.choice([0, 1, 137]))
+        for _ in range(generator.choice([0, 0, 0, 1, 2])):
+            script.interrupt(generator.uniform(1, 30), generator.choice([2, 15, 1, 10]))
+        if generator.random() < 0.05:
+            script.at(generator.uniform(1, 30), StandardOutputClosed())
+        script.mpirun_heeds = {1: generator.random() < 0.8, 9: True}
+        return script
+
+
+def test_a_tick_before_its_time_changes_nothing():
+    script = training(2)
+    script.run(until_s=0.55)
+    deadline_s = script.machine.deadline_s
+    assert deadline_s == at(BEGIN_S + 0.6)
+    assert script.machine.advance(Tick(), BEGIN_S + 0.56) == []
+    assert script.machine.deadline_s == deadline_s
