@@ -1,6 +1,7 @@
 """What the packages export is what the documentation lists, and the documentation's programs run."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -66,33 +67,65 @@ def test_packages_are_typed_and_described(package):
     assert (Path(module.__file__).parent / "py.typed").exists()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "strategies.md",
-        "checkpoints.md",
-        "cross_replica.md",
-        "data.md",
-        "feeds.md",
-        "popdist.md",
-        "recomputation.md",
-        "training.md",
-    ],
+PAGES = (
+    "strategies.md",
+    "checkpoints.md",
+    "cross_replica.md",
+    "data.md",
+    "feeds.md",
+    "recomputation.md",
+    "training.md",
+    "popdist.md",
 )
-def test_the_programs_of_the_documentation_run(page, tmp_path):
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys
+if len(sys.argv) > 2:
+    import strategies
+    strategies.IPUStrategy(int(sys.argv[2]))  # JAX's devices are fixed when it starts
+outputs = []
+for program in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(program, "<documentation>", "exec"), {"__name__": "__main__"})
+    outputs.append(output.getvalue())
+print(json.dumps(outputs))
+"""
+
+
+def outputs_of(programs, folder, *devices):
+    """What these programs print, one after another in one process."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
-    programs = snippets(page)
-    assert programs
-    for program in programs:
-        finished = subprocess.run(
-            [sys.executable, "-W", "error", "-c", program],
-            env=clean | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},  # the folders that they make stay
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert finished.returncode == 0, finished.stderr
-        said = re.findall(r"^print\(.*# (\[.*\])$", program, flags=re.MULTILINE)
-        for words in (words for words in said if "..." not in words):
-            printed = re.findall(r"[\d.]+", finished.stdout.splitlines()[0])
-            assert [round(float(x), 3) for x in printed] == [float(x) for x in re.findall(r"[\d.]+", words)]
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ONE_AFTER_THE_OTHER, json.dumps(programs), *devices],
+        env=clean | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},  # the folders that they make stay
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+def check_what_it_says(program, output):
+    """It prints the numbers that stand behind its calls of print."""
+    said = re.findall(r"^print\(.*# (\[.*\])$", program, flags=re.MULTILINE)
+    for words in (words for words in said if "..." not in words):
+        printed = re.findall(r"[\d.]+", output.splitlines()[0])
+        assert [round(float(x), 3) for x in printed] == [float(x) for x in re.findall(r"[\d.]+", words)]
+
+
+@pytest.mark.job
+def test_the_programs_of_the_documentation_run(tmp_path):
+    """In one process, which has devices for the largest of them."""
+    programs = [program for page in PAGES for program in snippets(page)]
+    assert all(map(snippets, PAGES))
+    for program, output in zip(programs, outputs_of(programs, tmp_path, "4"), strict=True):
+        check_what_it_says(program, output)
+
+
+@pytest.mark.complete
+@pytest.mark.job
+@pytest.mark.parametrize("page", PAGES)
+def test_each_of_them_runs_alone(page, tmp_path):
+    for program in snippets(page):
+        [output] = outputs_of([program], tmp_path)
+        check_what_it_says(program, output)

@@ -33,10 +33,12 @@ def test_the_program_learns_alone(program):
 
 
 @pytest.mark.job
-def test_the_program_gives_the_same_bits_on_two_and_four_instances(program):
-    lines = [
-        last_line([*POPRUN, "--num-instances", n, "--num-replicas", "4", sys.executable, str(program)])
-        for n in ("1", "2", "4")
-    ]
-    assert lines[0].startswith("[1,0]<stdout>:error 0.")
-    assert len(set(lines)) == 1
+@pytest.mark.cores(2)
+@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
+def test_the_program_gives_the_same_bits_on_several_instances(program, instances):
+    one, several = (
+        last_line([*POPRUN, "--num-instances", str(n), "--num-replicas", "4", sys.executable, str(program)])
+        for n in (1, instances)
+    )
+    assert one.startswith("[1,0]<stdout>:error 0.")
+    assert one == several

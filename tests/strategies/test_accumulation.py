@@ -237,8 +237,9 @@ def test_the_bits_do_not_depend_on_the_instances(strategy, on_instances, instanc
     assert found == [alone] * instances
 
 
-def test_instances_exchange_gradients_once_per_update(on_instances):
-    def calls(strategy, count):
+@pytest.mark.parametrize("count", [8, *(pytest.param(few, marks=pytest.mark.complete) for few in (1, 2))])
+def test_instances_exchange_gradients_once_per_update(on_instances, count):
+    def calls(strategy):
         trainer = Trainer(strategy, loss_fn, optax.sgd(0.125), gradient_accumulation_count=count)
         state = trainer.init(start())
         batch = local_part(strategy, BATCH)
@@ -247,8 +248,7 @@ def test_instances_exchange_gradients_once_per_update(on_instances):
         trainer.step(state, batch)
         return strategy.communicator.calls_made - before
 
-    for count in (1, 8):
-        assert on_instances(2, REPLICAS, lambda strategy, count=count: calls(strategy, count)) == [1, 1]
+    assert on_instances(2, REPLICAS, calls) == [1, 1]
 
 
 def test_says_how_large_the_effective_batch_is(strategy, caplog):

@@ -244,15 +244,12 @@ class TestTheMainJob:
 
 
 @pytest.mark.job
+@pytest.mark.complete
 @pytest.mark.cores(2)
 class TestAWorkerThatIsLost:
     @pytest.mark.parametrize(
         ("tasks", "victim", "variables"),
-        [
-            (2, 1, "on_host"),
-            pytest.param(3, 0, "on_device", marks=pytest.mark.complete),
-            pytest.param(4, 2, "on_host", marks=pytest.mark.complete),
-        ],
+        [(2, 1, "on_host"), (3, 0, "on_device"), (4, 2, "on_host")],
     )
     def test_ends_all_others_between_two_updates(self, tasks, victim, variables):
         """They say who it was, where, and in which operation; the state is that of a whole step."""

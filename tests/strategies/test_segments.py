@@ -131,3 +131,17 @@ def test_residuals_without_an_axis_are_named():
     assert float(results[Part(0)]) == float(WIDTH**4)
     scalars = {number for segment in segments for number in segment.scalars}
     assert scalars == {number for segment in segments for number in segment.gives}
+
+
+def test_movements_of_data_are_repeated_instead_of_handed_on():
+    def function(x):
+        flat = x.reshape(-1)
+        return flat.sum(), flat * 2, flat.T * 3
+
+    x = np.arange(WIDTH * WIDTH, dtype=np.float32).reshape(WIDTH, WIDTH)
+    segments = cut(jax.make_jaxpr(function)(x), (1, 2), KIB, 100 * KIB)
+    assert len(segments) == 2
+    assert not any(segment.gives for segment in segments)
+    results, _ = run_in_turn(segments, [x])
+    for number, value in enumerate(function(x)):
+        np.testing.assert_array_equal(results[Part(number)], value)

@@ -35,6 +35,11 @@ def test_replica_r_takes_every_rth_element():
     assert batches(from_iterable(range(13), Layout(2, 3, [0, 2]))) == [[0, 3, 2, 5], [6, 9, 8, 11]]
 
 
+@pytest.mark.parametrize("length", [6, 7, 8])
+def test_a_round_that_does_not_reach_all_replicas_is_not_begun(length):
+    assert batches(from_iterable(Once(range(length)), Layout(1, 3, [0]))) == [[0], [3]]
+
+
 def test_one_pass_feeds_all_local_replicas_and_every_epoch_begins_anew():
     elements = Once(range(12))
     source = from_iterable(elements, Layout(2, 3, range(3)))

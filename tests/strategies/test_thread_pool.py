@@ -62,6 +62,7 @@ def test_the_size_is_set_before_jax_starts(in_new_process):
     assert in_new_process(program) == "12\n"
 
 
+@pytest.mark.complete
 def test_the_size_that_the_user_has_set_stays(in_new_process):
     program = "import os, strategies\nstrategies.IPUStrategy(2)\nprint(os.environ['PJRT_NPROC'])\n"
     assert in_new_process(program, PJRT_NPROC="16") == "16\n"

@@ -132,9 +132,18 @@ class TestOneUpdate:
             np.testing.assert_array_equal(np.asarray(state.variables["w"], np.float32).reshape(-1), [0.5] * 4)
 
 
+SPREADS = {(6, 3, "ring"), (6, 2, "window"), (8, 8, "window")}  # in every run; the others in the complete tier
+
+
 class TestTheSameBitsForEveryNumberOfInstances:
-    @pytest.mark.parametrize("mechanism", ["ring", "window"])
-    @pytest.mark.parametrize(("replicas", "instances"), [(8, 2), (8, 4), (8, 8), (6, 2), (6, 3), (6, 6)])
+    @pytest.mark.parametrize(
+        ("replicas", "instances", "mechanism"),
+        [
+            pytest.param(*sizes, mechanism, marks=() if (*sizes, mechanism) in SPREADS else pytest.mark.complete)
+            for sizes in [(8, 2), (8, 4), (8, 8), (6, 2), (6, 3), (6, 6)]
+            for mechanism in ("ring", "window")
+        ],
+    )
     def test_with_every_mechanism(self, on_instances, replicas, instances, mechanism):
         def program(strategy):
             state, metrics = trained(strategy, optimizer=optax.adamw(0.1), steps=5)
@@ -169,7 +178,7 @@ class TestDtypes:
     def loss(self, variables, batch, key):
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(variables)) * batch.mean()
 
-    @pytest.mark.parametrize("instances", [1, 2, 4])
+    @pytest.mark.parametrize("instances", [2, *(pytest.param(n, marks=pytest.mark.complete) for n in (1, 4))])
     def test_variables_of_several_dtypes(self, on_instances, instances):
         def program(strategy):
             batch = np.ones(8, np.float32)
@@ -317,7 +326,7 @@ class TestKeys:
     def test_differ_with_the_seed(self, strategy):
         assert not np.intersect1d(self.draws(strategy).round(4), self.draws(strategy, seed=1).round(4)).size
 
-    @pytest.mark.parametrize("instances", [2, 3, 6])
+    @pytest.mark.parametrize("instances", [3, *(pytest.param(n, marks=pytest.mark.complete) for n in (2, 6))])
     def test_do_not_depend_on_the_number_of_instances(self, on_instances, instances):
         alone = self.draws(strategies.IPUStrategy(num_replicas=6))
         for found in on_instances(instances, 6, self.draws):
@@ -334,7 +343,7 @@ class TestCheckNumerics:
     def variables():
         return {"fine": jnp.float32(1), "deep": {"bad": jnp.float32(2)}}
 
-    @pytest.mark.parametrize("instances", [1, 2, 4])
+    @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
     def test_names_variable_replica_and_step_on_every_instance(self, on_instances, instances):
         def program(strategy):
             trainer = Trainer(strategy, self.loss, optax.sgd(0.5), check_numerics=True)

@@ -261,7 +261,7 @@ def train(strategy, dtype):
     return strategies.fingerprint(state.variables), losses
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.complete), "int8"])
 def test_variables_are_the_same_for_every_number_of_instances(dtype, on_instances):
     exact, exact_losses = on_instances(1, 4, lambda strategy: train(strategy, None))[0]
     results = {n: on_instances(n, 4, lambda strategy: train(strategy, dtype)) for n in (1, 2, 4)}

@@ -9,8 +9,7 @@ steps [STEPS [RANK]]
                    trains for STEPS, or without them until something goes wrong: how far it came; a rank
                    that is given waits for a line on standard input after the step of which all of them say so
 beside             makes the strategy of Horovod again and another one, and uses them in turn
-digits STEPS FILE [MODEL]
-                   trains the models of the main job, or one; the first instance writes their variables into the file
+digits STEPS FILE  trains the models of the main job; the first instance writes their variables into the file
 """
 
 import itertools
@@ -262,10 +261,10 @@ def steps(strategy, last="0", waiting=""):
     return [state.step, strategies.fingerprint(state.variables)]
 
 
-def digits(strategy, steps, file, *models):
+def digits(strategy, steps, file):
     """For each model of the main job the fingerprint, and how many collectives its last step took."""
     found, arrays = {}, {}
-    for model in models or digits_models.MODELS:
+    for model in digits_models.MODELS:
         variables, calls = digits_trained(strategy, model, int(steps))
         found[model] = {"fingerprint": strategies.fingerprint(variables), "calls": calls}
         arrays |= {f"{model}{place}": leaf for place, leaf in named_leaves(variables)}
