@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from popdist.environments.progress import ProgressRecord, State
 from poprun.facts import Ending, EndKind, Facts
-from poprun.job_actions import Action, Release, Say, Stop
-from poprun.job_events import InstanceEnded, MemberConnected, ProgressCame
+from poprun.job_actions import Action, Ask, Release, Say, Stop
+from poprun.job_events import InstanceEnded, MemberConnected, MemberLost, ProgressCame
 from poprun.members import Members
 from poprun.survival import Survival
 
@@ -104,3 +104,22 @@ def test_without_the_wish_nobody_goes_on() -> None:
     job.end(0, killed())
     assert job.give_up() == []
     assert job.survival.obstacle == ""
+
+
+class TestWhatIsKnown:
+    def test_how_a_program_has_ended_stays_known_when_its_shim_goes(self) -> None:
+        job = Job(2)
+        job.end(0, exited(0))
+        job.members.take(MemberLost(0, "Connection reset by peer"), 2.5)
+        job.members.take(MemberLost(1, "Connection timed out"), 3.0)
+        assert [each.ending for each in job.members.facts] == [
+            exited(0),
+            Ending(EndKind.LOST, 0, 3.0, fault="Connection timed out"),
+        ]
+
+    def test_who_has_gone_is_told_nothing_more(self) -> None:
+        job = Job(2)
+        job.members.take(MemberLost(1), 2.5)
+        assert job.members.ask() == [Ask(0)]
+        assert job.members.release(1, 1) == job.members.give_up(1) == []
+        assert job.members.release(0, 1) == [Release(0, 1)]
