@@ -60,7 +60,7 @@ IN_COLLECTIVES = (
         old="if theirs[_FINGERPRINT] != fingerprint:",
         new="if theirs[_FINGERPRINT] == 0:",
         caught_by=(
-            "tests/collectives/test_layout_checks.py::test_ranks_that_call_different_things_learn_it_before_data_mixes",
+            "tests/collectives/test_call_fingerprints.py::test_ranks_that_call_different_things_learn_it_before_data_mixes",
         ),
     ),
     Fault(
@@ -69,7 +69,7 @@ IN_COLLECTIVES = (
         old="blake2b(str(self).encode(), digest_size=8)",
         new='blake2b(str(self).replace(repr(self.name), "").encode(), digest_size=8)',
         caught_by=(
-            "tests/collectives/test_layout_checks.py::test_calls_that_differ_in_one_thing_have_different_fingerprints",
+            "tests/collectives/test_call_fingerprints.py::test_calls_that_differ_in_one_thing_have_different_fingerprints",
         ),
     ),
     Fault(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, LayoutMismatchError, Settings, run_on_threads
-from collectives.calls import Call
+from collectives.calls import MISMATCH, Call, checked_root, describe_mismatch
 
 CALL = Call("ordered_all_reduce", "weights", "sum", "float32", (3, 4), -1)
 
@@ -54,3 +54,33 @@ def test_ranks_that_call_different_things_learn_it_before_data_mixes(mechanism: 
     assert first == second
     assert f"rank 0 called all_reduce 'biases' (sum, float32[{length}])" in first
     assert f"rank 1 called all_reduce 'weights' (sum, float32[{length}])" in first
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        ("ab", "rank 0 called a; rank 1 called b"),
+        ("aab", "ranks 0-1 called a; rank 2 called b"),
+        ("abab", "ranks 0, 2 called a; ranks 1, 3 called b"),
+        ("baaabba", "ranks 0, 4-5 called b; ranks 1-3, 6 called a"),
+    ],
+)
+def test_a_mismatch_names_all_ranks_with_what_they_called(calls: str, text: str) -> None:
+    assert describe_mismatch(calls) == f"{MISMATCH}: {text}; make the same calls in the same order on every rank"
+
+
+@pytest.mark.parametrize("root", [0, 2, np.int64(1), True])
+def test_a_root_is_one_of_the_members(root: object) -> None:
+    assert checked_root("root_rank", root, 3, "ranks") == root
+
+
+@pytest.mark.parametrize("root", [-1, 3])
+def test_another_one_is_refused(root: int) -> None:
+    with pytest.raises(ValueError, match=rf"root_rank is {root}, but the ranks are 0 to 2; name one of them"):
+        checked_root("root_rank", root, 3, "ranks")
+
+
+@pytest.mark.parametrize("root", [1.0, "1", None])
+def test_a_root_is_a_whole_number(root: object) -> None:
+    with pytest.raises(TypeError, match="not a whole number; name one of the ranks 0 to 2"):
+        checked_root("root_rank", root, 3, "ranks")
