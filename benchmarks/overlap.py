@@ -25,9 +25,16 @@ import training_task
 from cluster import tf_config
 from control import Coordinator, Group
 from slow_link import SlowLink, SlowLinkError, bytes_per_s, slow_link
-from timing import OtherLoad, describe_machine, environment, medians, one_core_each, pinned_command, write_figures
-
-from popdist.environments import thread_pool_setting
+from timing import (
+    OtherLoad,
+    as_strategies_do,
+    describe_machine,
+    environment,
+    medians,
+    one_core_each,
+    pinned_command,
+    write_figures,
+)
 
 PROGRAM = Path(__file__).with_name("training_jax.py")
 MODEL = "mlp"
@@ -209,13 +216,13 @@ def start_workers(coordinator: Coordinator, name: str, way: Way, batch_size: int
         for index, (host, cpu) in enumerate(zip(place.link.hosts, place.cpus, strict=True))
     ]
     environ = environment(POPDIST_GRPC_INSECURE="1")
-    return coordinator.start(name, WORKERS, commands, environ | thread_pool_setting(environ, WORKERS))
+    return coordinator.start(name, WORKERS, commands, as_strategies_do(environ, WORKERS))
 
 
 def start_alone(coordinator: Coordinator, batch_size: int, place: Place) -> Group:
     command = program(["single", coordinator.path, MODEL, str(batch_size)], place.cpus[0])
     environ = environment()
-    return coordinator.start("compute", 1, [command], environ | thread_pool_setting(environ, WORKERS))
+    return coordinator.start("compute", 1, [command], as_strategies_do(environ, WORKERS))
 
 
 def program(words: list[str], cpu: str) -> list[str]:

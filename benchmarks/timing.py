@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from popdist.environments import right_sums_setting, thread_pool_setting  # noqa: E402
 from poprun.cores import divide_cores, usable_cores  # noqa: E402
 from poprun.lookup import find_mpirun  # noqa: E402
 
@@ -66,6 +67,16 @@ def environment(**extra: str) -> dict[str, str]:
     """The environment of the processes of a benchmark: they find the project, and may run as root."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **ROOT_ALLOWED, "PYTHONPATH": os.pathsep.join(paths), **extra}
+
+
+def as_strategies_do(environ: dict[str, str], replicas: int) -> dict[str, str]:
+    """With what the strategies set before JAX starts, for processes that use JAX without them.
+
+    Args:
+        environ: their environment.
+        replicas: of all instances together.
+    """
+    return environ | thread_pool_setting(environ, replicas) | right_sums_setting(version("jaxlib"), environ)
 
 
 def output_lines(command: Sequence[str], limit_s: float) -> Iterator[str]:

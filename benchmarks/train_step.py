@@ -40,6 +40,7 @@ from control import Coordinator, Group
 from horovod_settings import HOROVOD_SCRIPT, TUNED
 from timing import (
     OtherLoad,
+    as_strategies_do,
     describe_machine,
     environment,
     medians,
@@ -48,8 +49,6 @@ from timing import (
     pinned_command,
     write_figures,
 )
-
-from popdist.environments import thread_pool_setting
 
 HERE = Path(__file__).parent
 REQUESTS = {
@@ -267,8 +266,7 @@ def jax_program(kind: str, contest: Contest) -> list[str]:
 
 def with_thread_pool(contest: Contest) -> dict[str, str]:
     """The environment that poprun would give: as many replicas decide the size of XLA's thread pool."""
-    environ = environment()
-    return environ | thread_pool_setting(environ, len(contest.cpus))
+    return as_strategies_do(environment(), len(contest.cpus))
 
 
 def start_peer(contest: Contest, peer: Peer, python: str) -> Group:

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import strategies
+from popdist.environments.sums import WITHOUT_SUMS
 from strategies import DeviceError, get_replica_context
 
 pytestmark = pytest.mark.timeout(300)  # some start four processes, one after another
@@ -54,12 +55,12 @@ for replicas in (6, 2, 1):
 def test_training_gives_the_bits_of_enough_devices(in_new_process):
     enough = in_new_process(PROGRAM + TRAIN, 6, 6, 0)
     for devices in (1, 2, 4):
-        assert in_new_process(PROGRAM + TRAIN, devices, 6, 1, PJRT_NPROC="8") == enough
+        assert in_new_process(PROGRAM + TRAIN, devices, 6, 1, PJRT_NPROC="8", XLA_FLAGS=WITHOUT_SUMS) == enough
 
 
 @pytest.mark.complete
 def test_replicas_that_wait_need_a_device_each_however_few_there_are(in_new_process):
-    of_six, *of_fewer = in_new_process(PROGRAM + COLLECTIVE, 2, 6, 1).splitlines()
+    of_six, *of_fewer = in_new_process(PROGRAM + COLLECTIVE, 2, 6, 1, XLA_FLAGS=WITHOUT_SUMS).splitlines()
     assert "6 replicas have to wait for each other on 2 devices" in of_six
     assert "make the strategy before JAX is used" in of_six
     assert of_fewer == ["done", "done"]
