@@ -16,7 +16,7 @@ from reference import Reduced
 import collectives
 from collectives import Communicator, Limits, Settings
 
-LIMITS = Limits(stall_warning_s=5, timeout_s=30)
+LIMITS = Limits(stall_warning_s=5, timeout_s=60)
 
 
 class About(Enum):
