@@ -113,7 +113,8 @@ class TestVisibility:
                 has_come.notify_all()
 
         def are_there(rounds):
-            seen.extend(outfeed.dequeue())
+            if len(seen) < rounds:
+                seen.extend(outfeed.dequeue())
             return len(seen) >= rounds
 
         def elements():
