@@ -260,11 +260,11 @@ def start_mpi() -> None:
         return
     import mpi4py
 
-    from collectives.open_mpi import yield_when_idle
+    from collectives.open_mpi import open_mpi_prepared
 
     mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
-    yield_when_idle()
-    from mpi4py import MPI  # noqa: F401  # starts it
+    with open_mpi_prepared():
+        from mpi4py import MPI  # noqa: F401  # starts it
 
     atexit.register(_finalize_mpi)
 

