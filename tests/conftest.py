@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from leftovers import Lookout
@@ -25,14 +27,28 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seed of random tests: {config.getoption('--seed')} (--seed N)"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only the complete tier runs, unless a test is named on the command line."""
-    if config.getoption("--complete") or any("::" in argument for argument in config.args):
-        return
-    left_out = [item for item in items if item.get_closest_marker("complete")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
+    if not config.getoption("--complete") and not any("::" in argument for argument in config.args):
+        left_out = [item for item in items if item.get_closest_marker("complete")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("complete")]
+    if hasattr(config, "workerinput"):  # pytest-xdist hands files out in this order
+        items[:] = mixed(items)
+
+
+def mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The items of files that keep several cores busy evenly among those of the others, each file in one piece."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    kinds: tuple[list[list[pytest.Item]], ...] = ([], [])
+    for of_file in files.values():
+        kinds[any(item.get_closest_marker("cores") for item in of_file)].append(of_file)
+    placed = [((number + 0.5) / len(kind), of_file) for kind in kinds for number, of_file in enumerate(kind)]
+    return [item for _, of_file in sorted(placed, key=lambda place: place[0]) for item in of_file]
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +85,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what the tests of this process, and its workers, share."""
     if SERVER_VARIABLE not in os.environ:  # or a worker of pytest-xdist, which inherits it
-        os.environ[SERVER_VARIABLE] = TokenServer(len(os.sched_getaffinity(0))).address
+        cores = len(os.sched_getaffinity(0))
+        os.environ[SERVER_VARIABLE] = TokenServer(cores + 1, cores).address
+    take_signals_as_in_a_terminal()
     config.stash[LOOKOUT] = Lookout()
     share_compiled_programs(config)
+
+
+def take_signals_as_in_a_terminal() -> None:
+    """Have programs that tests start end by signals which nohup, or a shell in the background, has us ignore."""
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def share_compiled_programs(config: pytest.Config) -> None:

@@ -1,7 +1,8 @@
 """A server of tokens, one per core, by which the processes of a test run let in only what fits on the machine.
 
-A test takes as many tokens as it keeps cores busy (`@pytest.mark.cores(2)`), in the order of asking, and returns them
-by closing its connection, so one that is killed returns them too.
+A test takes as many tokens as it keeps cores busy (`@pytest.mark.cores(2)`), and returns them by closing its
+connection, so one that is killed returns them too. There is one token more than cores, because jobs also wait. Who does
+not fit is overtaken by those who do, a few times, and then no more.
 """
 
 from __future__ import annotations
@@ -10,29 +11,43 @@ import os
 import secrets
 import socket
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 SERVER_VARIABLE = "TESTS_SHARE_CORES_AT"
 """Tells the workers of pytest-xdist where the server is."""
+
+
+PATIENCE = 8
+"""How often one who waits may be overtaken."""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """Somebody who waits."""
+
+    count: int
+    patience: int = PATIENCE
 
 
 class TokenServer:
     """Gives out tokens until its process ends.
 
     Args:
-        cores: how many there are; who asks for more gets them all.
+        tokens: how many there are.
+        most: as many as one may have; who asks for more gets these.
 
     Attributes:
         address: of its socket, which has no file.
     """
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, tokens: int, most: int) -> None:
         self.address = f"test-cores-{os.getpid()}-{secrets.token_hex(8)}"
-        self._cores = self._free = cores
+        self._free = tokens
+        self._most = most
         self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
+        self._waiting: list[_Turn] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(64)
@@ -53,13 +68,14 @@ class TokenServer:
             wanted = client.recv(1)
             if not wanted:
                 return
-            count = min(wanted[0], self._cores)
-            turn = object()
+            turn = _Turn(min(wanted[0], self._most))
             with self._changed:
                 self._waiting.append(turn)
-                self._changed.wait_for(lambda: self._waiting[0] is turn and count <= self._free)
-                self._waiting.popleft()
-                self._free -= count
+                self._changed.wait_for(lambda: self._is_next(turn))
+                for earlier in self._waiting[: self._waiting.index(turn)]:
+                    earlier.patience -= 1
+                self._waiting.remove(turn)
+                self._free -= turn.count
                 self._changed.notify_all()
             try:
                 client.sendall(b"\1")
@@ -68,8 +84,12 @@ class TokenServer:
                 pass
             finally:
                 with self._changed:
-                    self._free += count
+                    self._free += turn.count
                     self._changed.notify_all()
+
+    def _is_next(self, turn: _Turn) -> bool:
+        earlier = self._waiting[: self._waiting.index(turn)]
+        return turn.count <= self._free and all(each.count > self._free and each.patience for each in earlier)
 
 
 @contextmanager

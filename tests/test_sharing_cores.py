@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
 
-from sharing_cores import TokenServer, cores_of
+from sharing_cores import PATIENCE, TokenServer, cores_of
 
 LIMIT_S = 60.0
 
@@ -39,7 +38,7 @@ class Holder:
 
 
 def test_as_many_are_let_in_as_fit():
-    server, log = TokenServer(3), []
+    server, log = TokenServer(3, 3), []
     holders = [Holder(server, count, log, str(count)) for count in (1, 2)]
     assert all(holder.is_in.wait(LIMIT_S) for holder in holders)
     third = Holder(server, 1, log, "third")
@@ -52,7 +51,7 @@ def test_as_many_are_let_in_as_fit():
 
 
 def test_more_than_there_are_is_all_of_them():
-    server, log = TokenServer(2), []
+    server, log = TokenServer(2, 2), []
     greedy = Holder(server, 100, log, "greedy")
     assert greedy.is_in.wait(LIMIT_S)
     modest = Holder(server, 1, log, "modest")
@@ -63,16 +62,18 @@ def test_more_than_there_are_is_all_of_them():
     modest.leave()
 
 
-def test_nobody_overtakes_one_who_waits_for_more():
-    server, log = TokenServer(2), []
-    with ExitStack() as stack:
-        stack.enter_context(cores_of(server.address, 1))
+def test_one_who_waits_for_more_is_overtaken_a_few_times_and_then_no_more():
+    server, log = TokenServer(2, 2), []
+    with cores_of(server.address, 1):
         waiting = Holder(server, 2, log, "two")
         wait_until_awaited(server)
-        late = Holder(server, 1, log, "one")
-        assert not late.is_in.is_set()
+        for number in range(PATIENCE):
+            with cores_of(server.address, 1):
+                log.append(f"one {number}")
+        late = Holder(server, 1, log, "late")
+        assert not waiting.is_in.is_set()
     assert waiting.is_in.wait(LIMIT_S)
     waiting.leave()
     assert late.is_in.wait(LIMIT_S)
     late.leave()
-    assert log == ["two", "one"]
+    assert log == [*(f"one {number}" for number in range(PATIENCE)), "two", "late"]
