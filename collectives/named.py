@@ -113,9 +113,11 @@ class NamedQueue:
         self._closing = False
         self._closed_ranks: set[int] = set()
         self._failure: CollectiveError | None = None
-        # Not when the first one is started: that may be as the interpreter ends, when Python 3.12 starts no threads.
-        self._thread = threading.Thread(target=self._work, name="collectives-named", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if (
+            transport.size > 1
+        ):  # closing needs it too, maybe as the interpreter ends, when Python 3.12 starts no threads
+            self._ensure_thread()
 
     def start(self, call: Call, run: Callable[[Transport], Any]) -> Handle:
         """Queue a collective; `run` carries it out on the background thread once all ranks have started it."""
@@ -128,6 +130,7 @@ class NamedQueue:
             key = (call.name, self._issued[call.name])
             self._issued[call.name] += 1
             self._new.append((key, handle))
+            self._ensure_thread()
             self._condition.notify()
         return handle
 
@@ -139,7 +142,8 @@ class NamedQueue:
 
     def end_close(self) -> None:
         """Wait until what was started has ended on all ranks."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def abandon(self) -> None:
         """Stop waiting for other ranks; what is pending fails."""
@@ -147,6 +151,11 @@ class NamedQueue:
         with self._condition:
             self._closing = True
             self._condition.notify()
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="collectives-named", daemon=True)
+            self._thread.start()
 
     # ---- the background thread
 

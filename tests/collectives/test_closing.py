@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+import collectives
 from collectives import Communicator, Settings, run_on_threads
 
 
@@ -38,3 +39,10 @@ def test_abandoning_an_unused_communicator_ends_its_thread() -> None:
     for thread in {thread for threads in run_on_threads(2, abandon) for thread in threads} - before:
         thread.join(60.0)
         assert not thread.is_alive()
+
+
+def test_one_rank_alone_needs_no_thread() -> None:
+    before = set(threading.enumerate())
+    with collectives.connect("single") as communicator:
+        communicator.barrier()
+        assert set(threading.enumerate()) == before

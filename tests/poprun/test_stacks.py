@@ -39,6 +39,22 @@ def test_nothing_where_no_line_is_shown(stack):
     assert innermost_line(stack) == ""
 
 
+def test_nothing_where_there_are_too_many_threads_to_show_the_main_one():
+    is_over = threading.Event()
+    others = [threading.Thread(target=is_over.wait) for _ in range(101)]
+    for other in others:
+        other.start()
+    try:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            assert innermost_line(file.read()) == ""
+    finally:
+        is_over.set()
+        for other in others:
+            other.join()
+
+
 def test_what_faulthandler_writes_while_other_threads_run():
     is_over = threading.Event()
     other = threading.Thread(target=is_over.wait)
