@@ -85,8 +85,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what the tests of this process, and its workers, share."""
     if SERVER_VARIABLE not in os.environ:  # or a worker of pytest-xdist, which inherits it
-        cores = len(os.sched_getaffinity(0))
-        os.environ[SERVER_VARIABLE] = TokenServer(cores + 1, cores).address
+        os.environ[SERVER_VARIABLE] = TokenServer(len(os.sched_getaffinity(0)) + 1).address  # one more: jobs also wait
     take_signals_as_in_a_terminal()
     config.stash[LOOKOUT] = Lookout()
     share_compiled_programs(config)

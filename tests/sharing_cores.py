@@ -35,17 +35,15 @@ class TokenServer:
     """Gives out tokens until its process ends.
 
     Args:
-        tokens: how many there are.
-        most: as many as one may have; who asks for more gets these.
+        tokens: how many there are; who asks for more gets them all.
 
     Attributes:
         address: of its socket, which has no file.
     """
 
-    def __init__(self, tokens: int, most: int) -> None:
+    def __init__(self, tokens: int) -> None:
         self.address = f"test-cores-{os.getpid()}-{secrets.token_hex(8)}"
-        self._free = tokens
-        self._most = most
+        self._free = self._most = tokens
         self._changed = threading.Condition()
         self._waiting: list[_Turn] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+EVERYTHING = 255
+"""As many cores as a test asks for beside which no other one is to run (`@pytest.mark.cores(EVERYTHING)`)."""
 LOOK_S = 0.02
 PAUSE_S = 0.05
 """Between two looks no more than this is counted: a virtual machine may stand still for a second or two."""

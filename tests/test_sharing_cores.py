@@ -38,7 +38,7 @@ class Holder:
 
 
 def test_as_many_are_let_in_as_fit():
-    server, log = TokenServer(3, 3), []
+    server, log = TokenServer(3), []
     holders = [Holder(server, count, log, str(count)) for count in (1, 2)]
     assert all(holder.is_in.wait(LIMIT_S) for holder in holders)
     third = Holder(server, 1, log, "third")
@@ -51,7 +51,7 @@ def test_as_many_are_let_in_as_fit():
 
 
 def test_more_than_there_are_is_all_of_them():
-    server, log = TokenServer(2, 2), []
+    server, log = TokenServer(2), []
     greedy = Holder(server, 100, log, "greedy")
     assert greedy.is_in.wait(LIMIT_S)
     modest = Holder(server, 1, log, "modest")
@@ -63,7 +63,7 @@ def test_more_than_there_are_is_all_of_them():
 
 
 def test_one_who_waits_for_more_is_overtaken_a_few_times_and_then_no_more():
-    server, log = TokenServer(2, 2), []
+    server, log = TokenServer(2), []
     with cores_of(server.address, 1):
         waiting = Holder(server, 2, log, "two")
         wait_until_awaited(server)

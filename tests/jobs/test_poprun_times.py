@@ -12,9 +12,9 @@ import sys
 
 import pytest
 from poprun_jobs import MPI_HEAD, Job, await_none, start, two
-from stopwatch import Stopwatch
+from stopwatch import EVERYTHING, Stopwatch
 
-pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(EVERYTHING), pytest.mark.timeout(240)]
 
 WAITS = "print('ready', rank, flush=True)\nsignal.pause()\n"
 LISTENS_TO_NOTHING = (
