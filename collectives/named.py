@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -154,28 +155,34 @@ class NamedQueue:
 
     def _ensure_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="collectives-named", daemon=True)
+            arguments = weakref.ref(self), self._condition
+            self._thread = threading.Thread(target=_serve, args=arguments, name="collectives-named", daemon=True)
             self._thread.start()
+            weakref.finalize(self, _wake, self._condition).atexit = False
 
     # ---- the background thread
 
-    def _work(self) -> None:
+    def work(self) -> bool:
+        """Make rounds for as long as there is a reason; whether there may be one again."""
         try:
-            while self._await_work():
+            while self._has_work():
                 if not self._round():
                     time.sleep(_IDLE_ROUND_S)
         except BaseException as error:
             self._fail_all(error)
+            return False
+        return not self._closing
 
-    def _await_work(self) -> bool:
-        """Wait until there is a reason for a round; whether there is one."""
+    def is_called(self) -> bool:
+        """Whether there is a reason for a round, or none will come any more."""
+        return self._is_wanted() or self._closing
+
+    def _has_work(self) -> bool:
         with self._condition:
-            while not (self._is_wanted() or self._closing):
-                self._condition.wait()
             if self._watch.cancelled and not self._is_wanted():
                 return False
             everybody_closed = len(self._closed_ranks) == self._transport.size
-            return not (everybody_closed and not self._new)
+            return self.is_called() and not (everybody_closed and not self._new)
 
     def _is_wanted(self) -> bool:
         """Whether this rank has started something that has not ended."""
@@ -272,3 +279,20 @@ class NamedQueue:
         for handle in handles:
             if not handle.done():
                 handle._fail(self._failure)
+
+
+def _serve(reference: weakref.ref[NamedQueue], condition: threading.Condition) -> None:
+    """Work for a queue until it is closed, or nobody has it any more."""
+    while True:
+        with condition:
+            while (queue := reference()) is not None and not queue.is_called():
+                del queue
+                condition.wait()
+        if queue is None or not queue.work():
+            return
+        del queue
+
+
+def _wake(condition: threading.Condition) -> None:
+    with condition:
+        condition.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -46,3 +47,21 @@ def test_one_rank_alone_needs_no_thread() -> None:
     with collectives.connect("single") as communicator:
         communicator.barrier()
         assert set(threading.enumerate()) == before
+
+
+def test_the_thread_of_a_group_that_nobody_has_any_more_ends() -> None:
+    before = set(threading.enumerate())
+
+    def forget(communicator: Communicator) -> list[threading.Thread]:
+        group = communicator.subgroup(range(2))
+        group.barrier()
+        started = [thread for thread in threading.enumerate() if thread.name == "collectives-named"]
+        communicator.barrier()
+        return started
+
+    started = {thread for threads in run_on_threads(2, forget) for thread in threads} - before
+    assert len(started) == 4
+    gc.collect()
+    for thread in started:
+        thread.join(60.0)
+        assert not thread.is_alive()

@@ -1,7 +1,5 @@
-import faulthandler
+import subprocess
 import sys
-import tempfile
-import threading
 
 import pytest
 
@@ -39,32 +37,19 @@ def test_nothing_where_no_line_is_shown(stack):
     assert innermost_line(stack) == ""
 
 
-def test_nothing_where_there_are_too_many_threads_to_show_the_main_one():
-    is_over = threading.Event()
-    others = [threading.Thread(target=is_over.wait) for _ in range(101)]
-    for other in others:
-        other.start()
-    try:
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            assert innermost_line(file.read()) == ""
-    finally:
-        is_over.set()
-        for other in others:
-            other.join()
-
-
-def test_what_faulthandler_writes_while_other_threads_run():
-    is_over = threading.Event()
-    other = threading.Thread(target=is_over.wait)
+DUMPING = """\
+import faulthandler, sys, threading
+is_over = threading.Event()
+others = [threading.Thread(target=is_over.wait) for _ in range(int(sys.argv[1]))]
+for other in others:
     other.start()
-    try:
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            line = sys._getframe().f_lineno - 1
-            file.seek(0)
-            assert innermost_line(file.read()) == f"{__file__}, line {line}, in {sys._getframe().f_code.co_name}"
-    finally:
-        is_over.set()
-        other.join()
+faulthandler.dump_traceback(sys.stdout, all_threads=True)
+is_over.set()
+"""
+
+
+@pytest.mark.parametrize(("others", "line"), [(1, "<string>, line 6, in <module>"), (101, "")])
+def test_what_faulthandler_writes_while_other_threads_run(others, line):
+    """It shows a hundred threads, the newest first."""
+    dump = subprocess.run([sys.executable, "-c", DUMPING, str(others)], capture_output=True, text=True, check=True)
+    assert innermost_line(dump.stdout) == line
