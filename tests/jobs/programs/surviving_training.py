@@ -58,7 +58,7 @@ def count(event: str, _: float, **details: object) -> None:
 
 def wait_for_the_background() -> None:
     for thread in threading.enumerate():
-        if thread.name == "compile-ahead":
+        if thread.name == "compile-ahead" and thread.is_alive():  # that of another instance may just be about to start
             thread.join(LIMIT_S)
 
 
