@@ -87,7 +87,7 @@ def test_threads_run_the_same_executable_at_once():
 
 def test_results_take_over_what_is_donated():
     program = Program(lambda x, y: y + 1, None, donated=[1])
-    taken = jax.device_put(np.zeros(4096, np.float32), DEVICE, may_alias=False)
+    taken = jax.block_until_ready(jax.jit(lambda: jnp.zeros(4096))())
     place = taken.unsafe_buffer_pointer()
     result = program.compiled(DEVICE, np.float32(0), taken)(np.float32(0), taken)
     assert taken.is_deleted()
