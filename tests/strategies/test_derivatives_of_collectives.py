@@ -7,10 +7,8 @@ that of the sum of what all replicas compute.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import strategies
 from strategies import cross_replica_ops as ops
 from strategies import get_replica_context
 
