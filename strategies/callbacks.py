@@ -17,6 +17,7 @@ from strategies.collective_equations import EQUATION
 from strategies.dependencies import behind, is_true
 
 _CALLBACKS = frozenset({"io_callback", EQUATION})
+_BODIES = (core.Jaxpr, core.ClosedJaxpr)
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_vjp_call", "custom_jvp_call"})
 
 
@@ -89,12 +90,12 @@ def _with_ordered_bodies(equation: Any) -> Any:
 
 
 def _ordered_body(value: Any) -> Any:
-    if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
+    if isinstance(value, tuple) and any(isinstance(one, _BODIES) for one in value):
         return tuple(_ordered_body(one) for one in value)
-    if isinstance(value, core.Jaxpr):  # as in jax.checkpoint; it has no constants
-        return _ordered_body(core.ClosedJaxpr(value, ())).jaxpr
-    if not isinstance(value, core.ClosedJaxpr) or not _calls_back(value.jaxpr):
+    if not isinstance(value, _BODIES) or not _calls_back(value):
         return value
+    if not isinstance(value, core.ClosedJaxpr):  # as in jax.checkpoint; it has no constants
+        return _ordered_body(core.ClosedJaxpr(value, ())).jaxpr
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in value.in_avals]
     return jax.make_jaxpr(lambda *arguments: _evaluate(value, arguments, []))(*shapes)
 
@@ -102,7 +103,8 @@ def _ordered_body(value: Any) -> Any:
 def _equation_calls_back(equation: Any) -> bool:
     if equation.primitive.name in _CALLBACKS:
         return True
-    return any(_calls_back(inner) for inner in core.jaxprs_in_params(equation.params))
+    values = [one for value in equation.params.values() for one in (value if isinstance(value, tuple) else (value,))]
+    return any(_calls_back(value) for value in values if isinstance(value, _BODIES))
 
 
 def _calls_back(jaxpr: Any) -> bool:
