@@ -46,7 +46,9 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Any], last: list[Any
     for equation in jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in _CALLS and _equation_calls_back(equation):
+        if _is_call(equation) and _equation_calls_back(equation):
+            if equation.params.get("prevent_cse"):  # as JAX does where it lowers jax.checkpoint
+                given = jax.lax.optimization_barrier(given)
             body = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
             results = _evaluate(body, given, last)
         elif _equation_calls_back(equation):
@@ -56,6 +58,11 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Any], last: list[Any
             results = _bind(jaxpr, equation, given)
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _is_call(equation: Any) -> bool:
+    """Whether XLA sees what is inside only: where operands are not there yet, some of it may begin."""
+    return equation.primitive.name in _CALLS or "prevent_cse" in equation.params
 
 
 def _bind(jaxpr: Any, equation: Any, given: Sequence[Any]) -> list[Any]:
@@ -90,12 +97,10 @@ def _with_ordered_bodies(equation: Any) -> Any:
 
 
 def _ordered_body(value: Any) -> Any:
-    if isinstance(value, tuple) and any(isinstance(one, _BODIES) for one in value):
+    if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
         return tuple(_ordered_body(one) for one in value)
-    if not isinstance(value, _BODIES) or not _calls_back(value):
+    if not isinstance(value, core.ClosedJaxpr) or not _calls_back(value.jaxpr):
         return value
-    if not isinstance(value, core.ClosedJaxpr):  # as in jax.checkpoint; it has no constants
-        return _ordered_body(core.ClosedJaxpr(value, ())).jaxpr
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in value.in_avals]
     return jax.make_jaxpr(lambda *arguments: _evaluate(value, arguments, []))(*shapes)
 
