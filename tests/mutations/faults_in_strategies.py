@@ -109,9 +109,9 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="the gradient of a mean over replicas is a sum",
-        path="strategies/cross_replica_ops.py",
-        old='(group.reduced("mean", name), group.reduced("mean", f"{name}/gradient"))',
-        new='(group.reduced("mean", name), group.reduced("sum", f"{name}/gradient"))',
+        path="strategies/collective_equations.py",
+        old="return collective(index, cotangent)",
+        new='return replace(collective, kind=Reduce("sum"))(index, cotangent)',
         caught_by=(
             "tests/strategies/test_cross_replica_ops.py::test_gradients_are_those_of_the_sum_of_all_replicas_losses",
         ),

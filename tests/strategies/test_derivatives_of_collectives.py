@@ -246,3 +246,11 @@ def test_the_equations_are_the_same_for_every_spread(on_instances):
     found = [traced for instances in (1, 2, 4) for traced in on_instances(instances, REPLICAS, printed)]
     assert found[0]
     assert all(one == found[0] for one in found)
+
+
+def test_scalars_are_gathered_and_reduced_in_groups_across_instances(on_instances):
+    def program(x):
+        return ops.all_gather(x), ops.cross_replica_sum(x, 2, orthogonal=True), ops.cross_replica_mean(x, 4)
+
+    for replica, (all_of_them, of_pair, mean) in enumerate(on_all(on_instances, 2, program, np.float32([1, 2, 3, 5]))):
+        assert (all_of_them.tolist(), of_pair, mean) == ([1, 2, 3, 5], (4, 7)[replica % 2], 2.75)
