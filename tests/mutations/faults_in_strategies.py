@@ -8,15 +8,15 @@ IN_STRATEGIES = (
     Fault(
         name="two replicas get the same random key",
         path="strategies/replica_program.py",
-        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), replica)",
+        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)",
         new="jax.random.fold_in(jax.random.key(self._seed), control[STEP])",
         caught_by=("tests/strategies/test_trainer.py::TestKeys::test_differ_for_each_replica_and_step",),
     ),
     Fault(
         name="a replica gets the same random key in two steps",
         path="strategies/replica_program.py",
-        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), replica)",
-        new="jax.random.fold_in(jax.random.key(self._seed), replica)",
+        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)",
+        new="jax.random.fold_in(jax.random.key(self._seed), index)",
         caught_by=("tests/strategies/test_trainer.py::TestKeys::test_differ_for_each_replica_and_step",),
     ),
     Fault(
