@@ -151,7 +151,7 @@ class ShardedUpdate(Update):
         # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
         gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)
         parts = self._take(variables, first)
-        changes, optimizer_state = self._optimizer.update(gradients, optimizer_state, parts, gradient_norm=norm)
+        changes, optimizer_state = self._changes(gradients, optimizer_state, parts, norm)
         if not self._settings.rounds_stochastically:
             return optax.apply_updates(parts, changes), optimizer_state
         bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
