@@ -9,7 +9,7 @@ contraction sums, products, quotients and square roots are those of IEEE 754, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,10 +49,22 @@ def _evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], ze
     def value(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
+    summed = set(_summed(jaxpr))
     for equation in jaxpr.eqns:
         results = _results(equation, [value(atom) for atom in equation.invars], zero)
+        if equation.primitive.name in _PRODUCTS and equation.outvars[0] in summed:
+            results = [_rounded(results[0], zero)]
         values.update(zip(equation.outvars, results, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
+
+
+def _summed(jaxpr: Any) -> Iterator[Any]:
+    """What goes into anything but products, so perhaps into a sum.
+
+    Of other products XLA may choose the form: it makes one division of two, which is the same everywhere, and faster.
+    """
+    read = [equation.invars for equation in jaxpr.eqns if equation.primitive.name not in _PRODUCTS]
+    return (atom for atoms in [*read, jaxpr.outvars] for atom in atoms if not isinstance(atom, core.Literal))
 
 
 def _results(equation: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
@@ -67,8 +79,7 @@ def _results(equation: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[A
     if body is not None and len(equation.invars) == len(getattr(body, "jaxpr", body).invars):  # a call
         return _evaluate(getattr(body, "jaxpr", body), getattr(body, "consts", ()), given, zero)
     bound = equation.primitive.bind(*given, **params)
-    results = bound if equation.primitive.multiple_results else [bound]
-    return [_rounded(result, zero) for result in results] if name in _PRODUCTS else results
+    return bound if equation.primitive.multiple_results else [bound]
 
 
 def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
