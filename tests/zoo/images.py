@@ -47,7 +47,9 @@ def patches_loss(variables, batch, key):
     """The same convolutions as products with patches."""
 
     def of_patches(images, kernel):
-        return jax.lax.conv_general_dilated_patches(images, (3, 3), (1, 1), "SAME", dimension_numbers=DIMENSIONS) @ kernel
+        return (
+            jax.lax.conv_general_dilated_patches(images, (3, 3), (1, 1), "SAME", dimension_numbers=DIMENSIONS) @ kernel
+        )
 
     hidden = pooled(jax.nn.relu(of_patches(batch["image"], variables["first"])))
     hidden = recomputation_checkpoint(hidden)

@@ -19,11 +19,6 @@ def _attention(**options: object) -> Model:
 
 
 MODELS = {
-    "mlp": _mlp(),
-    "cnn": Model(
-        images.cnn_loss, lambda: variables_of(first=(3, 3, 1, 24), second=(3, 3, 24, 24), last=(96, 10)), digits, 8
-    ),
-    "patches": Model(images.patches_loss, lambda: variables_of(first=(9, 24), second=(216, 24), last=(96, 10)), digits),
     "transformer": Model(
         sequences.transformer_loss,
         lambda: {
@@ -34,6 +29,10 @@ MODELS = {
         },
         sentences,
     ),
+    "mlp": _mlp(),
+    "cnn": Model(
+        images.cnn_loss, lambda: variables_of(first=(3, 3, 1, 24), second=(3, 3, 24, 24), last=(96, 10)), digits, 8
+    ),
     "batch_norm": Model(
         images.batch_norm_loss,
         lambda: variables_of(
@@ -42,6 +41,7 @@ MODELS = {
         digits,
         16,
     ),
+    "patches": Model(images.patches_loss, lambda: variables_of(first=(9, 24), second=(216, 24), last=(96, 10)), digits),
     "norms": Model(
         images.norms_loss,
         lambda: variables_of(
@@ -55,6 +55,17 @@ MODELS = {
         series,
     ),
     "attention": _attention(),
+    "experts": Model(
+        choosing.experts_loss,
+        lambda: variables_of(first=(64, 48), router=(48, 5), up=(5, 48, 65), down=(5, 65, 48), last=(48, 10)),
+        digits,
+        8,
+    ),
+    "embedding": Model(
+        choosing.embedding_loss,
+        lambda: variables_of(table=(WORDS, 64), hidden=(64, 33), weight=(33, 1), bag=(WORDS, 10), last=(33, 10)),
+        sentences,
+    ),
     "cumsum": Model(
         sequences.cumsum_loss, lambda: variables_of(given=(8, 64), gate=(8, 64), scale=(64,), last=(64, 10)), series
     ),
@@ -62,17 +73,6 @@ MODELS = {
         sequences.fft_loss,
         lambda: variables_of(given=(8, 33), real=(25, 33), imaginary=(25, 33), last=(33, 10)),
         series,
-    ),
-    "embedding": Model(
-        choosing.embedding_loss,
-        lambda: variables_of(table=(WORDS, 64), hidden=(64, 33), weight=(33, 1), bag=(WORDS, 10), last=(33, 10)),
-        sentences,
-    ),
-    "experts": Model(
-        choosing.experts_loss,
-        lambda: variables_of(first=(64, 48), router=(48, 5), up=(5, 48, 65), down=(5, 65, 48), last=(48, 10)),
-        digits,
-        8,
     ),
     "loops": Model(
         choosing.loops_loss, lambda: variables_of(first=(64, 40), again=(40, 40), other=(40, 40), last=(40, 10)), digits
