@@ -1,10 +1,10 @@
 """Every product rounded by itself, so that elements have the same bits wherever in an array they lie.
 
 XLA's CPU backend lets LLVM contract a product and a sum to one operation with a single rounding (a fused multiply-add).
-Where two products are added, only one of them can be, and which one it is depends on the loop around them: on its
-length, on whether it is vectorised, and on what else is fused into it. So an update of a part of an array could differ in
-the last bit from that of the whole; seen with Adam behind a clip, schedule-free, and `optax.MultiSteps`. Without
-contraction sums, products, quotients and square roots are those of IEEE 754, which has no choice.
+Of two products that are added only one can be, and which one it is depends on the loop around them: on its length, on
+whether it is vectorised, and on what else is fused into it. So an update of a part of an array could differ in the last
+bit from that of the whole; seen with AdamW behind a clip, Adan, schedule-free and `optax.MultiSteps`. Without it
+sums, products, quotients and square roots are those of IEEE 754, which leaves no choice.
 """
 
 from __future__ import annotations

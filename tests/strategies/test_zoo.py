@@ -71,10 +71,10 @@ def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances
 @pytest.mark.parametrize(
     ("optimizer", "names"),
     [
-        ("momentum", ["transformer", "batch_norm"]),
+        ("momentum", ["batch_norm", "attention"]),
         *(
             pytest.param("momentum", names, marks=pytest.mark.complete)
-            for names in (["cnn", "patches", "norms", "lstm", "attention"], ["experts", "embedding", "cumsum", "fft"])
+            for names in (["transformer", "cnn", "patches"], ["norms", "lstm", "experts", "embedding", "cumsum", "fft"])
         ),
         pytest.param("momentum", ["loops", "sorting", "bfloat16", "float16"], marks=pytest.mark.complete),
         *(pytest.param(each, ["mlp"], marks=pytest.mark.complete) for each in OPTIMIZERS),

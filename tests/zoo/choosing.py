@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from zoo.images import cross_entropy, flat
 
 from strategies import recomputation_checkpoint
+from zoo.images import cross_entropy, flat
 
 
 def embedding_loss(variables, batch, key):

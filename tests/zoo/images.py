@@ -65,12 +65,15 @@ def normalised(x, axes):
 
 
 def batch_norm_loss(variables, batch, key):
-    """Statistics are those of the micro-batch."""
-    hidden = normalised(convolution(batch["image"], variables["first"]), (0, 1, 2))
-    hidden = jax.nn.relu(hidden * variables["scale"] + variables["offset"])
-    hidden = recomputation_checkpoint(hidden.mean((1, 2)))
-    hidden = jax.nn.relu(normalised(hidden @ variables["second"], 0) * variables["second_scale"])
-    return cross_entropy(hidden @ variables["last"], batch["label"])
+    """Statistics are those of the micro-batch, written as textbooks have them."""
+
+    def of_batch(x):
+        return (x - x.mean(0)) / jnp.sqrt(x.var(0) + EPSILON)
+
+    hidden = of_batch(flat(batch) @ variables["first"]) * variables["scale"] + variables["offset"]
+    hidden = recomputation_checkpoint(jax.nn.relu(hidden))
+    hidden = of_batch(hidden @ variables["second"]) * variables["second_scale"] + variables["second_offset"]
+    return cross_entropy(jax.nn.relu(hidden) @ variables["last"], batch["label"])
 
 
 def norms_loss(variables, batch, key):

@@ -15,7 +15,7 @@ def _mlp(**options: object) -> Model:
 
 
 def _attention(**options: object) -> Model:
-    return Model(sequences.attention_loss, lambda: variables_of(**ATTENTION), series, options=options)
+    return Model(sequences.attention_loss, lambda: variables_of(**ATTENTION), series, 32, options)
 
 
 MODELS = {
@@ -36,7 +36,13 @@ MODELS = {
     "batch_norm": Model(
         images.batch_norm_loss,
         lambda: variables_of(
-            first=(3, 3, 1, 65), scale=(65,), offset=(65,), second=(65, 33), second_scale=(33,), last=(33, 10)
+            first=(64, 257),
+            scale=(257,),
+            offset=(257,),
+            second=(257, 129),
+            second_scale=(129,),
+            second_offset=(129,),
+            last=(129, 10),
         ),
         digits,
         16,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from zoo.images import cross_entropy, normalised
 
 from strategies import recomputation_checkpoint
+from zoo.images import cross_entropy, normalised
 
 HEADS = 4
 KEPT = 0.9

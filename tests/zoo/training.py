@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from zoo.model import Model
-from zoo.optimizers import OPTIMIZERS
 
 import strategies
 from strategies.shards import PartOfArray
+from zoo.model import Model
+from zoo.optimizers import OPTIMIZERS
 
 
 def fingerprints(

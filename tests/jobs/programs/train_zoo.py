@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT / "launch_scripts"), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from zoo import MODELS, OPTIMIZERS, fingerprints
 
