@@ -50,9 +50,7 @@ class ShardedUpdate(Update):
         if min_elements < 1:
             raise ValueError(f"min_elements_for_sharding is {min_elements}; it is at least 1")
         super().__init__(strategy, optimizer, settings)
-        self._shards = Shards(
-            strategy.num_replicas_in_sync, len(strategy.local_replicas), min_elements, is_aligned=True
-        )
+        self._shards = Shards(strategy.num_replicas_in_sync, len(strategy.local_replicas), min_elements)
         self._first = np.int32(strategy.local_replicas.start)
         self._divide = self._compiled(self._divided, donate_argnums=(1,))
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
