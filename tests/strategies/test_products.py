@@ -52,6 +52,18 @@ def test_no_product_is_contracted_with_a_sum(function, length):
     np.testing.assert_array_equal(found, two_products(*numbers))
 
 
+@pytest.mark.parametrize("length", [1, 33, 65_537])
+def test_roots_are_rounded_before_anything_is_done_with_them(length):
+    a, b = np.abs(ROWS[0, :length]), ROWS[1, :length]
+    quotient, reciprocal, total = jax.jit(
+        with_rounded_products(lambda a, b: (b / jnp.sqrt(a), jax.lax.rsqrt(a), jnp.sqrt(a) + b))
+    )(a, b)
+    root = np.sqrt(a)
+    np.testing.assert_array_equal(quotient, b / root)
+    np.testing.assert_array_equal(reciprocal, np.float32(1) / root)
+    np.testing.assert_array_equal(total, root + b)
+
+
 def test_results_are_those_of_a_scan_and_keep_their_structure():
     def sums(tree, *, scale):
         total, every = jax.lax.scan(lambda total, row: (total + scale * row, total), tree["first"], tree["rows"])
