@@ -60,15 +60,15 @@ def first_inside(record: Record) -> Difference | None:
 def are_same(one: Record, other: Record, until: Place) -> bool:
     """Whether two runs of one kind were the same up to a step, also where their instances differ alike."""
 
-    def digests(record: Record) -> list[tuple[Place, str, str, list[str]]]:
-        return [
-            (place, part, name, sorted(found))
+    def digests(record: Record) -> dict[tuple[Place, str, str], list[str]]:
+        return {
+            (place, part, name): sorted(found)
             for place, step in record.steps.items()
             if place <= until
             for part in PARTS
             if part != START
             for name, found in step.parts.get(part, {}).items()
-        ]
+        }
 
     return digests(one) == digests(other)
 

@@ -158,7 +158,7 @@ def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
     for path in record_files(folder):
         if path not in but:
             lines += _with_instance(_lines_of(path))
-    return record_of(lines, folder)
+    return record_of(sorted(lines, key=lambda each: each[0]), folder)
 
 
 def record_files(folder: Path) -> list[Path]:

@@ -89,7 +89,7 @@ class Asked:
         if not self.line.program and self.against is None:
             raise UsageError(f"no program given; {USAGE.splitlines()[0]}")
         for spread in self.spreads:
-            if spread < 1 or self.replicas % spread:
+            if spread < 1 or (self.knows_replicas and self.replicas % spread):
                 fitting = ",".join(str(each) for each in divisors(self.replicas))
                 raise UsageError(
                     f"--spreads names {spread} instances for {self.replicas} replicas, which must divide evenly: "
@@ -97,6 +97,11 @@ class Asked:
                 )
         if set(self.transports) == {GRPC} and self.faults:
             raise UsageError("--inject needs shrink, which works over MPI, and --transports names only grpc; add mpi")
+
+    @property
+    def knows_replicas(self) -> bool:
+        """Whether R is known, and not that of a certificate."""
+        return self.against is None or "num-replicas" in self.line.values
 
     @property
     def replicas(self) -> int:
