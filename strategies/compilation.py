@@ -63,11 +63,24 @@ def _processor() -> str:
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
-def compiled_in_turn(program: Any, folder: Path | None, wait_s: float = WAIT_S) -> Callable[..., Any]:
-    """The same jitted program; at its first call one instance of the host compiles, and the others load what it made.
+def compile_in_turn(lowered: Any, folder: Path | None, wait_s: float = WAIT_S) -> Any:
+    """Compile a program; one instance of the host does it, and the others load what it made.
 
     The instances take turns in the order in which they come. One that dies gives up its turn; one that has waited for
     `wait_s` compiles by itself. Programs that call back into Python are compiled by all, since JAX does not keep them.
+
+    Args:
+        lowered: what `jax.jit(...).lower(...)` has returned.
+        folder: of the executables; None to compile at once.
+        wait_s: seconds.
+    """
+    is_kept = folder is not None and _CALLBACK not in lowered.as_text()
+    with turn(folder, wait_s) if is_kept and folder else contextlib.nullcontext():
+        return lowered.compile()
+
+
+def compiled_in_turn(program: Any, folder: Path | None, wait_s: float = WAIT_S) -> Callable[..., Any]:
+    """The same jitted program, which is compiled with `compile_in_turn` at its first call.
 
     Args:
         program: what `jax.jit` returned.
@@ -75,19 +88,6 @@ def compiled_in_turn(program: Any, folder: Path | None, wait_s: float = WAIT_S) 
         wait_s: seconds.
     """
     return program if folder is None else _InTurn(program, folder, wait_s)
-
-
-def compile_now(program: Callable[..., Any], *shapes: Any) -> None:
-    """Compile what `compiled_in_turn` has returned without calling it; calls with such arguments find it compiled.
-
-    Args:
-        program: see there.
-        shapes: of its arguments: `jax.ShapeDtypeStruct`s that lie where the arguments will, or NumPy arrays.
-    """
-    if isinstance(program, _InTurn):
-        program.compile(*shapes)
-    else:
-        program.lower(*shapes).compile()  # type: ignore[attr-defined]  # it is what jax.jit has returned
 
 
 class _InTurn:
@@ -101,16 +101,9 @@ class _InTurn:
 
     def __call__(self, *arguments: Any) -> Any:
         if not self._is_compiled and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
-            self.compile(*arguments)
+            self._is_compiled = True
+            compile_in_turn(self._program.lower(*arguments), self._folder, self._wait_s)
         return self._program(*arguments)
-
-    def compile(self, *arguments: Any) -> None:
-        """Compile for such arguments: in turn, if JAX keeps the program."""
-        self._is_compiled = True
-        lowered = self._program.lower(*arguments)
-        is_kept = _CALLBACK not in lowered.as_text()
-        with turn(self._folder, self._wait_s) if is_kept else contextlib.nullcontext():
-            lowered.compile()
 
 
 @contextlib.contextmanager

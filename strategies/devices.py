@@ -1,17 +1,17 @@
-"""The simulated devices on which an instance runs its replicas."""
+"""The devices on which an instance runs its replicas, and the threads that do it."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,29 +19,33 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from popdist.environments import thread_pool_setting, thread_pool_size
 from popdist.environments.threads import VARIABLE as POOL_VARIABLE
 from strategies.callbacks import in_order
-from strategies.compilation import compiled_in_turn, use_executable_cache
+from strategies.compilation import use_executable_cache
+from strategies.programs import Program
 from strategies.right_sums import insist_on_right_sums, use_right_sums
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-AXIS = "replica"
-_HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
+THREADS = "replica"
+"""The names of threads that run replicas begin with it."""
 
 
 @dataclass(frozen=True)
 class ReplicaDevices:
     """Where the local replicas run: `width` at a time, in as many waves as that takes.
 
+    A replica's program is compiled for a single device and knows neither its neighbours nor their number. On CPUs all
+    replicas share one device, and one executable, which a thread for each of them runs.
+
     Attributes:
-        devices: one device per replica of a wave.
+        devices: one for each replica of a wave; on CPUs the same one for all.
         replicas: the global indices of the local replicas.
-        calls_back: whether collectives of compiled programs leave them.
         executables: the folder where compiled programs are kept; None to compile them at every start.
     """
 
     devices: tuple[jax.Device, ...]
     replicas: range
-    calls_back: bool = False
     executables: Path | None = None
 
     @property
@@ -51,7 +55,7 @@ class ReplicaDevices:
 
     @property
     def waves(self) -> int:
-        """How often the program runs for one step of all local replicas."""
+        """How often `width` replicas run for one step of all local replicas."""
         return len(self.replicas) // self.width
 
     @property
@@ -59,78 +63,101 @@ class ReplicaDevices:
         """Whether all local replicas run at once, so that they can wait for each other."""
         return self.waves == 1
 
-    @cached_property
-    def mesh(self) -> Mesh:
-        """The devices along the axis `AXIS`."""
-        return Mesh(np.array(self.devices), (AXIS,))
+    @property
+    def is_cpu(self) -> bool:
+        """Whether replicas run on the host's processor."""
+        return bool(self.devices[0].platform == "cpu")
 
-    @cached_property
-    def split(self) -> NamedSharding:
-        """Each replica has its part of the first axis."""
-        return NamedSharding(self.mesh, PartitionSpec(AXIS))
+    def device_of(self, position: int) -> jax.Device:
+        """Where the local replica at this position runs."""
+        return self.devices[position % self.width]
 
-    @cached_property
-    def copied(self) -> NamedSharding:
-        """Each replica has all of it."""
-        return NamedSharding(self.mesh, PartitionSpec())
+    @functools.cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.width, THREADS)
 
-    def compile(
-        self, function: Callable[..., Any], is_split: Sequence[bool], donated: Sequence[int] = ()
-    ) -> Callable[..., Any]:
-        """One program in which every replica of a wave runs `function`.
+    # ---- programs
+
+    def compile(self, function: Callable[..., Any], donated: Sequence[int] = ()) -> Program:
+        """The program of one replica, to be run by all of them.
 
         Args:
-            function: the program of one replica; its results are concatenated along their first axis.
-            is_split: for each argument whether the replicas get their parts of its first axis, or all of it.
+            function: what a replica computes.
             donated: the arguments whose memory the results may take over.
         """
-        specs = tuple(PartitionSpec(AXIS) if split else PartitionSpec() for split in is_split)
-        function = in_order(function) if self.calls_back else function
-        # With check_vma JAX would add up the gradients of what the replicas share, in an order of its own.
-        spread = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False)
-        return compiled_in_turn(
-            jax.jit(spread, donate_argnums=tuple(donated), keep_unused=bool(donated)), self.executables
-        )
+        return Program(in_order(function), self.executables, donated)
 
-    def trace(
-        self, function: Callable[..., Any], arguments: Sequence[Any], is_split: Sequence[bool]
-    ) -> jax.extend.core.ClosedJaxpr:
-        """The equations of one replica's program.
+    def begin(
+        self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None
+    ) -> list[Future[T]]:
+        """Have threads do something for each local replica, for `width` of them at once.
 
         Args:
-            function: the program of one replica.
-            arguments: pytrees of the shapes that all replicas of a wave have together.
-            is_split: for each of them whether the replicas get their parts of its first axis.
+            work: takes the position of a local replica.
+            failed: called at once with what `work` raises for one of them, for whom others may be waiting.
         """
-        traced = []
 
-        def body(*arguments: Any) -> tuple[()]:
-            # Equations remember the mesh under which they were traced, so it has to be this one.
-            traced.append(jax.make_jaxpr(function)(*arguments))
-            return ()
+        def attempt(position: int) -> T:
+            try:
+                return work(position)
+            except BaseException as error:
+                failed(error)
+                raise
 
-        specs = tuple(PartitionSpec(AXIS) if split else PartitionSpec() for split in is_split)
-        spread = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=(), check_vma=False)
-        jax.eval_shape(spread, *arguments)
-        return traced[0]
+        return [self._threads.submit(attempt, position) for position in range(len(self.replicas))]
 
-    def cut_into_waves(self, tree: Any) -> Iterator[Any]:
-        """The parts of a tree whose leaves have all local replicas along the first axis, one per wave."""
-        if self.waves == 1:
-            yield tree
-            return
-        for wave in range(self.waves):
-            yield jax.tree.map(lambda leaf, w=wave: np.split(np.asarray(leaf), self.waves)[w], tree)
+    def each(self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None) -> list[T]:
+        """What `work` returns for each local replica; see `begin`. One replica alone runs in this thread.
+
+        Raises:
+            BaseException: what it has raised for the first of them, when all have ended.
+        """
+        if len(self.replicas) == 1:
+            return [work(0)]
+        futures = self.begin(work, failed)
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [future.result() for future in futures]
+
+    # ---- values
 
     def place(self, tree: Any) -> Any:
         """Put a host tree, with all local replicas along the first axis of its leaves, on the devices.
 
         In several waves it stays on the host until its wave comes.
         """
-        return jax.device_put(tree, self.split) if self.waves == 1 else tree
+        if self.waves > 1:
+            return tree
+        if len(set(self.devices)) == 1:
+            return jax.device_put(tree, self.devices[0])
+        return jax.device_put(tree, NamedSharding(Mesh(np.array(self.devices), ("replica",)), PartitionSpec("replica")))
 
-    def wave_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        """The shape of what one wave of replicas takes of a leaf that has all local replicas along its first axis.
+    def parts(self, tree: Any) -> list[Any]:
+        """A tree whose leaves have all local replicas along the first axis, cut without a copy into one for each."""
+        if len(self.replicas) == 1:
+            return [tree]
+        leaves, structure = jax.tree.flatten(tree)
+        cut = [self._cut(leaf) for leaf in leaves]
+        return [jax.tree.unflatten(structure, [parts[position] for parts in cut]) for position in self._positions]
+
+    @property
+    def _positions(self) -> range:
+        return range(len(self.replicas))
+
+    def _cut(self, leaf: Any) -> Sequence[Any]:
+        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+            shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+            if len(shards) == len(self.replicas):
+                return [shard.data for shard in shards]
+            leaf = np.asarray(leaf)
+        rows = leaf.shape[0] // len(self.replicas)
+        host = borrow(leaf)
+        return [host[position * rows : (position + 1) * rows] for position in self._positions]
+
+    def replica_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """The shape of what one replica takes of a leaf that has all local replicas along its first axis.
 
         Raises:
             ValueError: if it cannot be divided among them.
@@ -141,52 +168,17 @@ class ReplicaDevices:
                 f"a batch of shape {list(leaf.shape)} for {local} local replicas; "
                 "its first axis must be a multiple of their number"
             )
-        rows = leaf.shape[0] // self.waves
-        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+        shape = (leaf.shape[0] // local, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
-    def placed_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        """The shape of a wave's part of a leaf, and where it lies, if `place` has put the whole of it there."""
-        shape = self.wave_shape(leaf)
-        return shape if self.waves > 1 else jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self.split)
+    def share(self, tree: Any) -> Sequence[Any]:
+        """A tree that lies on the first device as each of the devices sees it; on CPUs nothing is copied."""
+        return [tree if device == self.devices[0] else jax.device_put(tree, device) for device in self.devices]
 
-    def shared_shape(self, leaf: jax.Array) -> jax.ShapeDtypeStruct:
-        """The shape of what `share` makes of an array, and where it lies."""
-        is_moved = self.width > 1 or self.devices[0].platform != "cpu"
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.copied if is_moved else leaf.sharding)
-
-    def share(self, tree: Any) -> Any:
-        """Show a tree that lies on the first device to all devices; on CPU nothing is copied."""
-        if self.devices[0].platform != "cpu":
-            return jax.device_put(tree, self.copied)
-        if self.width == 1:
-            return tree
-        leaves, structure = jax.tree.flatten(tree)
-        views = [borrow(leaf) for leaf in leaves]
-        aliases = [leaves] + [jax.device_put(views, device) for device in self.devices[1:]]
-        shared = [
-            jax.make_array_from_single_device_arrays(leaf.shape, self.copied, list(parts))
-            for leaf, *parts in zip(leaves, *aliases, strict=True)
-        ]
-        return jax.tree.unflatten(structure, shared)
-
-    def views(self, array: jax.Array) -> list[np.ndarray]:
-        """The parts of a split result as host arrays, one per replica; on CPU nothing is copied.
-
-        Let go of them before the array is donated: memory that somebody sees is not handed on.
-        """
-        if self.width == 1:
-            return [borrow(array)]
-        parts = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        return [borrow(part.data) for part in parts]
-
-    def zeros(self, size: int, dtype: np.dtype) -> jax.Array:
-        """An array of `size` zeros for each replica of a wave, behind each other."""
-        zeros: jax.Array = jax.device_put(np.zeros(self.width * size, dtype), self.split, may_alias=False)
+    def zeros(self, position: int, size: int, dtype: np.dtype) -> jax.Array:
+        """An array of `size` zeros of its own for the local replica at this position."""
+        zeros: jax.Array = jax.device_put(np.zeros(size, dtype), self.device_of(position), may_alias=False)
         return zeros
-
-    def zeros_shape(self, size: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
-        """The shape of what `zeros` makes, and where it lies."""
-        return jax.ShapeDtypeStruct((self.width * size,), dtype, sharding=self.split)
 
 
 def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
@@ -210,7 +202,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) -> ReplicaDevices:
-    """Find a device for each local replica; before JAX starts, simulate as many on the CPU as needed.
+    """Find a device for each local replica, and have JAX compute what is the same wherever they run.
 
     Args:
         replicas: the local replicas.
@@ -224,13 +216,8 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
     executables = use_executable_cache(os.environ)
     os.environ.update(thread_pool_setting(os.environ, total_replicas))
     use_right_sums(os.environ)
-    if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # else the user has said how many
-        try:
-            jax.config.update("jax_num_cpu_devices", len(replicas))
-        except RuntimeError:
-            logger.debug("JAX has started already, with %d devices", jax.local_device_count())
     found = choose_devices(replicas, local_index, executables)
-    if found.devices[0].platform == "cpu":
+    if found.is_cpu:
         insist_on_right_sums(os.environ)
         if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
             logger.info("%s is %s: keep it the same everywhere", POOL_VARIABLE, os.environ[POOL_VARIABLE])
@@ -246,7 +233,9 @@ def choose_devices(replicas: range, local_index: int = 0, executables: Path | No
         executables: the folder where compiled programs are kept.
     """
     devices = jax.local_devices()
-    start = 0 if devices[0].platform == "cpu" else local_index * len(replicas)
+    if devices[0].platform == "cpu":
+        return ReplicaDevices((devices[0],) * len(replicas), replicas, executables)
     width = max(width for width in range(1, len(replicas) + 1) if len(replicas) % width == 0 and width <= len(devices))
+    start = local_index * len(replicas)
     chosen = tuple(devices[(start + number) % len(devices)] for number in range(width))
-    return ReplicaDevices(chosen, replicas, executables=executables)
+    return ReplicaDevices(chosen, replicas, executables)

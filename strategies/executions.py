@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.devices import ReplicaDevices
 from strategies.fused_steps import FusedSteps
 from strategies.metrics import Metrics
 from strategies.probing import batch_like, variables_like
@@ -28,12 +27,10 @@ class Executions:
     """Makes steps in one program, after it has compared that with single steps.
 
     Args:
-        devices: of all replicas.
         update: of the variables.
     """
 
-    def __init__(self, devices: ReplicaDevices, update: Update) -> None:
-        self._devices = devices
+    def __init__(self, update: Update) -> None:
         self._update = update
         self._programs: dict[tuple[int, int], FusedSteps | None] = {}  # None where it has other bits
 
@@ -56,7 +53,7 @@ class Executions:
         """
         key = id(program), len(batches)
         if key not in self._programs:
-            fused = FusedSteps(self._devices, program, self._update)
+            fused = FusedSteps(program, self._update)
             if fused.has_effects(state.variables, self._update.on_device(state.optimizer_state), batches):
                 logger.info("steps are made one by one: the loss function calls back into Python, as feeds do")
                 self._programs[key] = None

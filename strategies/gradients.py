@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +15,9 @@ import jax
 import numpy as np
 
 from collectives.memory import aligned_empty
-from strategies.compilation import compile_now
-from strategies.devices import ReplicaDevices
+from strategies.devices import ReplicaDevices, borrow
 from strategies.flat import LARGE_BYTES, FlatLayout
+from strategies.programs import Program
 from strategies.segments import Part, Segment, cut
 from strategies.shards import Shards
 
@@ -49,31 +51,6 @@ class Bucket:
     scattered: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a gradient function.
-
-    Attributes:
-        shapes: (variables, batch, replica index, control words, what replicas keep), the shapes as all replicas of a
-            wave have them together.
-        is_split: for each whether the replicas get their parts of it.
-    """
-
-    shapes: tuple[Any, ...]
-    is_split: tuple[bool, ...]
-
-    @property
-    def structure(self) -> jax.tree_util.PyTreeDef:
-        """How to put flat arguments together."""
-        return jax.tree.structure(self.shapes)
-
-    @property
-    def split_leaves(self) -> list[bool]:
-        """`is_split` for each flat argument."""
-        pairs = zip(self.shapes, self.is_split, strict=True)
-        return [split for shape, split in pairs for _ in jax.tree.leaves(shape)]
-
-
 class GradientPlan:
     """The compiled programs behind the gradients, and how these will lie in buffers; has no such memory itself.
 
@@ -81,10 +58,10 @@ class GradientPlan:
     are on their way.
 
     Args:
-        devices: where the replicas run. Plans for as many replicas on the same devices are alike.
+        devices: where replicas run; on as many others of the same kind the plan is the same.
         function: `(variables, batch, replica index, control words, kept) -> (tail, *gradients, *kept)` of one replica;
             what it keeps is for its next step.
-        arguments: for which it is compiled.
+        shapes: of its arguments.
         gradients: the shapes and dtypes in which they leave the function.
         streams: whether to cut it into segments.
         tail: how many values the tail has.
@@ -92,7 +69,6 @@ class GradientPlan:
             None for whole means. A gradient that travels in pieces is not cut, nor are others of its bucket.
 
     Attributes:
-        devices: see above.
         gradients: see above.
         shards: see above.
         segments: the parts of the function.
@@ -104,35 +80,42 @@ class GradientPlan:
         self,
         devices: ReplicaDevices,
         function: GradientFunction,
-        arguments: Arguments,
+        shapes: Sequence[Any],
         gradients: Sequence[jax.ShapeDtypeStruct],
         streams: bool,
         tail: int,
         shards: Shards | None = None,
     ) -> None:
-        self.devices = devices
         self.gradients = list(gradients)
         self.shards = shards
+        self._shapes = jax.tree.leaves(shapes)
+        self._executables: dict[jax.Device, list[Callable[..., Any]]] = {}
         count = len(self.gradients)
-        self.segments = _cut(devices, function, arguments, count) if streams else [_uncut(function, arguments, count)]
+        self.segments = _cut(function, shapes, count) if streams else [_uncut(function, shapes, count)]
         self.layouts = [
             self._layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
         ]
-        self.programs = [
-            self._compile(segment, layout, arguments.split_leaves)
-            for segment, layout in zip(self.segments, self.layouts, strict=True)
-        ]
+        pairs = zip(self.segments, self.layouts, strict=True)
+        self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
 
-    def compile(self, shapes: Sequence[Any]) -> None:
-        """Compile the program, which is one segment, before it is called; runs nothing.
+    def compiled(self, device: jax.Device) -> list[Callable[..., Any]]:
+        """The executables of the segments on a device; compiled when they are asked for first."""
+        if device not in self._executables:
+            self._executables[device] = list(self._compile(device))
+        return self._executables[device]
 
-        Args:
-            shapes: of its arguments, which lie where those of `GradientPrograms.dispatch` will.
-        """
-        [segment], [layout], [program] = self.segments, self.layouts, self.programs
-        flat = jax.tree.leaves(shapes)
-        buffers = [self.devices.zeros_shape(buffer.size, buffer.dtype) for buffer in layout.buffers]
-        compile_now(program, *[flat[place] for place in segment.inputs], *buffers)
+    def _compile(self, device: jax.Device) -> Iterator[Callable[..., Any]]:
+        residuals: dict[int, Any] = {}
+        for segment, layout, program in zip(self.segments, self.layouts, self.programs, strict=True):
+            inputs = [self._shapes[place] for place in segment.inputs]
+            buffers = [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in layout.buffers]
+            executable: Any = program.compiled(
+                device, *inputs, *[residuals[number] for number in segment.takes], *buffers
+            )
+            given = jax.tree.leaves(executable.out_info)[len(buffers) :]
+            shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in given]
+            residuals.update(zip(segment.gives, shapes, strict=True))
+            yield executable
 
     def shards_of(self, parts: Sequence[Part]) -> Shards | None:
         """How the means of gradients that travel together are cut."""
@@ -151,53 +134,46 @@ class GradientPlan:
         shards = self.shards_of(parts)
         return FlatLayout.of(leaves, tail, shards.multiple if shards else 1)
 
-    def _compile(self, segment: Segment, layout: FlatLayout, is_split: Sequence[bool]) -> Callable[..., Any]:
-        first_result = len(segment.inputs)
-        first_buffer = first_result + len(segment.takes)
+    def _program(self, devices: ReplicaDevices, segment: Segment, layout: FlatLayout) -> Program:
+        first_buffer = len(segment.inputs) + len(segment.takes)
 
         def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
-            taken = [
-                value[0] if number in segment.scalars else value
-                for number, value in zip(segment.takes, values[first_result:first_buffer], strict=True)
-            ]
-            results = segment.function(*values[:first_result], *taken)
+            results = segment.function(*values[:first_buffer])
             finished = dict(zip(segment.parts, results, strict=False))
             tail = finished.pop(Part(TAIL), None)
             buffers = layout.flatten(list(finished.values()), tail, values[first_buffer:])
-            given = [
-                value[None] if number in segment.scalars else value
-                for number, value in zip(segment.gives, results[len(segment.parts) :], strict=True)
-            ]
-            return (*buffers, *given)
+            return (*buffers, *results[len(segment.parts) :])
 
-        count = len(layout.buffers)
-        split = [is_split[place] for place in segment.inputs] + [True] * (len(segment.takes) + count)
-        return self.devices.compile(of_one_replica, split, range(first_buffer, first_buffer + count))
+        return devices.compile(of_one_replica, range(first_buffer, first_buffer + len(layout.buffers)))
 
 
 class GradientPrograms:
     """Computes the gradients of all local replicas, bucket by bucket.
 
     Args:
+        devices: where the local replicas run.
         plan: the programs that do it.
         allocate: makes memory for results.
+        failed: called with what a replica's program raises, when others may be waiting for it.
     """
 
-    def __init__(self, plan: GradientPlan, allocate: Allocate) -> None:
+    def __init__(
+        self,
+        devices: ReplicaDevices,
+        plan: GradientPlan,
+        allocate: Allocate,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         self.plan = plan
-        self._devices = plan.devices
+        self._devices = devices
+        self._failed = failed
         self._means: dict[int, np.ndarray] = {}
         pairs = zip(plan.segments, plan.layouts, strict=True)
         self.buckets = [
             self._bucket(segment.parts, layout, number, allocate) for number, (segment, layout) in enumerate(pairs)
         ]
-        self._buffers = [
-            [
-                tuple(self._devices.zeros(buffer.size, buffer.dtype) for buffer in bucket.layout.buffers)
-                for bucket in self.buckets
-            ]
-            for _ in range(self._devices.waves)
-        ]
+        self._runs = [_Run(devices, plan, position) for position in range(len(devices.replicas))]
+        self._begun: list[Future[None]] = []
 
     @property
     def means(self) -> list[np.ndarray]:
@@ -212,27 +188,58 @@ class GradientPrograms:
         """Where the mean tail is, once the last bucket has been reduced."""
         return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
-    def dispatch(self, arguments: Sequence[Any], wave: int) -> list[jax.Array]:
-        """Begin to compute the gradients of one wave of replicas; does not wait for them. Returns what they keep."""
-        flat = jax.tree.leaves(arguments)
-        residuals: dict[int, jax.Array] = {}
-        buffers = self._buffers[wave]
-        for number, (segment, program) in enumerate(zip(self.plan.segments, self.plan.programs, strict=True)):
-            inputs = [flat[place] for place in segment.inputs]
-            results = program(*inputs, *[residuals[taken] for taken in segment.takes], *buffers[number])
-            count = len(buffers[number])
-            buffers[number], given = results[:count], results[count:]
-            residuals.update(zip(segment.gives, given, strict=True))
-        return list(given)
+    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]]) -> None:
+        """Begin to compute the gradients; does not wait for them.
+
+        Args:
+            variables: as they lie on the first device; not to be used up before all buckets are collected.
+            of_replicas: for each local replica the other arguments of the gradient function.
+        """
+        wait(self._begun)  # of a step that was given up
+        shared = [jax.tree.leaves(tree) for tree in self._devices.share(variables)]
+        for position, run in enumerate(self._runs):
+            arguments = [*shared[position % len(shared)], *jax.tree.leaves(of_replicas[position])]
+            run.prepare(arguments, self.plan.compiled(self._devices.device_of(position)))
+        if len(self._runs) == 1:
+            self._runs[0].dispatch()
+        else:
+            self._begun = self._devices.begin(lambda position: self._runs[position].compute(), self._failed)
+
+    def kept(self) -> list[list[jax.Array]]:
+        """What each local replica keeps for its next step, once all buckets are collected."""
+        return [run.kept for run in self._runs]
 
     def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
-        """Each bucket when it is ready, with the local replicas' arrays for each of its buffers."""
+        """Each bucket when it is ready, with the local replicas' arrays for each of its buffers.
+
+        Raises:
+            BaseException: what the program of a replica has raised, when all have ended.
+        """
         for number, bucket in enumerate(self.buckets):
             contributions: list[list[np.ndarray]] = [[] for _ in bucket.results]
-            for of_wave in self._buffers:
-                for of_buffer, array in zip(contributions, of_wave[number], strict=True):
-                    of_buffer += self._devices.views(array)
+            for run in self._runs:
+                for of_buffer, array in zip(contributions, self._finished(run, number), strict=True):
+                    of_buffer.append(borrow(array))
+            if bucket is self.buckets[-1]:
+                self._end()
             yield bucket, contributions
+
+    def _finished(self, run: _Run, number: int) -> Sequence[jax.Array]:
+        """The buffers of a segment, when a replica has computed it."""
+        if not self._begun:
+            return run.wait(number)
+        run.finished[number].wait()
+        if run.is_broken:
+            self._end()
+        return run.buffers[number]
+
+    def _end(self) -> None:
+        """Wait until all replicas have ended; raises what the first of them has raised."""
+        begun, self._begun = self._begun, []
+        errors = [future.exception() for future in begun]
+        for error in errors:
+            if error is not None:
+                raise error
 
     def leaves(self) -> list[list[np.ndarray]]:
         """The gradients that were begun last, for each local replica."""
@@ -291,25 +298,104 @@ def _of_gradients(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(part for part in parts if part.result != TAIL)
 
 
-def _uncut(function: GradientFunction, arguments: Arguments, gradients: int) -> Segment:
+class _Run:
+    """The computations of one local replica.
+
+    Attributes:
+        buffers: of each segment; what one step has left there, the next one takes over.
+        finished: for each segment whether its buffers are ready, or never will be.
+        is_broken: whether its program has raised something, or has not run yet.
+        kept: for the next step.
+    """
+
+    def __init__(self, devices: ReplicaDevices, plan: GradientPlan, position: int) -> None:
+        self._devices = devices
+        self._plan = plan
+        self._position = position
+        self._arguments: Sequence[Any] = ()
+        self._executables: Sequence[Callable[..., Any]] = ()
+        self.buffers: list[Sequence[jax.Array]] = []
+        self.finished = [threading.Event() for _ in plan.segments]
+        self.is_broken = True
+        self.kept: list[jax.Array] = []
+
+    def prepare(self, arguments: Sequence[Any], executables: Sequence[Callable[..., Any]]) -> None:
+        """Take what is to be computed with.
+
+        Args:
+            arguments: of the gradient function, flat.
+            executables: of the segments.
+        """
+        self._arguments, self._executables = arguments, executables
+        for finished in self.finished:
+            finished.clear()
+        if self.is_broken:  # no buffers yet, or what is left of donated ones
+            self.buffers = [
+                tuple(self._devices.zeros(self._position, buffer.size, buffer.dtype) for buffer in layout.buffers)
+                for layout in self._plan.layouts
+            ]
+        self.is_broken = False
+
+    def dispatch(self) -> None:
+        """Have the device compute all segments; does not wait for it."""
+        for _ in self._segments():
+            pass
+
+    def wait(self, number: int) -> Sequence[jax.Array]:
+        """The buffers of a segment that was dispatched, when they are ready."""
+        try:
+            ready: Sequence[jax.Array] = jax.block_until_ready(self.buffers[number])
+        except BaseException:
+            self.is_broken = True
+            raise
+        return ready
+
+    def compute(self) -> None:
+        """Compute all segments, in this thread."""
+        try:
+            for number, results in enumerate(self._segments()):
+                jax.block_until_ready(results)
+                self.finished[number].set()
+        except BaseException:
+            self.is_broken = True
+            raise
+        finally:
+            for finished in self.finished:
+                finished.set()
+
+    def _segments(self) -> Iterator[Sequence[jax.Array]]:
+        """The results of each segment, when it is dispatched."""
+        arguments, self._arguments = self._arguments, ()
+        residuals: dict[int, jax.Array] = {}
+        for number, (segment, program) in enumerate(zip(self._plan.segments, self._executables, strict=True)):
+            inputs = [arguments[place] for place in segment.inputs]
+            results = program(*inputs, *[residuals[taken] for taken in segment.takes], *self.buffers[number])
+            count = len(self.buffers[number])
+            self.buffers[number], given = results[:count], results[count:]
+            residuals.update(zip(segment.gives, given, strict=True))
+            yield results
+        self.kept = list(given)
+
+
+def _uncut(function: GradientFunction, shapes: Sequence[Any], gradients: int) -> Segment:
     """All of it as one segment."""
-    leaves, structure = jax.tree.flatten(arguments.shapes)
+    leaves, structure = jax.tree.flatten(tuple(shapes))
 
     def flat(*values: jax.Array) -> Sequence[jax.Array]:
         return function(*jax.tree.unflatten(structure, values))
 
-    kept = range(len(jax.tree.leaves(arguments.shapes[-1])))
+    kept = range(len(jax.tree.leaves(shapes[-1])))
     parts = tuple(map(Part, range(TAIL + 1 + gradients)))
-    return Segment(flat, tuple(range(len(leaves))), (), tuple(kept), parts, frozenset())
+    return Segment(flat, tuple(range(len(leaves))), (), tuple(kept), parts)
 
 
-def _cut(devices: ReplicaDevices, function: GradientFunction, arguments: Arguments, gradients: int) -> list[Segment]:
+def _cut(function: GradientFunction, shapes: Sequence[Any], gradients: int) -> list[Segment]:
     """Segments, each of which finishes some gradients; only one where the function calls back into Python.
 
     JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
     """
-    closed = devices.trace(function, arguments.shapes, arguments.is_split)
+    closed = jax.make_jaxpr(function)(*shapes)
     if closed.effects:
         logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
-        return [_uncut(function, arguments, gradients)]
+        return [_uncut(function, shapes, gradients)]
     return cut(closed, range(TAIL + 1, TAIL + 1 + gradients), BUCKET_BYTES, LARGE_BYTES)

@@ -17,7 +17,7 @@ import numpy as np
 from collectives import Communicator
 from collectives.reduction import normalise_op
 from popdist.instance import replica_block
-from strategies.devices import AXIS, ReplicaDevices
+from strategies.devices import ReplicaDevices
 from strategies.errors import DeviceError, EndOfDataError
 from strategies.feed_program import FeedProgram, Replication, tracing
 from strategies.host_calls import call_host
@@ -226,9 +226,8 @@ class CrossReplicaReducer:
         """
         check_dtype(value.dtype, reduces=True)
         self._require_lockstep()
-        if self._communicator.size == 1:
-            gathered = jax.lax.all_gather(value, AXIS)
-            return reduce_in_order(op, [gathered[replica] for replica in range(self.total_replicas)])
+        if self.total_replicas == 1:
+            return reduce_in_order(op, [value])
 
         def meet(contributions: list[np.ndarray]) -> list[np.ndarray]:
             out = np.empty_like(contributions[0])
@@ -258,8 +257,7 @@ class CrossReplicaReducer:
             positions = [
                 [replica - first for replica in group] for group in members if group[0] in self._devices.replicas
             ]
-            inside: jax.Array = jax.lax.all_gather(value, AXIS, axis_index_groups=positions)
-            return inside
+            raise NotImplementedError
         group_of = {replica: group for group in members for replica in group}
 
         def meet(contributions: list[np.ndarray]) -> list[np.ndarray]:
@@ -295,7 +293,9 @@ class CrossReplicaReducer:
             return self._meet(meet, name, int(position), np.asarray(contribution))
 
         result = jax.ShapeDtypeStruct(shape, value.dtype)
-        got: jax.Array = call_host(come, result, (jax.lax.axis_index(AXIS), value))
+        got: jax.Array = call_host(
+            come, result, (get_replica_context().replica_id_in_sync_group - self._devices.replicas.start, value)
+        )
         return got
 
     def _meet(self, meet: Meet, name: str, position: int, value: np.ndarray) -> np.ndarray:

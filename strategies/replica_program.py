@@ -17,7 +17,6 @@ from strategies.accumulation import (
     accumulator_dtypes,
     is_float,
 )
-from strategies.devices import ReplicaDevices
 from strategies.replica_context import replica_context
 from strategies.strategy import Strategy
 from strategies.transfer import Int8Layout, Transfer
@@ -88,10 +87,9 @@ class ReplicaProgram:
 
     Args:
         strategy: whose replicas run it.
-        devices: where; those of the strategy, or others on which its replicas may run some time.
         loss_fn: see `Trainer`.
         variables: their shapes and dtypes.
-        batch: the shapes and dtypes of what one wave of replicas gets.
+        batch: the shapes and dtypes of what one replica gets.
         seed: of the keys.
         accumulation: of micro-batches.
         precision: of what is computed.
@@ -115,7 +113,6 @@ class ReplicaProgram:
     def __init__(
         self,
         strategy: Strategy,
-        devices: ReplicaDevices,
         loss_fn: LossFunction,
         variables: Any,
         batch: Any,
@@ -126,7 +123,6 @@ class ReplicaProgram:
         check_numerics: bool,
     ) -> None:
         self._strategy = strategy
-        self._devices = devices
         self._loss_fn = loss_fn
         self._seed = seed
         self._accumulation = accumulation
@@ -167,13 +163,12 @@ class ReplicaProgram:
         Args:
             variables: whole.
             batch: of this replica, with the micro-batches one after another along the first axis.
-            index: of this replica, int32 [1].
+            index: of this replica, an int32 scalar.
             control: see `control_words`.
             residuals: what quantisation lost in the last step; empty where nothing is quantised.
         """
-        replica = index[0]
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), replica)
-        context = self._strategy.new_context(replica, "step")
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
+        context = self._strategy.new_context(index, "step")
         with replica_context(context):
             values, leaves = self._gradients(variables, batch, key, control)
         self.is_independent &= context.is_independent
@@ -186,7 +181,7 @@ class ReplicaProgram:
         if self._checks_numerics:
             total = self._strategy.num_replicas_in_sync
             is_bad = jnp.stack([~jnp.isfinite(leaf).all() for leaf in checked])
-            tail.append((is_bad[:, None] & (jnp.arange(total) == replica)).astype(jnp.float32).reshape(-1))
+            tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
         return (jnp.concatenate(tail), *results, *residuals)
 
     def _on_the_way(
@@ -232,33 +227,30 @@ class ReplicaProgram:
 
     def _metric_names(self, variables: Any, batch: Any) -> tuple[tuple[str, ...], bool]:
         """What the loss function returns besides the loss; checks that all of it is scalar."""
-        index = np.array(self._devices.replicas[: self._devices.width], np.int32)
         micro_batch = jax.tree.map(self._micro_shape, batch)
-        program = self._devices.compile(self._loss_of_one, (False, True, True))
-        shapes = jax.eval_shape(program, variables, micro_batch, index)
+        shapes = jax.eval_shape(self._loss_of_one, variables, micro_batch, np.int32(0))
         loss, metrics = shapes if isinstance(shapes, tuple) and len(shapes) == 2 else (shapes, {})
         if not isinstance(loss, jax.ShapeDtypeStruct) or not isinstance(metrics, Mapping):
-            returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[1:])}", shapes)
+            returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", shapes)
             raise TypeError(
                 f"the loss function returns {returned}; it must return the loss, or the loss and a dictionary of "
                 "metrics"
             )
-        if loss.shape[1:] != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(
-                f"the loss is {loss.dtype}{list(loss.shape[1:])}; "
-                "it must be a floating-point scalar: take jnp.mean of it"
+                f"the loss is {loss.dtype}{list(loss.shape)}; it must be a floating-point scalar: take jnp.mean of it"
             )
         for name, metric in metrics.items():
-            if metric.shape[1:] != () or name == "loss":
+            if metric.shape != () or name == "loss":
                 raise TypeError(
-                    f"metric {name!r} is of shape {list(metric.shape[1:])}; metrics are scalars not called 'loss'"
+                    f"metric {name!r} is of shape {list(metric.shape)}; metrics are scalars not called 'loss'"
                 )
         return ("loss", *metrics), isinstance(shapes, tuple)
 
     def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """The micro-batches that one wave of replicas takes at once."""
+        """The shape of one micro-batch of a replica."""
         count = self._accumulation.count
-        rows = leaf.shape[0] // self._devices.width
+        rows = leaf.shape[0]
         if rows == 0:
             raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs one at least")
         if rows % count:
@@ -267,10 +259,10 @@ class ReplicaProgram:
                 "rows of the batch; its rows must be a multiple: give gradient_accumulation_count to "
                 "distribute_dataset too"
             )
-        return jax.ShapeDtypeStruct((leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype)
+        return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
 
     def _loss_of_one(self, variables: Any, batch: Any, index: jax.Array) -> Any:
-        """What the loss function returns, with the replicas along a new first axis."""
-        with replica_context(self._strategy.new_context(index[0], "shapes")):
+        """What the loss function returns, as arrays."""
+        with replica_context(self._strategy.new_context(index, "shapes")):
             result = self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), jax.random.key(0))
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], result)
+        return jax.tree.map(jnp.asarray, result)

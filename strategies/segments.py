@@ -48,7 +48,6 @@ class Segment:
         takes: the numbers of the residuals that it reads.
         gives: the numbers of those that it hands on.
         parts: what it finishes.
-        scalars: the numbers of residuals without an axis.
     """
 
     function: Callable[..., Sequence[jax.Array]]
@@ -56,7 +55,6 @@ class Segment:
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     parts: tuple[Part, ...]
-    scalars: frozenset[int]
 
 
 def cut(closed: core.ClosedJaxpr, early: Sequence[int], bucket_bytes: int, piece_bytes: int) -> list[Segment]:
@@ -353,5 +351,4 @@ def _segment(
         tuple(residuals[atom] for atom in takes),
         tuple(residuals[atom] for atom in gives),
         tuple(parts),
-        frozenset(residuals[atom] for atom in (*takes, *gives) if not atom.aval.shape),
     )

@@ -18,6 +18,7 @@ from strategies.devices import borrow
 from strategies.elementwise import first_across_elements, operations
 from strategies.errors import StrategyError
 from strategies.flat import Buffer, FlatLayout
+from strategies.programs import jit
 from strategies.rounding import add_stochastically
 from strategies.shards import PartOfArray, Shards
 from strategies.strategy import Strategy
@@ -54,7 +55,7 @@ class ShardedUpdate(Update):
         )
         self._first = np.int32(strategy.local_replicas.start)
         self._divide = self._compiled(self._divided, donate_argnums=(1,))
-        self._unite = jax.jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
+        self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
         self._room = np.empty(0, np.uint8)
         self._cut: list[int] = []  # the numbers of the variables that are cut,
         self._uncut: list[int] = []  # and of the others

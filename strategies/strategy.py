@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -29,6 +28,7 @@ from strategies.float64 import refuse_float64
 from strategies.input_context import InputContext
 from strategies.lockstep import Lockstep
 from strategies.per_replica import PerReplica, dealt
+from strategies.programs import Program
 from strategies.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
 from strategies.sharding import Remainder
 from strategies.variables import MirroredVariable, Synchronization, SyncOnReadVariable, make_variable
@@ -80,12 +80,11 @@ class Strategy:
     def _claim_replicas(self) -> None:
         """Find devices for the local replicas; programs for others are of no use any more."""
         instance = self.instance
-        devices = claim_devices(instance.local_replica_range, instance.total_replicas, instance.local_index)
-        self.devices = replace(devices, calls_back=instance.count > 1)
+        self.devices = claim_devices(instance.local_replica_range, instance.total_replicas, instance.local_index)
         self.reducer = CrossReplicaReducer(
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
-        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._programs: dict[Any, Program] = {}
         self._program_numbers = itertools.count()
 
     # ---- who is there
@@ -253,67 +252,58 @@ class Strategy:
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
         named = [dealt(value, len(self.local_replicas)) for value in (*args, *kwargs.values())]
-        program = self._program(function, tuple(isinstance(value, PerReplica) for value in named), tuple(kwargs))
-        indices = np.array(self.local_replicas, np.int32)
-        stacked = [
-            _stack(value.values) if isinstance(value, PerReplica) else self._shared(refuse_float64(value))
-            for value in named
+        program = self._program(function, tuple(kwargs))
+        is_split = [isinstance(value, PerReplica) for value in named]
+        values = [
+            _alike(value.values) if split else [self._shared(refuse_float64(value))] * len(self.local_replicas)
+            for value, split in zip(named, is_split, strict=True)
         ]
-        results: list[Any] = []
-        for wave in range(self.devices.waves):
-            part = slice(wave * self.devices.width, (wave + 1) * self.devices.width)
-            mine = [
-                jax.tree.map(lambda leaf, p=part: leaf[p], value) if isinstance(given, PerReplica) else value
-                for given, value in zip(named, stacked, strict=True)
-            ]
-            results += self._run_wave(program, indices[part], mine)
-        return PerReplica(tuple(results))
+        arguments = [
+            (np.int32(replica), *of_replica) for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
+        ]
+        return PerReplica(tuple(self._run(program, arguments)))
 
     def _shared(self, value: Any) -> Any:
         """A value that all replicas get whole; on which device it lies does not matter."""
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
-    def _run_wave(self, program: Callable[..., Any], indices: np.ndarray, values: list[Any]) -> list[Any]:
+    def _run(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """What the program returns for the arguments of each local replica."""
+        executables = [
+            program.compiled(self.devices.device_of(position), *of_replica)
+            for position, of_replica in enumerate(arguments)
+        ]
+
+        def compute(position: int) -> Any:
+            result, _ = jax.block_until_ready(executables[position](*arguments[position]))
+            return jax.tree.map(borrow, result)
+
         self.reducer.last_error = None
         try:
-            result, _ = jax.block_until_ready(program(indices, *values))
+            results = self.devices.each(compute, self.reducer.fail)
         except jax.errors.JaxRuntimeError as error:
-            if self.reducer.last_error is not None:
+            if self.reducer.last_error not in (None, error):
                 raise self.reducer.last_error from error
             raise
         if self.reducer.last_error is not None:  # a feed has failed, and the program went on without it to its end
             raise self.reducer.last_error
-        leaves, structure = jax.tree.flatten(result)
-        split = [[view[0] for view in self.devices.views(leaf)] for leaf in leaves]
-        return [jax.tree.unflatten(structure, parts) for parts in zip(*split, strict=True)] or [
-            jax.tree.unflatten(structure, [])
-        ] * len(indices)
+        return results
 
-    def _program(
-        self, function: Callable[..., Any], is_split: tuple[bool, ...], names: tuple[str, ...]
-    ) -> Callable[..., Any]:
-        key = (function, is_split, names)
+    def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> Program:
+        key = (function, names)
         if key not in self._programs:
-            self._programs[key] = self.devices.compile(
-                self._for_one_replica(function, is_split, names), (True, *is_split)
-            )
+            self._programs[key] = self.devices.compile(self._for_one_replica(function, names))
         return self._programs[key]
 
-    def _for_one_replica(
-        self, function: Callable[..., Any], is_split: tuple[bool, ...], names: tuple[str, ...]
-    ) -> Callable[..., Any]:
+    def _for_one_replica(self, function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
         def one_replica(index: jax.Array, *values: Any) -> Any:
-            own = [
-                jax.tree.map(lambda leaf: leaf[0], value) if split else value
-                for value, split in zip(values, is_split, strict=True)
-            ]
-            first_named = len(own) - len(names)
-            context = self.new_context(index[0], "run", is_watched=True)
+            first_named = len(values) - len(names)
+            context = self.new_context(index, "run", is_watched=True)
             with replica_context(context):
-                result = function(*own[:first_named], **dict(zip(names, own[first_named:], strict=True)))
+                result = function(*values[:first_named], **dict(zip(names, values[first_named:], strict=True)))
             # With the token the program has a result that is not ready before its last feed.
             results = (refuse_float64(result, "output"), context.feeds.token)
-            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], results)
+            return jax.tree.map(jnp.asarray, results)
 
         return one_replica
 
@@ -429,18 +419,19 @@ def _as_jax_would(leaf: Any) -> np.ndarray:
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
-def _stack(values: Sequence[Any]) -> Any:
+def _alike(values: Sequence[Any]) -> list[Any]:
+    """The replicas' values on the host, for one program."""
     for value in values:
         refuse_float64(value)
-    return jax.tree.map(lambda *leaves: _stack_leaves([_as_jax_would(leaf) for leaf in leaves]), *values)
+    hosted = [jax.tree.map(_as_jax_would, value) for value in values]
+    jax.tree.map(_check_shapes, *hosted)
+    return hosted
 
 
-def _stack_leaves(leaves: Sequence[np.ndarray]) -> np.ndarray:
-    first = leaves[0]
-    for leaf in leaves[1:]:
+def _check_shapes(first: np.ndarray, *others: np.ndarray) -> None:
+    for leaf in others:
         if leaf.shape != first.shape:
             raise ValueError(
                 f"the replicas' values have different shapes, {list(first.shape)} and {list(leaf.shape)}; "
                 "one compiled program runs on all of them, so make them alike"
             )
-    return np.stack(leaves)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
 from collectives import BrokenError, PeerLostError
-from strategies.devices import ReplicaDevices, choose_devices
 from strategies.strategy import Strategy
 
 T = TypeVar("T")
@@ -56,19 +54,3 @@ def gather_steps(strategy: Strategy, step: int) -> np.ndarray:
         step: the one that this instance has reached.
     """
     return strategy.communicator.all_gather(np.array(step, np.int64), name="steps that were reached")
-
-
-def devices_with_one_lost(strategy: Strategy) -> list[ReplicaDevices]:
-    """On which devices the replicas may run that this instance drives after one of the others is lost.
-
-    Args:
-        strategy: connects the instances.
-    """
-    executables = strategy.devices.executables
-    return [
-        replace(
-            choose_devices(instance.local_replica_range, instance.local_index, executables),
-            calls_back=instance.count > 1,
-        )
-        for instance in strategy.instance.with_one_lost()
-    ]

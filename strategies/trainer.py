@@ -16,14 +16,12 @@ import optax
 from popdist.environments.faults import FaultyProgress
 from strategies.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.compilation import explain_recompilation
-from strategies.compile_ahead import CompileAhead, StepPlan
 from strategies.datasets import DistributedDataset
-from strategies.devices import ReplicaDevices
+from strategies.devices import borrow
 from strategies.digest import compare, flip_bit
 from strategies.errors import NonFiniteGradientError
 from strategies.executions import Executions
-from strategies.fused_steps import FusedSteps
-from strategies.gradients import Arguments, Bucket, GradientPlan, GradientPrograms
+from strategies.gradients import Allocate, Bucket, GradientPlan, GradientPrograms
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.metrics import Metrics
 from strategies.notice import Notice
@@ -46,8 +44,21 @@ __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
 
 @dataclass(frozen=True)
+class _Plan:
+    """What replicas compute in a step, however many of them are here; without memory for gradients.
+
+    Attributes:
+        program: of a replica.
+        gradients: the compiled programs that compute it.
+    """
+
+    program: ReplicaProgram
+    gradients: GradientPlan
+
+
+@dataclass(frozen=True)
 class _Step:
-    """A step compiled for the shapes of one batch.
+    """A step for the shapes of one batch.
 
     Attributes:
         plan: what is compiled.
@@ -56,7 +67,7 @@ class _Step:
         quantised: adds up quantised gradients, and where to; None where they are not.
     """
 
-    plan: StepPlan
+    plan: _Plan
     gradients: GradientPrograms
     means: Any
     quantised: tuple[Int8Reduction, np.ndarray] | None = None
@@ -108,8 +119,8 @@ class Trainer:
         stochastic_rounding: of the sum of a 16-bit variable and its change.
         recompute: what of the forward pass is computed again for the backward pass: "none", "blocks" (what lies
             between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
-        compile_ahead: where the job goes on without an instance that is lost, compile after the first step, in the
-            background, what this instance would need with one instance fewer; and again after each loss. The same bits.
+        compile_ahead: changes nothing any more: programs of a replica are the same however many of them an instance
+            drives, so nothing is compiled after the loss of an instance.
 
     Attributes:
         seed: of the keys.
@@ -175,20 +186,20 @@ class Trainer:
             offload_optimizer_state,
             positive("min_elements_for_sharding", min_elements_for_sharding),
         )
-        self._ahead = CompileAhead(strategy, self._compile_for, compile_ahead, self._lost_with_an_instance)
+        self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
+        self._executions = Executions(self._update)
         self._claim_replicas()
         self._metrics: Metrics | None = None  # of the last step
         self._recorder = recorder_for(strategy)
 
     def _claim_replicas(self) -> None:
-        """Take note of the local replicas; programs for others are of no use any more."""
+        """Take note of the local replicas."""
         self._devices = self._strategy.devices
-        self._indices = np.array(self._strategy.local_replicas, np.int32)
+        self._indices = [np.int32(replica) for replica in self._strategy.local_replicas]
         self._steps: dict[Any, _Step] = {}
-        self._seen: list[Any] = []  # the shapes of batches for which steps were compiled
-        self._new: list[tuple[Any, StepPlan]] = []  # those of them that have not been made yet
-        self._ahead.drop_others()
-        self._executions = Executions(self._devices, self._update)
+        self._seen: list[Any] = []  # the shapes of batches for which steps were made
+        # Collectives and feeds in a loss function belong to the instances for which it was traced.
+        self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
 
     @property
     def strategy(self) -> Strategy:
@@ -313,7 +324,7 @@ class Trainer:
         is_plain = self._loss_scaling is None and not self._transfer.is_quantised and not self._check_numerics
         if isinstance(self._strategy.progress, FaultyProgress) or self._recorder.is_on:
             return False  # faults happen in single steps, and single steps are recorded
-        return is_plain and FusedSteps.suits(self._devices, self._strategy.num_instances)
+        return is_plain and self._strategy.num_replicas_in_sync == 1
 
     def _execute(self, state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """Steps with all batches, in one program if that has the same bits."""
@@ -367,8 +378,6 @@ class Trainer:
             return None
 
         stepped: tuple[TrainState, Metrics] = self._surviving(lambda: self._attempt(state, batch), catch_up)
-        while self._new:
-            self._ahead.prepare(stepped[0].variables, *self._new.pop())
         return stepped
 
     def _attempt(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -378,7 +387,7 @@ class Trainer:
         try:
             return self._step(state, batch)
         except jax.errors.JaxRuntimeError as error:
-            if reducer.last_error is not None:
+            if reducer.last_error not in (None, error):
                 raise reducer.last_error from error
             raise
 
@@ -389,11 +398,11 @@ class Trainer:
         if self._metrics is None:
             self._metrics = self._metrics_of(step, np.zeros_like(step.gradients.tail), state.loss_scale)
         control = self._control(state)
-        shared, residuals = self._begin(step.gradients, state, batch, control)
+        self._begin(step.gradients, state, batch, control)
         for bucket, contributions in step.gradients.collect():
             self._update.wait()  # the last one may still be reading the results
             self._reduce(bucket, contributions, step.quantised)
-        del shared  # not before XLA has read it: what it lets go itself is too late for the update to take over
+        residuals = None if state.residuals is None else _joined(step.gradients.kept())
         tail = step.gradients.tail.copy()
         self.notice.agree(tail[step.program.notice_place])
         if self._check_numerics:
@@ -454,23 +463,10 @@ class Trainer:
             self.notice.agree(float(self._metrics.means[len(self._metrics.names)]))
         return TrainState(variables, optimizer_state, newest, scale)
 
-    def _begin(
-        self, gradients: GradientPrograms, state: TrainState, batch: Any, control: np.ndarray
-    ) -> tuple[Any, Any]:
-        """Have the gradients of all local replicas computed; the variables as the devices see them, new residuals."""
-        shared = self._devices.share(state.variables)
-        waves = zip(
-            self._devices.cut_into_waves(batch),
-            self._devices.cut_into_waves(self._indices),
-            self._devices.cut_into_waves(state.residuals or []),
-            strict=True,
-        )
-        kept = []
-        for wave, (part, indices, residuals) in enumerate(waves):
-            kept.append(gradients.dispatch((shared, part, indices, control, residuals), wave))
-        if state.residuals is None:
-            return shared, None
-        return shared, kept[0] if len(kept) == 1 else [np.concatenate(leaves) for leaves in zip(*kept, strict=True)]
+    def _begin(self, gradients: GradientPrograms, state: TrainState, batch: Any, control: np.ndarray) -> None:
+        """Have the gradients of all local replicas computed."""
+        parts = zip(self._devices.parts(batch), self._indices, self._devices.parts(state.residuals or []), strict=True)
+        gradients.dispatch(state.variables, [(rows, index, control, residuals) for rows, index, residuals in parts])
 
     def _reduce(
         self,
@@ -513,77 +509,59 @@ class Trainer:
                 logger.info(reason)
             self._seen.append(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch))
             found = self._steps[key] = self._compile(state, batch)
-            self._new.append((self._seen[-1], found.plan))
         return found
 
     def _compile(self, state: TrainState, batch: Any) -> _Step:
-        variables, of_wave = _shapes(state.variables), jax.tree.map(self._devices.wave_shape, batch)
-        structure = jax.tree.structure(variables)
-        compiled = self._ahead.take(state.variables, batch)
-        program = compiled.program if compiled else self._program(self._devices, variables, of_wave)
-        self._log_effective_batch(of_wave)
-        if compiled is not None:
-            return self._with_memory(compiled, structure)
-        residuals = jax.tree.map(self._devices.wave_shape, state.residuals or [])
-
-        def planned(streams: bool) -> GradientPlan:
-            return self._gradient_plan(self._devices, program, (variables, of_wave), residuals, streams)
-
+        shapes = (
+            _shapes(state.variables),
+            jax.tree.map(self._devices.replica_shape, batch),
+            jax.tree.map(self._devices.replica_shape, state.residuals or []),
+        )
+        leaves, structure = jax.tree.flatten(shapes)
+        key = structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        if key not in self._plans:
+            self._plans[key] = self._plan(state, batch, *shapes)
+        plan = self._plans[key]
+        self._log_effective_batch(shapes[1])
         communicator = self._strategy.communicator
-        if program.quantised is not None:
-            gradients = GradientPrograms(planned(False), communicator.allocate)
-            result = program.quantised.new_result()
-            reduction = Int8Reduction(program.quantised, communicator, self._strategy.num_replicas_in_sync)
-            means = jax.tree.unflatten(structure, program.quantised.views(result))
-            return _Step(StepPlan(program, gradients.plan), gradients, means, (reduction, result))
-        streams = self._strategy.streams_gradients and self._is_streaming_exact(planned, state, batch)
-        return self._with_memory(StepPlan(program, planned(streams)), structure)
+        gradients = self._programs(plan.gradients, communicator.allocate)
+        if plan.program.quantised is None:
+            return _Step(plan, gradients, jax.tree.unflatten(jax.tree.structure(shapes[0]), gradients.means))
+        result = plan.program.quantised.new_result()
+        reduction = Int8Reduction(plan.program.quantised, communicator, self._strategy.num_replicas_in_sync)
+        means = jax.tree.unflatten(jax.tree.structure(shapes[0]), plan.program.quantised.views(result))
+        return _Step(plan, gradients, means, (reduction, result))
 
-    def _with_memory(self, plan: StepPlan, structure: Any) -> _Step:
-        """A step of a plan, without quantised gradients; a collective call."""
-        gradients = GradientPrograms(plan.gradients, self._strategy.communicator.allocate)
-        return _Step(plan, gradients, jax.tree.unflatten(structure, gradients.means))
-
-    def _compile_for(self, devices: ReplicaDevices, variables: Any, batch: Any) -> StepPlan:
-        """The plan of a step on some devices, compiled; asks no other instance, and may run in another thread.
-
-        Args:
-            devices: on which instances go on that were these ones.
-            variables: the shapes of variables that are shown to them.
-            batch: the shapes of a batch for them.
-        """
-        of_wave, placed = (jax.tree.map(shape, batch) for shape in (devices.wave_shape, devices.placed_shape))
-        program = self._program(devices, _shapes(variables), of_wave)
-        gradients = self._gradient_plan(devices, program, (_shapes(variables), of_wave), [], False)
-        gradients.compile((variables, placed, *_small_arguments(devices)))
-        return StepPlan(program, gradients)
-
-    def _program(self, devices: ReplicaDevices, variables: Any, of_wave: Any) -> ReplicaProgram:
-        return ReplicaProgram(
+    def _plan(self, state: TrainState, batch: Any, variables: Any, of_one: Any, residuals: Any) -> _Plan:
+        """What a replica computes for such variables, rows of a batch, and residuals; a collective call."""
+        program = ReplicaProgram(
             self._strategy,
-            devices,
             self._loss_fn,
             variables,
-            of_wave,
+            of_one,
             self.seed,
             self._accumulation,
             self._precision,
             self._transfer,
             self._check_numerics,
         )
-
-    def _gradient_plan(
-        self, devices: ReplicaDevices, program: ReplicaProgram, inputs: tuple[Any, Any], residuals: Any, streams: bool
-    ) -> GradientPlan:
-        arguments = Arguments((*inputs, *_small_arguments(devices), residuals), (False, True, True, False, True))
+        arguments = (variables, of_one, np.int32(0), control_words(0, False, 1.0), residuals)
         shards = None if program.quantised else self._update.mean_shards
-        return GradientPlan(devices, program, arguments, program.results, streams, program.tail_size, shards)
 
-    def _log_effective_batch(self, of_wave: Any) -> None:
-        leaves = jax.tree.leaves(of_wave)
+        def planned(streams: bool) -> GradientPlan:
+            return GradientPlan(self._devices, program, arguments, program.results, streams, program.tail_size, shards)
+
+        streams = program.quantised is None and self._strategy.streams_gradients
+        return _Plan(program, planned(streams and self._is_streaming_exact(planned, state, batch)))
+
+    def _programs(self, plan: GradientPlan, allocate: Allocate) -> GradientPrograms:
+        return GradientPrograms(self._devices, plan, allocate, self._strategy.reducer.fail)
+
+    def _log_effective_batch(self, of_one: Any) -> None:
+        leaves = jax.tree.leaves(of_one)
         if not leaves:
             return
-        rows = leaves[0].shape[0] // self._devices.width
+        rows = leaves[0].shape[0]
         count, replicas = self._accumulation.count, self._strategy.num_replicas_in_sync
         micro_batch = rows // count
         logger.info(
@@ -600,10 +578,10 @@ class Trainer:
         XLA fuses and contracts what lies in one program; cut elsewhere, some models round differently (seen with
         attention and dropout). Compared for this batch, and for random variables and batch. A collective call.
         """
-        cut = GradientPrograms(planned(True), np.empty)
+        cut = self._programs(planned(True), np.empty)
         if len(cut.buckets) == 1:
             return False
-        whole = GradientPrograms(planned(False), np.empty)
+        whole = self._programs(planned(False), np.empty)
         probe = replace(state, variables=variables_like(state.variables, self.seed)), batch_like(batch, self.seed)
         is_same = all(
             _have_same_bits(self._gradients_of(cut, *case), self._gradients_of(whole, *case))
@@ -616,10 +594,8 @@ class Trainer:
         return bool(is_exact[0])
 
     def _gradients_of(self, programs: GradientPrograms, state: TrainState, batch: Any) -> list[list[np.ndarray]]:
-        shared, _ = self._begin(programs, state, batch, self._control(state))
-        leaves = programs.leaves()
-        del shared
-        return leaves
+        self._begin(programs, state, batch, self._control(state))
+        return programs.leaves()
 
     def _raise_if_not_finite(self, state: TrainState, flags: np.ndarray) -> None:
         if not flags.any():
@@ -638,9 +614,11 @@ def _shapes(variables: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
 
 
-def _small_arguments(devices: ReplicaDevices) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the replicas of a wave, and control words, to compile for."""
-    return np.array(devices.replicas[: devices.width], np.int32), control_words(0, False, 1.0)
+def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Any]:
+    """What replicas keep, with all of them along the first axis."""
+    if len(kept) == 1:
+        return list(kept[0])
+    return [np.concatenate([borrow(leaf) for leaf in leaves]) for leaves in zip(*kept, strict=True)]
 
 
 def _have_same_bits(one: Sequence[Sequence[np.ndarray]], other: Sequence[Sequence[np.ndarray]]) -> bool:

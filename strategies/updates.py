@@ -13,6 +13,7 @@ import optax
 
 from strategies.accumulation import AccumulationDtype, accumulator_dtypes
 from strategies.compilation import compiled_in_turn
+from strategies.programs import jit
 from strategies.replica_program import LOSS_SCALE, STEP
 from strategies.rounding import add_stochastically
 from strategies.shards import Shards
@@ -109,7 +110,7 @@ class Update:
 
     def _compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A program that one instance of the host compiles, where executables are kept."""
-        return compiled_in_turn(jax.jit(function, **options), self._strategy.devices.executables)
+        return compiled_in_turn(jit(function, **options), self._strategy.devices.executables)
 
     def traced(
         self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
