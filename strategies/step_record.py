@@ -1,8 +1,8 @@
 """What `poprun verify` compares: digests of each step's batch, gradients and variables, written as the step is made.
 
 `popdist.environments.recording` says how it is asked for. Nothing here talks to other instances, except where they have
-parts of the mean gradients. Every instance writes what it has, also what is to be the same on all: whether it is, is the
-question.
+parts of the mean gradients. Every instance writes what it has, also what is to be the same on all: whether it is the
+same is the question.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import platform
 import random
 import signal
 import sys
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -121,16 +122,18 @@ class StepRecorder:
         self._left: list[Any] = []  # the variables after it
         self._layout: dict[str, Any] = {}
         self._line: dict[str, Any] = {}
+        self._took_s = 0.0
 
     def reduced(self, state: TrainState, batch: Any, means: Any, shards: Shards | None) -> None:
         """See `Recorder`."""
+        began_s = time.perf_counter()
         if state.step <= self._step:
             self._training = self._file.next_training()
-        named, structure = jax.tree_util.tree_flatten_with_path(state.variables)
+        named = jax.tree_util.tree_leaves_with_path(state.variables)
         names, leaves = [jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named]
         means = [
             self._whole(mean, leaf, name, shards)
-            for name, leaf, mean in zip(names, leaves, structure.flatten_up_to(means), strict=True)
+            for name, leaf, mean in zip(names, leaves, jax.tree.leaves(means), strict=True)
         ]
         rows = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
         self._write_layout(names, list(rows))
@@ -156,9 +159,12 @@ class StepRecorder:
             self._write_values("batch", parts)
             self._write_values("start", dict(zip(names, leaves, strict=True)))
             self._write_values("gradients", dict(zip(names, means, strict=True)))
+        self._took_s = time.perf_counter() - began_s
 
     def updated(self, state: TrainState, metrics: Metrics) -> None:
         """See `Recorder`."""
+        jax.block_until_ready(state.variables)  # which is the program's time
+        began_s = time.perf_counter()
         step = self._line["step"]
         leaves = jax.tree.leaves(state.variables)
         self._left, self._step = leaves, step
@@ -170,7 +176,8 @@ class StepRecorder:
         if self._wanted.values_at == (self._training, step):
             self._write_values("variables", dict(zip(self._layout["variables"], leaves, strict=True)))
         self._file.write_questions()
-        self._file.write(self._line)
+        self._took_s += time.perf_counter() - began_s
+        self._file.write({**self._line, "recording_s": round(self._took_s, 6)})
         self._file.made(self._training, step)
         if self._wanted.leave_at == step and self._strategy.first_index == 0:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -278,7 +285,7 @@ def digest(array: Any) -> str:
     """
     host = _on_host(array)
     head = zlib.crc32(f"{host.dtype.name}{host.shape}".encode())
-    octets = host.reshape(-1).view(np.uint8)
+    octets = host.reshape(-1).view(np.uint8).data
     return f"{zlib.crc32(octets, head):08x}{zlib.adler32(octets):08x}"
 
 

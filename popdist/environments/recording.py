@@ -1,7 +1,8 @@
 """What `poprun verify` has the Trainer of each instance record, and how it asks for that.
 
-An instance writes lines of JSON into a file of its own in the folder that POPDIST_VERIFY_RECORD names: first what decides
-its bits besides the program, then one line for each step, at once, so that an instance that is killed leaves what it had.
+An instance writes lines of JSON into a file of its own in the folder that POPDIST_VERIFY_RECORD names: first what
+decides its bits besides the program, then one line for each step, at once, so that an instance that is killed leaves
+what it had.
 """
 
 from __future__ import annotations

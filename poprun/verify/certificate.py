@@ -156,7 +156,7 @@ def asked_again(asked: Asked, certificate: Certificate) -> Asked:
 def changed_facts(certificate: Certificate, record: Record) -> list[tuple[str, str, str]]:
     """What decides bits and was otherwise then: its name, then, and now."""
     now, then = record.processes[:1], certificate.record.processes[:1]
-    found = [(name, *values[:2]) for name, values in differing_facts([*then, *now])]
+    found = [(name, values[0], values[1]) for name, values in differing_facts([*then, *now])]
     missing = (
         [
             (name, then[0].facts.get(name, "unset"), now[0].facts.get(name, "unset"))

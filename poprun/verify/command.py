@@ -29,8 +29,8 @@ from poprun.verify.certificate import (
     shortened,
     write_certificate,
 )
-from poprun.verify.comparison import first_difference, first_inside
-from poprun.verify.differences import earliest, explain
+from poprun.verify.comparison import earliest, first_difference, first_inside
+from poprun.verify.differences import explain
 from poprun.verify.records import Record
 from poprun.verify.report import Outcome, align, describe_difference, describe_success, draw_table
 from poprun.verify.running import Interrupted, Laboratory, plan_run, settings_of, take_interrupts
@@ -178,8 +178,11 @@ class Verification:
             write_certificate(
                 self.asked.certificate, certificate_of(self.asked, self.spreads, runs, self._first.record)
             )
+        elif self.asked.certificate is not None:
+            show(f"\nnot everything is equal, and no certificate was written to {self.asked.certificate}")
         own_s = time.monotonic() - self._began_s - self._running_s
-        show(f"runs took {self._running_s:.1f} s, verifying {own_s:.1f} s")
+        recording_s = sum(each.record.recording_s for each in self._outcomes)
+        show(f"runs {self._running_s:.1f} s, of which recording {recording_s:.1f} s; verifying {own_s:.1f} s")
         return 0 if is_equal else 1
 
     @property
@@ -190,6 +193,8 @@ class Verification:
         """One run, compared with the first one."""
         number = len(self._outcomes) + 1
         show(f"poprun verify: run {number}, {run}", 2)
+        if run.resumed_on is not None:
+            show("poprun verify: it gets SIGTERM half-way; exit status 143 is what it is to end with", 2)
         began_s = time.monotonic()
         try:
             result = self.laboratory.make(run, str(number))
@@ -227,8 +232,9 @@ class Verification:
 
     def _explain(self) -> bool:
         """Say what differs first; whether nothing does."""
-        outcome = earliest(self._outcomes)
-        if outcome is not None:
+        number = earliest(self._first.record, [each.difference for each in self._outcomes])
+        if number is not None:
+            outcome = self._outcomes[number]
             names = str(self._first.run), str(outcome.run)
             if names[0] == names[1]:
                 names = "the first run", "the second run"
@@ -239,6 +245,9 @@ class Verification:
         if all(each.is_well for each in self._outcomes):
             show(f"\n{describe_success(self._outcomes)}")
             return True
+        for each in self._outcomes:
+            if each.exit_status:
+                show(f"\n{each.run} failed with exit status {each.exit_status}; why is above, on standard error")
         return False
 
     def _compare(self, certificate: Certificate) -> bool:

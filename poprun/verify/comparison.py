@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poprun.verify.records import PARTS, START, Digests, Place, Record, Step
@@ -28,15 +30,10 @@ class Difference:
     instances: tuple[int, int] = (0, 0)
     is_inside: bool = False
 
-    @property
-    def order(self) -> tuple[Place, int]:
-        """Sorts differences by when they came to be."""
-        return self.place, PARTS.index(self.part) if self.part in PARTS else -1
-
 
 def first_difference(one: Record, other: Record) -> Difference | None:
     """The first difference between two runs, those inside of the second one included; None: all is equal."""
-    for place in sorted({*one.steps, *other.steps}):
+    for place in {**one.steps, **other.steps}:
         mine, theirs = one.steps.get(place), other.steps.get(place)
         if mine is None or theirs is None:
             return Difference(place, STEPS)
@@ -45,6 +42,19 @@ def first_difference(one: Record, other: Record) -> Difference | None:
             if found is not None:
                 return found
     return None
+
+
+def earliest(first: Record, differences: Sequence[Difference | None]) -> int | None:
+    """Which of these differences from a run came first; None: there is none."""
+    places = list(first.steps)
+
+    def order(number: int) -> tuple[int, int]:
+        found = differences[number]
+        assert found is not None
+        when = places.index(found.place) if found.place in first.steps else len(places)
+        return when, PARTS.index(found.part) if found.part in PARTS else -1
+
+    return min((number for number, found in enumerate(differences) if found is not None), key=order, default=None)
 
 
 def first_inside(record: Record) -> Difference | None:
@@ -63,8 +73,7 @@ def are_same(one: Record, other: Record, until: Place) -> bool:
     def digests(record: Record) -> dict[tuple[Place, str, str], list[str]]:
         return {
             (place, part, name): sorted(found)
-            for place, step in record.steps.items()
-            if place <= until
+            for place, step in itertools.islice(record.steps.items(), record.steps_until(until))
             for part in PARTS
             if part != START
             for name, found in step.parts.get(part, {}).items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -135,9 +134,3 @@ def _from_here(question: Question) -> Question:
     path = Path(question.file)
     is_here = path.is_relative_to(Path.cwd())
     return replace(question, file=str(path.relative_to(Path.cwd()))) if is_here else question
-
-
-def earliest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The run that differs first; None: none does."""
-    differing = [each for each in outcomes if each.difference is not None]
-    return min(differing, key=lambda each: each.difference.order if each.difference else ((0, 0), 0), default=None)

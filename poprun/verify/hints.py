@@ -15,8 +15,8 @@ _WHERE = {LOSS: ", in the loss function", OPTIMIZER: ", in the optimizer"}
 
 _LOOK_AT = {
     START: "what changes the variables between two steps: a callback, or values of this instance only",
-    BATCH: "where the batch comes from: the order of a set or of a directory, a generator without a seed, a shuffle or a "
-    "share for each instance; strategy.distribute_dataset deals by replica",
+    BATCH: "where the batch comes from: the order of a set or of a directory, a generator without a seed, a shuffle or "
+    "a share for each instance; strategy.distribute_dataset deals by replica",
     GRADIENTS: "what the loss function takes besides its arguments: the instance, the time, np.random, a callback",
     METRICS: "what the metrics are computed from besides the loss function's arguments",
     UPDATE: "what the optimizer takes besides gradients and state: a learning rate that depends on the time or on the "
@@ -89,8 +89,8 @@ def _of_repetition(difference: Difference, evidence: Evidence) -> Iterator[str]:
     is_random = any(process.hashes_randomly for process in (*evidence.one.processes, *evidence.other.processes))
     if is_random and difference.part in (BATCH, START, STEPS):
         yield (
-            "sets of texts have another order in every process, as hash() has other values (PYTHONHASHSEED is not set): "
-            "sort what comes out of a set"
+            "sets of texts have another order in every process, because hash() has other values (PYTHONHASHSEED is "
+            "not set): sort what comes out of a set"
         )
 
 

@@ -118,10 +118,11 @@ class Record:
 
     Attributes:
         processes: its instances.
-        steps: in order.
+        steps: in the order in which they were made.
         questions: where the program has asked which instance it is.
         checkpoints: the directories of its checkpoints.
         values: those that were kept, by part and instance.
+        recording_s: how long the instance recorded that took longest.
     """
 
     processes: tuple[Process, ...] = ()
@@ -129,19 +130,17 @@ class Record:
     questions: tuple[Question, ...] = ()
     checkpoints: tuple[str, ...] = ()
     values: Mapping[tuple[str, int], Values] = field(default_factory=dict)
+    recording_s: float = 0.0
 
     @property
     def last_fingerprint(self) -> str:
         """After the last step; "" where there is none."""
-        return self.steps[max(self.steps)].fingerprint if self.steps else ""
+        return list(self.steps.values())[-1].fingerprint if self.steps else ""
 
     def steps_until(self, place: Place) -> int:
-        """How many steps a run makes that ends after this one."""
-        last: dict[int, int] = {}
-        for training, step in self.steps:
-            if (training, step) <= place:
-                last[training] = max(step, last.get(training, 0))
-        return sum(step + 1 for step in last.values())
+        """How many steps a run makes that ends after this one; all where it has not made it."""
+        places = list(self.steps)
+        return places.index(place) + 1 if place in self.steps else len(places)
 
 
 def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
@@ -162,8 +161,8 @@ def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
 
 
 def record_files(folder: Path) -> list[Path]:
-    """One for each process."""
-    return sorted(folder.glob(f"*{recording.SUFFIX}"))
+    """One for each process, in the order in which they ended."""
+    return sorted(folder.glob(f"*{recording.SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> Record:
@@ -173,13 +172,14 @@ def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> R
     checkpoints: dict[str, None] = {}
     values: dict[tuple[str, int], Values] = {}
     layouts: dict[tuple[int, int], Mapping[str, Any]] = {}
-    before: dict[int, tuple[Place, list[str]]] = {}
+    before: dict[tuple[int, int], tuple[int, list[str]]] = {}
+    recording_s: dict[int, float] = {}
     steps: dict[Place, Step] = {}
     for instance, line in lines:
         kind = line["kind"]
         if kind == recording.PROCESS:
             processes.setdefault(instance, Process.of(line))
-            before.pop(instance, None)
+            before = {key: value for key, value in before.items() if key[0] != instance}
         elif kind == recording.QUESTION:
             questions.setdefault(Question(line["what"], line["file"], line["line"], line["where"]))
         elif kind == recording.CHECKPOINT:
@@ -193,17 +193,19 @@ def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> R
             place = line["training"], line["step"]
             layout = layouts[instance, line["training"]]
             start = line["start"]
-            last = before.get(instance)
-            if start is None and last is not None and last[0] == (place[0], place[1] - 1):
+            last = before.get((instance, place[0]))
+            if start is None and last is not None and last[0] == place[1] - 1:
                 start = last[1]
             _add_step(steps.setdefault(place, Step()), line, layout, start, instance)
-            before[instance] = place, line["variables"]
+            before[instance, place[0]] = place[1], line["variables"]
+            recording_s[instance] = recording_s.get(instance, 0.0) + line["recording_s"]
     return Record(
         processes=tuple(processes[each] for each in sorted(processes)),
-        steps=dict(sorted(steps.items())),
+        steps=steps,
         questions=tuple(questions),
         checkpoints=tuple(checkpoints),
         values=values,
+        recording_s=max(recording_s.values(), default=0.0),
     )
 
 

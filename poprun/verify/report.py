@@ -13,7 +13,7 @@ from poprun.wording import count
 
 SHOWN_DIGITS = 16
 MOST_ROWS = 12
-_COLUMNS = ("run", "instances x replicas", "transport", "steps", "fingerprint", "result")
+_COLUMNS = ("run", "instances x replicas", "how", "steps", "fingerprint", "result")
 
 _DIFFERS = {
     START: "variables before it",
@@ -102,10 +102,9 @@ def describe_difference(
         note: how the distances were found.
     """
     where = name_place(difference.place, difference.place[0] > 0)
-    sides = " and ".join(
-        f"{run}, instance {instance}" if difference.is_inside else run
-        for run, instance in zip(runs, difference.instances, strict=True)
-    )
+    sides = " and ".join(runs)
+    if difference.is_inside:
+        sides = "instances {} and {} of {}".format(*difference.instances, runs[0])
     if difference.part == STEPS:
         return f"{sides} make another number of steps: one makes {where} (counted from 0), the other does not"
     lines = [f"{sides} differ first at {where} (counted from 0), in the {_words(difference)}:"]

@@ -102,9 +102,8 @@ def can_shrink(run: Run) -> bool:
 
 
 def run_to_resume(asked: Asked, plain: Sequence[Run]) -> Run | None:
-    """The run that is stopped and resumed; None where none is wanted, or there is one spread only."""
-    over_mpi = [run for run in plain if run.transport != GRPC] or list(plain)
-    spreads = sorted({run.instances for run in over_mpi})
+    """The run that is stopped and resumed on fewer instances, if there is such a spread; None where none is wanted."""
     if not asked.resumes:
         return None
-    return Run(spreads[-1], asked.replicas, over_mpi[-1].transport, resumed_on=spreads[-2 if len(spreads) > 1 else 0])
+    spreads = sorted({run.instances for run in plain})
+    return Run(spreads[-1], asked.replicas, asked.transports[0], resumed_on=spreads[max(0, len(spreads) - 2)])

@@ -1,4 +1,4 @@
-"""Turns an instance that mpirun has started into a worker of a cluster over gRPC: `worker_script.py DIRECTORY PROGRAM...`.
+"""Turns an instance that mpirun has started into a worker over gRPC: `worker_script.py DIRECTORY PROGRAM...`.
 
 The workers meet at sockets in the directory, so they have to be on one machine. Runs before the program, isolated: it
 imports nothing but the standard library.
