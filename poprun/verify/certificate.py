@@ -192,7 +192,7 @@ def _names(record: Record) -> list[dict[str, list[str]]]:
 
 
 def _as_json(place: tuple[int, int], step: Step) -> dict[str, Any]:
-    digests = {part: [next(iter(found)) for found in step.parts.get(part, {}).values()] for part in PARTS[1:]}
+    digests = {part: [next(iter(found)) for found in step.parts.get(part, {}).values()] for part in PARTS[1:-1]}
     first = {START: [next(iter(found)) for found in step.parts.get(START, {}).values()]} if place[1] == 0 else {}
     return {"training": place[0], "step": place[1], FINGERPRINT: step.fingerprint, **first, **digests}
 

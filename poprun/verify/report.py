@@ -109,8 +109,10 @@ def describe_difference(
         return f"{sides} make another number of steps: one makes {where} (counted from 0), the other does not"
     lines = [f"{sides} differ first at {where} (counted from 0), in the {_words(difference)}:"]
     rows = [(f"  {name or 'all'}", *_cells(found)) for name, found in distances[:MOST_ROWS]]
-    if rows:
+    if any(found != "" for _, found in distances):
         lines.append(align([("  name", "elements that differ", "largest difference"), *rows]))
+    else:
+        lines += [name for name, *_ in rows]
     if len(distances) > MOST_ROWS:
         lines.append(f"  ... and {len(distances) - MOST_ROWS} more")
     lines += [note] if note else []
@@ -141,7 +143,5 @@ def describe_success(outcomes: Sequence[Outcome]) -> str:
     """The last words where all is equal."""
     first = outcomes[0].record
     steps = count(len(first.steps), "step")
-    return (
-        f"equal: {count(len(outcomes), 'run')} of {steps} with the same bits in all batches, gradients and variables\n"
-        f"variables {first.last_fingerprint}"
-    )
+    equal = f"equal: {len(outcomes)} runs of {steps} with the same bits in all batches, gradients and variables"
+    return f"{equal if len(outcomes) > 1 else f'one run of {steps}'}\nvariables {first.last_fingerprint}"
