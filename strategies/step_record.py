@@ -293,7 +293,7 @@ def _on_host(leaf: Any) -> np.ndarray:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     is_on_one = isinstance(leaf, jax.Array) and len(leaf.devices()) == 1
-    return np.ascontiguousarray(borrow(leaf) if is_on_one else leaf)
+    return np.asarray(borrow(leaf) if is_on_one else leaf, order="C")
 
 
 def _host_random() -> dict[str, str]:
