@@ -171,7 +171,7 @@ class StepRecorder:
         self._line |= {
             "metrics": {name: value.hex() for name, value in metrics.items()},
             "variables": [digest(leaf) for leaf in leaves],
-            "fingerprint": fingerprint(state.variables),
+            "fingerprint": fingerprint(state.variables) if self._strategy.instance_index == 0 else None,
         }
         if self._wanted.values_at == (self._training, step):
             self._write_values("variables", dict(zip(self._layout["variables"], leaves, strict=True)))

@@ -221,7 +221,8 @@ def _add_step(
             step.add(BATCH, f"{name} of replica {replica}", digest, own)
     for name, value in line["metrics"].items():
         step.add(METRICS, name, value, own)
-    step.add(FINGERPRINT, "", line["fingerprint"], own)
+    if line["fingerprint"] is not None:  # it takes longest, and one instance computes it for all
+        step.add(FINGERPRINT, "", line["fingerprint"], own)
     for name, state in line["random"].items():
         step.random.setdefault(name, set()).add(state)
 
