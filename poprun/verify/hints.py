@@ -89,8 +89,8 @@ def _of_repetition(difference: Difference, evidence: Evidence) -> Iterator[str]:
     is_random = any(process.hashes_randomly for process in (*evidence.one.processes, *evidence.other.processes))
     if is_random and difference.part in (BATCH, START, STEPS):
         yield (
-            "is it the order of a set of texts? That is another one in every process, because PYTHONHASHSEED is not set; "
-            "sort what comes out of a set"
+            "is it the order of a set of texts? That is another one in every process, because PYTHONHASHSEED is not "
+            "set; sort what comes out of a set"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ class Laboratory:
 
     Attributes:
         asked: what the user wants.
-        folder: for records and sockets.
+        folder: for records.
         environ: the user's environment.
         leave_at: the step in which runs are stopped that are resumed.
     """
@@ -109,12 +110,11 @@ class Laboratory:
         launch = plan_run(self.asked, run, self.environ)
         wanted = recording.as_variables() | ({"POPDIST_MECHANISM": "ring"} if run.transport == RING else {})
         launch = replace(launch, extra={**launch.extra, **wanted})
-        if run.transport == GRPC:
-            launch = as_workers(launch, recording.folder)
         log = Log(level_from(launch.settings.verbosity, self.environ))
-        with output_on_standard_error():
-            ended = run_job(launch, self.environ, log)
+        with output_on_standard_error(), tempfile.TemporaryDirectory(prefix="poprun-") as sockets:
+            ended = run_job(as_workers(launch, sockets) if run.transport == GRPC else launch, self.environ, log)
         if ended.was_told:
+            ignore_interrupts()
             raise Interrupted(ended.exit_status)
         take_interrupts()
         return ended.exit_status
@@ -171,9 +171,9 @@ def _folder_name(run: Run) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in str(run))
 
 
-def as_workers(launch: Launch, folder: Path) -> Launch:
-    """The launch whose instances take themselves for workers of a cluster over gRPC."""
-    words = (sys.executable, "-I", "-S", str(WORKER_SCRIPT), str(folder))
+def as_workers(launch: Launch, sockets: str) -> Launch:
+    """The launch whose instances take themselves for workers of a cluster over gRPC, with sockets in a directory."""
+    words = (sys.executable, "-I", "-S", str(WORKER_SCRIPT), sockets)
     return replace(launch, settings=replace(launch.settings, program=(*words, *launch.settings.program)))
 
 
@@ -193,8 +193,15 @@ def take_interrupts() -> None:
     """Have signals that end a command raise `Interrupted`, outside of runs, which take them themselves."""
 
     def interrupt(number: int, _: object) -> NoReturn:
+        ignore_interrupts()  # while everything is put away
         raise Interrupted(128 + number)
 
     for number in INTERRUPTS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
+
+
+def ignore_interrupts() -> None:
+    """Let nothing disturb the end of the command, which comes at once."""
+    for number in INTERRUPTS:
+        signal.signal(number, signal.SIG_IGN)
