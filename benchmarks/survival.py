@@ -7,10 +7,9 @@ Usage:
 First table, ms per step, medians: two jobs of two instances with a replica each take turns; nothing fails.
 
 Second table, ms, medians over jobs: one of three instances with two replicas each is killed. "after" is the time from
-there to the end of the interrupted step on the slowest of the others, "compile" what JAX traced and compiled in it for
-the replicas that were taken over, "step" an undisturbed step before, "rest" what is left: after - compile - step. Jobs
-that compile when they need it and jobs with `Trainer(compile_ahead=True)` take turns; the latter are given the time to
-be ready, and "earlier" is what JAX traced and compiled for it in the background.
+there to the end of the interrupted step on the slowest of the others, "compile" what JAX traced and compiled in it (a
+program is the same however many replicas an instance drives, so there should be nothing), "step" an undisturbed step
+before, "rest" what is left: after - compile - step.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from timing import OtherLoad, describe_machine, environment, medians, write_figu
 
 HERE = Path(__file__).parent
 MODES = {"stop": (), "shrink": ("--on-failure", "shrink")}
-WAYS = ("when needed", "ahead")  # to compile what a loss makes necessary
-COLUMNS = ("after", "compile", "step", "rest", "earlier")
+COLUMNS = ("after", "compile", "step", "rest")
 
 
 def main() -> None:
@@ -45,9 +43,8 @@ def main() -> None:
     print(f"{overhead['stop']:9.2f}{overhead['shrink']:9.2f}{overhead['shrink'] / overhead['stop']:13.3f}", flush=True)
     recovery = measure_recovery(options)
     print(f"\n{options.model}, batch {options.batch_size}, 3 x 2 replicas, one instance is killed; ms, medians")
-    print(f"{'compiled':<12}" + "".join(f"{name:>9}" for name in COLUMNS))
-    for way, found in recovery.items():
-        print(f"{way:<12}" + "".join(f"{found[name]:9.1f}" for name in COLUMNS), flush=True)
+    print("".join(f"{name:>9}" for name in COLUMNS))
+    print("".join(f"{recovery[name]:9.1f}" for name in COLUMNS), flush=True)
     load.warn()
     write_figures(options, (), machine, load, overhead=overhead, recovery=recovery)
 
@@ -64,7 +61,7 @@ def read_options() -> argparse.Namespace:
         type=int,
         default=5,
         metavar="N",
-        help="jobs of each kind in which an instance is killed (%(default)s)",
+        help="jobs in which an instance is killed (%(default)s)",
     )
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
     add("--json", metavar="PATH", help="write the figures to this file")
@@ -97,19 +94,16 @@ def take_turn(group: Group, steps: int) -> float:
     return 1e3 * max(answer["seconds"] for answer in group.ask(do="placed", steps=steps)) / steps
 
 
-def measure_recovery(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Milliseconds in both ways, see the top."""
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for kill in range(options.kills):
-        for way in WAYS:
-            found[way].append(lose_one(kill % 3, way, options))
-    return {way: {name: median(each[name] for each in found[way]) for name in COLUMNS} for way in WAYS}
+def measure_recovery(options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds, see the top."""
+    found = [lose_one(kill % 3, options) for kill in range(options.kills)]
+    return {name: median(each[name] for each in found) for name in COLUMNS}
 
 
-def lose_one(victim: int, way: str, options: argparse.Namespace) -> dict[str, float]:
+def lose_one(victim: int, options: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of one job."""
     with tempfile.TemporaryDirectory(prefix="survival-") as folder:
-        arguments = [folder, options.model, str(options.batch_size), str(victim), "16", way]
+        arguments = [folder, options.model, str(options.batch_size), str(victim), "16"]
         words = [*poprun("shrink", 3, 6), sys.executable, str(HERE / "survival_rank.py"), *arguments]
         ended = subprocess.run(
             words, env=environment(), capture_output=True, text=True, timeout=options.limit_s, check=False
@@ -121,8 +115,8 @@ def lose_one(victim: int, way: str, options: argparse.Namespace) -> dict[str, fl
 
 def slowest(instances: list[dict[str, Any]]) -> dict[str, float]:
     one = max(instances, key=lambda each: each["after_s"])
-    after, compiling, step, earlier = (1e3 * one[name] for name in ("after_s", "compile_s", "step_s", "earlier_s"))
-    return {"after": after, "compile": compiling, "step": step, "rest": after - compiling - step, "earlier": earlier}
+    after, compiling, step = (1e3 * one[name] for name in ("after_s", "compile_s", "step_s"))
+    return {"after": after, "compile": compiling, "step": step, "rest": after - compiling - step}
 
 
 def poprun(mode: str, instances: int, replicas: int) -> list[str]:

@@ -185,7 +185,6 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--replicas", type=count, metavar="N", help="of all instances; default: what poprun says, else one each")
     add("--check-numerics", action="store_true", help="stop at the first gradient that is not finite")
-    add("--compile-ahead", action="store_true", help="compile for the loss of an instance before one is lost")
     add("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and go on from the newest checkpoint in it")
     add("--checkpoint-every", type=count, metavar="K", help=f"save every K steps ({DEFAULT_CHECKPOINT_EVERY})")
     add("--json", metavar="PATH", help="write the result there; '-' is the standard output")
@@ -241,7 +240,6 @@ def train(
         loss_scaling=options.loss_scaling,
         gradient_transfer_dtype=options.gradient_transfer_dtype,
         replicated_optimizer_state_sharding=options.shard_optimizer_state,
-        compile_ahead=options.compile_ahead,
     )
     state = trainer.init(model.init(jax.random.key(options.seed), data.image_shape))
     effective_batch_size = options.batch_size * options.gradient_accumulation_count * strategy.num_replicas_in_sync

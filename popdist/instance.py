@@ -103,11 +103,6 @@ class Instance:
             uniform=self.total_replicas % count == 0,
         )
 
-    def with_one_lost(self) -> list[Instance]:
-        """What this instance may become when one of the others is lost: one before it, or one behind it."""
-        indices = [index for index in (self.index - 1, self.index) if 0 <= index < self.count - 1]
-        return [self.renumbered(index, self.count - 1) for index in indices]
-
     @property
     def local_replica_range(self) -> range:
         """The global indices of this instance's replicas."""

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from strategies.collective_equations import EQUATION
 from strategies.dependencies import behind, is_true
 
-_CALLBACK = "io_callback"
+_CALLBACKS = frozenset({"io_callback", EQUATION})
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_vjp_call", "custom_jvp_call"})
 
 
@@ -90,6 +91,8 @@ def _with_ordered_bodies(equation: Any) -> Any:
 def _ordered_body(value: Any) -> Any:
     if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
         return tuple(_ordered_body(one) for one in value)
+    if isinstance(value, core.Jaxpr):  # as in jax.checkpoint; it has no constants
+        return _ordered_body(core.ClosedJaxpr(value, ())).jaxpr
     if not isinstance(value, core.ClosedJaxpr) or not _calls_back(value.jaxpr):
         return value
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in value.in_avals]
@@ -97,7 +100,7 @@ def _ordered_body(value: Any) -> Any:
 
 
 def _equation_calls_back(equation: Any) -> bool:
-    if equation.primitive.name == _CALLBACK:
+    if equation.primitive.name in _CALLBACKS:
         return True
     return any(_calls_back(inner) for inner in core.jaxprs_in_params(equation.params))
 

@@ -1,8 +1,8 @@
-"""Collectives between replicas, inside `strategy.run` and loss functions, with gradients.
+"""Collectives between replicas, inside `strategy.run` and loss functions, with derivatives of any order.
 
 Values are taken in the order of the replicas and 16-bit floats are combined in float32, so results have the same bits
-for every number of instances. Where no group of replicas crosses instances they are compiled into the program; where
-one does, the local replicas meet in a callback. Every function is called by all replicas, alike, and takes a pytree of
+for every number of instances. The local replicas meet in a callback; values leave the instance only where a group of
+replicas crosses instances. Every function is called by all replicas, alike, and takes a pytree of
 arrays (a single array, a list, a dict) of equal shapes and dtypes on all of them. `replica_group_size` divides the
 replicas into groups of neighbours, None or 0 makes one group of all; `orthogonal` divides them across: see
 `ReplicaGroups`. All raise RuntimeError where there is no replica, ValueError for a size that does not divide the
@@ -19,12 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from strategies.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
+from strategies.collective_equations import Exchange, Gather, Kind, Reduce, without_gradient
+from strategies.reduction_ops import DIFFERENTIABLE, base_of, check_dtype, operand, parse_op, reduce_in_order
 from strategies.replica_context import ReplicaContext, get_replica_context
 from strategies.replica_groups import ReplicaGroups
 from strategies.sharding import at_least
-
-Function = Callable[[jax.Array], jax.Array]
 
 
 def replication_index() -> jax.Array:
@@ -34,8 +33,7 @@ def replication_index() -> jax.Array:
 
 def cross_replica_sum(x: Any, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Any:
     """The sum over the replicas of a group; its gradient is the sum of their gradients."""
-    group = _Group(replica_group_size, orthogonal)
-    return _each(x, lambda name: (group.reduced("sum", name), group.reduced("sum", f"{name}/gradient")))
+    return jax.tree.map(_Group(replica_group_size, orthogonal).reducer("sum"), x)
 
 
 def cross_replica_mean(x: Any, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Any:
@@ -43,8 +41,7 @@ def cross_replica_mean(x: Any, replica_group_size: int | None = None, *, orthogo
 
     Float16 does not overflow on the way. Integers are truncated towards zero.
     """
-    group = _Group(replica_group_size, orthogonal)
-    return _each(x, lambda name: (group.reduced("mean", name), group.reduced("mean", f"{name}/gradient")))
+    return jax.tree.map(_Group(replica_group_size, orthogonal).reducer("mean"), x)
 
 
 def replication_normalise(x: Any) -> Any:
@@ -80,13 +77,7 @@ def all_gather(x: Any, replica_group_size: int | None = None, *, orthogonal: boo
 
     A replica's gradient is the sum of the gradients of what all of them got of its value.
     """
-    group = _Group(replica_group_size, orthogonal)
-
-    def backward(name: str) -> Function:
-        reduce = group.reduced("sum", f"{name}/gradient")
-        return lambda gradient: reduce(gradient)[group.rank]
-
-    return _each(x, lambda name: (group.gathered(name), backward(name)))
+    return jax.tree.map(_Group(replica_group_size, orthogonal).gather, x)
 
 
 def all_to_all(
@@ -112,19 +103,13 @@ def all_to_all(
         ValueError: if there is no such dimension, or it cannot be divided by k.
     """
     group = _Group(replica_group_size, orthogonal)
-    return _each(
-        x,
-        lambda name: (
-            group.exchanged(split_dimension, concat_dimension, name),
-            group.exchanged(concat_dimension, split_dimension, f"{name}/gradient"),
-        ),
-    )
+    return jax.tree.map(lambda leaf: group.exchange(leaf, split_dimension, concat_dimension), x)
 
 
 def reduce_scatter(x: Any, replica_group_size: int | None = None, op: str = "ADD", *, orthogonal: bool = False) -> Any:
     """Reduce over a group of k replicas and give each its part of the result.
 
-    ADD, MEAN and LOCAL have a gradient.
+    ADD, MEAN, SQUARE_ADD and LOCAL have a gradient.
 
     Args:
         x: arrays of shape [n].
@@ -144,98 +129,68 @@ def reduce_scatter(x: Any, replica_group_size: int | None = None, op: str = "ADD
     for leaf in jax.tree.leaves(x):
         if jnp.ndim(leaf) != 1:
             raise ValueError(f"reduce_scatter takes arrays of rank 1, not of shape {list(jnp.shape(leaf))}; reshape it")
-    return jax.tree.map(lambda leaf: _reduce_scatter(group, name_of_op, jnp.asarray(leaf)), x)
-
-
-def _reduce_scatter(group: _Group, op: str, x: jax.Array) -> jax.Array:
-    def forward(name: str) -> Function:
-        def scatter(value: jax.Array) -> jax.Array:
-            part = -(-value.size // group.size)
-            padded = jnp.pad(operand(op, value), (0, part * group.size - value.size))
-            whole = padded if op == "LOCAL" else group.reduced(base_of(op), name)(padded)
-            return jax.lax.dynamic_slice(whole, (group.rank * part,), (part,)).astype(value.dtype)
-
-        return scatter
-
-    def backward(name: str) -> Function:
-        gather = group.gathered(f"{name}/gradient")
-
-        def unscatter(gradient: jax.Array) -> jax.Array:
-            if op == "LOCAL":
-                whole = jnp.zeros((group.size, gradient.size), gradient.dtype).at[group.rank].set(gradient)
-            elif op in ("ADD", "MEAN"):
-                whole = gather(gradient) / (group.size if op == "MEAN" else 1)
-            else:
-                raise TypeError(f"reduce_scatter with {op} has no gradient; use ADD, MEAN or LOCAL")
-            return whole.reshape(-1)[: x.size].astype(gradient.dtype)
-
-        return unscatter
-
-    result: jax.Array = _each(x, lambda name: (forward(name), backward(name)))
-    return result
+    return jax.tree.map(lambda leaf: group.reduce_scatter(leaf, name_of_op), x)
 
 
 class _Group:
     """The group of the replica whose program is being traced."""
 
     def __init__(self, size: int | None, is_orthogonal: bool) -> None:
-        context: ReplicaContext = get_replica_context()
-        self._reducer = context.reducer
+        self._context: ReplicaContext = get_replica_context()
         self._groups = ReplicaGroups(size or 0, is_orthogonal)
-        members = self._groups.members(context.num_replicas_in_sync)
-        self.size = len(members[0])
-        self._is_whole = len(members) == 1
-        index = context.replica_id_in_sync_group
-        self.rank = index // len(members) if is_orthogonal else index % self.size
+        self._total = self._context.num_replicas_in_sync
+        self._size = len(self._groups.members(self._total)[0])
 
-    def gathered(self, name: str) -> Function:
-        """Gives the values of the group, in order, along a new first axis."""
-        return lambda x: self._reducer.gather(x, self._groups, name)
-
-    def reduced(self, op: str, name: str) -> Function:
+    def reducer(self, op: str) -> Callable[[Any], jax.Array]:
         """Gives the reduction over the group."""
+        return lambda x: self._collect(Reduce(op), x)
 
-        def reduce(x: jax.Array) -> jax.Array:
-            check_dtype(x.dtype, reduces=True)
-            if self._is_whole and op != "prod":
-                return self._reducer.combine(op, x, name)
-            gathered = self._reducer.gather(x, self._groups, name)
-            return reduce_in_order(op, [gathered[member] for member in range(self.size)])
+    def gather(self, x: Any) -> jax.Array:
+        """The values of the group, in order, along a new first axis."""
+        return self._collect(Gather(), x)
 
-        return reduce
+    def exchange(self, x: Any, split: int, concat: int) -> jax.Array:
+        """This replica's blocks of what all have, one behind the other."""
+        shape = jnp.shape(x)
+        for dimension in (split, concat):
+            if not 0 <= at_least(0, "a dimension of all_to_all", dimension) < len(shape):
+                raise ValueError(f"all_to_all along dimension {dimension} of shape {list(shape)}; there is none")
+        if shape[split] % self._size:
+            raise ValueError(
+                f"all_to_all splits dimension {split} of shape {list(shape)} among {self._size} replicas; it must "
+                "be a multiple of their number"
+            )
+        return self._collect(Exchange(split, concat), x)
 
-    def exchanged(self, split: int, concat: int, name: str) -> Function:
-        """Gives this replica's blocks of what all have, one behind the other."""
+    def reduce_scatter(self, x: Any, op: str) -> jax.Array:
+        """This replica's part of the reduction of vectors."""
+        value = jnp.asarray(x)
+        name = self._context.next_name()
 
-        def exchange(x: jax.Array) -> jax.Array:
-            for dimension in (split, concat):
-                if not 0 <= at_least(0, "a dimension of all_to_all", dimension) < x.ndim:
-                    raise ValueError(f"all_to_all along dimension {dimension} of shape {list(x.shape)}; there is none")
-            if x.shape[split] % self.size:
-                raise ValueError(
-                    f"all_to_all splits dimension {split} of shape {list(x.shape)} among {self.size} replicas; it must "
-                    "be a multiple of their number"
-                )
-            rows = x.shape[split] // self.size
-            gathered = self.gathered(name)(x)
-            mine = jax.lax.dynamic_slice_in_dim(gathered, self.rank * rows, rows, split + 1)
-            return jnp.concatenate([mine[member] for member in range(self.size)], concat)
+        def scatter(index: jax.Array, value: jax.Array) -> jax.Array:
+            part = -(-value.size // self._size)
+            padded = jnp.pad(operand(op, value), (0, part * self._size - value.size))
+            whole = self._reduced(base_of(op), index, padded, name)
+            rank = self._groups.rank(index, self._total)
+            return jax.lax.dynamic_slice(whole, (rank * part,), (part,)).astype(value.dtype)
 
-        return exchange
+        if op not in DIFFERENTIABLE:
+            allowed = f"{', '.join(DIFFERENTIABLE[:-1])} or {DIFFERENTIABLE[-1]}"
+            refused = without_gradient(scatter, f"reduce_scatter with {op} has no gradient; use {allowed}")
+            return refused(self._context.replica_id_in_sync_group, value)
+        return scatter(self._context.replica_id_in_sync_group, value)
 
+    def _reduced(self, op: str, index: jax.Array, value: jax.Array, name: str) -> jax.Array:
+        collect = self._context.reducer.collect
+        if op == "local":
+            return value
+        if op == "prod":
+            check_dtype(value.dtype, reduces=True)
+            gathered = collect(Gather(), self._groups, index, value, name)
+            return reduce_in_order(op, [gathered[member] for member in range(self._size)])
+        return collect(Reduce(op), self._groups, index, value, name)
 
-def _each(tree: Any, functions_of: Callable[[str], tuple[Function, Function]]) -> Any:
-    """Apply a function that has a gradient to each leaf; both are made for a name of their own."""
-    context = get_replica_context()
-
-    def apply(leaf: Any) -> jax.Array:
-        forward, backward = functions_of(context.next_name())
-        x = jnp.asarray(leaf)
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return forward(x)
-        function = jax.custom_vjp(forward)
-        function.defvjp(lambda value: (forward(value), None), lambda _, gradient: (backward(gradient),))
-        result: jax.Array = function(x)
-        return result
-
-    return jax.tree.map(apply, tree)
+    def _collect(self, kind: Kind, x: Any) -> jax.Array:
+        context = self._context
+        name, index = context.next_name(), context.replica_id_in_sync_group
+        return context.reducer.collect(kind, self._groups, index, jnp.asarray(x), name)

@@ -63,6 +63,15 @@ def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
 
 
 @functools.cache
+def effects_of_calls() -> frozenset[Any]:
+    """The effects of an equation that stands for a call of Python: what JAX takes in `jax.checkpoint` too.
+
+    There it computes the equation once and keeps the result.
+    """
+    return frozenset(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)
+
+
+@functools.cache
 def _effects_of_calls() -> frozenset[Any]:
     def calls() -> None:
         for is_ordered in (False, True):

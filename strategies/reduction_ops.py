@@ -26,6 +26,9 @@ _BASES = {
     "SQUARE_ADD": "sum",
     "LOCAL": "local",
 }
+DIFFERENTIABLE = ("ADD", "MEAN", "SQUARE_ADD", "LOCAL")
+"""The operations that have a gradient."""
+
 _COMBINE = {"sum": jnp.add, "mean": jnp.add, "min": jnp.minimum, "max": jnp.maximum, "prod": jnp.multiply}
 
 

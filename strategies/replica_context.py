@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ import numpy as np
 from collectives import Communicator
 from collectives.reduction import normalise_op
 from popdist.instance import replica_block
+from strategies.collective_equations import Collective, Kind, OfReplica, Reduce, without_gradient
 from strategies.devices import ReplicaDevices
 from strategies.errors import DeviceError, EndOfDataError
 from strategies.feed_program import FeedProgram, Replication, tracing
-from strategies.host_calls import call_host
-from strategies.reduction_ops import check_dtype, reduce_in_order
+from strategies.reduction_ops import check_dtype
 from strategies.replica_groups import ReplicaGroups
 
 _current: ContextVar[ReplicaContext | None] = ContextVar("replica_context", default=None)
@@ -60,7 +60,8 @@ class ReplicaContext:
         """Reduce a pytree over all replicas of all instances; every replica gets the result.
 
         Sums are taken in replica order; 16-bit floats are added in float32; a mean of integers is truncated. Its
-        gradient is the same reduction of the gradients, as in `tf.distribute.ReplicaContext.all_reduce`.
+        gradient is the same reduction of the gradients, as in `tf.distribute.ReplicaContext.all_reduce`, and may be
+        differentiated again.
 
         Args:
             op: "sum", "mean", "min" or "max" (the last two have no gradient).
@@ -70,7 +71,17 @@ class ReplicaContext:
             ValueError: for another op.
         """
         op = normalise_op(op)
-        return jax.tree.map(lambda leaf: self._all_reduce_leaf(op, jnp.asarray(leaf)), value)
+
+        def reduce(name: str, index: jax.Array, leaf: jax.Array) -> jax.Array:
+            return self.reducer.reduce(op, index, leaf, name)
+
+        def all_reduce(leaf: Any) -> jax.Array:
+            named: OfReplica = functools.partial(reduce, self.next_name())
+            if op not in ("sum", "mean"):
+                named = without_gradient(named, f"all_reduce({op!r}) has no gradient; use 'sum' or 'mean'")
+            return named(self.replica_id_in_sync_group, jnp.asarray(leaf))
+
+        return jax.tree.map(all_reduce, value)
 
     def next_name(self) -> str:
         """A name for the next collective of this program, the same on every replica."""
@@ -82,26 +93,6 @@ class ReplicaContext:
     def is_independent(self) -> bool:
         """Whether its program has asked so far for nothing that belongs to these replicas: no collective, no feed."""
         return not self._calls and not self.feeds.infeeds and not self.feeds.outfeeds
-
-    def _all_reduce_leaf(self, op: str, value: jax.Array) -> jax.Array:
-        name = self.next_name()
-        reduce = self.reducer.reduce
-
-        @jax.custom_vjp
-        def all_reduce(x: jax.Array) -> jax.Array:
-            return reduce(op, x, name)
-
-        def forward(x: jax.Array) -> tuple[jax.Array, None]:
-            return reduce(op, x, name), None
-
-        def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-            if op not in ("sum", "mean"):
-                raise TypeError(f"all_reduce({op!r}) has no gradient; use 'sum' or 'mean'")
-            return (reduce(op, gradient, f"{name}/gradient"),)
-
-        all_reduce.defvjp(forward, backward)
-        result: jax.Array = all_reduce(value)
-        return result
 
 
 def get_replica_context() -> ReplicaContext:
@@ -145,26 +136,21 @@ class _Meeting:
     """The local replicas in one cross-replica call.
 
     Attributes:
-        contributions: by their positions.
-        results: in the order of the positions.
+        contributions: by the global indices of the replicas.
+        results: likewise.
     """
 
     contributions: dict[int, np.ndarray] = field(default_factory=dict)
     is_over: threading.Event = field(default_factory=threading.Event)
-    results: Sequence[np.ndarray] = ()
+    results: Mapping[int, np.ndarray] = field(default_factory=dict)
     error: BaseException | None = None
 
 
-Meet = Callable[
-    [list[np.ndarray]], Sequence[np.ndarray]
-]  # what the local replicas contribute -> what each of them gets
-
-
 class CrossReplicaReducer:
-    """Carries out collectives of compiled programs: inside of them where one instance owns all replicas, else outside.
+    """Carries out the collectives of compiled programs.
 
-    Outside, the local replicas meet in a callback; the last one takes all their values into a named collective, for
-    which instances may come in different orders.
+    The local replicas meet in callbacks. The last one to come combines their values, or takes them into a named
+    collective of the instances, for which these may come in different orders.
 
     Args:
         communicator: connects the instances.
@@ -172,6 +158,9 @@ class CrossReplicaReducer:
         total_replicas: the replicas of all instances.
         is_identity: have `reduce` leave values as they are (the original's
             `add_ipu_cross_replica_reductions=False`).
+
+    Attributes:
+        last_error: the first error since the running program began; whoever starts programs sets it to None.
     """
 
     def __init__(
@@ -186,6 +175,7 @@ class CrossReplicaReducer:
         self._communicator = communicator
         self._devices = devices
         self._is_identity = is_identity
+        self._blocks = [replica_block(rank, communicator.size, total_replicas) for rank in range(communicator.size)]
         self._lock = threading.Lock()
         self._meetings: dict[str, _Meeting] = {}
 
@@ -195,78 +185,59 @@ class CrossReplicaReducer:
         return Replication(self._devices.replicas, self.total_replicas)
 
     def fail(self, error: BaseException) -> None:
-        """Note that a feed of the running program has failed.
+        """Note that a replica of the running program has failed; from any thread.
 
         The data end at the same place on all instances, and all of them finish their programs. After any other error
-        they may be at different places, and replicas do not wait for other instances any more.
+        replicas may be at different places: those that wait for others, and those that come to wait, end with it. The
+        first such error stays.
         """
-        self.last_error = error
-        if isinstance(error, EndOfDataError):
-            return
         with self._lock:
+            if not self._has_failed:
+                self.last_error = error
+            if isinstance(error, EndOfDataError):
+                return
             for meeting in self._meetings.values():
                 meeting.error = error
                 meeting.is_over.set()
             self._meetings.clear()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.last_error is not None and not isinstance(self.last_error, EndOfDataError)
 
     def fail_and_raise(self, error: BaseException) -> None:
         """As `fail`, and end the replica whose callback this is."""
         self.fail(error)
         raise error
 
-    def reduce(self, op: str, value: jax.Array, name: str) -> jax.Array:
-        """Reduce one array, unless reductions are left out; called while a replica's program is traced."""
-        return value if self._is_identity else self.combine(op, value, name)
+    def reduce(self, op: str, index: jax.Array, value: jax.Array, name: str) -> jax.Array:
+        """Reduce one array over all replicas, unless reductions are left out; see `collect`."""
+        return value if self._is_identity else self.collect(Reduce(op), ReplicaGroups(), index, value, name)
 
-    def combine(self, op: str, value: jax.Array, name: str) -> jax.Array:
-        """Reduce one array over all replicas; called while a replica's program is traced.
+    def collect(self, kind: Kind, groups: ReplicaGroups, index: jax.Array, value: jax.Array, name: str) -> jax.Array:
+        """What a replica gets of a collective within its group; called while its program is traced.
 
-        Raises:
-            UnsupportedBufferError: for bool and complex numbers, on one instance as on several.
-        """
-        check_dtype(value.dtype, reduces=True)
-        self._require_lockstep()
-        if self.total_replicas == 1:
-            return reduce_in_order(op, [value])
+        A group of one makes no call. That, and all else of the program, depends on the number of replicas only, not on
+        where they are.
 
-        def meet(contributions: list[np.ndarray]) -> list[np.ndarray]:
-            out = np.empty_like(contributions[0])
-            handle = self._communicator.start_ordered_all_reduce(contributions, out, op, name=name)
-            return [handle.wait()] * len(contributions)
-
-        return self._call(meet, name, value, value.shape)
-
-    def gather(self, value: jax.Array, groups: ReplicaGroups, name: str) -> jax.Array:
-        """The values of the replicas of a replica's group, along a new first axis.
-
-        Within the program where no group crosses instances. Otherwise every instance gets the values of all replicas.
+        Args:
+            kind: of the collective.
+            groups: of replicas.
+            index: the replica's global index, an int32 scalar.
+            value: of this replica, of the same shape and dtype on all of them.
+            name: of the collective; see `ReplicaContext.next_name`.
 
         Raises:
-            TypeError: for a dtype that collectives do not carry.
+            UnsupportedBufferError: for a dtype that instances do not exchange, on one instance as on several.
             ValueError: if the replicas cannot be divided into these groups.
+            DeviceError: if the local replicas do not all run at once.
         """
-        check_dtype(value.dtype, reduces=False)
+        check_dtype(value.dtype, reduces=kind.reduces)
+        collective = Collective(name, kind, groups, self.total_replicas, self._carry_out)
+        if len(collective.members[0]) == 1:
+            return value.reshape(collective.shape(value.shape))
         self._require_lockstep()
-        members = groups.members(self.total_replicas)
-        blocks = [
-            replica_block(index, self._communicator.size, self.total_replicas)
-            for index in range(self._communicator.size)
-        ]
-        if all(any(set(group) <= set(block) for block in blocks) for group in members):
-            first = self._devices.replicas.start
-            positions = [
-                [replica - first for replica in group] for group in members if group[0] in self._devices.replicas
-            ]
-            raise NotImplementedError
-        group_of = {replica: group for group in members for replica in group}
-
-        def meet(contributions: list[np.ndarray]) -> list[np.ndarray]:
-            everything = self._gather_outside(contributions, blocks, name)
-            return [
-                np.stack([everything[member] for member in group_of[replica]]) for replica in self._devices.replicas
-            ]
-
-        return self._call(meet, name, value, (len(members[0]), *value.shape))
+        return collective(index, value)
 
     def _require_lockstep(self) -> None:
         if not self._devices.is_lockstep:
@@ -275,46 +246,60 @@ class CrossReplicaReducer:
                 "make the strategy before JAX is used, so that it can simulate one device per replica"
             )
 
-    def _gather_outside(
-        self, contributions: list[np.ndarray], blocks: Sequence[range], name: str
-    ) -> dict[int, np.ndarray]:
-        """The values of all replicas; instances with one replica less than others send a row that nobody reads."""
-        rows = max(map(len, blocks))
-        mine = np.empty((rows, *contributions[0].shape), contributions[0].dtype)
-        for row, contribution in zip(mine, contributions, strict=False):
-            row[...] = contribution
-        whole = self._communicator.start_all_gather(mine, name=name).wait()
-        return {replica: whole[rank, row] for rank, block in enumerate(blocks) for row, replica in enumerate(block)}
+    # ---- when the program runs
 
-    def _call(self, meet: Meet, name: str, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """What a replica gets of a meeting; called while its program is traced."""
-
-        def come(position: Any, contribution: Any) -> np.ndarray:
-            return self._meet(meet, name, int(position), np.asarray(contribution))
-
-        result = jax.ShapeDtypeStruct(shape, value.dtype)
-        got: jax.Array = call_host(
-            come, result, (get_replica_context().replica_id_in_sync_group - self._devices.replicas.start, value)
-        )
-        return got
-
-    def _meet(self, meet: Meet, name: str, position: int, value: np.ndarray) -> np.ndarray:
+    def _carry_out(self, collective: Collective, replica: int, value: np.ndarray) -> np.ndarray:
+        """What a replica gets, once all others of this instance have come."""
         with self._lock:
-            if self.last_error is not None and not isinstance(self.last_error, EndOfDataError):
+            if self.last_error is not None and self._has_failed:
                 raise self.last_error
-            meeting = self._meetings.setdefault(name, _Meeting())
-            meeting.contributions[position] = np.asarray(value, order="C")
-            is_last = len(meeting.contributions) == self._devices.width
+            meeting = self._meetings.setdefault(collective.name, _Meeting())
+            meeting.contributions[replica] = np.asarray(value, order="C")
+            is_last = len(meeting.contributions) == len(self._devices.replicas)
             if is_last:
-                del self._meetings[name]
+                del self._meetings[collective.name]
         if is_last:
             try:
-                meeting.results = meet([meeting.contributions[one] for one in sorted(meeting.contributions)])
+                meeting.results = self._results(collective, meeting.contributions)
             except BaseException as error:
-                meeting.error = self.last_error = error
+                meeting.error = error
+                self.fail(error)
             finally:
                 meeting.is_over.set()
         meeting.is_over.wait()
         if meeting.error is not None:
             raise meeting.error
-        return meeting.results[position]
+        return meeting.results[replica]
+
+    def _results(self, collective: Collective, contributions: Mapping[int, np.ndarray]) -> Mapping[int, np.ndarray]:
+        """What each local replica gets."""
+        kind, members = collective.kind, collective.members
+        if isinstance(kind, Reduce) and len(members) == 1 and self._communicator.size > 1:
+            ordered = [contributions[replica] for replica in self._devices.replicas]
+            out = np.empty_like(ordered[0])
+            handle = self._communicator.start_ordered_all_reduce(ordered, out, kind.op, name=collective.name)
+            return dict.fromkeys(self._devices.replicas, handle.wait())
+        values = contributions if self._stay_inside(members) else self._gather(contributions, collective.name)
+        here = [group for group in members if not values.keys().isdisjoint(group)]
+        return {
+            replica: result
+            for group in here
+            for replica, result in zip(group, kind.combine([values[one] for one in group]), strict=True)
+        }
+
+    def _stay_inside(self, members: Sequence[Sequence[int]]) -> bool:
+        """Whether no group, on any instance, crosses instances."""
+        return all(any(set(group) <= set(block) for block in self._blocks) for group in members)
+
+    def _gather(self, contributions: Mapping[int, np.ndarray], name: str) -> Mapping[int, np.ndarray]:
+        """The values of all replicas; instances with one replica less than others send a row that nobody reads."""
+        ordered = [contributions[replica] for replica in self._devices.replicas]
+        mine = np.empty((max(map(len, self._blocks)), *ordered[0].shape), ordered[0].dtype)
+        for row, contribution in enumerate(ordered):
+            mine[row] = contribution
+        whole = self._communicator.start_all_gather(mine, name=name).wait()
+        return {
+            replica: whole[rank, row, ...]
+            for rank, block in enumerate(self._blocks)
+            for row, replica in enumerate(block)
+        }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from strategies.sharding import at_least
 
@@ -60,6 +61,11 @@ class ReplicaGroups:
                 f"{total_replicas}); use one of {', '.join(map(str, sizes))}"
             )
         return self._divide(total_replicas)
+
+    def rank(self, replica: Any, total_replicas: int) -> Any:
+        """The place of a replica in its group; works for traced integers too."""
+        members = self.members(total_replicas)
+        return replica // len(members) if self.is_orthogonal else replica % len(members[0])
 
     def _divide(self, total: int) -> tuple[tuple[int, ...], ...]:
         size = self.size or total

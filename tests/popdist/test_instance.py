@@ -60,17 +60,3 @@ def test_its_error_is_a_popdist_error_and_a_value_error():
 def test_instances_may_drive_different_numbers_of_replicas_when_they_say_so():
     uneven = dataclasses.replace(SECOND_OF_THREE, local_replicas=3, replica_offset=1, uniform=False)
     assert uneven.local_replica_range == range(1, 4)
-
-
-def with_one_lost(index, count, replicas):
-    first = Instance(0, 1, replicas, 0, replicas, 0)
-    return [(one.index, one.count, one.local_replica_range) for one in first.renumbered(index, count).with_one_lost()]
-
-
-def test_when_one_is_lost_the_others_move_up_or_stay():
-    assert with_one_lost(0, 4, 8) == [(0, 3, range(3))]
-    assert with_one_lost(1, 4, 8) == [(0, 3, range(3)), (1, 3, range(3, 6))]
-    assert with_one_lost(2, 4, 8) == [(1, 3, range(3, 6)), (2, 3, range(6, 8))]
-    assert with_one_lost(3, 4, 8) == [(2, 3, range(6, 8))]
-    assert with_one_lost(1, 2, 5) == [(0, 1, range(5))]
-    assert with_one_lost(0, 1, 5) == []

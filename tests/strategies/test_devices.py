@@ -1,69 +1,146 @@
-"""Where replicas run: how many at a time, and what lies where."""
+"""Where replicas run: on one device and a thread each, and what lies where."""
+
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from strategies.devices import ReplicaDevices, borrow, choose_devices, is_key
+import strategies
+from strategies.devices import THREADS, ReplicaDevices, borrow, choose_devices, is_key
+
+LIMIT_S = 60.0
 
 
-@pytest.mark.parametrize(
-    ("replicas", "width", "waves"), [(1, 1, 1), (6, 6, 1), (8, 8, 1), (9, 3, 3), (11, 1, 11), (12, 6, 2), (16, 8, 2)]
-)
-def test_as_many_run_at_once_as_divide_them_evenly(replicas, width, waves):
-    assert len(jax.local_devices()) == 8
+@pytest.mark.parametrize("replicas", [1, 6, 9, 11])
+def test_on_a_cpu_all_replicas_share_a_device(replicas):
     devices = choose_devices(range(5, 5 + replicas))
-    assert (devices.width, devices.waves, devices.is_lockstep) == (width, waves, waves == 1)
-    assert devices.devices == tuple(jax.local_devices()[:width])
+    assert devices.devices == (jax.local_devices()[0],) * replicas
+    assert (devices.width, devices.waves, devices.is_lockstep, devices.is_cpu) == (replicas, 1, True, True)
 
 
-def test_every_wave_gets_its_rows():
-    batch = {"x": np.arange(24).reshape(12, 2)}
-    waves = list(choose_devices(range(12)).cut_into_waves(batch))
-    assert [wave["x"][:, 0].tolist() for wave in waves] == [list(range(0, 12, 2)), list(range(12, 24, 2))]
-    assert list(choose_devices(range(4)).cut_into_waves(batch)) == [batch]
+def test_replicas_of_other_instances_do_not_change_the_devices():
+    assert choose_devices(range(4), local_index=1).devices == choose_devices(range(4)).devices
 
 
-def test_a_batch_lies_on_the_devices_of_its_replicas():
+def test_a_batch_lies_whole_on_the_device_and_is_cut_without_a_copy():
     devices = choose_devices(range(3))
-    placed = devices.place(np.arange(6, dtype=np.float32))
-    assert [shard.data.tolist() for shard in placed.addressable_shards] == [[0, 1], [2, 3], [4, 5]]
-    assert devices.placed_shape(np.zeros((6, 2), np.float32)).sharding == devices.split
-    assert choose_devices(range(12)).place("stays on the host") == "stays on the host"
+    placed = devices.place({"x": np.arange(6, dtype=np.float32), "y": np.ones((3, 2))})
+    assert placed["x"].device == jax.local_devices()[0]
+    parts = devices.parts(placed)
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert [part["x"].ctypes.data - placed["x"].unsafe_buffer_pointer() for part in parts] == [0, 8, 16]
+    assert [part["y"].shape for part in parts] == [(1, 2)] * 3
 
 
-def test_the_shape_of_a_wave_is_a_share_of_the_rows():
+def test_the_only_replica_gets_the_batch_as_it_is():
+    batch = {"x": np.zeros(3)}
+    assert choose_devices(range(1)).parts(batch) == [batch]
+
+
+def test_the_shape_for_a_replica_is_a_share_of_the_rows():
     leaf = np.zeros((24, 5), np.float64)
-    assert choose_devices(range(12)).wave_shape(leaf) == jax.ShapeDtypeStruct((12, 5), np.float32)
+    assert choose_devices(range(12)).replica_shape(leaf) == jax.ShapeDtypeStruct((2, 5), np.float32)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (7, 3)])
 def test_rows_that_replicas_cannot_share_are_refused(shape):
     with pytest.raises(ValueError, match="for 3 local replicas; its first axis must be a multiple of their number"):
-        choose_devices(range(3)).wave_shape(np.zeros(shape))
+        choose_devices(range(3)).replica_shape(np.zeros(shape))
 
 
-def test_every_replica_runs_the_same_program_on_its_part():
-    devices = choose_devices(range(3))
-    program = devices.compile(lambda own, all_: own * 2 + all_.sum(), [True, False])
-    found = program(np.arange(6, dtype=np.float32), np.ones(2, np.float32))
-    assert found.tolist() == [2, 4, 6, 8, 10, 12]
-    assert [view.tolist() for view in devices.views(found)] == [[2, 4], [6, 8], [10, 12]]
+def test_zeros_are_memory_of_a_replica_alone():
+    devices = choose_devices(range(2))
+    zeros = [devices.zeros(position, 4096, np.dtype(np.float32)) for position in range(2)]
+    assert [array.shape for array in zeros] == [(4096,)] * 2
+    assert zeros[0].unsafe_buffer_pointer() != zeros[1].unsafe_buffer_pointer()
 
 
-def test_the_equations_are_those_of_one_replica():
-    traced = choose_devices(range(3)).trace(
-        lambda x: x + 1, [jax.ShapeDtypeStruct((6, 2), np.float32)], is_split=[True]
-    )
-    assert [aval.shape for aval in traced.in_avals] == [(2, 2)]
+class TestThreads:
+    """Every replica has one."""
+
+    def test_run_all_replicas_at_once_and_return_in_their_order(self):
+        devices = choose_devices(range(4))
+        all_here = threading.Barrier(4)
+
+        def work(position):
+            all_here.wait(LIMIT_S)
+            return position, threading.current_thread().name.startswith(THREADS)
+
+        assert devices.each(work) == [(position, True) for position in range(4)]
+
+    def test_are_not_needed_for_one_replica(self):
+        assert choose_devices(range(1)).each(lambda position: threading.current_thread()) == [threading.main_thread()]
+
+    def test_are_those_of_the_devices_there_are(self):
+        """Replicas beyond that wait for their wave."""
+        devices = ReplicaDevices((jax.local_devices()[0],) * 2, range(6))
+        assert (devices.width, devices.waves, devices.is_lockstep) == (2, 3, False)
+        running, most = set(), []
+
+        def work(position):
+            running.add(position)
+            most.append(len(running))
+            running.remove(position)
+            return position
+
+        assert devices.each(work) == list(range(6))
+        assert max(most) <= 2
+
+    def test_bring_back_the_error_of_the_first_replica_when_all_have_ended(self):
+        devices = choose_devices(range(3))
+        others_may_end, told, ended = threading.Event(), [], []
+
+        def work(position):
+            if position == 1:
+                raise KeyError("broken")
+            others_may_end.wait(LIMIT_S)
+            ended.append(position)
+
+        def failed(error):
+            told.append(error)
+            others_may_end.set()
+
+        with pytest.raises(KeyError, match="broken"):
+            devices.each(work, failed)
+        assert len(told) == 1
+        assert sorted(ended) == [0, 2]
+
+    def test_end_with_their_devices(self):
+        devices = choose_devices(range(3))
+        threads = devices.each(lambda position: threading.current_thread())
+        del devices
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not any(thread.is_alive() for thread in threads)
 
 
-def test_zeros_are_those_of_all_replicas():
-    devices = choose_devices(range(3))
-    zeros = devices.zeros(4, np.dtype(np.float32))
-    assert (zeros.shape, zeros.sharding) == ((12,), devices.split)
-    assert devices.zeros_shape(4, np.dtype(np.float32)).shape == zeros.shape
+def test_more_replicas_than_devices_run_in_waves_with_the_same_bits(monkeypatch):
+    """As on an accelerator that is alone."""
+    from strategies import strategy as module
+
+    def trained():
+        strategy = strategies.IPUStrategy(4)
+        trainer = strategies.Trainer(strategy, lambda w, x, key: jnp.mean((x @ w) ** 2), optax.adam(0.1))
+        state = trainer.init(jnp.linspace(-1, 1, 3))
+        for batch in strategy.distribute_dataset(np.linspace(0, 1, 96).reshape(32, 3), batch_size=4).epoch(0):
+            state, metrics = trainer.step(state, batch)
+        squares = strategy.run(lambda x: x * x, args=(strategy.per_replica(float),))
+        return strategies.fingerprint(state.variables), dict(metrics), [float(square) for square in squares]
+
+    at_once = trained()
+    claim = module.claim_devices
+
+    def claim_two(*arguments):
+        found = claim(*arguments)
+        return ReplicaDevices(found.devices[:2], found.replicas)
+
+    monkeypatch.setattr(module, "claim_devices", claim_two)
+    assert trained() == at_once
+    with pytest.raises(strategies.DeviceError, match="4 replicas have to wait for each other on 2 devices"):
+        strategies.IPUStrategy(4).run(lambda x: strategies.get_replica_context().all_reduce("sum", x), args=(1.0,))
 
 
 def test_what_is_borrowed_is_seen_in_place_and_not_kept():
@@ -86,8 +163,3 @@ def test_keys_stay_keys():
     assert is_key(key)
     assert borrow(key) is key
     assert not is_key(jnp.ones(2, jnp.uint32))
-
-
-def test_replicas_of_other_instances_do_not_change_the_devices():
-    assert choose_devices(range(4), local_index=1).devices == choose_devices(range(4)).devices
-    assert isinstance(choose_devices(range(4)), ReplicaDevices)

@@ -135,12 +135,12 @@ def test_other_replicas_are_read_after_a_loss():
             np.testing.assert_array_equal(ours["noise"], theirs["noise"])
 
 
-def test_a_strategy_takes_one_and_moves_it_to_the_devices():
+def test_a_strategy_takes_one_and_moves_it_to_the_device():
     strategy = IPUStrategy(num_replicas=4)
     dataset = strategy.distribute_dataset(augmented(Records()), 3, gradient_accumulation_count=2)
     assert (len(dataset), dataset.dropped) == (3, 5)
     batch = next(dataset.epoch(0))
-    assert len(batch["row"].addressable_shards) == 4
+    assert batch["row"].device == strategy.devices.devices[0]
     assert batch["row"].shape == (4 * 2 * 3,)
 
 

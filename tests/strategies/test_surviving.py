@@ -179,7 +179,7 @@ def test_gradients_of_many_messages_may_end_at_every_of_them():
     assert number >= 4
 
 
-# ---- compiled ahead
+# ---- compiling
 
 
 @pytest.fixture
@@ -191,34 +191,15 @@ def counting():
 
 
 THREE_KILLS = ["kill:instance=3,step=1", "kill:instance=0,step=2", "kill:instance=1,step=3"]
-AHEAD = Training(STEPS, compiles_ahead=True)
 
 
-def test_what_was_compiled_ahead_is_not_compiled_after_a_loss(counting):
+def test_no_loss_compiles_anything(counting):
     """The last one of four keeps its two replicas at first, then it gets two more, then all eight."""
-    found = trained(4, THREE_KILLS, AHEAD)
+    found = trained(4, THREE_KILLS)
     check(found, 4, [0, 1, 3])
     first, *others = found[2]["compiled"]
     assert first > 0
     assert others == [0, 0, 0]
-
-
-def test_without_that_each_loss_compiles(counting):
-    found = trained(4, THREE_KILLS)
-    check(found, 4, [0, 1, 3])
-    assert all(found[2]["compiled"])
-
-
-def test_all_who_are_left_find_what_was_compiled_ahead(counting):
-    found = trained(4, ["kill:instance=1,step=2"], AHEAD)
-    check(found, 4, [1])
-    assert [each["compiled"][1:] for each in found if each] == [[0] * 3] * 3
-
-
-def test_a_loss_while_it_is_compiled_ahead_changes_nothing():
-    """Nobody waits for the background here; a step does where it needs what is just being compiled."""
-    faults = ["kill:instance=1,step=1", "kill:instance=2,step=2"]
-    check(trained(4, faults, Training(STEPS, compiles_ahead=True, hurries=True)), 4, [1, 2])
 
 
 # ---- checkpoints

@@ -37,8 +37,6 @@ class Training:
         folder: of checkpoints, one for every step, and where the training goes on from; none where it is empty.
         until: the step after which it ends; 0: after both epochs.
         width: of the network.
-        compiles_ahead: see `strategies.Trainer`.
-        hurries: makes the next step while it is compiled ahead; otherwise that is waited for.
     """
 
     steps: int
@@ -46,20 +44,12 @@ class Training:
     folder: str = ""
     until: int = 0
     width: int = 8
-    compiles_ahead: bool = False
-    hurries: bool = False
 
 
 def count(event: str, _: float, **details: object) -> None:
     """Listens to JAX's events."""
     if event.startswith("/jax/core/compile/"):
         traced_or_compiled[threading.current_thread().name] += 1
-
-
-def wait_for_the_background() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "compile-ahead" and thread.is_alive():  # that of another instance may just be about to start
-            thread.join(LIMIT_S)
 
 
 def loss_fn(variables, batch, key):
@@ -74,8 +64,7 @@ def train(strategy: strategies.Strategy, training: Training) -> dict[str, Any]:
     length = training.steps * BATCH_SIZE * strategy.num_replicas_in_sync
     x = np.random.default_rng(0).normal(size=(length, 16)).astype(np.float32)
     dataset = strategy.distribute_dataset({"x": x, "y": x[:, :1] * 3}, batch_size=BATCH_SIZE, seed=1)
-    options = {"digest_every": training.digest_every, "compile_ahead": training.compiles_ahead}
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-2), **options)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-2), digest_every=training.digest_every)
     width = training.width
     w = np.resize(np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32) * 0.1, (16, width))
     state = trainer.init({"w": w, "b": np.zeros(width, np.float32), "v": np.ones((width, 1), np.float32)})
@@ -86,8 +75,6 @@ def train(strategy: strategies.Strategy, training: Training) -> dict[str, Any]:
             state = checkpoints.restore(state)
         for epoch in range(dataset.position().epoch, 2):
             for batch in dataset.epoch(epoch):
-                if not training.hurries:
-                    wait_for_the_background()
                 before = traced_or_compiled[me]
                 state, metrics = trainer.step(state, batch)
                 compiled.append(traced_or_compiled[me] - before)
@@ -113,8 +100,6 @@ def main() -> None:
         folder=arguments[2] if len(arguments) > 2 else "",
         until=int(os.environ.get("UNTIL", "0")),
         width=int(os.environ.get("WIDTH", "8")),
-        compiles_ahead="COMPILE_AHEAD" in os.environ,
-        hurries="HURRY" in os.environ,
     )
     found = train(strategies.PopDistStrategy(), training)
     print(json.dumps(found | {"threads": sorted(traced_or_compiled)}))
