@@ -13,7 +13,7 @@ from typing import Any
 from poprun.command_line import CommandLine
 from poprun.errors import PopRunError, UsageError
 from poprun.verify.hints import differing_facts
-from poprun.verify.records import FINGERPRINT, METRICS, PARTS, START, Process, Record, Step
+from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, PARTS, START, UPDATE, Process, Record, Step
 from poprun.verify.words import Asked
 
 FORMAT = 1
@@ -192,7 +192,10 @@ def _names(record: Record) -> list[dict[str, list[str]]]:
 
 
 def _as_json(place: tuple[int, int], step: Step) -> dict[str, Any]:
-    digests = {part: [next(iter(found)) for found in step.parts.get(part, {}).values()] for part in PARTS[1:-1]}
+    digests = {
+        part: [next(iter(found)) for found in step.parts.get(part, {}).values()]
+        for part in (BATCH, GRADIENTS, METRICS, UPDATE)
+    }
     first = {START: [next(iter(found)) for found in step.parts.get(START, {}).values()]} if place[1] == 0 else {}
     return {"training": place[0], "step": place[1], FINGERPRINT: step.fingerprint, **first, **digests}
 

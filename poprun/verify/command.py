@@ -29,8 +29,8 @@ from poprun.verify.certificate import (
     shortened,
     write_certificate,
 )
-from poprun.verify.comparison import earliest, first_difference, first_inside
-from poprun.verify.differences import explain
+from poprun.verify.comparison import earliest, first_difference, first_inside, first_of_metrics
+from poprun.verify.differences import describe_metrics, explain
 from poprun.verify.records import Record
 from poprun.verify.report import Outcome, align, describe_difference, describe_success, draw_table
 from poprun.verify.running import Interrupted, Laboratory, plan_run, settings_of, take_interrupts
@@ -203,7 +203,8 @@ class Verification:
         check_processes(result.record, run)
         difference = first_difference(self._first.record, result.record) if self._outcomes else None
         difference = difference or first_inside(result.record)
-        self._outcomes.append(Outcome(run, result.record, result.exit_status, difference))
+        metrics = first_of_metrics(self._outcomes[0].record if self._outcomes else result.record, result.record)
+        self._outcomes.append(Outcome(run, result.record, result.exit_status, difference, metrics))
 
     def _check_first(self) -> None:
         """Refuse a program that cannot be verified before it is run again and again."""
@@ -234,14 +235,14 @@ class Verification:
         """Say what differs first; whether nothing does."""
         number = earliest(self._first.record, [each.difference for each in self._outcomes])
         if number is not None:
-            outcome = self._outcomes[number]
-            names = str(self._first.run), str(outcome.run)
-            if names[0] == names[1]:
-                names = "the first run", "the second run"
             began_s = time.monotonic()
-            text = explain(self.laboratory, self._first, outcome, names)
+            names = self._name(0), self._name(number)
+            text = explain(self.laboratory, self._first, self._outcomes[number], names)
             self._running_s += time.monotonic() - began_s
             show(f"\n{text}")
+        for number, each in enumerate(self._outcomes):
+            if each.metrics is not None and each.difference is None:
+                show(f"\n{describe_metrics(each.metrics, self._first.record, each.record, self._name(number))}")
         if all(each.is_well for each in self._outcomes):
             show(f"\n{describe_success(self._outcomes)}")
             return True
@@ -249,6 +250,11 @@ class Verification:
             if each.exit_status:
                 show(f"\n{each.run} failed with exit status {each.exit_status}; why is above, on standard error")
         return False
+
+    def _name(self, number: int) -> str:
+        """What a run is called: as it is spread, or by its number where another one is spread alike."""
+        names = [str(each.run) for each in self._outcomes]
+        return names[number] if names.count(names[number]) == 1 else f"run {number + 1}"
 
     def _compare(self, certificate: Certificate) -> bool:
         """Say what has changed since a certificate was written; whether no bit has."""

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.verify.records import PARTS, START, Digests, Place, Record, Step
+from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, START, UPDATE, Digests, Place, Record, Step
 
+COMPARED = (START, BATCH, GRADIENTS, UPDATE, FINGERPRINT)
+"""What is promised to be the same, in the order in which it comes to be; of metrics nothing is."""
 STEPS = "steps"
 """The part in which runs differ of which one has made a step and the other has not."""
 
@@ -18,7 +20,7 @@ class Difference:
 
     Attributes:
         place: the training and the step.
-        part: one of PARTS, or STEPS.
+        part: one of `records.PARTS`, or STEPS.
         names: of what differs, in order.
         instances: of which instance of the first and of the second run it is.
         is_inside: whether both are of the same run.
@@ -31,13 +33,19 @@ class Difference:
     is_inside: bool = False
 
 
-def first_difference(one: Record, other: Record) -> Difference | None:
-    """The first difference between two runs, those inside of the second one included; None: all is equal."""
+def first_difference(one: Record, other: Record, parts: Sequence[str] = COMPARED) -> Difference | None:
+    """The first difference between two runs, those inside of the second one included; None: all is equal.
+
+    Args:
+        one: the run with which the other one is compared.
+        other: that one.
+        parts: those that are compared.
+    """
     for place in {**one.steps, **other.steps}:
         mine, theirs = one.steps.get(place), other.steps.get(place)
         if mine is None or theirs is None:
             return Difference(place, STEPS)
-        for part in PARTS:
+        for part in parts:
             found = _inside(theirs, place, part) or _between(mine, theirs, place, part)
             if found is not None:
                 return found
@@ -52,19 +60,26 @@ def earliest(first: Record, differences: Sequence[Difference | None]) -> int | N
         found = differences[number]
         assert found is not None
         when = places.index(found.place) if found.place in first.steps else len(places)
-        return when, PARTS.index(found.part) if found.part in PARTS else -1
+        return when, COMPARED.index(found.part) if found.part in COMPARED else -1
 
     return min((number for number, found in enumerate(differences) if found is not None), key=order, default=None)
 
 
-def first_inside(record: Record) -> Difference | None:
+def first_inside(record: Record, parts: Sequence[str] = COMPARED) -> Difference | None:
     """The first difference between the instances of a run; None: they are equal."""
     for place, step in record.steps.items():
-        for part in PARTS:
+        for part in parts:
             found = _inside(step, place, part)
             if found is not None:
                 return found
     return None
+
+
+def first_of_metrics(one: Record, other: Record) -> Difference | None:
+    """The first metrics that have other bits in two runs, or in the instances of the second one; None: none have."""
+    made = Record(steps={place: other.steps[place] for place in one.steps if place in other.steps})
+    found = first_difference(Record(steps={place: one.steps[place] for place in made.steps}), made, (METRICS,))
+    return found or first_inside(other, (METRICS,))
 
 
 def are_same(one: Record, other: Record, until: Place) -> bool:
@@ -74,7 +89,7 @@ def are_same(one: Record, other: Record, until: Place) -> bool:
         return {
             (place, part, name): sorted(found)
             for place, step in itertools.islice(record.steps.items(), record.steps_until(until))
-            for part in PARTS
+            for part in COMPARED
             if part != START
             for name, found in step.parts.get(part, {}).items()
         }

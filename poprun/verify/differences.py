@@ -11,7 +11,7 @@ from poprun.errors import PopRunError
 from poprun.verify.comparison import STEPS, Difference, are_same, first_difference, first_inside
 from poprun.verify.hints import Evidence, hints
 from poprun.verify.records import FINGERPRINT, METRICS, Record
-from poprun.verify.report import Outcome, describe_difference
+from poprun.verify.report import Outcome, describe_difference, describe_units, name_place
 from poprun.verify.running import Laboratory
 from poprun.verify.ulps import Distance, distance
 
@@ -117,12 +117,38 @@ def _any_of(digests: dict[str, tuple[int, ...]]) -> int:
 
 
 def _value(record: Record, difference: Difference, name: str, instance: int) -> tuple[str, bytes] | None:
-    if difference.part == METRICS:
-        found = record.steps[difference.place].parts[METRICS].get(name, {})
-        text = next((text for text, instances in found.items() if instance in instances), None)
-        return None if text is None else ("float32", array("f", [float.fromhex(text)]).tobytes())
     values = record.values.get((difference.part, instance))
     return values.read(name) if values is not None and name in values.places else None
+
+
+def describe_metrics(difference: Difference, one: Record, other: Record, run: str) -> str:
+    """Which metrics have other bits, and by how much; a note, because nothing is promised of them."""
+    where = name_place(difference.place, difference.place[0] > 0)
+    found = [f"{name} by {_metric_distance(difference, one, other, name)}" for name in difference.names]
+    return (
+        f"note: metrics of {run} have other bits from {where} on, {', '.join(found)}; "
+        "only the variables are promised to be equal"
+    )
+
+
+def _metric_distance(difference: Difference, one: Record, other: Record, name: str) -> str:
+    records = (other, other) if difference.is_inside else (one, other)
+    texts = [
+        next(
+            (
+                text
+                for text, who in record.steps[difference.place].parts[METRICS].get(name, {}).items()
+                if instance in who
+            ),
+            None,
+        )
+        for record, instance in zip(records, difference.instances, strict=True)
+    ]
+    if None in texts:
+        return "a value that one of them lacks"
+    one_value, other_value = (array("f", [float.fromhex(str(text))]).tobytes() for text in texts)
+    found = distance("float32", one_value, other_value)
+    return describe_units(found.ulps if found is not None else None)
 
 
 def _readable(record: Record) -> Record:

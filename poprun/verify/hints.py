@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from popdist.environments.recording import LOSS, OPTIMIZER, Question
 from poprun.verify.comparison import STEPS, Difference
-from poprun.verify.records import BATCH, GRADIENTS, METRICS, START, UPDATE, Process, Record
+from poprun.verify.records import BATCH, GRADIENTS, START, UPDATE, Process, Record
 
 _MOST_QUESTIONS = 6
 _PARTLY = "IPUHorovodStrategy"
@@ -18,7 +18,6 @@ _LOOK_AT = {
     BATCH: "where the batch comes from: the order of a set or of a directory, a generator without a seed, a shuffle or "
     "a share for each instance; strategy.distribute_dataset deals by replica",
     GRADIENTS: "what the loss function takes besides its arguments: the instance, the time, np.random, a callback",
-    METRICS: "what the metrics are computed from besides the loss function's arguments",
     UPDATE: "what the optimizer takes besides gradients and state: a learning rate that depends on the time or on the "
     "instance, np.random, a callback",
     STEPS: "what decides how many steps are made: the time, the length of an instance's own data, a callback",
@@ -98,7 +97,7 @@ def _of_questions(difference: Difference, evidence: Evidence) -> Iterator[str]:
     if evidence.is_repeatable is False:
         return
     asked = dict.fromkeys((*evidence.other.questions, *evidence.one.questions))
-    telling = {GRADIENTS: LOSS, METRICS: LOSS, UPDATE: OPTIMIZER}.get(difference.part)
+    telling = {GRADIENTS: LOSS, UPDATE: OPTIMIZER}.get(difference.part)
     for question in sorted(asked, key=lambda each: each.where != telling)[:_MOST_QUESTIONS]:
         yield _describe(question)
 

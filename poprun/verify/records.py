@@ -21,7 +21,7 @@ START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
     "fingerprint",
 )
 PARTS = (START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT)
-"""What is compared of a step, in the order in which it comes to be."""
+"""What is recorded of a step, in the order in which it comes to be."""
 
 Place = tuple[int, int]
 """A training of the program, and a step of it."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poprun.verify.comparison import STEPS, Difference
-from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, START, UPDATE, Place, Record
+from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Place, Record
 from poprun.verify.spreads import Run
 from poprun.verify.ulps import Distance
 from poprun.wording import count
@@ -19,12 +19,11 @@ _DIFFERS = {
     START: "variables before it",
     BATCH: "batch",
     GRADIENTS: "gradients",
-    METRICS: "metrics",
     UPDATE: "update",
     FINGERPRINT: "fingerprint",
     STEPS: "number of steps",
 }
-_ORDER = (BATCH, GRADIENTS, METRICS, UPDATE)
+_ORDER = (BATCH, GRADIENTS, UPDATE)
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,14 @@ class Outcome:
         record: what it recorded.
         exit_status: of the program, 0 where it is as it should be.
         difference: from the first run, or between its instances; None: there is none.
+        metrics: those that have other bits; None: there are none.
     """
 
     run: Run
     record: Record
     exit_status: int = 0
     difference: Difference | None = None
+    metrics: Difference | None = None
 
     @property
     def is_well(self) -> bool:
@@ -134,9 +135,14 @@ def _cells(found: Distance | str) -> tuple[str, str]:
     if isinstance(found, str):
         return found, ""
     elements = f"{found.differing} of {found.elements}"
-    if found.ulps is None:
-        return elements, "not a number of units"
-    return elements, "1 unit in the last place" if found.ulps == 1 else f"{found.ulps:,} units in the last place"
+    return elements, describe_units(found.ulps)
+
+
+def describe_units(ulps: int | None) -> str:
+    """How far numbers are from each other; None: one of them is none."""
+    if ulps is None:
+        return "not a number of units"
+    return "1 unit in the last place" if ulps == 1 else f"{ulps:,} units in the last place"
 
 
 def describe_success(outcomes: Sequence[Outcome]) -> str:

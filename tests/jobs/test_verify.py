@@ -87,7 +87,7 @@ def test_what_is_other_each_time_is_named(how, result, hint):
     finished = verify_small(how, "--spreads=1", "--steps=2")
     assert finished.status == 1, finished.stderr
     assert rows_of(finished) == ["first", f"differs from {result}"]
-    assert "Repeated, the first run and the second run did not do the same again" in finished.stdout
+    assert "Repeated, run 1 and run 2 did not do the same again" in finished.stdout
     assert hint in finished.stdout
 
 
@@ -108,7 +108,7 @@ def test_instances_of_one_run_that_differ_are_named():
     finished = verify_small("time", "--spreads=2")
     assert finished.status == 1, finished.stderr
     assert rows_of(finished)[0] == "instances differ from step 0 on: update"
-    assert "instances 0 and 1 of the first run differ first at step 0" in finished.stdout
+    assert "instances 0 and 1 of run 1 differ first at step 0" in finished.stdout
 
 
 class TestWhatCannotBeVerified:

@@ -9,7 +9,16 @@ import pytest
 
 from popdist.environments.recording import LOSS, OPTIMIZER, Question
 from poprun.errors import PopRunError
-from poprun.verify.comparison import STEPS, Difference, are_same, earliest, first_difference, first_inside
+from poprun.verify.comparison import (
+    STEPS,
+    Difference,
+    are_same,
+    earliest,
+    first_difference,
+    first_inside,
+    first_of_metrics,
+)
+from poprun.verify.differences import describe_metrics
 from poprun.verify.hints import Evidence, hints
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, START, UPDATE, Record, read_record, record_of
 from poprun.verify.report import Outcome, describe_difference, describe_success, draw_table
@@ -145,7 +154,6 @@ CHANGES = [
     (START, {"start": ["other", "v2['w']"]}, ("['b']",)),
     (BATCH, {"batch": [["x2of0", "other", "x2of2", "other"]]}, ("['x'] of replica 1", "['x'] of replica 3")),
     (GRADIENTS, {"gradients": ["g2['b']", "other"]}, ("['w']",)),
-    (METRICS, {"metrics": {"loss": "other"}}, ("loss",)),
     (UPDATE, {"variables": ["other", "other"]}, NAMES),
     (FINGERPRINT, {"fingerprint": "other"}, ("",)),
 ]
@@ -165,6 +173,18 @@ class TestTheFirstDifference:
         found = first_difference(PLAIN, record(*steps(4, **changed)))
         assert found is not None
         assert found.part == GRADIENTS
+
+    def test_is_not_one_of_metrics_of_which_nothing_is_promised(self):
+        one = record(*steps(4, metrics={"loss": (1.0).hex(), "right": (0.5).hex()}))
+        other = record(*steps(4, metrics={"loss": (1.0 + 2**-23).hex(), "right": (0.5).hex()}))
+        assert first_difference(one, other) is None
+        found = first_of_metrics(one, other)
+        assert found == Difference((0, 2), METRICS, ("loss",))
+        assert "metrics of 2 x 2 have other bits from step 2 on, loss by 1 unit in the last place" in describe_metrics(
+            found, one, other, "2 x 2"
+        )
+        assert first_of_metrics(one, one) is None
+        assert first_of_metrics(record(*steps(2)), record(*steps(3))) is None
 
     def test_may_be_the_number_of_steps(self):
         for one, other in ((4, 5), (5, 4)):
