@@ -17,6 +17,7 @@ from strategies.collective_equations import EQUATION
 from strategies.dependencies import behind, is_true
 
 _CALLBACKS = frozenset({"io_callback", EQUATION})
+_BODIES = (core.Jaxpr, core.ClosedJaxpr)
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_vjp_call", "custom_jvp_call"})
 
 
@@ -45,7 +46,9 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Any], last: list[Any
     for equation in jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in _CALLS and _equation_calls_back(equation):
+        if _is_call(equation) and _equation_calls_back(equation):
+            if equation.params.get("prevent_cse"):  # as JAX does where it lowers jax.checkpoint
+                given = jax.lax.optimization_barrier(given)
             body = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
             results = _evaluate(body, given, last)
         elif _equation_calls_back(equation):
@@ -55,6 +58,11 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Any], last: list[Any
             results = _bind(jaxpr, equation, given)
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _is_call(equation: Any) -> bool:
+    """Whether XLA sees what is inside only: where operands are not there yet, some of it may begin."""
+    return equation.primitive.name in _CALLS or "prevent_cse" in equation.params
 
 
 def _bind(jaxpr: Any, equation: Any, given: Sequence[Any]) -> list[Any]:
@@ -91,8 +99,6 @@ def _with_ordered_bodies(equation: Any) -> Any:
 def _ordered_body(value: Any) -> Any:
     if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
         return tuple(_ordered_body(one) for one in value)
-    if isinstance(value, core.Jaxpr):  # as in jax.checkpoint; it has no constants
-        return _ordered_body(core.ClosedJaxpr(value, ())).jaxpr
     if not isinstance(value, core.ClosedJaxpr) or not _calls_back(value.jaxpr):
         return value
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in value.in_avals]
@@ -102,7 +108,8 @@ def _ordered_body(value: Any) -> Any:
 def _equation_calls_back(equation: Any) -> bool:
     if equation.primitive.name in _CALLBACKS:
         return True
-    return any(_calls_back(inner) for inner in core.jaxprs_in_params(equation.params))
+    values = [one for value in equation.params.values() for one in (value if isinstance(value, tuple) else (value,))]
+    return any(_calls_back(value) for value in values if isinstance(value, _BODIES))
 
 
 def _calls_back(jaxpr: Any) -> bool:

@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from collectives.reduction import Reduction
-from strategies.host_calls import call_host, effects_of_calls
+from strategies.host_calls import effects_of_calls
 from strategies.replica_groups import ReplicaGroups
 
 EQUATION = "cross_replica_collective"
@@ -178,15 +178,6 @@ class Collective:
         """The shape of the result for values of this shape."""
         return self.kind.shape(shape, len(self.members[0]))
 
-    def call(self, index: jax.Array, value: jax.Array) -> jax.Array:
-        """The call of Python that the compiled program makes."""
-
-        def come(index: np.ndarray, value: np.ndarray) -> np.ndarray:
-            return self.carry_out(self, int(index), value)
-
-        called: jax.Array = call_host(come, jax.ShapeDtypeStruct(self.shape(value.shape), value.dtype), (index, value))
-        return called
-
 
 OfReplica = Callable[[jax.Array, jax.Array], jax.Array]
 """(A replica's global index, its value) -> what it gets."""
@@ -246,11 +237,31 @@ def _batch(arguments: Sequence[Any], axes: Sequence[int | None], *, collective: 
     return replace(collective, kind=kind)(index, jnp.moveaxis(value, of_value, 0)), axis
 
 
+def _lower(context: Any, index: Any, value: Any, *, collective: Collective) -> Any:
+    """The call of Python that the compiled program makes.
+
+    Unlike an `io_callback` it gets views of XLA's memory, and no JAX arrays: those take longer, and beyond 100 KiB a
+    thread of XLA's pool (see `host_calls`).
+    """
+
+    def come(index: Any, value: Any) -> tuple[np.ndarray]:
+        return (collective.carry_out(collective, int(index), np.asarray(value)),)
+
+    results, _, _ = mlir.emit_python_callback(
+        context,
+        come,
+        None,
+        [index, value],
+        context.avals_in,
+        context.avals_out,
+        has_side_effect=True,
+        returns_token=False,
+    )
+    return results
+
+
 _collective.def_effectful_abstract_eval(_shape)
 ad.primitive_jvps[_collective] = _derive
 ad.primitive_transposes[_collective] = _transpose
 batching.primitive_batchers[_collective] = _batch
-mlir.register_lowering(
-    _collective,
-    mlir.lower_fun(lambda index, value, *, collective: collective.call(index, value), multiple_results=False),
-)
+mlir.register_lowering(_collective, _lower)

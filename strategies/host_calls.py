@@ -30,7 +30,7 @@ def call_host(
     Args:
         function: takes NumPy arrays, which it may keep only as copies; returns NumPy arrays.
         results: a pytree of the shapes and dtypes that it returns.
-        arguments: arrays of any size.
+        arguments: arrays of any size. What is differentiated refuses them, unless `jax.lax.stop_gradient` was there.
         is_ordered: whether JAX keeps all such calls of the thread in order. When one of them raises, JAX fails all
             later programs of the thread that have any.
     """
@@ -83,8 +83,19 @@ def _effects_of_calls() -> frozenset[Any]:
 
 def _packed(arrays: Sequence[jax.Array]) -> jax.Array:
     """The bits of small arrays as one."""
-    words = [jax.lax.bitcast_convert_type(array, jnp.int32).reshape(-1) for array in arrays]
+    words = [jax.lax.bitcast_convert_type(_constant(array), jnp.int32).reshape(-1) for array in arrays]
     return jnp.concatenate(words) if words else jnp.zeros(1, jnp.int32)
+
+
+@jax.custom_jvp
+def _constant(array: jax.Array) -> jax.Array:
+    """The same array, refused by JAX as it refuses what an `io_callback` gets, which bits of floats would pass."""
+    return array
+
+
+@_constant.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise TypeError("a call of Python has no derivative; put jax.lax.stop_gradient around what it gets")
 
 
 def _unpacked(words: np.ndarray, shapes: Sequence[jax.ShapeDtypeStruct]) -> Iterator[np.ndarray]:

@@ -9,7 +9,7 @@ from strategies.strategy import Strategy
 
 
 class IPUStrategy(Strategy):
-    """All replicas in this process, on simulated devices; the reference for all other strategies.
+    """All replicas in this process, in threads; the reference for all other strategies.
 
     Unlike the original's, its `num_replicas_in_sync` is the number of replicas, and gradients are averaged, so that
     a program behaves as under `PopDistStrategy`.

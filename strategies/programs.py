@@ -54,21 +54,26 @@ class Program:
     def __init__(self, function: Callable[..., Any], executables: Path | None, donated: Sequence[int] = ()) -> None:
         self._jitted = jit(function, donate_argnums=tuple(donated), keep_unused=bool(donated))
         self._executables = executables
+        self._traced: dict[Hashable, Any] = {}
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
 
     def compiled(self, device: jax.Device, *arguments: Any) -> Callable[..., Any]:
-        """The executable for a device and for arguments like these.
+        """The executable for a device and for arguments like these; traced once for all devices.
 
         Args:
             device: where it runs.
             arguments: pytrees of arrays on that device, of host arrays and numbers, or of shapes.
         """
         leaves, structure = jax.tree.flatten(arguments)
-        key = (device, structure, tuple([_type(leaf) for leaf in leaves]), _settings())
-        if key not in self._compiled:
+        key = (structure, tuple([_type(leaf) for leaf in leaves]), _settings())
+        found = self._compiled.get((device, key))
+        if found is None:
+            if key not in self._traced:
+                self._traced[key] = self._jitted.trace(*arguments)
             with jax.default_device(device):
-                self._compiled[key] = compile_in_turn(self._jitted.lower(*arguments), self._executables)
-        return self._compiled[key]
+                lowered = self._traced[key].lower()
+            found = self._compiled[device, key] = compile_in_turn(lowered, self._executables)
+        return found
 
 
 def _type(leaf: Any) -> Hashable:

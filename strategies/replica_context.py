@@ -243,7 +243,7 @@ class CrossReplicaReducer:
         if not self._devices.is_lockstep:
             raise DeviceError(
                 f"{len(self._devices.replicas)} replicas have to wait for each other on {self._devices.width} devices; "
-                "make the strategy before JAX is used, so that it can simulate one device per replica"
+                "give each of them one, with fewer replicas or more instances"
             )
 
     # ---- when the program runs

@@ -8,15 +8,15 @@ IN_STRATEGIES = (
     Fault(
         name="two replicas get the same random key",
         path="strategies/replica_program.py",
-        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), replica)",
+        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)",
         new="jax.random.fold_in(jax.random.key(self._seed), control[STEP])",
         caught_by=("tests/strategies/test_trainer.py::TestKeys::test_differ_for_each_replica_and_step",),
     ),
     Fault(
         name="a replica gets the same random key in two steps",
         path="strategies/replica_program.py",
-        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), replica)",
-        new="jax.random.fold_in(jax.random.key(self._seed), replica)",
+        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)",
+        new="jax.random.fold_in(jax.random.key(self._seed), index)",
         caught_by=("tests/strategies/test_trainer.py::TestKeys::test_differ_for_each_replica_and_step",),
     ),
     Fault(
@@ -109,9 +109,9 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="the gradient of a mean over replicas is a sum",
-        path="strategies/cross_replica_ops.py",
-        old='(group.reduced("mean", name), group.reduced("mean", f"{name}/gradient"))',
-        new='(group.reduced("mean", name), group.reduced("sum", f"{name}/gradient"))',
+        path="strategies/collective_equations.py",
+        old="return collective(index, cotangent)",
+        new='return replace(collective, kind=Reduce("sum"))(index, cotangent)',
         caught_by=(
             "tests/strategies/test_cross_replica_ops.py::test_gradients_are_those_of_the_sum_of_all_replicas_losses",
         ),

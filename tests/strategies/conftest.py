@@ -1,4 +1,4 @@
-"""Eight simulated devices, claimed before anything else in this process uses JAX, and replicas on threads."""
+"""XLA's thread pool, fixed before anything else in this process uses JAX, and instances on threads."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import strategies
 from collectives.backends.thread import run_on_threads
 from popdist import Instance
 
-ALL = strategies.IPUStrategy(num_replicas=8)  # JAX's devices are fixed when it starts
+ALL = strategies.IPUStrategy(num_replicas=8)  # the size of the pool is fixed when JAX starts
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [
     str(ROOT / folder) for folder in ("launch_scripts", "tests/collectives", "tests/jobs", "tests/strategies/programs")

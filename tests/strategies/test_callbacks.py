@@ -8,6 +8,8 @@ from jax.experimental import io_callback
 from jax.extend import core
 
 from strategies.callbacks import in_order
+from strategies.collective_equations import Collective, Reduce
+from strategies.replica_groups import ReplicaGroups
 
 NUMBER = jax.ShapeDtypeStruct((), np.float32)
 
@@ -49,6 +51,24 @@ def test_they_come_in_the_order_of_the_code(function, order, results):
     found = jax.jit(in_order(lambda x: function(seen, x)))(jnp.float32(3))
     assert [float(value) for value in found] == results
     assert seen == order
+
+
+def test_they_come_in_the_order_of_the_code_within_what_is_computed_again():
+    """What replicas have exchanged in a block of `jax.checkpoint` is kept, and not exchanged again."""
+    seen = []
+
+    def carry_out(collective, replica, value):
+        seen.append((collective.name, replica))
+        return 4 * value
+
+    def total(name, x):
+        return Collective(name, Reduce("sum"), ReplicaGroups(), 4, carry_out)(np.int32(2), x)
+
+    loss = jax.checkpoint(lambda x: total("c", jnp.sin(total("b", jnp.sin(total("a", x))))))
+    found = jax.jit(in_order(jax.grad(loss)))(jnp.float32(1))
+    assert float(found) == pytest.approx(64 * np.cos(4) * np.cos(4 * np.sin(4)), rel=1e-5)
+    names = ["a", "b", "c", "c/gradient", "b/gradient", "a/gradient"]
+    assert seen == [(name, 2) for name in names]
 
 
 def test_what_has_none_is_computed_as_it_is():

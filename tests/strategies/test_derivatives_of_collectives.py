@@ -7,8 +7,10 @@ that of the sum of what all replicas compute.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import strategies
 from strategies import cross_replica_ops as ops
 from strategies import get_replica_context
 
@@ -115,15 +117,140 @@ def on_all(on_instances, instances, program, values):
     return [result for part in on_instances(instances, REPLICAS, one) for result in part]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_they_are_those_of_the_sum_of_what_all_replicas_compute(on_instances, bits, kind):
+QUICK = ("all_reduce mean", "mean across", "gather", "exchange")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spreads"),
+    [
+        *[pytest.param(kind, (1, 2), id=kind) for kind in QUICK],
+        *[pytest.param(kind, (1, 2, 4), id=f"{kind} everywhere", marks=pytest.mark.complete) for kind in KINDS],
+    ],
+)
+def test_they_are_those_of_the_sum_of_what_all_replicas_compute(on_instances, bits, kind, spreads):
     collective, reference = KINDS[kind]
     wanted = jax.jit(lambda: stacked(reference))()
-    alone = on_all(on_instances, 1, of_replica(collective), (VALUES, TANGENTS))
+    alone, *others = [on_all(on_instances, count, of_replica(collective), (VALUES, TANGENTS)) for count in spreads]
     for name, value in wanted.items():
         found = np.stack([result[name] for result in alone])
         np.testing.assert_allclose(found, value, rtol=2e-4, atol=2e-3, err_msg=name)
-    for instances in (2, 4):
-        spread = on_all(on_instances, instances, of_replica(collective), (VALUES, TANGENTS))
+    for spread in others:
         for mine, theirs in zip(alone, spread, strict=True):
             assert [name for name in mine if bits(mine[name]) != bits(theirs[name])] == []
+
+
+def test_a_gradient_penalty_over_a_synchronised_mean_trains_to_the_same_bits(on_instances, bits):
+    rows = np.random.default_rng(2).uniform(-1, 1, (48, 3)).astype(np.float32)
+
+    def loss_fn(variables, batch, key):
+        def error(x):
+            hidden = jnp.tanh(x @ variables["first"])
+            return jnp.mean(((hidden - ops.cross_replica_mean(hidden.mean(0))) @ variables["last"]) ** 2)
+
+        return error(batch) + 10 * jnp.mean(jax.grad(error)(batch) ** 2)
+
+    def trained(strategy):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.5))
+        state = trainer.init({"first": jnp.linspace(-1, 1, 12).reshape(3, 4), "last": jnp.linspace(1, 0, 4)})
+        for batch in strategy.distribute_dataset(rows, batch_size=3, seed=1).epoch(0):
+            state, _ = trainer.step(state, batch)
+        return {name: np.asarray(value) for name, value in state.variables.items()}
+
+    found = [variables for instances in (1, 2, 4) for variables in on_instances(instances, REPLICAS, trained)]
+    for variables in found:
+        assert {name: bits(value) for name, value in variables.items()} == {
+            name: bits(value) for name, value in found[0].items()
+        }
+
+
+def test_inside_of_loops_and_branches(on_instances, bits):
+    """Derivatives of a scan, of a branch, of both under vmap, and of a loop forward."""
+
+    def looping(x):
+        def body(carried, k):
+            taken = jax.lax.cond(k > 1, lambda y: jnp.sin(ops.cross_replica_mean(y)), lambda y: 2 * y, carried)
+            return taken, ops.cross_replica_sum(taken * k)
+
+        last, each = jax.lax.scan(body, x, jnp.arange(1.0, 4.0))
+        return jnp.sum(last**2) + jnp.sum(jnp.cos(each))
+
+    def as_stacked(stacked):
+        last, total = stacked, 0.0
+        for k in (1.0, 2.0, 3.0):
+            last = jnp.sin(jnp.broadcast_to(last.mean(0), last.shape)) if k > 1 else 2 * last
+            total += REPLICAS * jnp.sum(jnp.cos(last.sum(0) * k))
+        return jnp.sum(last**2) + total
+
+    def penalty(function):
+        return lambda x: jnp.sum(jax.grad(function)(x) ** 2)
+
+    def program(x):
+        repeated = jax.lax.fori_loop
+        return {
+            "second": jax.grad(penalty(looping))(x),
+            "of a batch": jax.vmap(jax.grad(penalty(looping)))(jnp.stack([x, -x]))[0],
+            "loop": jax.jvp(lambda y: repeated(0, 3, lambda _, z: jnp.sin(ops.cross_replica_sum(z)), y), (x,), (x,))[1],
+        }
+
+    def loop(x):
+        for _ in range(3):
+            x = jnp.sin(jnp.broadcast_to(x.sum(0), x.shape))
+        return x
+
+    values = VALUES[:, 0]
+    second = jax.jit(jax.grad(penalty(as_stacked)))(values)
+    wanted = {"second": second, "of a batch": second, "loop": jax.jvp(loop, (values,), (values,))[1]}
+    alone = on_all(on_instances, 1, program, values)
+    for name, value in wanted.items():
+        np.testing.assert_allclose([result[name] for result in alone], value, rtol=2e-4, atol=2e-3, err_msg=name)
+    for mine, theirs in zip(alone, on_all(on_instances, 2, program, values), strict=True):
+        assert [name for name in mine if bits(mine[name]) != bits(theirs[name])] == []
+
+
+def test_what_has_no_derivative_may_stand_beside_what_has(on_instances):
+    """Refused is what needs it, also in a derivative of a derivative."""
+
+    def program(x):
+        def loss(y):
+            return jnp.sum(ops.cross_replica_sum(y) ** 2), get_replica_context().all_reduce("max", y)
+
+        def penalty(y):
+            gradient, largest = jax.grad(loss, has_aux=True)(y)
+            return jnp.sum(gradient**2), largest
+
+        return jax.grad(penalty, has_aux=True)(x)
+
+    for gradient, largest in on_all(on_instances, 2, program, np.float32([1, 2, 3, 4])):
+        assert (gradient, largest) == (512 * 10, 4)
+    with pytest.raises(TypeError, match=r"all_reduce\('max'\) has no gradient; use 'sum' or 'mean'"):
+        on_all(
+            on_instances,
+            1,
+            jax.grad(lambda x: jax.grad(lambda y: get_replica_context().all_reduce("max", y) ** 2)(x)),
+            np.float32([1, 2, 3, 4]),
+        )
+
+
+def test_the_equations_are_the_same_for_every_spread(on_instances):
+    def printed(strategy):
+        traced = []
+
+        def program(x):
+            loss = lambda y: jnp.sum(jnp.sin(ops.all_gather(y, 2)) + ops.cross_replica_sum(y))  # noqa: E731
+            traced.append(str(jax.make_jaxpr(jax.grad(lambda y: jnp.sum(jax.grad(loss)(y) ** 2)))(x)))
+            return x
+
+        strategy.run(program, args=(jnp.ones(3),))
+        return traced
+
+    found = [traced for instances in (1, 2, 4) for traced in on_instances(instances, REPLICAS, printed)]
+    assert found[0]
+    assert all(one == found[0] for one in found)
+
+
+def test_scalars_are_gathered_and_reduced_in_groups_across_instances(on_instances):
+    def program(x):
+        return ops.all_gather(x), ops.cross_replica_sum(x, 2, orthogonal=True), ops.cross_replica_mean(x, 4)
+
+    for replica, (all_of_them, of_pair, mean) in enumerate(on_all(on_instances, 2, program, np.float32([1, 2, 3, 5]))):
+        assert (all_of_them.tolist(), of_pair, mean) == ([1, 2, 3, 5], (4, 7)[replica % 2], 2.75)

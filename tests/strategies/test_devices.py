@@ -5,10 +5,8 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import strategies
 from strategies.devices import THREADS, ReplicaDevices, borrow, choose_devices, is_key
 
 LIMIT_S = 60.0
@@ -117,30 +115,45 @@ class TestThreads:
         assert not any(thread.is_alive() for thread in threads)
 
 
-def test_more_replicas_than_devices_run_in_waves_with_the_same_bits(monkeypatch):
-    """As on an accelerator that is alone."""
-    from strategies import strategy as module
+ON_DEVICES = """\
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+count = int(sys.argv[1])
+jax.config.update("jax_num_cpu_devices", max(count, 1))
+import strategies
+from strategies import devices
+if count:
+    devices.choose_devices = lambda replicas, *_: devices.ReplicaDevices(tuple(jax.local_devices()), replicas)
+strategy = strategies.IPUStrategy(4)
 
-    def trained():
-        strategy = strategies.IPUStrategy(4)
-        trainer = strategies.Trainer(strategy, lambda w, x, key: jnp.mean((x @ w) ** 2), optax.adam(0.1))
-        state = trainer.init(jnp.linspace(-1, 1, 3))
-        for batch in strategy.distribute_dataset(np.linspace(0, 1, 96).reshape(32, 3), batch_size=4).epoch(0):
-            state, metrics = trainer.step(state, batch)
-        squares = strategy.run(lambda x: x * x, args=(strategy.per_replica(float),))
-        return strategies.fingerprint(state.variables), dict(metrics), [float(square) for square in squares]
+def loss_fn(variables, batch, key):
+    kept = jax.random.bernoulli(key, 0.8, (4, 5))
+    return jnp.mean((jnp.tanh(batch @ variables) * kept) ** 2), {"kept": kept.mean()}
 
-    at_once = trained()
-    claim = module.claim_devices
+trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1))
+state = trainer.init(jnp.linspace(-1, 1, 15).reshape(3, 5))
+data = np.random.default_rng(0).standard_normal((96, 3)).astype(np.float32)
+for batch in strategy.distribute_dataset(data, batch_size=4).epoch(0):
+    state, metrics = trainer.step(state, batch)
+squares = strategy.run(lambda x: x * x, args=(strategy.per_replica(float),))
+print(strategies.fingerprint(state.variables), dict(metrics), [float(square) for square in squares])
+try:
+    total = strategy.run(lambda x: strategies.get_replica_context().all_reduce("sum", x), args=(1.0,))
+    print([float(x) for x in total])
+except strategies.DeviceError as error:
+    print(error)
+"""
 
-    def claim_two(*arguments):
-        found = claim(*arguments)
-        return ReplicaDevices(found.devices[:2], found.replicas)
 
-    monkeypatch.setattr(module, "claim_devices", claim_two)
-    assert trained() == at_once
-    with pytest.raises(strategies.DeviceError, match="4 replicas have to wait for each other on 2 devices"):
-        strategies.IPUStrategy(4).run(lambda x: strategies.get_replica_context().all_reduce("sum", x), args=(1.0,))
+@pytest.mark.cores(2)
+def test_replicas_on_a_device_each_or_in_waves_compute_the_same(in_new_process):
+    """As with accelerators: several of JAX's devices, each with an executable of its own."""
+    on_one, all_at_once = in_new_process(ON_DEVICES, 0).splitlines()
+    assert all_at_once == "[4.0, 4.0, 4.0, 4.0]"
+    assert in_new_process(ON_DEVICES, 4).splitlines() == [on_one, all_at_once]
+    in_waves, refusal = in_new_process(ON_DEVICES, 2).splitlines()
+    assert in_waves == on_one
+    assert refusal.startswith("4 replicas have to wait for each other on 2 devices")
 
 
 def test_what_is_borrowed_is_seen_in_place_and_not_kept():

@@ -66,3 +66,18 @@ def test_programs_that_call_are_told_from_others(is_ordered):
     assert calls_host(jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: calling(y), x))(1.0))
     assert calls_host(jax.make_jaxpr(printing)(1.0))
     assert not calls_host(jax.make_jaxpr(jnp.sin)(1.0))
+
+
+@pytest.mark.parametrize("size", [1, SMALL_BYTES])
+def test_derivatives_of_what_is_handed_over_are_refused(size):
+    shape = jax.ShapeDtypeStruct((), np.float32)
+
+    def of_call(x):
+        return call_host(lambda x: x.sum(), shape, [x])
+
+    x = jnp.ones(size)
+    with pytest.raises(
+        (TypeError, ValueError), match="a call of Python has no derivative|callbacks do not support JVP"
+    ):
+        jax.grad(of_call)(x)
+    assert jax.jit(jax.grad(lambda x: of_call(jax.lax.stop_gradient(x)) * x.sum()))(x).tolist() == [size] * size

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import strategies
 from collectives import UnsupportedBufferError
 from strategies import get_replica_context
+from strategies.errors import EndOfDataError
 
 
 def all_reduce(op, value):
@@ -170,6 +172,28 @@ class TestErrors:
     def test_what_several_instances_could_not_reduce_one_does_not_reduce_either(self, strategy, value):
         with pytest.raises(UnsupportedBufferError, match="replicas cannot reduce (bool|complex64); convert it to"):
             strategy.run(lambda: all_reduce("max", value))
+
+    def test_replicas_do_not_wait_for_one_that_has_failed(self, strategy):
+        def unlucky(replica):
+            if replica == 2:
+                raise ValueError("no luck today")
+            return replica
+
+        def program(fails):
+            replica = get_replica_context().replica_id_in_sync_group
+            found = io_callback(unlucky, jax.ShapeDtypeStruct((), np.int32), replica) if fails else replica
+            return all_reduce("sum", found)
+
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no luck today"):
+            strategy.run(lambda: program(fails=True))
+        assert list(strategy.run(lambda: program(fails=False))) == [6] * 4
+
+    def test_the_first_one_stays(self, strategy):
+        reducer = strategy.reducer
+        reducer.last_error = None
+        for error in (EndOfDataError("end"), ValueError("cause"), KeyError("consequence"), EndOfDataError("end")):
+            reducer.fail(error)
+        assert str(reducer.last_error) == "cause"
 
     def test_there_is_no_replica_outside_of_run(self):
         with pytest.raises(RuntimeError, match="call get_replica_context inside strategy.run or a loss function"):

@@ -20,6 +20,8 @@ from strategies.replica_groups import ReplicaGroups
 def test_every_replica_is_in_one_group(groups, members):
     assert groups.members(6) == members
     assert sorted(replica for group in members for replica in group) == list(range(6))
+    for group in members:
+        assert [groups.rank(replica, 6) for replica in group] == list(range(len(group)))
 
 
 @pytest.mark.parametrize("groups", [ReplicaGroups(2), ReplicaGroups(3, is_orthogonal=True), ReplicaGroups(6)])
