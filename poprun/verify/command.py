@@ -18,7 +18,6 @@ from poprun.errors import PopRunError, UsageError
 from poprun.job import end_standard_input
 from poprun.job_machine import INTERRUPTS
 from poprun.log import Log
-from poprun.plan import find_hosts
 from poprun.verify.certificate import (
     Certificate,
     asked_again,
@@ -33,7 +32,7 @@ from poprun.verify.comparison import earliest, first_difference, first_inside, f
 from poprun.verify.differences import describe_metrics, explain
 from poprun.verify.records import Record
 from poprun.verify.report import Outcome, align, describe_difference, describe_success, draw_table
-from poprun.verify.running import Interrupted, Laboratory, plan_run, settings_of, take_interrupts
+from poprun.verify.running import Interrupted, Laboratory, hosts_of, plan_run, take_interrupts
 from poprun.verify.spreads import (
     Run,
     can_shrink,
@@ -91,7 +90,7 @@ def prepare(asked: Asked) -> tuple[tuple[int, ...], list[Run]]:
         check_writable(asked.certificate)
     if asked.record_dir is not None and asked.record_dir.exists():
         raise UsageError(f"--record-dir {asked.record_dir} exists already; name a new directory")
-    hosts = find_hosts(settings_of(asked, Run(1, asked.replicas)))
+    hosts = hosts_of(asked)
     cores = len(usable_cores()) * len(hosts)
     spreads = asked.spreads or choose_spreads(asked.replicas, cores, available_memory() if len(hosts) == 1 else None)
     plain = plain_runs(asked, spreads)

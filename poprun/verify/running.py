@@ -17,6 +17,7 @@ from popdist.environments.recording import Recording
 from poprun.command import Launch
 from poprun.command_line import CommandLine, Value
 from poprun.errors import PopRunError, UsageError
+from poprun.hosts import Host
 from poprun.job import run_job
 from poprun.job_machine import INTERRUPTS
 from poprun.log import Log, level_from
@@ -157,9 +158,15 @@ def settings_of(asked: Asked, run: Run) -> Settings:
     settings = settings_from(CommandLine(values, asked.line.program))
     if not settings.host and settings.hostfile is None:
         return settings
-    hosts = find_hosts(settings)
+    hosts = hosts_of(asked)
     used = hosts[: gcd(run.instances, len(hosts))]
     return replace(settings, host=tuple(host.name for host in used), hostfile=None)
+
+
+def hosts_of(asked: Asked) -> tuple[Host, ...]:
+    """All hosts that the user names, otherwise this machine; a run takes as many of them as divide its instances."""
+    named = {name: value for name, value in asked.line.values.items() if name in ("host", "hostfile")}
+    return find_hosts(settings_from(CommandLine(named, asked.line.program)))
 
 
 def _names_other(text: str, instances: int) -> bool:

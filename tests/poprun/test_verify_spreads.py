@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poprun.command_line import CommandLine
-from poprun.verify.running import settings_of
+from poprun.verify.running import hosts_of, settings_of
 from poprun.verify.spreads import Run, choose_spreads, plain_runs, run_to_resume, run_with_failure
 from poprun.verify.words import Asked
 
@@ -89,6 +89,10 @@ class TestSettings:
     @pytest.mark.parametrize(("instances", "hosts"), [(1, ("a",)), (2, ("a", "b")), (3, ("a",)), (4, ("a", "b"))])
     def test_take_as_many_hosts_as_divide_the_instances(self, instances, hosts):
         assert settings_of(asked(12, values={"host": ("a,b",)}), Run(instances, 12)).host == hosts
+
+    def test_name_hosts_of_which_there_may_be_more(self):
+        assert [host.name for host in hosts_of(asked(values={"host": ("a,b", "c")}))] == ["a", "b", "c"]
+        assert [host.is_this_machine for host in hosts_of(asked())] == [True]
 
     def test_keep_the_output_of_each_run_apart(self):
         values = {"output-dir": "out"}
