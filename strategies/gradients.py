@@ -132,7 +132,7 @@ class GradientPlan:
     def _layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
         leaves = [self.shape_of(part) for part in _of_gradients(parts)]
         shards = self.shards_of(parts)
-        return FlatLayout.of(leaves, tail, shards.multiple if shards else 1)
+        return FlatLayout.of(leaves, tail, shards.replicas if shards else 1)
 
     def _program(self, devices: ReplicaDevices, segment: Segment, layout: FlatLayout) -> Program:
         first_buffer = len(segment.inputs) + len(segment.takes)

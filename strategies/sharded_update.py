@@ -50,9 +50,7 @@ class ShardedUpdate(Update):
         if min_elements < 1:
             raise ValueError(f"min_elements_for_sharding is {min_elements}; it is at least 1")
         super().__init__(strategy, optimizer, settings)
-        self._shards = Shards(
-            strategy.num_replicas_in_sync, len(strategy.local_replicas), min_elements, is_aligned=True
-        )
+        self._shards = Shards(strategy.num_replicas_in_sync, len(strategy.local_replicas), min_elements)
         self._first = np.int32(strategy.local_replicas.start)
         self._divide = self._compiled(self._divided, donate_argnums=(1,))
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
@@ -152,7 +150,7 @@ class ShardedUpdate(Update):
         # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
         gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)
         parts = self._take(variables, first)
-        changes, optimizer_state = self._optimizer.update(gradients, optimizer_state, parts, gradient_norm=norm)
+        changes, optimizer_state = self._changes(gradients, optimizer_state, parts, norm)
         if not self._settings.rounds_stochastically:
             return optax.apply_updates(parts, changes), optimizer_state
         bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]

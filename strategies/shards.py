@@ -13,11 +13,6 @@ import numpy as np
 from strategies.devices import borrow
 from strategies.strategy import Strategy
 
-ALIGNMENT = 16
-"""Elements. Where an instance's part is no multiple of them, XLA rounds some expressions in another way than for the
-whole (seen with Adam behind a clip by the norm, where the part had an odd number of elements)."""
-_ALIGNED_FROM = 1 << 16  # elements of an array; of smaller ones the padding would be more than a trace
-
 
 @dataclass(frozen=True)
 class Shards:
@@ -30,18 +25,11 @@ class Shards:
         replicas: R.
         local: how many of them this instance drives.
         min_elements: arrays with fewer elements, and scalars, stay whole.
-        is_aligned: whether parts of large arrays are multiples of ALIGNMENT.
     """
 
     replicas: int
     local: int
     min_elements: int
-    is_aligned: bool = False
-
-    @property
-    def multiple(self) -> int:
-        """The number of elements of a large array with the padding of its parts is a multiple of this."""
-        return self.replicas * (ALIGNMENT if self.is_aligned else 1)
 
     def divides(self, leaf: Any) -> bool:
         """Whether an array of that shape is cut."""
@@ -50,8 +38,7 @@ class Shards:
     def part(self, leaf: Any) -> int:
         """How many elements each replica has."""
         size: int = math.prod(leaf.shape)
-        multiple = self.multiple if size >= _ALIGNED_FROM else self.replicas
-        return -(-size // multiple) * multiple // self.replicas
+        return -(-size // self.replicas)
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
         """What this instance has of an array."""

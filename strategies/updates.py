@@ -13,6 +13,7 @@ import optax
 
 from strategies.accumulation import AccumulationDtype, accumulator_dtypes
 from strategies.compilation import compiled_in_turn
+from strategies.products import with_rounded_products
 from strategies.programs import jit
 from strategies.replica_program import LOSS_SCALE, STEP
 from strategies.rounding import add_stochastically
@@ -117,7 +118,7 @@ class Update:
     ) -> tuple[Any, Any, jax.Array]:
         """The update of whole variables, and a token that is ready when it is done; traceable."""
         gradients, norm = self._gradients(variables, means, control)
-        changes, optimizer_state = self._optimizer.update(gradients, optimizer_state, variables, gradient_norm=norm)
+        changes, optimizer_state = self._changes(gradients, optimizer_state, variables, norm)
         return self._add(variables, changes, control), optimizer_state, jnp.zeros(())
 
     def _gradients(self, variables: Any, means: Any, control: jax.Array | None) -> tuple[Any, jax.Array]:
@@ -132,6 +133,12 @@ class Update:
         # Behind a barrier, so that the sums have the same bits whatever is done with the gradients besides.
         squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
         return jax.tree.unflatten(structure, leaves), jnp.sqrt(sum(squares, start=jnp.zeros(())))
+
+    def _changes(self, gradients: Any, optimizer_state: Any, variables: Any, norm: jax.Array) -> tuple[Any, Any]:
+        """What is added to variables, or to parts of them, and the new optimizer state."""
+        update = with_rounded_products(self._optimizer.update)
+        changes: tuple[Any, Any] = update(gradients, optimizer_state, variables, gradient_norm=norm)
+        return changes
 
     def _add(self, variables: Any, changes: Any, control: jax.Array | None) -> Any:
         if not self._settings.rounds_stochastically:

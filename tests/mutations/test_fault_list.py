@@ -17,8 +17,8 @@ def test_every_fault_can_be_planted() -> None:
     check(FAULTS, ROOT)
 
 
-def test_there_are_forty_in_all_packages() -> None:
-    assert len(FAULTS) == 40
+def test_there_are_more_than_forty_in_all_packages() -> None:
+    assert len(FAULTS) > 40
     assert {Path(fault.path).parts[0] for fault in FAULTS} == {"collectives", "popdist", "poprun", "strategies"}
 
 

@@ -42,11 +42,3 @@ def test_the_parts_of_all_instances_make_the_array(instances, shape):
 def test_what_is_not_cut_is_taken_as_it_is():
     whole = array(5)
     assert Shards(4, 1, 6).take(whole, np.int32(1)) is whole
-
-
-def test_only_parts_of_large_arrays_are_aligned():
-    aligned, plain = (Shards(3, 1, 1, is_aligned=is_aligned) for is_aligned in (True, False))
-    small, large = (jax.ShapeDtypeStruct((size,), np.float32) for size in ((1 << 16) - 1, (1 << 16) + 1))
-    assert aligned.part(small) == plain.part(small) == 21845
-    assert (aligned.part(large), plain.part(large)) == (21856, 21846)
-    assert (aligned.multiple, plain.multiple) == (48, 3)

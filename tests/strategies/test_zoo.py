@@ -1,0 +1,90 @@
+"""The same bits for every model of the zoo, however its replicas are spread, and with every optimizer."""
+
+import functools
+
+import pytest
+from zoo import ELEMENTWISE, MODELS, OPTIMIZERS, fingerprints
+
+import strategies
+
+REPLICAS = 4
+TRAININGS = {  # each has bits of its own
+    "plain": {},
+    "recompute": {"recompute": "blocks"},
+    "accumulation": {"gradient_accumulation_count": 2},
+}
+STATES = {"whole": {}, "sharded": {"replicated_optimizer_state_sharding": True}}
+SPREADS = [  # instances, training and state: all pairs
+    (2, "plain", "sharded"),
+    (4, "recompute", "whole"),
+    (2, "accumulation", "whole"),
+    (4, "plain", "whole"),
+    (2, "recompute", "sharded"),
+    (4, "accumulation", "sharded"),
+]
+ON_CORES = """\
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import train_zoo
+train_zoo.main(sys.argv[1:])
+"""
+
+
+@functools.cache
+def alone(name, training="plain", optimizer="momentum"):
+    """What one instance finds that drives all replicas."""
+    return fingerprints(strategies.IPUStrategy(REPLICAS), MODELS[name], optimizer, **TRAININGS[training])
+
+
+def spreads():
+    """Each model in four neighbouring spreads; the first is of the default tier, on two or four instances by turns."""
+    for number, name in enumerate(MODELS):
+        for offset in range(4):
+            spread = SPREADS[(number + offset) % len(SPREADS)]
+            yield pytest.param(name, *spread, marks=pytest.mark.complete if offset else ())
+
+
+@pytest.mark.parametrize(("name", "instances", "training", "state"), list(spreads()))
+def test_a_model_is_the_same_however_its_replicas_are_spread(on_instances, name, instances, training, state):
+    def on_one(strategy):
+        return fingerprints(strategy, MODELS[name], **TRAININGS[training], **STATES[state])
+
+    wanted = alone(name, training)
+    assert len(set(wanted)) == 5
+    assert on_instances(instances, REPLICAS, on_one) == [wanted] * instances
+
+
+@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances, optimizer, instances):
+    """The MLP has a matrix of 257 x 257, whose parts are no multiples of anything."""
+
+    def on_one(strategy):
+        is_sharded = optimizer in ELEMENTWISE
+        return fingerprints(strategy, MODELS["mlp"], optimizer, replicated_optimizer_state_sharding=is_sharded)
+
+    assert on_instances(instances, REPLICAS, on_one) == [alone("mlp", optimizer=optimizer)] * instances
+
+
+@pytest.mark.cores(2)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        ("momentum", ["batch_norm", "attention"]),
+        *(
+            pytest.param("momentum", names, marks=pytest.mark.complete)
+            for names in (["transformer", "cnn", "patches"], ["norms", "lstm", "experts", "embedding", "cumsum", "fft"])
+        ),
+        pytest.param("momentum", ["loops", "sorting", "bfloat16", "float16"], marks=pytest.mark.complete),
+        *(pytest.param(each, ["mlp"], marks=pytest.mark.complete) for each in OPTIMIZERS),
+    ],
+)
+def test_a_single_core_changes_nothing(subtests, in_new_process, pytestconfig, optimizer, names):
+    """Another process compiles for itself, with one of the cores that this one may use."""
+    words = [pytestconfig.rootpath / "tests/jobs/programs", "--cores=1", f"--replicas={REPLICAS}"]
+    printed = in_new_process(ON_CORES, *words, f"--optimizer={optimizer}", *names).splitlines()
+    for name in names:
+        with subtests.test(name):
+            found = [line.split() for line in printed if line.startswith(f"{name} ")]
+            assert [last for *_, last in found] == alone(name, optimizer=optimizer)

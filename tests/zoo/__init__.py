@@ -1,0 +1,11 @@
+"""The zoo: small models of many kinds, and optimizers, whose bits may not depend on how replicas are spread.
+
+What imports it has `launch_scripts` on its path, where the digits are read.
+"""
+
+from zoo.model import Model
+from zoo.models import MODELS
+from zoo.optimizers import ELEMENTWISE, OPTIMIZERS
+from zoo.training import fingerprints
+
+__all__ = ["ELEMENTWISE", "MODELS", "OPTIMIZERS", "Model", "fingerprints"]
