@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from popdist.environments.recording import Recording
@@ -127,7 +128,7 @@ def plan_run(asked: Asked, run: Run, environ: Mapping[str, str]) -> Launch:
     Raises:
         PopRunError: it is impossible.
     """
-    settings = settings_of(asked, run)
+    settings = settings_of(asked, run, environ)
     check_user(settings, os.geteuid(), environ)
     launch = plan_launch(settings, environ)
     if launch.leaves_this_machine and asked.record_dir is None:
@@ -140,8 +141,14 @@ def plan_run(asked: Asked, run: Run, environ: Mapping[str, str]) -> Launch:
     return launch
 
 
-def settings_of(asked: Asked, run: Run) -> Settings:
-    """The settings of a run: what the user asked for, as far as it has such instances and hosts."""
+def settings_of(asked: Asked, run: Run, environ: Mapping[str, str] = MappingProxyType({})) -> Settings:
+    """The settings of a run: what the user asked for, as far as it has such instances and hosts.
+
+    Args:
+        asked: by the user.
+        run: which one.
+        environ: may name a partition.
+    """
     values: dict[str, Value] = {**asked.line.values, "num-instances": run.instances}
     of_instances = values.pop("instance-mpi-local-args", ())
     assert isinstance(of_instances, tuple)
@@ -155,7 +162,7 @@ def settings_of(asked: Asked, run: Run) -> Settings:
         values |= {"inject": run.faults, "on-failure": "shrink"}
     if kept:
         values["instance-mpi-local-args"] = kept
-    settings = settings_from(CommandLine(values, asked.line.program))
+    settings = settings_from(CommandLine(values, asked.line.program), environ)
     if not settings.host and settings.hostfile is None:
         return settings
     hosts = hosts_of(asked)

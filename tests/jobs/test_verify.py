@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 from poprun_jobs import ROOT, Finished, start
 
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "launch_scripts")]
+from zoo import MODELS  # noqa: E402
+
 pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(400)]
 
-PROGRAM = str(Path(__file__).parent / "programs" / "verified_training.py")
+PROGRAMS = Path(__file__).parent / "programs"
+PROGRAM = str(PROGRAMS / "verified_training.py")
 DIGITS = str(ROOT / "launch_scripts" / "train_digits.py")
 LIMIT_S = 350.0
 
@@ -181,6 +185,15 @@ def test_the_digits_program_verifies_whatever_happens_to_it(model, tmp_path):
     assert finished.status == 0, finished.stdout + finished.stderr
     assert rows_of(finished) == ["first", *["equal"] * 8]
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.complete
+def test_every_model_of_the_zoo_verifies():
+    words = ("--num-replicas=4", "--spreads=1,2", sys.executable, str(PROGRAMS / "train_zoo.py"), "--steps=3", *MODELS)
+    finished = verify(*words)
+    assert finished.status == 0, finished.stdout + finished.stderr
+    assert rows_of(finished) == ["first", "equal"]
+    assert f"equal: 2 runs of {3 * len(MODELS)} steps" in finished.stdout
 
 
 @pytest.mark.complete
