@@ -30,9 +30,8 @@ from poprun.verify.certificate import (
 )
 from poprun.verify.comparison import earliest, first_difference, first_inside, first_of_metrics
 from poprun.verify.differences import describe_metrics, explain
-from poprun.verify.records import Record
 from poprun.verify.report import Outcome, align, describe_difference, describe_success, draw_table
-from poprun.verify.running import Interrupted, Laboratory, hosts_of, plan_run, take_interrupts
+from poprun.verify.running import Interrupted, Laboratory, Result, hosts_of, plan_run, take_interrupts
 from poprun.verify.spreads import (
     Run,
     can_shrink,
@@ -199,7 +198,7 @@ class Verification:
             result = self.laboratory.make(run, str(number))
         finally:
             self._running_s += time.monotonic() - began_s
-        check_processes(result.record, run)
+        check_processes(result, run)
         difference = first_difference(self._first.record, result.record) if self._outcomes else None
         difference = difference or first_inside(result.record)
         metrics = first_of_metrics(self._outcomes[0].record if self._outcomes else result.record, result.record)
@@ -275,13 +274,14 @@ class Verification:
         return difference is None and certificate.is_as_written
 
 
-def check_processes(record: Record, run: Run) -> None:
-    """Refuse programs whose instances do not train together, or not so many replicas as was asked for.
+def check_processes(result: Result, run: Run) -> None:
+    """Refuse runs whose instances do not train together, or not so many replicas as was asked for, or leave no record.
 
     Raises:
-        PopRunError: they do not.
+        PopRunError: this is such a run.
     """
-    for process in record.processes:
+    processes = result.record.processes
+    for process in processes:
         if process.instances == 1 and run.instances > 1 and not run.faults and run.resumed_on is None:
             raise PopRunError(
                 f"each of the {run.instances} instances trained for itself ({process.strategy}); instances that train "
@@ -293,3 +293,10 @@ def check_processes(record: Record, run: Run) -> None:
                 "number, or verify with --num-replicas "
                 f"{process.replicas}"
             )
+    missing = sorted({*range(run.instances)} - {process.instance for process in processes})
+    if processes and missing and result.exit_status == 0 and not run.faults:
+        names = ", ".join(map(str, missing))
+        raise PopRunError(
+            f"{'instance' if len(missing) == 1 else 'instances'} {names} of {run} left no record where poprun looks "
+            "for it; is --record-dir a directory that all hosts share, and do all instances train?"
+        )
