@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 THREADS = "replica"
 """The names of threads that run replicas begin with it."""
+_HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,9 @@ def is_key(leaf: Any) -> bool:
 def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) -> ReplicaDevices:
     """Find a device for each local replica, and have JAX compute what is the same wherever they run.
 
+    On CPUs replicas run on the first of JAX's devices. That there are as many as local replicas is for programs that
+    put shards on devices of their own.
+
     Args:
         replicas: the local replicas.
         total_replicas: the replicas of all instances; fixes the size of XLA's thread pool, so that replicas compute
@@ -216,6 +220,11 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
     executables = use_executable_cache(os.environ)
     os.environ.update(thread_pool_setting(os.environ, total_replicas))
     use_right_sums(os.environ)
+    if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # else the user has said how many
+        try:
+            jax.config.update("jax_num_cpu_devices", len(replicas))
+        except RuntimeError:
+            logger.debug("JAX has started already, with %d devices", jax.local_device_count())
     found = choose_devices(replicas, local_index, executables)
     if found.is_cpu:
         insist_on_right_sums(os.environ)

@@ -119,7 +119,6 @@ ON_DEVICES = """\
 import sys
 import jax, jax.numpy as jnp, numpy as np, optax
 count = int(sys.argv[1])
-jax.config.update("jax_num_cpu_devices", max(count, 1))
 import strategies
 from strategies import devices
 if count:
@@ -151,7 +150,8 @@ def test_replicas_on_a_device_each_or_in_waves_compute_the_same(in_new_process):
     on_one, all_at_once = in_new_process(ON_DEVICES, 0).splitlines()
     assert all_at_once == "[4.0, 4.0, 4.0, 4.0]"
     assert in_new_process(ON_DEVICES, 4).splitlines() == [on_one, all_at_once]
-    in_waves, refusal = in_new_process(ON_DEVICES, 2).splitlines()
+    two = "--xla_force_host_platform_device_count=2"
+    in_waves, refusal = in_new_process(ON_DEVICES, 2, XLA_FLAGS=two).splitlines()
     assert in_waves == on_one
     assert refusal.startswith("4 replicas have to wait for each other on 2 devices")
 
