@@ -7,6 +7,7 @@ import os
 from popdist.context import instance
 from popdist.environments.environment import read_whole_number
 from popdist.environments.poprun import DEVICE, TOTAL
+from popdist.environments.recording import note_question
 
 
 def isPopdistEnvSet() -> bool:
@@ -21,11 +22,13 @@ def getNumTotalReplicas() -> int:
 
 def getNumLocalReplicas() -> int:
     """The replicas of this instance."""
+    note_question("popdist.getNumLocalReplicas")
     return instance().local_replicas
 
 
 def getReplicaIndexOffset() -> int:
     """The global index of this instance's first replica."""
+    note_question("popdist.getReplicaIndexOffset")
     return instance().replica_offset
 
 
@@ -41,16 +44,19 @@ def checkNumIpusPerReplica(num_ipus_per_replica: int) -> bool:
 
 def getNumInstances() -> int:
     """The instances of the job."""
+    note_question("popdist.getNumInstances")
     return instance().count
 
 
 def getInstanceIndex() -> int:
     """The index of this instance, 0 to `getNumInstances() - 1`."""
+    note_question("popdist.getInstanceIndex")
     return instance().index
 
 
 def getLocalInstanceIndex() -> int:
     """The index of this instance among those of its host."""
+    note_question("popdist.getLocalInstanceIndex")
     return instance().local_index
 
 

@@ -38,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from poprun.doctor import main as examine
 
             return examine(words[1:])
+        if list(words[:1]) == ["verify"]:
+            from poprun.verify.command import main as verify
+
+            return verify(words[1:])
         return _run(words, os.environ)
     except PopRunError as error:
         Log().error(str(error))
@@ -84,7 +88,7 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         show(draw_topology(launch.places))
     from poprun.job import run_job
 
-    return run_job(launch, environ, log)
+    return run_job(launch, environ, log).exit_status
 
 
 def _comment(line: CommandLine, launch: Launch, log: Log) -> None:

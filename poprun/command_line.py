@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from popdist.environments.faults import Fault, parse_fault
+from popdist.environments.faults import KINDS, Fault, parse_fault
 from poprun.errors import UsageError
 from poprun.options import OPTIONS, Kind, Option
 from poprun.wording import name_nearest
@@ -46,10 +46,14 @@ class CommandLine:
     program: tuple[str, ...] = ()
 
 
-def read_command_line(words: Sequence[str]) -> CommandLine:
+def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> CommandLine:
     """Read the words after `poprun`.
 
     Boost.Program_options is the model: `--name value`, `--name=value`, unambiguous prefixes of long names.
+
+    Args:
+        words: what the user wrote.
+        options: those that there are.
 
     Raises:
         UsageError: an option is unknown or ambiguous, or its value is missing or wrong.
@@ -58,9 +62,12 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     position = 0
     while position < len(words) and _is_option(words[position]):
         name, equals, text = words[position].partition("=")
-        option = find_option(name)
+        option = find_option(name, options)
         position += 1
         attached = text if equals else None
+        if attached is None and option.if_bare and not _is_fault(words[position : position + 1]):
+            _store(values, option, (option.if_bare,))
+            continue
         if attached is None and option.kind is not Kind.FLAG:
             attached = _next_word(words, position, option)
             position += 1
@@ -70,22 +77,22 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     return CommandLine(values, tuple(words[position:]))
 
 
-def find_option(written: str) -> Option:
+def find_option(written: str, options: Sequence[Option] = OPTIONS) -> Option:
     """The option that is meant by a word such as `--num-rep`, `-v` or `--print-topology`.
 
     Raises:
         UsageError: none or several are meant; the nearest ones are named.
     """
-    for option in OPTIONS:
+    for option in options:
         if written == f"--{option.name}" or written in option.spellings:
             return option
-    candidates = [option for option in OPTIONS if _is_prefix(written, option)]
+    candidates = [option for option in options if _is_prefix(written, option)]
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
         names = " or ".join(f"--{option.name}" for option in candidates)
         raise UsageError(f"option {written} is ambiguous: {names}; write it in full")
-    raise UsageError(f"unknown option {written}{_suggest(written)}; poprun --help lists all options")
+    raise UsageError(f"unknown option {written}{_suggest(written, options)}; poprun --help lists all options")
 
 
 def read_value(option: Option, text: str) -> Value:
@@ -161,10 +168,15 @@ def _is_prefix(written: str, option: Option) -> bool:
     return len(written) > 2 and f"--{option.name}".startswith(written)
 
 
-def _suggest(written: str) -> str:
+def _is_fault(words: Sequence[str]) -> bool:
+    """Whether the next word was meant for one, not for the program."""
+    return bool(words) and words[0].partition(":")[0] in KINDS and ":" in words[0]
+
+
+def _suggest(written: str, options: Sequence[Option]) -> str:
     if written in _OF_MPIRUN:
         return f", did you mean {_OF_MPIRUN[written]}?"
-    return name_nearest(written, [name for option in OPTIONS for name in (f"--{option.name}", *option.spellings)])
+    return name_nearest(written, [name for option in options for name in (f"--{option.name}", *option.spellings)])
 
 
 def _next_word(words: Sequence[str], position: int, option: Option) -> str:

@@ -17,7 +17,7 @@ from poprun.supervision import LAST_WORDS_LIMIT_S, Supervisor
 from poprun.wording import list_ranges
 
 
-def run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
+def run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> Ended:
     """Run the instances of a launch to their end.
 
     Args:
@@ -26,7 +26,7 @@ def run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
         log: poprun's own words.
 
     Returns:
-        poprun's exit status: that of the instance that failed, 128 + n after signal n.
+        With poprun's exit status: that of the instance that failed, 128 + n after signal n.
     """
     output = Output(launch.settings.only_output_from, _style(launch, environ))
     if launch.settings.on_failure == "stop":
@@ -36,7 +36,7 @@ def run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
 
         ended = Restarts(environ, log).run(launch, lambda each: _run_once(each, output, environ, log))
     output.finish(limit_s=LAST_WORDS_LIMIT_S if ended.was_told else None)
-    return ended.exit_status
+    return ended
 
 
 def _run_once(launch: Launch, output: Output, environ: Mapping[str, str], log: Log) -> Ended:
@@ -48,13 +48,13 @@ def _run_once(launch: Launch, output: Output, environ: Mapping[str, str], log: L
     log.info(f"running command: {quote_words(command)}")
     output.style = _style(launch, environ)
     if launch.extra.get(ATTEMPT_VARIABLE, "0") != "0":
-        _end_standard_input()
+        end_standard_input()
     supervisor = Supervisor(command, len(launch.places), output, log, _across(launch))
     return supervisor.run({**environ, **launch.mpirun_variables})
 
 
-def _end_standard_input() -> None:
-    """The attempt before has read a part of it, so the next one gets none."""
+def end_standard_input() -> None:
+    """Give programs none: an attempt before has read a part of it, or several runs are to find the same."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,6 +36,7 @@ class Option:
         default: as it is written in `--help`.
         at_least: the smallest number that may follow; None: whoever uses it knows.
         at_most: the largest one.
+        if_bare: its value where no word follows that can be one; empty: one has to.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Option:
     default: str = ""
     at_least: int | None = 1
     at_most: int = 2**31 - 1
+    if_bare: str = ""
 
     @property
     def is_repeatable(self) -> bool:
@@ -202,17 +205,20 @@ OPTIONS: tuple[Option, ...] = (
 def describe_options() -> str:
     """The text of `--help`."""
     sections = dict.fromkeys(option.section for option in OPTIONS)
-    blocks = [_describe_section(section) for section in sections]
+    blocks = [describe_section(section) for section in sections]
     usage = (
         "usage: poprun [options] program [program arguments]\n"
-        "       poprun doctor [--host HOSTS] [--host-subnet WORD] [--json]\n\n"
-        "Options end at the first other word. doctor examines the hosts, and starts nothing."
+        "       poprun doctor [--host HOSTS] [--host-subnet WORD] [--json]\n"
+        "       poprun verify [options] program [program arguments]\n\n"
+        "Options end at the first other word. doctor examines the hosts, and starts nothing. verify proves that the\n"
+        "program has the same bits however its replicas are spread; see poprun verify --help."
     )
     return "\n\n".join([usage, *blocks])
 
 
-def _describe_section(section: str) -> str:
-    rows = [(_spell(option), _explain(option)) for option in OPTIONS if option.section == section]
+def describe_section(section: str, options: Sequence[Option] = OPTIONS) -> str:
+    """Its heading and the options of it that are among these."""
+    rows = [(_spell(option), _explain(option)) for option in options if option.section == section]
     return "\n".join([f"{section} options:", *(f"  {left:<38} {right}" for left, right in rows)])
 
 

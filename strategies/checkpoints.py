@@ -26,6 +26,7 @@ from strategies.errors import CheckpointError
 from strategies.packing import Packing
 from strategies.sharding import positive
 from strategies.shards import PartOfArray
+from strategies.step_record import checkpoint_folder
 from strategies.survival import surviving
 from strategies.trainer import Trainer, TrainState
 
@@ -93,7 +94,7 @@ class Checkpoints:
         self._dataset = dataset
         self._every = every
         self._grace_s = grace_s
-        self._directory, self._keep = Path(directory), keep
+        self._directory, self._keep = checkpoint_folder(Path(directory)), keep
         self._opened: CheckpointFolder | None = None
         self._open_folder()
         self._thread = ThreadPoolExecutor(1, "checkpoints", _stand_back)

@@ -17,6 +17,7 @@ from collectives import Communicator
 from collectives.reduction import normalise_op
 from popdist.environments import NoProgress, ProgressPage
 from popdist.environments.faults import DATA
+from popdist.environments.recording import note_question
 from popdist.instance import Instance
 from strategies.casts import DTypes
 from strategies.datasets import DistributedDataset
@@ -96,16 +97,19 @@ class Strategy:
     @property
     def num_instances(self) -> int:
         """n, the processes that drive them."""
+        note_question("strategy.num_instances")
         return self.instance.count
 
     @property
     def instance_index(self) -> int:
         """Which instance this is, 0 to n - 1."""
+        note_question("strategy.instance_index")
         return self.instance.index
 
     @property
     def local_replicas(self) -> range:
         """The global indices of this instance's replicas."""
+        note_question("strategy.local_replicas")
         return self.instance.local_replica_range
 
     @property

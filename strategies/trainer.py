@@ -31,6 +31,7 @@ from strategies.replica_program import Accumulation, LossFunction, Precision, Re
 from strategies.sharded_update import ShardedUpdate
 from strategies.sharding import at_least, positive
 from strategies.shards import PartOfArray, Shards
+from strategies.step_record import recorder_for
 from strategies.strategy import Strategy
 from strategies.survival import gather_steps, surviving
 from strategies.train_state import TrainState
@@ -189,6 +190,7 @@ class Trainer:
         self._executions = Executions(self._update)
         self._claim_replicas()
         self._metrics: Metrics | None = None  # of the last step
+        self._recorder = recorder_for(strategy)
 
     def _claim_replicas(self) -> None:
         """Take note of the local replicas."""
@@ -320,8 +322,8 @@ class Trainer:
     @property
     def _may_fuse(self) -> bool:
         is_plain = self._loss_scaling is None and not self._transfer.is_quantised and not self._check_numerics
-        if isinstance(self._strategy.progress, FaultyProgress):
-            return False  # faults happen in single steps
+        if isinstance(self._strategy.progress, FaultyProgress) or self._recorder.is_on:
+            return False  # faults happen in single steps, and single steps are recorded
         return is_plain and self._strategy.num_replicas_in_sync == 1
 
     def _execute(self, state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, Metrics]:
@@ -411,12 +413,15 @@ class Trainer:
             assert scale is not None
             is_finite = bool(tail[step.program.finite_place] == 0)
             scale = self._loss_scaling.after(scale, is_finite)
+        self._recorder.reduced(state, batch, step.means, self._update.mean_shards)
         if is_finite:
             variables, optimizer_state = self._update.apply(variables, optimizer_state, step.means, control)
         else:
             residuals = state.residuals
         self._metrics = self._metrics_of(step, tail, scale)
-        return TrainState(variables, optimizer_state, state.step + 1, scale, residuals), self._metrics
+        after = TrainState(variables, optimizer_state, state.step + 1, scale, residuals)
+        self._recorder.updated(after, self._metrics)
+        return after, self._metrics
 
     def _control(self, state: TrainState) -> np.ndarray:
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)

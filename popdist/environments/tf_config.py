@@ -18,6 +18,8 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
 VARIABLE = "TF_CONFIG"
+REPLICAS = "num_replicas"
+"""A key of it that TensorFlow does not know: the replicas of all tasks, where the program does not say."""
 _WORKERS = '"worker":["localhost:3737","localhost:3738"]'
 _TASK = '"type":"worker","index":0'
 EXAMPLE = f"""TF_CONFIG='{{"cluster":{{{_WORKERS}}},"task":{{{_TASK}}}}}'"""
@@ -144,7 +146,15 @@ class TFConfigEnvironment(Environment):
 
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
         """The instance of this task, with its even share of the replicas."""
-        return read_cluster(environ).instance(num_replicas)
+        cluster, said = read_cluster(environ), _load(environ[VARIABLE]).get(REPLICAS)
+        if said is not None and (not isinstance(said, int) or isinstance(said, bool) or said < 1):
+            _refuse(f'"{REPLICAS}" in TF_CONFIG is {_shown(said)}, not a whole number of at least 1', "correct it")
+        if None not in (said, num_replicas) and said != num_replicas:
+            _refuse(
+                f'the program asks for {num_replicas} replicas, "{REPLICAS}" in TF_CONFIG is {said}',
+                "give both the same number",
+            )
+        return cluster.instance(said if num_replicas is None else num_replicas)
 
 
 def read_cluster(

@@ -66,6 +66,18 @@ class TestInstance:
     def test_the_program_may_ask_for_more_replicas(self):
         assert detect_instance(environ(index=1), num_replicas=6).local_replica_range == range(3, 6)
 
+    def test_the_variable_may_say_how_many_replicas_there_are(self):
+        variables = {"TF_CONFIG": json.dumps(config(index=1) | {"num_replicas": 6})}
+        assert detect_instance(variables).local_replica_range == range(3, 6)
+        assert detect_instance(variables, num_replicas=6) == detect_instance(variables)
+        with pytest.raises(EnvironmentMismatchError, match=r"asks for 4 replicas, .* is 6; give both the same number"):
+            detect_instance(variables, num_replicas=4)
+
+    @pytest.mark.parametrize("said", ["6", 0, True, 2.5])
+    def test_which_is_a_whole_number(self, said):
+        variables = {"TF_CONFIG": json.dumps(config() | {"num_replicas": said})}
+        assert '"num_replicas" in TF_CONFIG is' in refused(variables)
+
     @pytest.mark.parametrize(("replicas", "ways_out"), [(5, "use 3 or 6$"), (2, "use 3$"), (0, "use 3$")])
     def test_replicas_are_divided_evenly(self, replicas, ways_out):
         with pytest.raises(EnvironmentMismatchError, match=f'{replicas} replicas on 3 .*"a:1".*{ways_out}'):

@@ -1,0 +1,232 @@
+"""Certificates: what was verified, so that it can be repeated later or elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from poprun.command_line import CommandLine
+from poprun.errors import PopRunError, UsageError
+from poprun.verify.hints import differing_facts
+from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, PARTS, START, UPDATE, Process, Record, Step
+from poprun.verify.words import Asked
+
+FORMAT = 1
+SHORT_DIGITS = 8
+_SEAL = "sha256"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was verified.
+
+    Attributes:
+        program: with its arguments.
+        options: of poprun, for every run.
+        replicas: R.
+        steps: after so many each run ended; None: when the program liked.
+        spreads: the numbers of instances.
+        transports: what connected them.
+        runs: what was run, in words.
+        instances: of the first run, and what decides their bits.
+        record: of the first run, with short digests.
+        is_as_written: whether nothing of it was changed since.
+    """
+
+    program: tuple[str, ...]
+    options: Mapping[str, Any]
+    replicas: int
+    steps: int | None
+    spreads: tuple[int, ...]
+    transports: tuple[str, ...]
+    runs: tuple[str, ...]
+    record: Record
+    is_as_written: bool = True
+
+    def as_json(self) -> str:
+        """What is written to the file."""
+        content = {
+            "format": FORMAT,
+            "program": self.program,
+            "options": self.options,
+            "replicas": self.replicas,
+            "steps": self.steps,
+            "spreads": self.spreads,
+            "transports": self.transports,
+            "runs": self.runs,
+            "facts": [dict(process.facts) for process in self.record.processes[:1]],
+            "names": _names(self.record),
+            "record": [_as_json(place, step) for place, step in self.record.steps.items()],
+        }
+        return json.dumps({**content, _SEAL: _seal(content)}, indent=1)
+
+
+def certificate_of(asked: Asked, spreads: Sequence[int], runs: Sequence[str], record: Record) -> Certificate:
+    """The certificate of runs that were all equal to the first of them."""
+    return Certificate(
+        program=asked.line.program,
+        options={name: value for name, value in asked.line.values.items() if name != "num-replicas"},
+        replicas=asked.replicas,
+        steps=asked.steps,
+        spreads=tuple(spreads),
+        transports=asked.transports,
+        runs=tuple(runs),
+        record=shortened(record),
+    )
+
+
+def read_certificate(path: Path) -> Certificate:
+    """A certificate from its file.
+
+    Raises:
+        UsageError: it cannot be read, or is none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"certificate {path} cannot be read: {error.strerror}; check --against") from None
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise UsageError(f"certificate {path} is not JSON; it is written by poprun verify --certificate") from None
+    try:
+        return _from_json(content)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UsageError(
+            f"certificate {path} is none of format {FORMAT} ({type(error).__name__}: {error}); "
+            "write it with poprun verify --certificate"
+        ) from None
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written in the end, while nothing has been started.
+
+    Raises:
+        UsageError: it could not.
+    """
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"certificate {path} cannot be written there; check --certificate")
+
+
+def write_certificate(path: Path, certificate: Certificate) -> None:
+    """Write it to its file, whole or not at all.
+
+    Raises:
+        PopRunError: it cannot be written.
+    """
+    written = path.with_name(f"{path.name}.incomplete")
+    try:
+        written.write_text(certificate.as_json() + "\n", encoding="utf-8")
+        written.replace(path)
+    except OSError as error:
+        written.unlink(missing_ok=True)
+        raise PopRunError(f"certificate {path} cannot be written: {error.strerror}; write it elsewhere") from None
+
+
+def asked_again(asked: Asked, certificate: Certificate) -> Asked:
+    """What the user asks for, and what he does not say as in the certificate.
+
+    Raises:
+        UsageError: another number of replicas is asked for.
+    """
+    given = asked.line.values.get("num-replicas", certificate.replicas)
+    if given != certificate.replicas:
+        raise UsageError(
+            f"--num-replicas is {given}, the certificate is of {certificate.replicas} replicas, and other numbers have "
+            "other bits; leave it out"
+        )
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in certificate.options.items()}
+    values = {**options, **asked.line.values, "num-replicas": certificate.replicas}
+    return Asked(
+        line=CommandLine(values, asked.line.program or certificate.program),
+        spreads=asked.spreads or certificate.spreads,
+        transports=certificate.transports if asked.transports == Asked.transports else asked.transports,
+        steps=certificate.steps if asked.steps is None else asked.steps,
+        faults=asked.faults,
+        resumes=asked.resumes,
+        certificate=asked.certificate,
+        against=asked.against,
+        record_dir=asked.record_dir,
+    )
+
+
+def changed_facts(certificate: Certificate, record: Record) -> list[tuple[str, str, str]]:
+    """What decides bits and was otherwise then: its name, then, and now."""
+    now, then = record.processes[:1], certificate.record.processes[:1]
+    found = [(name, values[0], values[1]) for name, values in differing_facts([*then, *now])]
+    missing = (
+        [
+            (name, then[0].facts.get(name, "unset"), now[0].facts.get(name, "unset"))
+            for name in {**then[0].facts, **now[0].facts}
+            if (name in then[0].facts) != (name in now[0].facts)
+        ]
+        if then and now
+        else []
+    )
+    return [*found, *missing]
+
+
+def shortened(record: Record) -> Record:
+    """The record with digests as short as those of certificates."""
+    steps = {}
+    for place, step in record.steps.items():
+        short = steps[place] = Step()
+        for part in PARTS:
+            for name, digests in step.parts.get(part, {}).items():
+                for digest, instances in digests.items():
+                    short.add(
+                        part, name, digest if part in (METRICS, FINGERPRINT) else digest[:SHORT_DIGITS], instances
+                    )
+    return Record(record.processes, steps, record.questions, record.checkpoints)
+
+
+def _names(record: Record) -> list[dict[str, list[str]]]:
+    """Of what digests are, for each training; those of its first step."""
+    trainings: dict[int, Step] = {}
+    for (training, _), step in record.steps.items():
+        trainings.setdefault(training, step)
+    return [{part: list(step.parts.get(part, {})) for part in PARTS} for step in trainings.values()]
+
+
+def _as_json(place: tuple[int, int], step: Step) -> dict[str, Any]:
+    digests = {
+        part: [next(iter(found)) for found in step.parts.get(part, {}).values()]
+        for part in (BATCH, GRADIENTS, METRICS, UPDATE)
+    }
+    first = {START: [next(iter(found)) for found in step.parts.get(START, {}).values()]} if place[1] == 0 else {}
+    return {"training": place[0], "step": place[1], FINGERPRINT: step.fingerprint, **first, **digests}
+
+
+def _from_json(content: dict[str, Any]) -> Certificate:
+    if content["format"] != FORMAT:
+        raise ValueError(f"format {content['format']}")
+    steps: dict[tuple[int, int], Step] = {}
+    for each in content["record"]:
+        step = steps[int(each["training"]), int(each["step"])] = Step()
+        for part in PARTS:
+            names = content["names"][each["training"]][part]
+            digests = [each[FINGERPRINT]] if part == FINGERPRINT else each.get(part, ())
+            for name, digest in zip(names, digests, strict=False):
+                step.add(part, name, str(digest), (0,))
+    rest = {name: value for name, value in content.items() if name != _SEAL}
+    facts = content["facts"]
+    process = [Process(0, 1, content["replicas"], "", "", {str(name): str(facts[0][name]) for name in facts[0]})]
+    return Certificate(
+        program=tuple(map(str, content["program"])),
+        options=dict(content["options"]),
+        replicas=int(content["replicas"]),
+        steps=None if content["steps"] is None else int(content["steps"]),
+        spreads=tuple(map(int, content["spreads"])),
+        transports=tuple(map(str, content["transports"])),
+        runs=tuple(map(str, content["runs"])),
+        record=Record(tuple(process), steps),
+        is_as_written=content.get(_SEAL) == _seal(rest),
+    )
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    """Against accidents; whoever wants to can make another one."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

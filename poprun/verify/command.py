@@ -1,0 +1,302 @@
+"""`poprun verify`: runs a program under several spreads and compares what its Trainer records."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from poprun.answers import show
+from poprun.cores import usable_cores
+from poprun.errors import PopRunError, UsageError
+from poprun.job import end_standard_input
+from poprun.job_machine import INTERRUPTS
+from poprun.log import Log
+from poprun.verify.certificate import (
+    Certificate,
+    asked_again,
+    certificate_of,
+    changed_facts,
+    check_writable,
+    read_certificate,
+    shortened,
+    write_certificate,
+)
+from poprun.verify.comparison import earliest, first_difference, first_inside, first_of_metrics
+from poprun.verify.differences import describe_metrics, explain
+from poprun.verify.report import Outcome, align, describe_difference, describe_success, draw_table
+from poprun.verify.running import Interrupted, Laboratory, Result, hosts_of, plan_run, take_interrupts
+from poprun.verify.spreads import (
+    Run,
+    can_shrink,
+    choose_spreads,
+    plain_runs,
+    run_to_resume,
+    run_with_failure,
+)
+from poprun.verify.words import Asked, describe_verify, read_words
+
+FEWEST_STEPS_TO_RESUME = 4
+_LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after which all have left
+
+
+def main(words: Sequence[str]) -> int:
+    """Run `poprun verify`.
+
+    Args:
+        words: those after `verify`.
+
+    Returns:
+        The exit status: 0 if all runs are equal, 1 if not, 128 + n after signal n.
+
+    Raises:
+        PopRunError: the words are wrong, or the program cannot be verified.
+    """
+    asked = read_words(words)
+    if asked is None:
+        show(describe_verify())
+        return 0
+    certificate = None if asked.against is None else read_certificate(asked.against)
+    if certificate is not None:
+        asked = asked_again(asked, certificate)
+    spreads, plain = prepare(asked)
+    before = {number: signal.getsignal(number) for number in INTERRUPTS}
+    take_interrupts()
+    try:
+        with folder_for(asked) as folder:
+            end_standard_input()
+            return Verification(asked, spreads, plain, Laboratory(asked, folder, os.environ), certificate).run()
+    except Interrupted as interrupted:
+        return interrupted.exit_status
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def prepare(asked: Asked) -> tuple[tuple[int, ...], list[Run]]:
+    """The spreads, and the runs without failures; nothing is started, and what is impossible refused.
+
+    Raises:
+        PopRunError: something is.
+    """
+    if asked.certificate is not None:
+        check_writable(asked.certificate)
+    if asked.record_dir is not None and asked.record_dir.exists():
+        raise UsageError(f"--record-dir {asked.record_dir} exists already; name a new directory")
+    hosts = hosts_of(asked)
+    cores = len(usable_cores()) * len(hosts)
+    spreads = asked.spreads or choose_spreads(asked.replicas, cores, available_memory() if len(hosts) == 1 else None)
+    plain = plain_runs(asked, spreads)
+    if asked.faults and not any(can_shrink(run) for run in plain):
+        raise UsageError(
+            "--inject needs a run of several instances over MPI, and there is none among "
+            f"{', '.join(map(str, plain))}; name one with --spreads"
+        )
+    with_failure = run_with_failure(asked, plain, 1)
+    for run in dict.fromkeys([*plain, *([with_failure] if with_failure else [])]):
+        plan_run(asked, run, os.environ)
+    return spreads, plain
+
+
+def available_memory() -> int | None:
+    """Bytes that programs may still take on this machine; None where it does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+@contextmanager
+def folder_for(asked: Asked) -> Iterator[Path]:
+    """Where records go: a folder that is removed again, unless the user has named one."""
+    if asked.record_dir is not None:
+        try:
+            asked.record_dir.mkdir(parents=True)
+        except OSError as error:
+            raise UsageError(f"--record-dir {asked.record_dir} cannot be made: {error.strerror}") from None
+        yield asked.record_dir.absolute()
+        return
+    folder = tempfile.mkdtemp(prefix="poprun-verify-")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class Verification:
+    """One call of the command.
+
+    Attributes:
+        asked: what the user wants.
+        spreads: the numbers of instances.
+        plain: the runs without failures.
+        laboratory: makes runs.
+        against: a certificate to compare with.
+    """
+
+    asked: Asked
+    spreads: Sequence[int]
+    plain: Sequence[Run]
+    laboratory: Laboratory
+    against: Certificate | None
+
+    def __post_init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._running_s = 0.0
+        self._outcomes: list[Outcome] = []
+
+    def run(self) -> int:
+        """Make all runs and say what came of them."""
+        for run in self.plain:
+            self._make(run)
+            if len(self._outcomes) == 1:
+                self._check_first()
+        steps = len(self._first.record.steps)
+        with_failure = run_with_failure(self.asked, self.plain, steps)
+        if with_failure is not None:
+            self._make(with_failure)
+        resumed = run_to_resume(self.asked, self.plain)
+        if resumed is not None:
+            self.laboratory = replace(self.laboratory, leave_at=steps // 2 - 1)
+            self._make(resumed)
+        show(draw_table(self._outcomes))
+        is_equal = self._explain()
+        if self.against is not None:
+            is_equal &= self._compare(self.against)
+        if is_equal and self.asked.certificate is not None:
+            runs = [str(each.run) for each in self._outcomes]
+            write_certificate(
+                self.asked.certificate, certificate_of(self.asked, self.spreads, runs, self._first.record)
+            )
+        elif self.asked.certificate is not None:
+            show(f"\nnot everything is equal, and no certificate was written to {self.asked.certificate}")
+        own_s = time.monotonic() - self._began_s - self._running_s
+        recording_s = sum(each.record.recording_s for each in self._outcomes)
+        show(f"runs {self._running_s:.1f} s, of which recording {recording_s:.1f} s; verifying {own_s:.1f} s")
+        return 0 if is_equal else 1
+
+    @property
+    def _first(self) -> Outcome:
+        return self._outcomes[0]
+
+    def _make(self, run: Run) -> None:
+        """One run, compared with the first one."""
+        number = len(self._outcomes) + 1
+        show(f"poprun verify: run {number}, {run}", 2)
+        if run.resumed_on is not None:
+            show("poprun verify: it gets SIGTERM half-way; exit status 143 is what it is to end with", 2)
+        began_s = time.monotonic()
+        try:
+            result = self.laboratory.make(run, str(number))
+        finally:
+            self._running_s += time.monotonic() - began_s
+        check_processes(result, run)
+        difference = first_difference(self._first.record, result.record) if self._outcomes else None
+        difference = difference or first_inside(result.record)
+        metrics = first_of_metrics(self._outcomes[0].record if self._outcomes else result.record, result.record)
+        self._outcomes.append(Outcome(run, result.record, result.exit_status, difference, metrics))
+
+    def _check_first(self) -> None:
+        """Refuse a program that cannot be verified before it is run again and again."""
+        first = self._first
+        if first.exit_status:
+            raise PopRunError(
+                f"the program failed with exit status {first.exit_status} in its first run ({first.run}); "
+                "nothing can be compared before it completes"
+            )
+        if not first.record.steps:
+            raise PopRunError(
+                "the program completed and has recorded no step; only programs that train by strategies.Trainer "
+                "(its step or run) can be verified: a program of plain popdist or JAX needs one"
+            )
+        if self.asked.resumes and not first.record.checkpoints:
+            raise PopRunError(
+                "--resume needs a program that saves checkpoints, and it has made no strategies.Checkpoints; give it "
+                "the arguments with which it does (docs/checkpoints.md)"
+            )
+        steps = len(first.record.steps)
+        if self.asked.resumes and steps < FEWEST_STEPS_TO_RESUME:
+            raise PopRunError(
+                f"--resume needs {FEWEST_STEPS_TO_RESUME} steps or more, to stop half-way, and the program made "
+                f"{steps}; have it make more"
+            )
+
+    def _explain(self) -> bool:
+        """Say what differs first; whether nothing does."""
+        number = earliest(self._first.record, [each.difference for each in self._outcomes])
+        if number is not None:
+            began_s = time.monotonic()
+            names = self._name(0), self._name(number)
+            text = explain(self.laboratory, self._first, self._outcomes[number], names)
+            self._running_s += time.monotonic() - began_s
+            show(f"\n{text}")
+        for number, each in enumerate(self._outcomes):
+            if each.metrics is not None and each.difference is None:
+                show(f"\n{describe_metrics(each.metrics, self._first.record, each.record, self._name(number))}")
+        if all(each.is_well for each in self._outcomes):
+            show(f"\n{describe_success(self._outcomes)}")
+            return True
+        for each in self._outcomes:
+            if each.exit_status:
+                show(f"\n{each.run} failed with exit status {each.exit_status}; why is above, on standard error")
+        return False
+
+    def _name(self, number: int) -> str:
+        """What a run is called: as it is spread, or by its number where another one is spread alike."""
+        names = [str(each.run) for each in self._outcomes]
+        return names[number] if names.count(names[number]) == 1 else f"run {number + 1}"
+
+    def _compare(self, certificate: Certificate) -> bool:
+        """Say what has changed since a certificate was written; whether no bit has."""
+        if not certificate.is_as_written:
+            Log().error(f"certificate {self.asked.against} was changed after it was written; do not rely on it")
+        changed = changed_facts(certificate, self._first.record)
+        if changed:
+            rows = [("  what", "then", "now"), *((f"  {name}", then, now) for name, then, now in changed)]
+            show(f"\nchanged since the certificate was written:\n{align(rows)}")
+        difference = first_difference(certificate.record, shortened(self._first.record))
+        if difference is None:
+            show(
+                f"\nthe certificate {self.asked.against} has the same bits in all {len(self._first.record.steps)} steps"
+            )
+        else:
+            names = [(name, "") for name in difference.names]
+            sides = ("the certificate", str(self._first.run))
+            show(f"\n{describe_difference(difference, sides, names, '')}")
+        return difference is None and certificate.is_as_written
+
+
+def check_processes(result: Result, run: Run) -> None:
+    """Refuse runs whose instances do not train together, or not so many replicas as was asked for, or leave no record.
+
+    Raises:
+        PopRunError: this is such a run.
+    """
+    processes = result.record.processes
+    for process in processes:
+        if process.instances == 1 and run.instances > 1 and not run.faults and run.resumed_on is None:
+            raise PopRunError(
+                f"each of the {run.instances} instances trained for itself ({process.strategy}); instances that train "
+                "together use strategies.PopDistStrategy, or IPUMultiWorkerStrategy with --transports grpc"
+            )
+        if process.replicas != run.replicas:
+            raise PopRunError(
+                f"the program trained {process.replicas} replicas and {run.replicas} were asked for; give it the same "
+                "number, or verify with --num-replicas "
+                f"{process.replicas}"
+            )
+    missing = sorted({*range(run.instances)} - {process.instance for process in processes})
+    if processes and missing and result.exit_status == 0 and not run.faults:
+        names = ", ".join(map(str, missing))
+        raise PopRunError(
+            f"{'instance' if len(missing) == 1 else 'instances'} {names} of {run} left no record where poprun looks "
+            "for it; is --record-dir a directory that all hosts share, and do all instances train?"
+        )

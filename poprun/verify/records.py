@@ -1,0 +1,251 @@
+"""What the instances of a run have recorded, put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from popdist.environments import recording
+from popdist.environments.recording import Question
+from poprun.errors import PopRunError
+
+START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
+    "start",
+    "batch",
+    "gradients",
+    "metrics",
+    "variables",
+    "fingerprint",
+)
+PARTS = (START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT)
+"""What is recorded of a step, in the order in which it comes to be."""
+
+Place = tuple[int, int]
+"""A training of the program, and a step of it."""
+
+Digests = dict[str, dict[str, tuple[int, ...]]]
+"""For each name, which digest which instances have."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """An instance that has recorded something.
+
+    Attributes:
+        instance: its number.
+        instances: how many there were.
+        replicas: of all of them.
+        strategy: the name of its class.
+        host: where it ran.
+        facts: what decides its bits besides the program, by name.
+        hashes_randomly: whether the order of sets of texts is another one in every process.
+    """
+
+    instance: int
+    instances: int
+    replicas: int
+    strategy: str
+    host: str
+    facts: Mapping[str, str]
+    hashes_randomly: bool = False
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Process:
+        """What such a line of a record says."""
+        cpu = line["cpu"]
+        facts = {
+            **line["versions"],
+            "CPU": cpu["model"],
+            "CPU vectors": cpu["vectors"],
+            "CPU features": cpu["features_crc32"],
+            "device": line["device"],
+            **line["settings"],
+            "program's SHA-256": line["program_sha256"] or "",
+        }
+        own = {name: line[name] for name in ("instance", "instances", "replicas", "strategy", "host")}
+        return cls(**own, facts=facts, hashes_randomly=line["hashes_randomly"])
+
+
+@dataclass
+class Step:
+    """What all instances have recorded of a step.
+
+    Attributes:
+        parts: the digests of each part.
+        random: of the global generators of host random numbers that were used, the digests of their state.
+    """
+
+    parts: dict[str, Digests] = field(default_factory=dict)
+    random: dict[str, set[str]] = field(default_factory=dict)
+
+    def add(self, part: str, name: str, digest: str, instances: Iterable[int]) -> None:
+        """Take note of a digest."""
+        found = self.parts.setdefault(part, {}).setdefault(name, {})
+        found[digest] = tuple(sorted({*found.get(digest, ()), *instances}))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the variables after the step, as `strategies.fingerprint` computes it."""
+        return next(iter(self.parts.get(FINGERPRINT, {}).get("", {"": ()})))
+
+
+@dataclass(frozen=True)
+class Values:
+    """Where an instance has left the values of one part of a step.
+
+    Attributes:
+        path: the file.
+        places: for each name its dtype, and where it begins and how many bytes it has.
+    """
+
+    path: Path
+    places: Mapping[str, tuple[str, int, int]]
+
+    def read(self, name: str) -> tuple[str, bytes]:
+        """The dtype and the bytes of an array."""
+        dtype, offset, size = self.places[name]
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return dtype, file.read(size)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run has recorded.
+
+    Attributes:
+        processes: its instances.
+        steps: in the order in which they were made.
+        questions: where the program has asked which instance it is.
+        checkpoints: the directories of its checkpoints.
+        values: those that were kept, by part and instance.
+        recording_s: how long the instance recorded that took longest.
+    """
+
+    processes: tuple[Process, ...] = ()
+    steps: Mapping[Place, Step] = field(default_factory=dict)
+    questions: tuple[Question, ...] = ()
+    checkpoints: tuple[str, ...] = ()
+    values: Mapping[tuple[str, int], Values] = field(default_factory=dict)
+    recording_s: float = 0.0
+
+    @property
+    def last_fingerprint(self) -> str:
+        """After the last step; "" where there is none."""
+        return list(self.steps.values())[-1].fingerprint if self.steps else ""
+
+    def steps_until(self, place: Place) -> int:
+        """How many steps a run makes that ends after this one; all where it has not made it."""
+        places = list(self.steps)
+        return places.index(place) + 1 if place in self.steps else len(places)
+
+
+def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
+    """What a run has recorded.
+
+    Args:
+        folder: where.
+        but: files to leave out.
+
+    Raises:
+        PopRunError: a file cannot be read.
+    """
+    lines: list[tuple[int, dict[str, Any]]] = []
+    for path in record_files(folder):
+        if path not in but:
+            lines += _with_instance(_lines_of(path))
+    return record_of(sorted(lines, key=lambda each: each[0]), folder)
+
+
+def record_files(folder: Path) -> list[Path]:
+    """One for each process, in the order in which they ended."""
+    return sorted(folder.glob(f"*{recording.SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> Record:
+    """What these lines say together, each with the number of its instance."""
+    processes: dict[int, Process] = {}
+    questions: dict[Question, None] = {}
+    checkpoints: dict[str, None] = {}
+    values: dict[tuple[str, int], Values] = {}
+    layouts: dict[tuple[int, int], Mapping[str, Any]] = {}
+    before: dict[tuple[int, int], tuple[int, list[str]]] = {}
+    recording_s: dict[int, float] = {}
+    steps: dict[Place, Step] = {}
+    for instance, line in lines:
+        kind = line["kind"]
+        if kind == recording.PROCESS:
+            processes.setdefault(instance, Process.of(line))
+            before = {key: value for key, value in before.items() if key[0] != instance}
+        elif kind == recording.QUESTION:
+            questions.setdefault(Question(line["what"], line["file"], line["line"], line["where"]))
+        elif kind == recording.CHECKPOINT:
+            checkpoints.setdefault(line["directory"])
+        elif kind == recording.LAYOUT:
+            layouts[instance, line["training"]] = line
+        elif kind == recording.VALUES:
+            places = {each["name"]: (each["dtype"], each["offset"], each["bytes"]) for each in line["arrays"]}
+            values[line["part"], instance] = Values(folder / line["file"], places)
+        elif kind == recording.STEP:
+            place = line["training"], line["step"]
+            layout = layouts[instance, line["training"]]
+            start = line["start"]
+            last = before.get((instance, place[0]))
+            if start is None and last is not None and last[0] == place[1] - 1:
+                start = last[1]
+            _add_step(steps.setdefault(place, Step()), line, layout, start, instance)
+            before[instance, place[0]] = place[1], line["variables"]
+            recording_s[instance] = recording_s.get(instance, 0.0) + line["recording_s"]
+    return Record(
+        processes=tuple(processes[each] for each in sorted(processes)),
+        steps=steps,
+        questions=tuple(questions),
+        checkpoints=tuple(checkpoints),
+        values=values,
+        recording_s=max(recording_s.values(), default=0.0),
+    )
+
+
+def _add_step(
+    step: Step, line: Mapping[str, Any], layout: Mapping[str, Any], start: list[str] | None, instance: int
+) -> None:
+    own = (instance,)
+    for part, digests in ((START, start or ()), (GRADIENTS, line["gradients"]), (UPDATE, line["variables"])):
+        for name, digest in zip(layout["variables"], digests, strict=False):
+            step.add(part, name, digest, own)
+    for name, digests in zip(layout["batch"], line["batch"], strict=True):
+        for replica, digest in zip(range(*line["replicas"]), digests, strict=False):
+            step.add(BATCH, f"{name} of replica {replica}", digest, own)
+    for name, value in line["metrics"].items():
+        step.add(METRICS, name, value, own)
+    if line["fingerprint"] is not None:  # it takes longest, and one instance computes it for all
+        step.add(FINGERPRINT, "", line["fingerprint"], own)
+    for name, state in line["random"].items():
+        step.random.setdefault(name, set()).add(state)
+
+
+def _with_instance(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """Each line with the number that its process had at first."""
+    instance = next((line["instance"] for line in lines if line["kind"] == recording.PROCESS), 0)
+    return [(instance, line) for line in lines]
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    """All lines but the last one if it was not completed, because its instance was killed."""
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise PopRunError(f"the record {path} cannot be read: {error.strerror}; look after that directory") from None
+    lines = []
+    for number, text in enumerate(texts):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            if number != len(texts) - 1:
+                raise PopRunError(
+                    f"the record {path} is damaged in line {number + 1}; does something else write there?"
+                ) from None
+    return lines

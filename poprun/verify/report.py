@@ -1,0 +1,153 @@
+"""What `poprun verify` shows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from poprun.verify.comparison import STEPS, Difference
+from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Place, Record
+from poprun.verify.spreads import Run
+from poprun.verify.ulps import Distance
+from poprun.wording import count
+
+SHOWN_DIGITS = 16
+MOST_ROWS = 12
+_COLUMNS = ("run", "instances x replicas", "how", "steps", "fingerprint", "result")
+
+_DIFFERS = {
+    START: "variables before it",
+    BATCH: "batch",
+    GRADIENTS: "gradients",
+    UPDATE: "update",
+    FINGERPRINT: "fingerprint",
+    STEPS: "number of steps",
+}
+_ORDER = (BATCH, GRADIENTS, UPDATE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        run: what was run.
+        record: what it recorded.
+        exit_status: of the program, 0 where it is as it should be.
+        difference: from the first run, or between its instances; None: there is none.
+        metrics: those that have other bits; None: there are none.
+    """
+
+    run: Run
+    record: Record
+    exit_status: int = 0
+    difference: Difference | None = None
+    metrics: Difference | None = None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it completed and is equal."""
+        return self.difference is None and self.exit_status == 0
+
+
+def draw_table(outcomes: Sequence[Outcome]) -> str:
+    """One row for each run, columns aligned."""
+    has_trainings = any(training for outcome in outcomes for training, _ in outcome.record.steps)
+    rows = [_COLUMNS]
+    for number, outcome in enumerate(outcomes, start=1):
+        rows.append(
+            (
+                str(number),
+                outcome.run.spread,
+                outcome.run.how,
+                str(len(outcome.record.steps)),
+                outcome.record.last_fingerprint[:SHOWN_DIGITS],
+                _result(outcome, number, has_trainings),
+            )
+        )
+    return align(rows)
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they have to be."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
+
+
+def _result(outcome: Outcome, number: int, has_trainings: bool) -> str:
+    found = []
+    if outcome.difference is not None:
+        who = "instances differ" if outcome.difference.is_inside else "differs"
+        where = name_place(outcome.difference.place, has_trainings)
+        found.append(f"{who} from {where} on: {_DIFFERS[outcome.difference.part]}")
+    if outcome.exit_status:
+        found.append(f"failed with exit status {outcome.exit_status}")
+    return ", ".join(found) or ("first" if number == 1 else "equal")
+
+
+def name_place(place: Place, has_trainings: bool) -> str:
+    """A step in words; steps and trainings are counted from 0."""
+    training, step = place
+    return f"step {step} of training {training}" if has_trainings else f"step {step}"
+
+
+def describe_difference(
+    difference: Difference, runs: tuple[str, str], distances: Sequence[tuple[str, Distance | str]], note: str
+) -> str:
+    """What differs first between two runs, and by how much.
+
+    Args:
+        difference: what it is.
+        runs: how they are called.
+        distances: of what differs, by name; a text where there is no distance.
+        note: how the distances were found.
+    """
+    where = name_place(difference.place, difference.place[0] > 0)
+    sides = " and ".join(runs)
+    if difference.is_inside:
+        sides = "instances {} and {} of {}".format(*difference.instances, runs[0])
+    if difference.part == STEPS:
+        return f"{sides} make another number of steps: one makes {where} (counted from 0), the other does not"
+    lines = [f"{sides} differ first at {where} (counted from 0), in the {_words(difference)}:"]
+    rows = [(f"  {name or 'all'}", *_cells(found)) for name, found in distances[:MOST_ROWS]]
+    if any(found != "" for _, found in distances):
+        lines.append(align([("  name", "elements that differ", "largest difference"), *rows]))
+    else:
+        lines += [name for name, *_ in rows]
+    if len(distances) > MOST_ROWS:
+        lines.append(f"  ... and {len(distances) - MOST_ROWS} more")
+    lines += [note] if note else []
+    before = [_DIFFERS[part] for part in _ORDER[: _ORDER.index(difference.part)]] if difference.part in _ORDER else []
+    if before:
+        lines.append(f"Equal until then, and in that step: the variables before it, {', '.join(before)}.")
+    return "\n".join(lines)
+
+
+def _words(difference: Difference) -> str:
+    if difference.part == START:
+        return "first variables" if difference.place[1] == 0 else "variables, which changed since the step before"
+    if difference.part == UPDATE:
+        return "update of the variables"
+    return _DIFFERS[difference.part]
+
+
+def _cells(found: Distance | str) -> tuple[str, str]:
+    if isinstance(found, str):
+        return found, ""
+    elements = f"{found.differing} of {found.elements}"
+    return elements, describe_units(found.ulps)
+
+
+def describe_units(ulps: int | None) -> str:
+    """How far numbers are from each other; None: one of them is none."""
+    if ulps is None:
+        return "not a number of units"
+    return "1 unit in the last place" if ulps == 1 else f"{ulps:,} units in the last place"
+
+
+def describe_success(outcomes: Sequence[Outcome]) -> str:
+    """The last words where all is equal."""
+    first = outcomes[0].record
+    steps = count(len(first.steps), "step")
+    equal = f"equal: {len(outcomes)} runs of {steps} with the same bits in all batches, gradients and variables"
+    return f"{equal if len(outcomes) > 1 else f'one run of {steps}'}\nvariables {first.last_fingerprint}"

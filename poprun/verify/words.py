@@ -1,0 +1,179 @@
+"""What the words after `poprun verify` ask for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from poprun.command_line import CommandLine, Value, find_option, read_command_line
+from poprun.config import import_config
+from poprun.errors import UsageError
+from poprun.options import OPTIONS, Kind, Option, describe_section
+
+VERIFY = "Verify"
+SOME_FAULT = "some"
+"""What `--inject` stands for without a fault."""
+
+MPI, RING, GRPC = "mpi", "ring", "grpc"
+TRANSPORTS = (MPI, RING, GRPC)
+
+OPTIONS_OF_VERIFY: tuple[Option, ...] = (
+    Option("spreads", Kind.TEXT, "numbers of instances, e.g. 1,2,8; default: at most 4 that fit", VERIFY),
+    Option("steps", Kind.NUMBER, "end each run after so many steps", VERIFY),
+    Option("transports", Kind.TEXT, "what instances are connected by: mpi, ring (MPI's messages only), grpc", VERIFY),
+    Option(
+        "inject",
+        Kind.FAULT,
+        "one more run, with this failure under shrink; without one: an instance is killed half-way",
+        VERIFY,
+        if_bare=SOME_FAULT,
+    ),
+    Option("resume", Kind.FLAG, "one more run, stopped and resumed on another number of instances", VERIFY),
+    Option("certificate", Kind.PATH, "write what was verified to this file", VERIFY),
+    Option("against", Kind.PATH, "repeat what a certificate says, and compare", VERIFY),
+    Option("record-dir", Kind.PATH, "keep the records of the runs in this new directory", VERIFY),
+)
+
+_NOT_OF_VERIFY = {
+    "num-instances": "verify chooses the numbers of instances; name them with --spreads",
+    "on-failure": "a run that fails ends; give --inject for one with a failure under shrink",
+    "max-restarts": "nothing is started again; leave it out",
+    "restart-backoff-s": "nothing is started again; leave it out",
+    "min-instances": "nothing is started again; leave it out",
+    "dry-run": "verify has no dry run; leave it out",
+    "json": "verify writes JSON with --certificate FILE",
+    "export-config": "verify has no configuration; leave it out",
+    "overwrite-config": "verify has no configuration; leave it out",
+    "version": "write poprun --version",
+    "version-format": "write poprun --version",
+}
+
+_OPTIONS = (*(each for each in OPTIONS if each.name != "inject"), *OPTIONS_OF_VERIFY)
+
+USAGE = """\
+usage: poprun verify --num-replicas R [options] program [program arguments]
+       poprun verify --against FILE [options]"""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user wants to know.
+
+    Attributes:
+        line: the options of poprun for every run, and the program.
+        spreads: numbers of instances; empty: those that fit.
+        transports: what connects them.
+        steps: after so many a run ends; None: when the program likes.
+        faults: of one more run; (SOME_FAULT,) where poprun is to choose; empty: there is no such run.
+        resumes: whether one more run is stopped and resumed.
+        certificate: the file to write.
+        against: the certificate to compare with.
+        record_dir: where records are kept.
+
+    Raises:
+        UsageError: two of them exclude each other.
+    """
+
+    line: CommandLine
+    spreads: tuple[int, ...] = ()
+    transports: tuple[str, ...] = (MPI,)
+    steps: int | None = None
+    faults: tuple[str, ...] = ()
+    resumes: bool = False
+    certificate: Path | None = None
+    against: Path | None = None
+    record_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.line.program and self.against is None:
+            raise UsageError(f"no program given; {USAGE.splitlines()[0]}")
+        for spread in self.spreads:
+            if spread < 1 or (self.knows_replicas and self.replicas % spread):
+                fitting = ",".join(str(each) for each in divisors(self.replicas))
+                raise UsageError(
+                    f"--spreads names {spread} instances for {self.replicas} replicas, which must divide evenly: "
+                    f"use some of {fitting}, or another --num-replicas"
+                )
+        if set(self.transports) == {GRPC} and self.faults:
+            raise UsageError("--inject needs shrink, which works over MPI, and --transports names only grpc; add mpi")
+
+    @property
+    def knows_replicas(self) -> bool:
+        """Whether R is known, and not that of a certificate."""
+        return self.against is None or "num-replicas" in self.line.values
+
+    @property
+    def replicas(self) -> int:
+        """R."""
+        return int(str(self.line.values.get("num-replicas", 1)))
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def describe_verify() -> str:
+    """The text of `poprun verify --help`."""
+    return "\n\n".join(
+        [
+            USAGE,
+            describe_section(VERIFY, OPTIONS_OF_VERIFY),
+            "Other options are those of poprun, see poprun --help; every run gets them.",
+        ]
+    )
+
+
+def read_words(words: Sequence[str]) -> Asked | None:
+    """What the user asks for; None for `--help`.
+
+    Raises:
+        UsageError: it cannot be understood, or is impossible.
+    """
+    line = read_command_line(words, _OPTIONS)
+    if line.values.get("help"):
+        return None
+    own = {each.name: line.values[each.name] for each in OPTIONS_OF_VERIFY if each.name in line.values}
+    rest = import_config(
+        CommandLine({name: line.values[name] for name in line.values if name not in own}, line.program)
+    )
+    for name, way_out in _NOT_OF_VERIFY.items():
+        if name in rest.values and find_option(f"--{name}"):
+            raise UsageError(f"--{name} is not for poprun verify: {way_out}")
+    steps = own.get("steps")
+    return Asked(
+        line=rest,
+        spreads=_numbers(str(own["spreads"])) if "spreads" in own else (),
+        transports=_transports(str(own["transports"])) if "transports" in own else (MPI,),
+        steps=None if steps is None else int(str(steps)),
+        faults=_faults(own.get("inject")),
+        resumes=bool(own.get("resume")),
+        certificate=_path(own.get("certificate")),
+        against=_path(own.get("against")),
+        record_dir=_path(own.get("record-dir")),
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isascii() or not word.isdecimal() or len(word) > 9:
+            raise UsageError(f"--spreads is {text!r}; write numbers of instances such as 1,2,8")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _transports(text: str) -> tuple[str, ...]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in TRANSPORTS:
+            raise UsageError(f"--transports names {word!r}; use some of {','.join(TRANSPORTS)}")
+    return tuple(dict.fromkeys(words))
+
+
+def _faults(value: Value | None) -> tuple[str, ...]:
+    return tuple(str(each) for each in value) if isinstance(value, tuple) else ()
+
+
+def _path(value: Value | None) -> Path | None:
+    return None if value is None else Path(str(value))

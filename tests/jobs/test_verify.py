@@ -1,0 +1,204 @@
+"""`poprun verify` with real programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from poprun_jobs import ROOT, Finished, start
+
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "launch_scripts")]
+from zoo import MODELS  # noqa: E402
+
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(400)]
+
+PROGRAMS = Path(__file__).parent / "programs"
+PROGRAM = str(PROGRAMS / "verified_training.py")
+DIGITS = str(ROOT / "launch_scripts" / "train_digits.py")
+LIMIT_S = 350.0
+
+
+def verify(*words: str, environ: dict[str, str] | None = None) -> Finished:
+    return start("verify", *words, environ=environ).finish(LIMIT_S)
+
+
+def verify_small(how: str, *words: str, **options) -> Finished:
+    return verify("--num-replicas=2", *words, sys.executable, PROGRAM, how, **options)
+
+
+def rows_of(finished: Finished) -> list[str]:
+    """The results in the table."""
+    table = finished.stdout.partition("\n\n")[0].splitlines()
+    return [row[table[0].index("result") :] for row in table[1:]]
+
+
+def test_a_program_verifies_and_its_certificate_does_later(tmp_path, subtests):
+    certificate = tmp_path / "certificate.json"
+    finished = verify_small("well", f"--certificate={certificate}")
+    assert finished.status == 0, finished.stderr
+    with subtests.test("all spreads are equal, and the fingerprint is the program's own"):
+        assert rows_of(finished) == ["first", "equal"]
+        said = re.findall(r"^\[1,0\]<stdout>:variables (.*)$", finished.stderr, re.MULTILINE)
+        assert len(said) == 2
+        equal = "equal: 2 runs of 4 steps with the same bits in all batches, gradients and variables"
+        assert f"{equal}\nvariables {said[0]}\n" in finished.stdout
+        assert said[0] == said[1]
+    with subtests.test("the certificate says what decides bits"):
+        content = json.loads(certificate.read_text())
+        assert {"jax", "numpy", "CPU", "PJRT_NPROC", "program's SHA-256"} <= content["facts"][0].keys()
+        assert [step["fingerprint"] for step in content["record"]][-1:] == said[:1]
+    with subtests.test("an edited certificate is not confirmed"):
+        content["record"][1]["variables"][0] = "00000000"
+        content["facts"][0]["jax"] = "0.1"
+        certificate.write_text(json.dumps(content))
+        finished = verify(f"--against={certificate}", "--spreads=1")
+        assert finished.status == 1
+        assert "was changed after it was written" in finished.own_text
+        assert re.search(r"^  jax +0\.1 ", finished.stdout, re.MULTILINE)
+        assert "the certificate and 1 x 2 differ first at step 1 (counted from 0), in the update" in finished.stdout
+
+
+def test_a_loss_that_asks_for_its_instance_is_named():
+    finished = verify_small("instance", "--steps=2")
+    assert finished.status == 1, finished.stderr
+    assert rows_of(finished) == ["first", "differs from step 0 on: gradients"]
+    assert re.search(r"^  \['w'\]  \d of 8 +[\d,]+ units? in the last place$", finished.stdout, re.MULTILINE)
+    assert "did the same again: it depends on how the replicas are spread" in finished.stdout
+    lines = Path(PROGRAM).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, start=1) if "strategy.instance_index" in text)
+    assert f"strategy.instance_index at {os.path.relpath(PROGRAM)}:{line}, in the loss function" in finished.stdout
+
+
+UNLIKE = [
+    pytest.param("random", "step 0 on: batch", "numpy.random: the program has drawn from the global generator"),
+    *(
+        pytest.param(*values, marks=pytest.mark.complete)
+        for values in (
+            ("set", "step 0 on: batch", "is it the order of a set of texts?"),
+            ("time", "step 0 on: update", "a learning rate that depends on the time"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("how", "result", "hint"), UNLIKE)
+def test_what_is_other_each_time_is_named(how, result, hint):
+    finished = verify_small(how, "--spreads=1", "--steps=2")
+    assert finished.status == 1, finished.stderr
+    assert rows_of(finished) == ["first", f"differs from {result}"]
+    assert "Repeated, run 1 and run 2 did not do the same again" in finished.stdout
+    assert hint in finished.stdout
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(
+    ("how", "result"),
+    [("between", "differs from step 2 on: variables before it"), ("count", "differs from step 4 on: number of steps")],
+)
+def test_what_depends_on_the_number_of_instances_is_named(how, result):
+    finished = verify_small(how)
+    assert finished.status == 1, finished.stderr
+    assert rows_of(finished) == ["first", result]
+    assert f"strategy.num_instances at {os.path.relpath(PROGRAM)}:" in finished.stdout
+
+
+@pytest.mark.complete
+def test_instances_of_one_run_that_differ_are_named():
+    finished = verify_small("time", "--spreads=2")
+    assert finished.status == 1, finished.stderr
+    assert rows_of(finished)[0] == "instances differ from step 0 on: update"
+    assert "instances 0 and 1 of run 1 differ first at step 0" in finished.stdout
+
+
+class TestWhatCannotBeVerified:
+    def test_is_told_what_it_needs(self):
+        finished = verify("--num-replicas=2", sys.executable, "-c", "import popdist; popdist.init()")
+        assert finished.status == 1
+        assert "has recorded no step; only programs that train by strategies.Trainer" in finished.own_text
+        assert finished.stdout == ""
+
+    @pytest.mark.complete
+    def test_are_instances_that_train_for_themselves(self):
+        finished = verify_small("alone", "--spreads=2")
+        assert finished.status == 1
+        assert "each of the 2 instances trained for itself (IPUStrategy)" in finished.own_text
+
+    @pytest.mark.complete
+    def test_is_another_number_of_replicas(self):
+        finished = verify("--num-replicas=4", "--spreads=1", sys.executable, PROGRAM, "alone")
+        assert finished.status == 1
+        assert "trained 2 replicas and 4 were asked for" in finished.own_text
+
+    @pytest.mark.complete
+    def test_is_a_program_without_checkpoints_to_resume(self):
+        finished = verify_small("well", "--spreads=1", "--resume")
+        assert finished.status == 1
+        assert "--resume needs a program that saves checkpoints" in finished.own_text
+
+    @pytest.mark.complete
+    def test_is_a_program_that_fails(self):
+        finished = verify_small("fails")
+        assert finished.status == 1
+        assert rows_of(finished)[1].endswith("failed with exit status 7")
+        finished = verify("--num-replicas=2", sys.executable, "-c", "import sys; sys.exit(5)")
+        assert finished.status == 1
+        assert "the program failed with exit status 5 in its first run" in finished.own_text
+
+    @pytest.mark.parametrize(
+        "words",
+        [("--spreads=3",), ("--transports=tcp",), ("--against=/no/such/file",), ("--certificate=/no/such/file",)],
+    )
+    def test_is_refused_before_anything_is_started(self, words, tmp_path):
+        started = tmp_path / "started"
+        finished = verify("--num-replicas=2", *words, "touch", str(started))
+        assert finished.status == 2
+        assert len(finished.own_lines) == 1
+        assert not started.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.complete)])
+def test_a_signal_ends_everything(number, tmp_path):
+    words = ("--num-replicas=2", "--spreads=2", sys.executable, PROGRAM, "waits")
+    job = start("verify", *words, environ={"TMPDIR": str(tmp_path)})
+    assert job.streams[1].wait_for(b"has begun", LIMIT_S), job.streams[1].text
+    assert [path.name for path in tmp_path.glob("poprun-verify-*")]
+    job.process.send_signal(number)
+    finished = job.finish()
+    assert finished.status == 128 + number
+    assert not list(tmp_path.glob("poprun-verify-*"))
+    assert finished.stdout == ""
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_the_digits_program_verifies_whatever_happens_to_it(model, tmp_path):
+    """Over every transport, with a failure under shrink, and stopped and resumed."""
+    pytest.importorskip("orbax.checkpoint")
+    options = ["--spreads=1,2,4", "--transports=mpi,ring,grpc", "--inject", "--resume"]
+    program = [DIGITS, f"--model={model}", "--max-steps=8", f"--checkpoint-dir={tmp_path / 'mine'}"]
+    finished = verify("--num-replicas=4", *options, sys.executable, *program)
+    assert finished.status == 0, finished.stdout + finished.stderr
+    assert rows_of(finished) == ["first", *["equal"] * 8]
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.complete
+def test_every_model_of_the_zoo_verifies():
+    words = ("--num-replicas=4", "--spreads=1,2", sys.executable, str(PROGRAMS / "train_zoo.py"), "--steps=3", *MODELS)
+    finished = verify(*words)
+    assert finished.status == 0, finished.stdout + finished.stderr
+    assert rows_of(finished) == ["first", "equal"]
+    assert f"equal: 2 runs of {3 * len(MODELS)} steps" in finished.stdout
+
+
+@pytest.mark.complete
+def test_workers_verify_over_grpc():
+    program = [DIGITS, "--model=mlp", "--max-steps=4", "--strategy=multi-worker", "--replicas=4"]
+    finished = verify("--num-replicas=4", "--transports=grpc", "--spreads=1,2", sys.executable, *program)
+    assert finished.status == 0, finished.stdout + finished.stderr
+    assert rows_of(finished) == ["first", "equal"]

@@ -1,0 +1,80 @@
+"""How `poprun verify` asks for records, and what a program asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import popdist
+from popdist.environments import recording
+from popdist.environments.recording import Question, Recording, note_question, questions
+from popdist.errors import EnvironmentMismatchError
+
+FOLDER = recording.FOLDER_VARIABLE
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Recording(Path("/f")),
+        Recording(Path("/f"), 5),
+        Recording(Path("/f"), 5, (1, 0)),
+        Recording(Path("/f"), leave_at=0),
+    ],
+)
+def test_variables_say_what_is_wanted(wanted):
+    assert Recording.from_environ(wanted.as_variables()) == wanted
+
+
+def test_without_a_folder_nothing_is():
+    assert Recording.from_environ({}) is None
+    assert Recording.from_environ({FOLDER: "", recording.STEPS_VARIABLE: "x"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(recording.STEPS_VARIABLE, "many"), (recording.VALUES_VARIABLE, "3"), (recording.LEAVE_VARIABLE, "-1")],
+)
+def test_other_values_are_refused(name, value):
+    with pytest.raises(EnvironmentMismatchError, match=f"{name}='{value}' is not what poprun verify sets"):
+        Recording.from_environ({FOLDER: "/f", name: value})
+
+
+@pytest.fixture
+def nothing_asked(monkeypatch):
+    monkeypatch.setattr(recording, "_questions", {})
+
+
+def test_who_asks_for_its_instance_is_noted_once(nothing_asked, monkeypatch):
+    monkeypatch.setenv(FOLDER, "/f")
+    for _ in range(3):
+        popdist.getInstanceIndex()
+    popdist.getNumInstances()
+    names = [(each.what, Path(each.file).name, each.where) for each in questions()]
+    assert names == [(f"popdist.{name}", "test_recording.py", "") for name in ("getInstanceIndex", "getNumInstances")]
+    assert questions()[1].line == questions()[0].line + 1
+
+
+def test_nobody_is_noted_where_nothing_is_recorded(nothing_asked, monkeypatch):
+    monkeypatch.delenv(FOLDER, raising=False)
+    popdist.getInstanceIndex()
+    assert questions() == ()
+
+
+def test_what_our_own_packages_ask_is_not_the_programs(nothing_asked, monkeypatch):
+    monkeypatch.setenv(FOLDER, "/f")
+    popdist.getDeviceId()  # which asks for the local index
+    assert questions() == ()
+
+
+@pytest.mark.parametrize(("module", "where"), [("replica_program", "loss"), ("updates", "optimizer"), ("flat", "")])
+def test_it_is_noted_what_was_being_compiled(nothing_asked, monkeypatch, module, where):
+    monkeypatch.setenv(FOLDER, "/f")
+    ours = Path(popdist.__file__).parents[1] / "strategies" / f"{module}.py"
+    scope = {"note_question": note_question}
+    exec(compile("def answer(): note_question('it')", "/somewhere/answer.py", "exec"), scope)
+    exec(compile("def ask(): answer()", "/somewhere/program.py", "exec"), scope)
+    exec(compile("def compile_it(): ask()", str(ours), "exec"), scope)
+    scope["compile_it"]()
+    assert questions() == (Question("it", "/somewhere/program.py", 1, where),)

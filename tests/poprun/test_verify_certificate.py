@@ -1,0 +1,146 @@
+"""Certificates of `poprun verify`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_verify_records import layout, process, record, step, steps
+
+from poprun.command_line import CommandLine
+from poprun.errors import PopRunError, UsageError
+from poprun.verify.certificate import (
+    asked_again,
+    certificate_of,
+    changed_facts,
+    check_writable,
+    read_certificate,
+    shortened,
+    write_certificate,
+)
+from poprun.verify.comparison import Difference, first_difference
+from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, record_of
+from poprun.verify.words import Asked
+
+RECORD = record(*steps(4), layout(0, 1), step(0, training=1), step(1, training=1))
+ASKED = Asked(CommandLine({"num-replicas": 4, "host": ("a",)}, ("python", "train.py", "--epochs", "1")), steps=6)
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    path = tmp_path / "certificate.json"
+    write_certificate(path, certificate_of(ASKED, (1, 2), ("1 x 4", "2 x 2"), RECORD))
+    return path
+
+
+def edit(path: Path, change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_is_read_as_it_was_written(path):
+    certificate = read_certificate(path)
+    assert certificate.program == ("python", "train.py", "--epochs", "1")
+    assert (certificate.replicas, certificate.steps, certificate.spreads) == (4, 6, (1, 2))
+    assert certificate.runs == ("1 x 4", "2 x 2")
+    assert certificate.is_as_written
+    assert list(certificate.record.steps) == list(RECORD.steps)
+    assert certificate.record.steps[0, 3].fingerprint == "f3"
+    assert first_difference(certificate.record, shortened(RECORD)) is None
+    assert changed_facts(certificate, RECORD) == []
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_says_everything_in_plain_json(path):
+    content = json.loads(path.read_text())
+    assert content["facts"][0]["jax"] == "0.10.2"
+    assert content["facts"][0]["CPU"] == "Big"
+    assert content["record"][2]["fingerprint"] == "f2"
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        (START, {"start": ["other", "v0"]}),
+        (BATCH, {"batch": [["other", "x2of1", "x2of2", "x2of3"]]}),
+        (GRADIENTS, {"gradients": ["g2['b']", "other"]}),
+        (UPDATE, {"variables": ["other", "other"]}),
+    ],
+)
+def test_what_differs_first_is_found(path, part, changed):
+    at = 0 if part == START else 2
+    lines = [step(number, **(changed if number == at else {})) for number in range(4)]
+    now = record(*lines, layout(0, 1), step(0, training=1), step(1, training=1))
+    found = first_difference(read_certificate(path).record, shortened(now))
+    assert found is not None
+    assert (found.place, found.part) == ((0, at), part)
+
+
+def test_versions_that_changed_are_found(path):
+    now = record_of([process(versions={"jax": "0.11.0", "jaxlib": "0.11.0"}), layout(), *steps(4)], Path())
+    changed = changed_facts(read_certificate(path), now)
+    assert changed == [("jax", "0.10.2", "0.11.0"), ("jaxlib", "unset", "0.11.0")]
+
+
+def test_one_that_was_edited_is_recognised(path):
+    def change(content):
+        content["record"][1]["fingerprint"] = "other"
+
+    edit(path, change)
+    certificate = read_certificate(path)
+    assert not certificate.is_as_written
+    found = first_difference(certificate.record, shortened(RECORD))
+    assert found == Difference((0, 1), FINGERPRINT, ("",))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.pop("names"),
+        lambda content: content.update(format=2),
+        lambda content: content["record"][0].pop("training"),
+        lambda content: content.update(facts=[]),
+        lambda content: content.update(replicas="many"),
+        lambda content: content.update(record=5),
+    ],
+)
+def test_what_is_no_certificate_is_refused(path, change):
+    edit(path, change)
+    with pytest.raises(UsageError, match="is none of format 1"):
+        read_certificate(path)
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_certificate(tmp_path / "none.json")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(UsageError, match="is not JSON"):
+        read_certificate(tmp_path / "text")
+    for path in (tmp_path, tmp_path / "no" / "file"):
+        with pytest.raises(UsageError, match="cannot be written there"):
+            check_writable(path)
+        with pytest.raises(PopRunError, match="cannot be written"):
+            write_certificate(path, certificate_of(ASKED, (1,), (), RECORD))
+    check_writable(tmp_path / "new.json")
+
+
+class TestRepeating:
+    def test_asks_for_what_the_certificate_says(self, path):
+        again = asked_again(Asked(CommandLine({}, ()), against=path), read_certificate(path))
+        assert again == replace(ASKED, spreads=(1, 2), against=path)
+
+    def test_the_command_line_wins(self, path):
+        given = Asked(CommandLine({"host": ("b",)}, ()), spreads=(4,), steps=2, transports=("ring",), against=path)
+        again = asked_again(given, read_certificate(path))
+        assert again.line == CommandLine({"num-replicas": 4, "host": ("b",)}, ASKED.line.program)
+        assert (again.spreads, again.steps, again.transports) == ((4,), 2, ("ring",))
+
+    def test_the_number_of_replicas_is_fixed(self, path):
+        given = Asked(CommandLine({"num-replicas": 8}, ()), against=path)
+        with pytest.raises(UsageError, match="--num-replicas is 8, the certificate is of 4"):
+            asked_again(given, read_certificate(path))
+        with pytest.raises(UsageError, match="3 instances for 4 replicas"):
+            asked_again(Asked(CommandLine({}, ()), spreads=(3,), against=path), read_certificate(path))
