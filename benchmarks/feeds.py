@@ -38,7 +38,7 @@ def main() -> None:
         f"{options.prefetch_depth}; ms per step, medians"
     )
     print("".join(f"{title:>{width}}" for title, width in WIDTHS.items()), flush=True)
-    strategies.IPUStrategy(max(options.replicas))  # JAX's devices are fixed when it starts
+    strategies.IPUStrategy(max(options.replicas))  # fixes the size of XLA's thread pool
     load = OtherLoad()
     rows = [measure_and_print(replicas, options) for replicas in options.replicas]
     load.warn()
@@ -158,9 +158,7 @@ def programs(
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[batches_of(replica) for replica in range(replicas)])
-    shared, lying = (
-        strategy.devices.share(jax.device_put(tree, strategy.variables_device)) for tree in (variables, stacked)
-    )
+    shared, lying = jax.device_put((variables, stacked), strategy.variables_device)
     return {
         "device": lambda: strategy.run(on_device, args=(shared, lying)),
         "infeed": lambda: strategy.run(with_infeed, args=(shared,)),
