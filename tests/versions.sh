@@ -52,6 +52,7 @@ run_on() {
         tests/jobs/test_promises.py tests/collectives tests/strategies || failed="$failed $version=$jax"
 }
 
+unset POPDIST_REQUIRE_HOROVOD # it is built for another environment
 failed=
 [ $# -gt 0 ] || set -- 3.11=oldest 3.12=newest 3.13=newest
 for pair in "$@"; do
