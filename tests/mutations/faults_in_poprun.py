@@ -63,4 +63,14 @@ IN_POPRUN = (
             "tests/poprun/test_job_machine.py::TestSignals::test_are_passed_on_and_the_job_ends_when_the_programs_have",
         ),
     ),
+    Fault(
+        name="what a program leaves behind is killed once, and what that starts meanwhile is not",
+        path="poprun/guard_machine.py",
+        old="self._sweep_at_s = now_s + SWEEP_S",
+        new="self._sweep_at_s = _NEVER",
+        caught_by=(
+            "tests/poprun/test_guard_machine.py::TestAProgramThatEnds::"
+            "test_leaves_its_descendants_a_tenth_of_a_second_and_then_they_are_killed_again_and_again",
+        ),
+    ),
 )

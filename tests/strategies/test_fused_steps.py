@@ -1,0 +1,142 @@
+"""Many steps in one program. When trainers use it, and that it changes no bit of a training: `test_executions.py`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies.fused_steps import FusedSteps
+from strategies.replica_program import Accumulation, Precision, ReplicaProgram, control_words
+from strategies.transfer import Transfer
+from strategies.updates import Update, UpdateSettings
+
+BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
+SEED, FIRST_STEP = 3, 5
+
+
+def loss_fn(variables, batch, key):
+    """Its gradient is the sum of the rows; all of it is exact."""
+    return (batch["x"] @ variables["w"]).sum(), {"draw": jax.random.uniform(key)}
+
+
+def drawn(step):
+    """What the loss function draws in a step."""
+    return float(jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), step), 0)))
+
+
+@pytest.fixture
+def alone():
+    return strategies.IPUStrategy(1)
+
+
+def start(dtype=np.float32):
+    return {"w": jnp.array([1, 2], dtype)}
+
+
+class Steps:
+    """Those of one replica, in one program or one by one."""
+
+    def __init__(self, strategy, loss_fn=loss_fn, optimizer=None, variables=None, batch=BATCHES[0], **settings):
+        shapes = jax.tree.map(jax.typeof, (variables or start(), jax.tree.map(jnp.asarray, batch)))
+        options = Accumulation(), Precision(), Transfer(), False
+        self.program = ReplicaProgram(strategy, loss_fn, *shapes, SEED, *options)
+        self.update = Update(strategy, optimizer or optax.sgd(0.5, momentum=0.5), UpdateSettings(**settings))
+        self.fused = FusedSteps(self.program, self.update)
+
+    def together(self, variables):
+        return self.fused(variables, self.update.init(variables), BATCHES, FIRST_STEP)
+
+    def one_by_one(self, variables):
+        state, tails, run = self.update.init(variables), [], jax.jit(self.program)
+        for number, batch in enumerate(BATCHES):
+            words = control_words(FIRST_STEP + number, False, 1.0)
+            tail, *gradients = run(variables, batch, np.int32(0), words)
+            variables, state = self.update.apply(variables, state, {"w": np.asarray(gradients[0])}, words)
+            tails.append(tail)
+        return variables, state, np.stack(tails)
+
+
+def test_each_step_takes_the_batch_the_variables_and_the_state_behind_the_one_before(alone):
+    variables, state, _ = Steps(alone).together(start())
+    w, momentum = np.float32([1, 2]), np.zeros(2, np.float32)
+    for batch in BATCHES:
+        momentum = 0.5 * momentum + batch["x"].sum(0)
+        w = w - 0.5 * momentum
+    assert variables["w"].tolist() == w.tolist()
+    assert [leaf.tolist() for leaf in jax.tree.leaves(state)] == [momentum.tolist()]
+
+
+def test_there_is_a_tail_of_each_step_with_what_was_before_its_update(alone, bits):
+    *_, tails = Steps(alone).together(start())
+    losses, notice = [1 * 3 + 2 * 0, -0.5 * 6 + 2 * -3, -4.25 * 4 + 3.5 * -1], 0
+    assert tails.tolist() == [[loss, drawn(FIRST_STEP + number), notice] for number, loss in enumerate(losses)]
+    assert bits(tails) == bits(Steps(alone).one_by_one(start())[2])
+
+
+def test_each_update_has_the_random_bits_of_its_own_step(alone):
+    """All sums are exact before they are rounded, so nothing else can make a difference."""
+
+    def loss(variables, batch, key):
+        return variables["w"].astype(jnp.float32).sum() * batch["x"].sum()
+
+    begin = {"w": jnp.ones(500, jnp.bfloat16)}
+    settings = {"optimizer": optax.sgd(2.0**-10), "variables": begin, "rounds_stochastically": True, "seed": SEED}
+    together, one_by_one = Steps(alone, loss, **settings), Steps(alone, loss, **settings)
+    found, wanted = (
+        steps({"w": jnp.ones(500, jnp.bfloat16)})[0] for steps in (together.together, one_by_one.one_by_one)
+    )
+    assert len(set(np.asarray(wanted["w"]).tolist())) > 1
+    assert strategies.fingerprint(found) == strategies.fingerprint(wanted)
+
+
+def test_old_variables_and_state_are_used_up(alone):
+    """Declared to the compiler: it may write the new ones where they lie."""
+
+    def loss(variables, batch, key):
+        return variables["w"].sum() * batch["x"].sum()
+
+    variables = {"w": jnp.ones(1000)}
+    steps = Steps(alone, loss, variables=variables)
+    words = control_words(0, False, 1.0)
+    state = steps.update.init(variables)
+    compiled = steps.fused._run.lower(variables, state, tuple(BATCHES), np.int32(0), words).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 2 * 4000
+
+
+class TestGradientsForComparison:
+    def test_are_those_for_the_last_batch_and_leave_the_variables(self, alone):
+        def loss(variables, batch, key):
+            return (batch["x"] @ variables["w"]).sum() ** 2 / 2
+
+        variables, rows = start(), BATCHES[-1]["x"].sum(0)
+        [gradient] = Steps(alone, loss).fused.last_gradients(variables, BATCHES, FIRST_STEP)
+        assert gradient.tolist() == (rows @ [1, 2] * rows).tolist() == [8, -2]
+        assert not variables["w"].is_deleted()
+
+    def test_have_the_key_of_the_step(self, alone):
+        def loss(variables, batch, key):
+            return variables["w"][0] * jax.random.uniform(key)
+
+        [gradient] = Steps(alone, loss).fused.last_gradients(start(), BATCHES, FIRST_STEP)
+        assert gradient.tolist() == [drawn(FIRST_STEP), 0]
+
+
+def printing(variables, batch, key):
+    jax.debug.callback(lambda: None)
+    return loss_fn(variables, batch, key)
+
+
+def reducing(variables, batch, key):
+    """Of one replica there is nothing to exchange."""
+    return strategies.get_replica_context().all_reduce("sum", loss_fn(variables, batch, key)[0])
+
+
+@pytest.mark.parametrize(("loss", "wanted"), [(loss_fn, False), (reducing, False), (printing, True)])
+def test_programs_that_call_python_are_told_from_others_without_running(alone, loss, wanted):
+    variables = start()
+    steps = Steps(alone, loss)
+    state = steps.update.init(variables)
+    assert steps.fused.has_effects(variables, state, BATCHES) is wanted
+    assert not variables["w"].is_deleted()
