@@ -40,12 +40,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mixed(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The items of files that keep several cores busy evenly among those of the others, each file in one piece."""
+    """The items of files that keep several cores busy evenly among those of the others, each file in one piece.
+
+    Long files come first, so that at the end no worker has one of them left while the others have nothing.
+    """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
     kinds: tuple[list[list[pytest.Item]], ...] = ([], [])
-    for of_file in files.values():
+    for of_file in sorted(files.values(), key=lambda items: not items[0].get_closest_marker("long")):
         kinds[any(item.get_closest_marker("cores") for item in of_file)].append(of_file)
     placed = [((number + 0.5) / len(kind), of_file) for kind in kinds for number, of_file in enumerate(kind)]
     return [item for _, of_file in sorted(placed, key=lambda place: place[0]) for item in of_file]

@@ -18,7 +18,7 @@ import time
 import pytest
 from beds import REQUIRED_VARIABLE, ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.complete, pytest.mark.timeout(170)]
 
 ENV = "/tmp/env"  # each host's own, as all of /tmp
 PYTHON = f"{ENV}/bin/python"

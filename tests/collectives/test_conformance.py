@@ -22,6 +22,7 @@ from statements import LIMITS, Statement
 import collectives
 from collectives import Communicator, Settings, run_on_threads
 
+pytestmark = pytest.mark.long
 JOB_LIMIT_S = 500.0
 TOPICS: dict[str, list[Statement]] = {}
 for suite in SUITES:

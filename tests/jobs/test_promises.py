@@ -24,7 +24,7 @@ MODELS = {8: ("cnn", "mlp"), 6: ("dropout",)}  # by the number of replicas
 MECHANISMS = {"auto": "window", "ring": "ring"}
 LIMIT_S = 200
 
-pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(LIMIT_S + 20)]
+pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.mark.timeout(LIMIT_S + 20)]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tes
 STEPS = 4  # of each of two epochs
 REPLICAS = {2: 8, 3: 6, 4: 8}  # by the number of instances
 
-pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.mark.timeout(300)]
 
 
 LIMIT_S = 150.0

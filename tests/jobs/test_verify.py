@@ -15,7 +15,7 @@ from poprun_jobs import ROOT, Finished, start
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "launch_scripts")]
 from zoo import MODELS  # noqa: E402
 
-pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.mark.timeout(400)]
 
 PROGRAMS = Path(__file__).parent / "programs"
 PROGRAM = str(PROGRAMS / "verified_training.py")

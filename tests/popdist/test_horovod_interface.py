@@ -30,7 +30,7 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 """
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 30)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_S + 30)]
 
 
 def python(program):

@@ -14,6 +14,8 @@ import strategies
 from strategies import cross_replica_ops as ops
 from strategies import get_replica_context
 
+pytestmark = pytest.mark.long
+
 REPLICAS = 4
 PAIRS = np.float32([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]])
 ACROSS = np.float32([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]])

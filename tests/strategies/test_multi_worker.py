@@ -29,7 +29,7 @@ MAIN_JOB = [sys.executable, str(ROOT / "launch_scripts" / "train_digits.py"), "-
 FOREIGN = ("PJRT_", "XLA_", "JAX_", "POPDIST_", "OMPI_", "PMIX_", "TF_CONFIG")
 END_LIMIT_S = 170.0
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 @dataclass(frozen=True)

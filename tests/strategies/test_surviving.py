@@ -34,7 +34,7 @@ SHARES = {(2, 1): [8], (3, 2): [3, 3], (3, 1): [6], (4, 3): [3, 3, 2], (4, 2): [
 PHASES = ("data", "forward", "all_reduce", "update", "checkpoint")
 KINDS = ("kill", "raise", "stop", "cut")  # `exit` is no other thing than `kill` here
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def trained(instances, faults=(), training=TRAINING, replicas=0, **options):

@@ -7,6 +7,7 @@ from zoo import ELEMENTWISE, MODELS, OPTIMIZERS, fingerprints
 
 import strategies
 
+pytestmark = pytest.mark.long
 REPLICAS = 4
 TRAININGS = {  # each has bits of its own
     "plain": {},
