@@ -77,7 +77,7 @@ def _results(equation: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[A
     if name == "while":
         return _repeated(params, given, zero)
     if name == "scan":
-        return _scanned(params, given, zero)
+        return _scanned(equation, given, zero)
     body = params.get("jaxpr", params.get("call_jaxpr"))
     if body is not None and len(equation.invars) == len(getattr(body, "jaxpr", body).invars):  # a call
         return _evaluate(getattr(body, "jaxpr", body), getattr(body, "consts", ()), given, zero)
@@ -118,14 +118,21 @@ def _repeated(params: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[An
     return results
 
 
-def _scanned(params: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    body, count = _closed(params["jaxpr"], zero), params["num_carry"]
+def _scanned(equation: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
+    inner = equation.params["jaxpr"]
+    body = _closed(inner, zero)
+    # How many are carried, and how many cut into rows, is told by their shapes; the parameters for it have changed.
+    cut = sum(outer.aval.ndim > row.aval.ndim for outer, row in zip(equation.invars, inner.jaxpr.invars, strict=True))
+    carried = sum(
+        outer.aval.ndim == result.aval.ndim for outer, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True)
+    )
+    last = len(given) - cut
+    first = last - carried
 
     def step(state: Any, rows: Any) -> tuple[list[Any], list[Any]]:
         results = body(*given[:first], *state, *rows)
-        return results[:count], results[count:]
+        return results[:carried], results[carried:]
 
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     state, rows = jax.lax.scan(step, list(given[first:last]), list(given[last:]), **options)
     return [*state, *rows]

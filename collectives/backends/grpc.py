@@ -18,6 +18,7 @@ from collectives.network.lanes import Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
 from collectives.network.security import Security
 from collectives.network.wire import MESSAGE_BYTES
+from collectives.ring_passes import EXCHANGE
 
 SIZES = Sizes(
     direct_bytes=2 * MESSAGE_BYTES,  # two workers exchange halves
@@ -48,11 +49,19 @@ class GrpcLink(Link):
         self._inboxes: dict[tuple[int, int], Inbox] = {}
         self.pause = node.bell(self._channel).wait
 
+    def begin(self) -> str:
+        """Have streams for the exchanges to all others, and tell the name of their lane.
+
+        By themselves they would begin with the first collective. Where that is the last one too, it is called when the
+        interpreter ends, and Python 3.12.0 and 3.12.1 do not start the threads that streams need any more.
+        """
+        for to in range(self.size):
+            if to != self.rank:
+                self._outbox(to, EXCHANGE)
+        return f"{self._channel}/{EXCHANGE}"
+
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
-        outbox = self._outboxes.get((to, lane))
-        if outbox is None:
-            outbox = self._node.outbox(self._members[to], f"{self._channel}/{lane}")
-            self._outboxes[to, lane] = outbox
+        outbox = self._outbox(to, lane)
         sent = Sent(data)
         outbox.put(sent)
         return sent
@@ -62,6 +71,13 @@ class GrpcLink(Link):
 
     def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
         return Fetched(self._inbox(source, lane), room.size, partial(self._complain, source))
+
+    def _outbox(self, to: int, lane: int) -> Outbox:
+        outbox = self._outboxes.get((to, lane))
+        if outbox is None:
+            outbox = self._node.outbox(self._members[to], f"{self._channel}/{lane}")
+            self._outboxes[to, lane] = outbox
+        return outbox
 
     def _inbox(self, source: int, lane: int) -> Inbox:
         inbox = self._inboxes.get((source, lane))
@@ -141,4 +157,7 @@ def _communicator(settings: Settings, node: Node, group: str, members: Sequence[
     of_rank = members.index(node.rank)
     seen = Group(of_rank, [node.names[member] for member in members], members, lost)
     links = (GrpcLink(node, group, 0, members), GrpcLink(node, group, 1, members))
+    lanes = {link.begin() for link in links}
+    if group == ALL:  # who makes another group waits for nobody
+        node.await_streams(lanes)
     return assemble(settings, seen, links, False, make_subgroup)

@@ -29,6 +29,7 @@ LEAVE_LIMIT_S = 10.0  # how long others may take to receive what was sent to the
 GOODBYE = b"goodbye "  # the last beat of a worker that leaves in order; why follows
 _AWAY_S = 5.0  # nobody waits, when leaving, for a worker that has been silent for so long
 _CLOSE_LIMIT_S = 0.5  # how long the connections may take to close
+_FIRST_STREAMS_LIMIT_S = 1.0  # how long the first lanes are waited for, without which it goes on too
 _LANES_PER_PEER = 4096
 _FAREWELL_BYTES = 2048
 _REFUSALS_LOGGED = 100
@@ -129,6 +130,15 @@ class Node:
         call.add_done_callback(lambda done: self._outgoing_ended(peer, done))
         return outbox
 
+    def await_streams(self, lanes: set[str]) -> None:
+        """Wait until all the others that are there have begun to send on these lanes, but not for long."""
+
+        def has_begun(peer: Peer) -> bool:
+            return lanes <= peer.incoming or peer.has_left or peer.is_lost
+
+        with self.changed:
+            self.changed.wait_for(lambda: all(map(has_begun, self.peers.values())), _FIRST_STREAMS_LIMIT_S)
+
     def _begin(self, peer: Peer, method: str, messages: Iterable[bytes], lane: str) -> grpc.Future:
         assert peer.channel is not None
         hello = Hello(PROTOCOL, self.cluster, self.rank, peer.rank, self.incarnation, lane).encode()
@@ -197,8 +207,11 @@ class Node:
             for peer in self.peers.values()
             if peer.channel is not None
         ]
-        for closing in closings:
-            closing.start()
+        try:
+            for closing in closings:
+                closing.start()
+        except RuntimeError:  # the interpreter ends, and Python 3.12.0 and 3.12.1 start no threads then
+            return
         give_up = time.monotonic() + _CLOSE_LIMIT_S
         for closing in closings:
             closing.join(max(0.0, give_up - time.monotonic()))
@@ -309,6 +322,7 @@ class Node:
         with self.changed:
             peer.farewell = farewell[:_FAREWELL_BYTES].decode(errors="replace")
             peer.has_left = True
+            self.changed.notify_all()
         self._ring_all()
 
     def _ring_all(self) -> None:
@@ -363,6 +377,9 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
         hello = node.admit(context)
         peer = node.peers[hello.source]
         inbox = node.inbox(peer.rank, hello.lane)
+        with node.changed:
+            peer.incoming.add(hello.lane)
+            node.changed.notify_all()
         try:
             for message in messages:
                 peer.heard_at = time.monotonic()

@@ -29,6 +29,7 @@ class Peer:
         was_there_first: whether it listened already when it was first called.
         endpoint: what of its address has accepted the connection to it.
         channel: the connection to it.
+        incoming: the lanes on which it has begun to send.
         heard_at: when something last came from it, in seconds of the monotonic clock.
         farewell: what it said when it left.
         has_left: whether it has left in order.
@@ -47,6 +48,7 @@ class Peer:
     channel: grpc.Channel | None = None
     control: grpc.Future | None = None
     outboxes: dict[str, tuple[Outbox, grpc.Future]] = field(default_factory=dict)
+    incoming: set[str] = field(default_factory=set)
     heard_at: float = field(default_factory=time.monotonic)
     farewell: str = ""
     has_left: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -11,6 +12,8 @@ import grpc
 
 from collectives.network.addresses import Address, Endpoint
 from collectives.network.security import Certificates
+
+logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 1 << 21
 """The largest message. gRPC refuses what announces more before it makes room for it."""
@@ -45,7 +48,11 @@ class DaemonThreads(Executor):
                 future.set_exception(error)
 
         future.set_running_or_notify_cancel()
-        threading.Thread(target=run, name="collectives-stream", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="collectives-stream", daemon=True).start()
+        except RuntimeError as error:  # no more threads, or the interpreter ends: what gRPC does besides must go on
+            logger.warning("a stream is left unanswered: %s", error)
+            future.set_exception(error)
         return future
 
 

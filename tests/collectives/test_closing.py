@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from grpc_jobs import end_of, socket_addresses, start_worker
+from grpc_threads import WorkerThreads
 
 import collectives
 from collectives import Communicator, Settings, run_on_threads
@@ -26,6 +30,36 @@ def test_closing_starts_no_thread(monkeypatch: pytest.MonkeyPatch, mechanism: st
         return True
 
     assert run_on_threads(2, close, Settings(mechanism=mechanism)) == [True, True]
+
+
+def test_workers_that_have_called_nothing_close_without_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError(f"can't create new thread {thread.name} at interpreter shutdown")
+
+    with socket_addresses(3) as addresses, ThreadPoolExecutor(3) as pool:
+        workers = WorkerThreads(addresses)
+        communicators = list(pool.map(workers.connect, range(3)))
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        list(pool.map(Communicator.close, communicators))
+        monkeypatch.undo()
+
+
+WORKER = """\
+import atexit, sys
+import collectives
+rank, *addresses = sys.argv[1:]
+atexit.register(collectives.connect("grpc", addresses=addresses, rank=int(rank)).close)
+"""
+
+
+@pytest.mark.job
+@pytest.mark.cores(2)
+def test_processes_that_call_nothing_end_well(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(WORKER)
+    with socket_addresses(2) as addresses:
+        ends = end_of([start_worker(program, [str(rank), *addresses]) for rank in range(2)])
+    assert ends == [(0, "", "")] * 2
 
 
 def test_abandoning_an_unused_communicator_ends_its_thread() -> None:
