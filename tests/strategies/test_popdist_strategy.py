@@ -1,6 +1,6 @@
 """`PopDistStrategy` without a launcher, in a process of its own: what `popdist.init` has joined, a process joins once.
 
-With launchers: `tests/jobs/test_promises.py`, and when an instance is lost: `tests/jobs/test_survival.py`.
+With launchers: `tests/jobs/test_promises.py`, and when an instance is lost: `tests/jobs/test_survival_jobs.py`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Instances on threads are lost at exact points of a training; the others carry it on to the same bits.
 
-What needs processes, and a supervisor who says that one of them is lost, is in `tests/jobs/test_survival.py`.
+What needs processes, and a supervisor who says that one of them is lost, is in `tests/jobs/test_survival_jobs.py`.
 """
 
 from __future__ import annotations
