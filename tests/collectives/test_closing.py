@@ -13,14 +13,17 @@ from grpc_threads import WorkerThreads
 
 import collectives
 from collectives import Communicator, Settings, run_on_threads
+from collectives.network.wire import DaemonThreads
+
+
+def refuse(thread: threading.Thread) -> None:
+    """Raise what Python 3.12.1 raises when the interpreter ends."""
+    raise RuntimeError(f"can't create new thread {thread.name} at interpreter shutdown")
 
 
 @pytest.mark.parametrize("mechanism", ["ring", "window"])
 def test_closing_starts_no_thread(monkeypatch: pytest.MonkeyPatch, mechanism: str) -> None:
     """Python 3.12 starts none once the interpreter ends, which is when programs close what they have left open."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError(f"can't create new thread {thread.name} at interpreter shutdown")
 
     def close(communicator: Communicator) -> bool:
         communicator.barrier()
@@ -33,15 +36,19 @@ def test_closing_starts_no_thread(monkeypatch: pytest.MonkeyPatch, mechanism: st
 
 
 def test_workers_that_have_called_nothing_close_without_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError(f"can't create new thread {thread.name} at interpreter shutdown")
-
     with socket_addresses(3) as addresses, ThreadPoolExecutor(3) as pool:
         workers = WorkerThreads(addresses)
         communicators = list(pool.map(workers.connect, range(3)))
         monkeypatch.setattr(threading.Thread, "start", refuse)
         list(pool.map(Communicator.close, communicators))
         monkeypatch.undo()
+
+
+def test_where_no_thread_starts_serving_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `submit` raises ends the thread in which gRPC serves, and then its server cannot be stopped."""
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    unanswered = DaemonThreads().submit(int)
+    assert isinstance(unanswered.exception(timeout=0), RuntimeError)
 
 
 WORKER = """\
