@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 LIMIT_S = 110.0
 LONGER_LIMIT_S = 300.0  # where many processes import torch or JAX, and other programs take part of the machine
 

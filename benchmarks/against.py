@@ -1,0 +1,179 @@
+"""A step of the Trainer of this checkout, against that of another commit: its time, and what is compiled for it.
+
+One instance drives all replicas, in a process for each of the two versions, which take turns. Usage, in a checkout:
+
+    python benchmarks/against.py COMMIT [--models mlp cnn transformer] [--replicas 1 2 4 8] [--json PATH]
+
+Columns: ms for a step on a batch that the data set has placed, before and now, medians of turns; the median of their
+ratios within a turn, and the ratio of the shortest turns; seconds that XLA compiled until the first step had ended,
+before and now, and their ratio to those for one replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import control
+import jax
+import optax
+import training_task
+from replicas import MODELS, TASKS
+from timing import ROOT, OtherLoad, describe_machine, environment, write_figures
+
+WAYS = ("before", "now")
+COMPILING = "/jax/core/compile/backend_compile_duration"
+SETTINGS = ("commit", "models", "replicas", "batch_size", "rounds")
+HEADING = (
+    f"{'model':<12}{'replicas':>9}{'before':>9}{'now':>9}{'ratio':>7}{'of least':>9}"
+    f"{'compile s':>10}{'':>7}{'of one':>8}"
+)
+
+
+def main() -> None:
+    options = read_options()
+    if options.worker:
+        serve(*options.worker, options.batch_size)
+        return
+    machine = describe_machine()
+    load = OtherLoad()
+    rows: list[dict[str, Any]] = []
+    print(f"batch {options.batch_size} per replica, {options.commit} and now; medians of {options.rounds} turns")
+    print(HEADING)
+    with tempfile.TemporaryDirectory() as folder:
+        before = checked_out(options.commit, Path(folder) / "before")
+        for model, replicas in itertools.product(options.models, options.replicas):
+            rows.append(row_of(model, replicas, before, options, rows))
+            print(formatted(rows[-1]), flush=True)
+    load.warn()
+    write_figures(options, SETTINGS, machine, load, rows=rows)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("commit", nargs="?", default="HEAD", help="of this repository; without one HEAD, for changes to be committed")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help="(%(default)s)")
+    add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="of one instance (%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--rounds", type=int, default=40, metavar="N", help="turns of each version (%(default)s)")
+    add("--turn-s", type=float, default=0.1, metavar="S", help="how long a turn takes, about (%(default)s)")
+    add("--limit-s", type=float, default=600.0, metavar="S", help="how long a turn may take (%(default)s)")
+    add("--json", metavar="PATH", help="write the figures to this file")
+    add("--worker", nargs=4, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def checked_out(commit: str, folder: Path) -> Path:
+    """A folder with the files of a commit."""
+    folder.mkdir()
+    archive = subprocess.run(["git", "-C", ROOT, "archive", commit], stdout=subprocess.PIPE, check=False)
+    if archive.returncode:
+        raise SystemExit(f"{commit} is no commit of this repository; the reason is above")
+    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+    return folder
+
+
+def row_of(
+    model: str, replicas: int, before: Path, options: argparse.Namespace, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, control.Coordinator(folder, options.limit_s) as coordinator:
+        versions = {
+            way: coordinator.start(way, 1, [worker(coordinator.path, way, model, replicas, options)], finding(root))
+            for way, root in zip(WAYS, (before, ROOT), strict=True)
+        }
+        first = {way: group.ask(do="train", steps=1)[0] for way, group in versions.items()}
+        [warm] = versions["now"].ask(do="train", steps=3)
+        steps = max(1, round(3 * options.turn_s / warm["seconds"]))
+        rounds_ms: dict[str, list[float]] = {way: [] for way in WAYS}
+        for turn in range(options.rounds):
+            for way in WAYS if turn % 2 else reversed(WAYS):
+                rounds_ms[way].append(1e3 * versions[way].ask(do="train", steps=steps)[0]["seconds"] / steps)
+    of_one = next((row for row in rows if row["model"] == model and row["replicas"] == 1), None)
+    compile_s = {way: answer["compile_s"] for way, answer in first.items()}
+    return {
+        "model": model,
+        "replicas": replicas,
+        "ms": {way: median(values) for way, values in rounds_ms.items()},
+        "rounds_ms": rounds_ms,
+        "now_over_before": median(now / was for now, was in zip(rounds_ms["now"], rounds_ms["before"], strict=True)),
+        "least_over_least": min(rounds_ms["now"]) / min(rounds_ms["before"]),
+        "compile_s": compile_s,
+        "compile_over_one_replica": compile_s["now"] / of_one["compile_s"]["now"] if of_one else None,
+    }
+
+
+def worker(path: str, way: str, model: str, replicas: int, options: argparse.Namespace) -> list[str]:
+    return [
+        *(sys.executable, __file__, "--batch-size", str(options.batch_size)),
+        *("--worker", path, way, model, str(replicas)),
+    ]
+
+
+def finding(root: Path) -> dict[str, str]:
+    """The environment of processes that import the packages of a checkout."""
+    environ = environment()
+    return environ | {"PYTHONPATH": f"{root}:{environ['PYTHONPATH']}"}
+
+
+def formatted(row: dict[str, Any]) -> str:
+    of_one = row["compile_over_one_replica"]
+    return (
+        f"{row['model']:<12}{row['replicas']:9}{row['ms']['before']:9.2f}{row['ms']['now']:9.2f}"
+        f"{row['now_over_before']:7.3f}{row['least_over_least']:9.3f}"
+        f"{row['compile_s']['before']:10.2f}{row['compile_s']['now']:7.2f}"
+        f"{'-' if of_one is None else format(of_one, '.2f'):>8}"
+    )
+
+
+# ---- in the new process
+
+
+def serve(path: str, way: str, model: str, replicas: str, batch_size: int) -> None:
+    training = Training(model, int(replicas), batch_size)
+    control.serve(path, way, 0, {"train": training.train})
+
+
+class Training:
+    """Steps of a Trainer, of the version that Python finds first."""
+
+    def __init__(self, model: str, replicas: int, batch_size: int) -> None:
+        import strategies
+
+        self.compile_s = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        strategy = strategies.IPUStrategy(replicas)
+        loss_fn, variables, batch = TASKS[model](batch_size * replicas)
+        optimizer = optax.adam(training_task.LEARNING_RATE)
+        self._trainer = strategies.Trainer(strategy, lambda variables, batch, key: loss_fn(variables, batch), optimizer)
+        self._state = self._trainer.init(variables)
+        arrays = batch if isinstance(batch, dict) else {"": batch}
+        dataset = strategy.distribute_dataset(arrays, batch_size=batch_size, shuffle=False)
+        [placed] = dataset.epoch(0)
+        self._batch = placed if isinstance(batch, dict) else placed[""]
+
+    def _hear(self, event: str, seconds: float, **_: Any) -> None:
+        if event == COMPILING:
+            self.compile_s += seconds
+
+    def train(self, steps: int) -> dict[str, float]:
+        """How long some steps take, and how long XLA has compiled since the beginning; seconds."""
+        state = self._state
+        began = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = self._trainer.step(state, self._batch)
+        jax.block_until_ready((state.variables, metrics["loss"]))
+        seconds = time.perf_counter() - began
+        self._state = state
+        return {"seconds": seconds, "compile_s": self.compile_s}
+
+
+if __name__ == "__main__":
+    main()
