@@ -106,6 +106,7 @@ class Checkpoints:
         self._flat: dict[str, np.ndarray] = {}
         self._handlers: dict[signal.Signals, Any] = {}
         self._gathered_step: int | None = None
+        self._last: TrainState | None = None  # that was to be saved, where another instance may have to do it
         self._seen: int | None = None  # the step of the last call of `after_step`, or of what was restored
 
     @property
@@ -130,8 +131,14 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for what is being written, also after an error."""
+        """Waits for what is being written, also after an error.
+
+        A collective call after none, where the others carry on when an instance is lost: they wait too, and if it is
+        instance 0, the next one writes what was to be saved last.
+        """
         try:
+            if error is None and self._strategy.can_carry_on:
+                self._strategy.on_chief(self._save_last)
             self.wait()
         finally:
             self._thread.shutdown(wait=False)
@@ -188,6 +195,8 @@ class Checkpoints:
         """
         folder = self._folder
         is_sharded = self._trainer.is_sharded
+        if self._strategy.can_carry_on and not is_sharded:
+            self._last = state
         packing = self._gather(state) if is_sharded else None
         if folder is None:
             self._owns_folder, self._is_due = True, False  # instance 0 sees to that
@@ -231,6 +240,12 @@ class Checkpoints:
         self._seen = state.step
         if self._is_due and (self._trainer.is_sharded or self._writing is None or self._writing.done()):
             self.save(state)
+
+    def _save_last(self) -> None:
+        """On instance 0: see to it that the state that was to be saved last is."""
+        if self._last is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._last.variables)):
+            self.save(self._last)
+        self.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written any more.

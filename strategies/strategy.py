@@ -31,6 +31,7 @@ from strategies.per_replica import PerReplica, dealt
 from strategies.programs import Program
 from strategies.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
 from strategies.sharding import Remainder
+from strategies.survival import surviving
 from strategies.variables import MirroredVariable, Synchronization, SyncOnReadVariable, make_variable
 
 Tree = TypeVar("Tree")
@@ -75,6 +76,7 @@ class Strategy:
         self.progress = progress or NoProgress()
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
+        self._duties = 0
         self._claim_replicas()
 
     def _claim_replicas(self) -> None:
@@ -113,9 +115,50 @@ class Strategy:
         return self.instance.local_replica_range
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this is the instance that prints and writes for all of them: instance 0, as they are numbered now.
+
+        Where instances are lost and the others carry on it may be another one later, so ask when it matters, or let
+        `on_chief` ask. It is none where some carry on after the chief has come to its end.
+        """
+        note_question("strategy.is_chief")
+        return self.instance.is_leader
+
+    def on_chief(self, function: Callable[[], object]) -> None:
+        """Have one instance do what is to be done once, such as to report a result; a collective call.
+
+        Returns on all instances when it is done. Where the chief is lost meanwhile and the others carry on, the next
+        one does it from the beginning, also what the first had just done.
+
+        Args:
+            function: called on the chief only, so it must call no collective; what it returns is dropped.
+
+        Raises:
+            BaseException: on the chief, what `function` raises.
+            PeerLostError: on the others, if the chief is lost and they cannot carry on.
+        """
+        refuse_in_replica("strategy.on_chief")
+        number = self._duties = self._duties + 1
+        is_done = False
+
+        def attempt() -> bool:
+            nonlocal is_done
+            if self.is_chief and not is_done:
+                function()
+                is_done = True
+            self.communicator.barrier(name=f"duty {number} of the chief")
+            return True
+
+        def catch_up() -> bool | None:
+            begun = self.communicator.all_gather(np.array(number), name="duties of the chief that were begun")
+            return True if begun.max() > number else None
+
+        surviving(self, attempt, catch_up)
+
+    @property
     def extended(self) -> Extended:
-        """The role of this instance, with the original's names; instance 0 writes files."""
-        return Extended(self.instance.is_leader, self.instance.is_leader)
+        """The role of this instance, with the original's names; the chief writes files."""
+        return Extended(self.is_chief, self.is_chief)
 
     @property
     def variables_device(self) -> jax.Device:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from collectives import BrokenError, PeerLostError
-from strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from strategies.strategy import Strategy
 
 T = TypeVar("T")
 
