@@ -315,6 +315,8 @@ def _connect_survivors(is_leaving: bool) -> None:
             _part_from_leavers(everybody, is_leaving)
         except (collectives.PeerLostError, collectives.BrokenError):
             continue
+        if is_leaving:
+            _process.progress.leaving()
         return
 
 
