@@ -44,8 +44,13 @@ def parse_op(op: str) -> str:
     return name
 
 
-def check_dtype(dtype: np.dtype, reduces: bool) -> None:
+def check_dtype(dtype: np.dtype, reduces: bool, members: str = "replicas") -> None:
     """Refuse a dtype that collectives between instances do not carry, also where there is one instance.
+
+    Args:
+        dtype: of the values.
+        reduces: whether they are combined, or moved only.
+        members: who does that, for the message.
 
     Raises:
         UnsupportedBufferError: if they do not.
@@ -53,7 +58,7 @@ def check_dtype(dtype: np.dtype, reduces: bool) -> None:
     supported = REDUCIBLE if reduces else MOVABLE
     if dtype not in supported:
         raise UnsupportedBufferError(
-            f"replicas cannot {'reduce' if reduces else 'exchange'} {dtype}; convert it to one of "
+            f"{members} cannot {'reduce' if reduces else 'exchange'} {dtype}; convert it to one of "
             f"{', '.join(sorted(map(str, supported)))}"
         )
 
