@@ -60,7 +60,9 @@ class Communicator:
     otherwise is refused.
 
     Synchronous calls come from one thread at a time. `start_...` begins a named collective that is matched by its
-    name: ranks and threads may start different names in different orders.
+    name: ranks and threads may start different names in different orders. To wait for one name before another one is
+    started is something else: where the only threads of two ranks do that in different orders, each waits for what the
+    other one would start next. All ranks that wait in such a circle raise `LayoutMismatchError` at once.
 
     Every wait warns after `stall_warning_s` and raises `CollectiveTimeoutError` after `timeout_s`.
 
@@ -286,6 +288,14 @@ class Communicator:
         out = result_array(out, self._block_shape(buffer), buffer.dtype)
         flat = flat_view(buffer)
         return self._start(call, [flat], 1, out, finishing.reduce_scatter, self._block(out, [flat]), reduction)
+
+    def expect_callbacks(self) -> None:
+        """Say that named collectives will be started from callbacks of compiled programs.
+
+        Python does not list their threads. So one of them may still end what looks like names that wait for each other,
+        and only the limits of time apply.
+        """
+        self._named.expect_others()
 
     # ---- memory and groups
 

@@ -21,12 +21,12 @@ def allgather(
 
     Args:
         value: the same shape and dtype on all instances.
-        tensor_name: matches the calls of the instances, which may then make them in different orders and from
-            different threads. Default: calls are matched by their order.
+        tensor_name: matches the calls of the instances, whose threads may then make them in different orders; one
+            thread makes them in the same order everywhere. Default: calls are matched by their order.
         communicator_id: the group.
 
     Raises:
-        LayoutMismatchError: on every instance if shapes or dtypes differ.
+        LayoutMismatchError: on every instance if shapes or dtypes differ, or names wait for each other.
     """
     import numpy as np
 
@@ -48,12 +48,13 @@ def allreduce(
 
     Args:
         value: the same shape and dtype on all instances.
-        reduce_op: "SUM", "MEAN" (of integers: truncated), "MIN" or "MAX".
+        reduce_op: "SUM" (of integers: wraps around where it does not fit), "MEAN" (of integers: truncated), "MIN" or
+            "MAX".
         tensor_name: as in `allgather`.
         communicator_id: the group.
 
     Raises:
-        LayoutMismatchError: on every instance if shapes, dtypes or operations differ.
+        LayoutMismatchError: on every instance if shapes, dtypes or operations differ, or names wait for each other.
     """
     import numpy as np
 
@@ -80,7 +81,7 @@ def broadcast(
         communicator_id: the group.
 
     Raises:
-        LayoutMismatchError: on every instance if shapes, dtypes or roots differ.
+        LayoutMismatchError: on every instance if shapes, dtypes or roots differ, or names wait for each other.
     """
     import numpy as np
 
