@@ -42,11 +42,7 @@ def flat_view(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
         raise UnsupportedBufferError(
             f"collectives take NumPy arrays, not {type(array).__name__}; convert it with np.asarray"
         )
-    if isinstance(array, np.ma.MaskedArray):
-        raise UnsupportedBufferError(
-            f"a {array.dtype} array of shape {list(array.shape)} is masked, and its mask would be lost; fill it "
-            "(array.filled(0)), and send the mask (np.ma.getmaskarray(array)) by itself"
-        )
+    refuse_masked(array)
     flags = array.flags
     if not flags.c_contiguous or (writable and not flags.writeable):
         need = "writable and C-contiguous" if writable else "C-contiguous"
@@ -56,6 +52,19 @@ def flat_view(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
     if type(array) is not np.ndarray:
         array = np.asarray(array)
     return array if array.ndim == 1 else array.reshape(-1)
+
+
+def refuse_masked(value: object) -> None:
+    """See to it that a value is no masked array.
+
+    Raises:
+        UnsupportedBufferError: it is one.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnsupportedBufferError(
+            f"a {value.dtype} array of shape {list(value.shape)} is masked, and its mask would be lost; fill it "
+            "(array.filled(0)), and send the mask (np.ma.getmaskarray(array)) by itself"
+        )
 
 
 def result_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

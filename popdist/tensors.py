@@ -28,10 +28,8 @@ def allgather(
     Raises:
         LayoutMismatchError: on every instance if shapes or dtypes differ, or names wait for each other.
     """
-    import numpy as np
-
     communicator = communicator_of(communicator_id)
-    array = np.array(value, order="C")
+    array = _copied(value)
     if tensor_name is None:
         return communicator.all_gather(array)
     gathered: np.ndarray = communicator.start_all_gather(array, name=tensor_name).wait()
@@ -56,10 +54,8 @@ def allreduce(
     Raises:
         LayoutMismatchError: on every instance if shapes, dtypes or operations differ, or names wait for each other.
     """
-    import numpy as np
-
     communicator = communicator_of(communicator_id)
-    array = np.array(value, order="C")
+    array = _copied(value)
     if tensor_name is None:
         return communicator.all_reduce(array, reduce_op)
     reduced: np.ndarray = communicator.start_all_reduce(array, reduce_op, name=tensor_name).wait()
@@ -83,11 +79,19 @@ def broadcast(
     Raises:
         LayoutMismatchError: on every instance if shapes, dtypes or roots differ, or names wait for each other.
     """
-    import numpy as np
-
     communicator = communicator_of(communicator_id)
-    array = np.array(value, order="C")
+    array = _copied(value)
     if tensor_name is None:
         return communicator.broadcast(array, root_rank)
     sent: np.ndarray = communicator.start_broadcast(array, root_rank, name=tensor_name).wait()
     return sent
+
+
+def _copied(value: ArrayLike) -> np.ndarray:
+    """The value as an array that may be written to."""
+    import numpy as np
+
+    from collectives.buffers import refuse_masked
+
+    refuse_masked(value)
+    return np.array(value, order="C")

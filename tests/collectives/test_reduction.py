@@ -169,6 +169,16 @@ def test_a_mean_of_integers_is_right_where_their_sum_does_not_fit(dtype: str) ->
     assert result_of("mean", smallest).tolist() == [1 if info.min == 0 else info.min + 2] * 3
 
 
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_a_total_that_others_have_added_in_the_dtype_itself_is_divided_as_well(dtype: str) -> None:
+    total = np.array([100, 99, 7, 0], dtype)
+    out = np.empty_like(total)
+    Reduction("mean", out.dtype).finish(total, out, 200)
+    assert out.tolist() == [0, 0, 0, 0]
+    Reduction("mean", out.dtype).finish(total, total, 3)
+    assert total.tolist() == [33, 33, 2, 0]
+
+
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_quotients_and_remainders_of_64_bits_are_joined_to_the_mean(dtype: str, count: int) -> None:
