@@ -209,7 +209,8 @@ class Strategy:
         """Reduce over all replicas of all instances, in replica order; the same result on every instance.
 
         Args:
-            op: "sum" (of integers: wraps around where it does not fit), "mean" (of integers: truncated), "min" or "max".
+            op: "sum" (of integers: wraps around where it does not fit), "mean" (of integers: truncated), "min" or
+                "max".
             value: what `run` or `per_replica` returned, a pytree of such, or one that all local replicas share.
 
         Returns:
@@ -251,8 +252,8 @@ class Strategy:
             RuntimeError: inside a function that `run` runs.
             TypeError: "Unsupported data type" for float64 arguments or results, unless JAX has 64 bits enabled.
             UnsupportedBufferError: a `PerReplica` has a masked array.
-            ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape; integers do not
-                fit into 32 bits, where JAX has no more.
+            ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape; integers do
+                not fit into 32 bits, where JAX has no more.
         """
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
