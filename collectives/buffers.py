@@ -97,22 +97,23 @@ def flat_contributions(contributions: Sequence[np.ndarray]) -> list[np.ndarray]:
     return views
 
 
-def refuse_partial_overlap(whole: np.ndarray, part: np.ndarray, own: slice = _EVERYTHING) -> None:
+def refuse_partial_overlap(wholes: Sequence[np.ndarray], part: np.ndarray, own: slice = _EVERYTHING) -> None:
     """See to it that what a collective reads and what it writes lie apart, or each element in its own place.
 
     Args:
-        whole: one-dimensional and contiguous, as is `part`: one of them is read, the other one written.
+        wholes: one-dimensional and contiguous, as is `part`; either they are read and that is written, or the reverse.
         part: what belongs to `whole[own]`.
         own: this rank's block.
 
     Raises:
         UnsupportedBufferError: they share memory otherwise, so that some of it would be read when it has been written.
     """
-    if np.may_share_memory(whole, part) and not _is_same_memory(whole[own], part):
-        raise UnsupportedBufferError(
-            f"the result and what it is made of, {describe(whole)} and {describe(part)}, overlap in part; give the "
-            "result memory of its own, or exactly that of what it replaces"
-        )
+    for whole in wholes:
+        if whole is not part and np.may_share_memory(whole, part) and not _is_same_memory(whole[own], part):
+            raise UnsupportedBufferError(
+                f"the result and what it is made of, {describe(whole)} and {describe(part)}, overlap in part; give the "
+                "result memory of its own, or exactly that of what it replaces"
+            )
 
 
 def _is_same_memory(one: np.ndarray, other: np.ndarray) -> bool:

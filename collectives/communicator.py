@@ -491,21 +491,19 @@ class Communicator:
         else:
             result_array(out, first.shape, first.dtype)
             finish, flat = finishing.reduce, self._private(out)
-        for array in arrays:
-            refuse_partial_overlap(array, flat)
+        refuse_partial_overlap(arrays, flat)
         return call, arrays, finish, flat, reduction
 
     def _block(self, out: np.ndarray, contributions: Sequence[np.ndarray]) -> np.ndarray:
         """Memory for this rank's block of a reduction, as one dimension."""
         flat = self._private(out)
-        for array in contributions:
-            refuse_partial_overlap(array, flat, self._own(flat.size))
+        refuse_partial_overlap(contributions, flat, self._own(flat.size))
         return flat
 
     def _gathered(self, out: np.ndarray, flat: np.ndarray) -> np.ndarray:
         """Memory for the buffers of all ranks, of which this one's is `flat`, as one dimension."""
         whole = self._private(out)
-        refuse_partial_overlap(whole, flat, self._own(flat.size))
+        refuse_partial_overlap([whole], flat, self._own(flat.size))
         return whole
 
     def _own(self, size: int) -> slice:

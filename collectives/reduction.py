@@ -180,8 +180,9 @@ def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:
         if quotient is not out:
             out[...] = quotient
         return
-    wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
-    join(np.zeros_like(wide), wide, out, count)
+    if total.itemsize < 4:  # the count need not fit
+        total = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
+    join(0, total, out, count)
 
 
 def shares(sources: Sequence[np.ndarray], count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -197,16 +198,17 @@ def shares(sources: Sequence[np.ndarray], count: int) -> tuple[list[np.ndarray],
     return list(quotients), list(remainders)
 
 
-def join(quotients: np.ndarray, remainders: np.ndarray, out: np.ndarray, count: int) -> None:
+def join(quotients: np.ndarray | int, remainders: np.ndarray, out: np.ndarray, count: int) -> None:
     """The mean, truncated towards zero, from the sums of `shares`.
 
     Args:
-        quotients: their sum, which is used up.
+        quotients: their sum.
         remainders: their sum.
         out: receives the mean.
         count: the number of contributions.
     """
-    carried, remainder = np.divmod(remainders, remainders.dtype.type(count))
-    quotients += carried
-    quotients += (quotients < 0) & (remainder != 0)
-    out[...] = quotients
+    carried, left = np.divmod(remainders, remainders.dtype.type(count))
+    rounded_down = quotients + carried
+    if rounded_down.dtype.kind == "i":
+        rounded_down += (rounded_down < 0) & (left != 0)
+    out[...] = rounded_down
