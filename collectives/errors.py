@@ -19,7 +19,7 @@ class CollectiveError(Exception):
 
 
 class LayoutMismatchError(CollectiveError):
-    """The ranks called different collectives, or the same one with different tensors.
+    """The ranks called different collectives, or the same one with different tensors, or wait in names that cross.
 
     Every rank raises it, with the same text; no buffer was touched; the communicator stays usable.
     """

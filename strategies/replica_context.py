@@ -237,6 +237,7 @@ class CrossReplicaReducer:
         if len(collective.members[0]) == 1:
             return value.reshape(collective.shape(value.shape))
         self._require_lockstep()
+        self._communicator.expect_callbacks()
         return collective(index, value)
 
     def _require_lockstep(self) -> None:

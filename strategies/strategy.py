@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import Communicator
+from collectives.buffers import refuse_masked
 from collectives.reduction import normalise_op
 from popdist.environments import NoProgress, ProgressPage
 from popdist.environments.faults import DATA
@@ -24,7 +25,7 @@ from strategies.datasets import DistributedDataset
 from strategies.devices import borrow, claim_devices, is_key
 from strategies.errors import StrategyError
 from strategies.extended import Extended
-from strategies.float64 import refuse_float64
+from strategies.float64 import refuse_cut_integers, refuse_float64
 from strategies.input_context import InputContext
 from strategies.lockstep import Lockstep
 from strategies.per_replica import PerReplica, dealt
@@ -231,6 +232,8 @@ class Strategy:
 
         Raises:
             LayoutMismatchError: on all instances if the trees differ in names, shapes or dtypes; it names the leaf.
+            UnsupportedBufferError: for a masked array.
+            ValueError: integers do not fit into 32 bits, where JAX has no more.
         """
         refuse_in_replica("strategy.broadcast")
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -249,7 +252,8 @@ class Strategy:
         """Reduce over all replicas of all instances, in replica order; the same result on every instance.
 
         Args:
-            op: "sum", "mean", "min" or "max".
+            op: "sum" (of integers: wraps around where it does not fit), "mean" (of integers: truncated), "min" or
+                "max".
             value: what `run` or `per_replica` returned, a pytree of such, or one that all local replicas share.
 
         Returns:
@@ -290,7 +294,9 @@ class Strategy:
         Raises:
             RuntimeError: inside a function that `run` runs.
             TypeError: "Unsupported data type" for float64 arguments or results, unless JAX has 64 bits enabled.
-            ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape.
+            UnsupportedBufferError: a `PerReplica` has a masked array.
+            ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape; integers do
+                not fit into 32 bits, where JAX has no more.
         """
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
@@ -298,7 +304,7 @@ class Strategy:
         program = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
-            _alike(value.values) if split else [self._shared(refuse_float64(value))] * len(self.local_replicas)
+            _alike(value.values) if split else [self._shared(value)] * len(self.local_replicas)
             for value, split in zip(named, is_split, strict=True)
         ]
         arguments = [
@@ -308,6 +314,7 @@ class Strategy:
 
     def _shared(self, value: Any) -> Any:
         """A value that all replicas get whole; on which device it lies does not matter."""
+        refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
     def _run(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Any]:
@@ -453,12 +460,13 @@ def _is_on_one_device(leaf: Any) -> bool:
 
 
 def _host_array(leaf: Any) -> np.ndarray:
+    refuse_masked(leaf)
     return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
 
 
 def _as_jax_would(leaf: Any) -> np.ndarray:
     """What `jnp.asarray` would make of a leaf, but on the host: that compiles a program for each shape and dtype."""
-    array = _host_array(leaf)
+    array: np.ndarray = refuse_cut_integers(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
