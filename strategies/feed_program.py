@@ -41,6 +41,11 @@ class Replication:
     local: range
     total: int
 
+    def __str__(self) -> str:
+        if len(self.local) == self.total:
+            return f"{self.total} replicas"
+        return f"replicas {self.local.start} to {self.local.stop - 1} of {self.total}"
+
 
 @dataclass(frozen=True)
 class Enqueued:

@@ -216,15 +216,15 @@ class InfeedQueue:
             self._bind(replication)
         elif replication != self._replication:
             raise FeedError(
-                f"Infeed with id={self._number} feeds {_named(self._replication)}, and this program runs on "
-                f"{_named(replication)}; use an infeed of its own for each number of replicas, or delete and start it"
+                f"Infeed with id={self._number} feeds {self._replication}, and this program runs on "
+                f"{replication}; use an infeed of its own for each number of replicas, or delete and start it"
             )
 
     def _bind(self, replication: Replication) -> None:
         if self._is_distributed and replication != self._dataset.replication:
             raise FeedError(
-                f"the data set of the infeed was distributed to {_named(self._dataset.replication)}, and this program "
-                f"runs on {_named(replication)}; run it with the strategy that has distributed the data set"
+                f"the data set of the infeed was distributed to {self._dataset.replication}, and this program "
+                f"runs on {replication}; run it with the strategy that has distributed the data set"
             )
         self._replication = replication
         self._runs = True
@@ -330,11 +330,6 @@ def _parts_of_batches(
 ) -> Generator[Sequence[Arrays], None, None]:
     for step, parts in enumerate(batches):
         yield [spec.flatten(step, part) for part in parts]
-
-
-def _named(replication: Replication) -> str:
-    local, total = replication.local, replication.total
-    return f"{total} replicas" if len(local) == total else f"replicas {local.start} to {local.stop - 1} of {total}"
 
 
 def _checked_depth(depth: Any) -> int:

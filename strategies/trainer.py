@@ -359,7 +359,8 @@ class Trainer:
 
         Raises:
             TypeError: if the loss is not a floating-point scalar, or the batch has other leaves than arrays.
-            ValueError: if the batch cannot be divided among the local replicas, or has no rows.
+            ValueError: if the batch cannot be divided among the local replicas, has no rows, or is dealt out among
+                other replicas.
             NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
             DivergenceError: with `digest_every`.
         """
@@ -494,6 +495,7 @@ class Trainer:
     # ---- compiling
 
     def _compiled(self, state: TrainState, batch: Any) -> _Step:
+        self._strategy.dealing.refuse_others(batch)
         leaves, structure = jax.tree.flatten((state.variables, batch))
         try:
             key = (structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
