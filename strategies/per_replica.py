@@ -20,7 +20,7 @@ class PerReplica:
     """
 
     values: Sequence[Any]
-    replicas: range | None = field(default=None, compare=False)
+    replicas: range | None = field(default=None, compare=False, repr=False)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values)

@@ -305,13 +305,15 @@ class Strategy:
             result, _ = jax.block_until_ready(executables[position](*arguments[position]))
             return jax.tree.map(borrow, result)
 
-        self.reducer.last_error = None
+        self.reducer.begin()
         try:
             results = self.devices.each(compute, self.reducer.fail)
         except jax.errors.JaxRuntimeError as error:
             if self.reducer.last_error not in (None, error):
                 raise self.reducer.last_error from error
             raise
+        finally:
+            self.reducer.end()
         if self.reducer.last_error is not None:  # a feed has failed, and the program went on without it to its end
             raise self.reducer.last_error
         return results
