@@ -15,6 +15,7 @@ from strategies.errors import (
     NonFiniteGradientError,
     StrategyError,
 )
+from strategies.feed_streams import InfeedMode
 from strategies.fingerprints import fingerprint
 from strategies.grain_source import GrainSource
 from strategies.horovod_strategy import IPUHorovodStrategy
@@ -48,6 +49,7 @@ __all__ = [
     "IPUHorovodStrategy",
     "IPUMultiWorkerStrategy",
     "IPUStrategy",
+    "InfeedMode",
     "InfeedQueue",
     "InputContext",
     "LossScale",

@@ -167,8 +167,8 @@ class DistributedDataset:
         """
         if self._communicator is not None and not self._source.is_random_access:
             raise StrategyError(
-                "with several instances only data sets of arrays and of random access can be fed; give the infeed an "
-                "iterable of elements, which every instance goes through"
+                "with several instances only data sets of arrays and of random access can be fed, since taking a batch "
+                "of others is a collective call; give the infeed the iterable itself, and its mode"
             )
         local = len(self._layout.local_replicas)
         for epoch in itertools.count():

@@ -22,13 +22,14 @@ from popdist.environments.recording import note_question
 from popdist.instance import Instance
 from strategies.casts import DTypes
 from strategies.datasets import DistributedDataset
+from strategies.dealing import Dealing
 from strategies.devices import borrow, claim_devices, is_key
 from strategies.errors import StrategyError
 from strategies.extended import Extended
 from strategies.float64 import refuse_cut_integers, refuse_float64
 from strategies.input_context import InputContext
 from strategies.lockstep import Lockstep
-from strategies.per_replica import PerReplica, dealt
+from strategies.per_replica import PerReplica, Shared
 from strategies.programs import Program
 from strategies.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
 from strategies.sharding import Remainder
@@ -78,6 +79,7 @@ class Strategy:
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._duties = 0
+        self._batch_sizes: set[int] = set()
         self._claim_replicas()
 
     def _claim_replicas(self) -> None:
@@ -87,6 +89,7 @@ class Strategy:
         self.reducer = CrossReplicaReducer(
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
+        self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
         self._programs: dict[Any, Program] = {}
         self._program_numbers = itertools.count()
 
@@ -225,7 +228,27 @@ class Strategy:
 
     def per_replica(self, function: Callable[[int], Any]) -> PerReplica:
         """`function(r)` for the global index r of each local replica."""
-        return PerReplica(tuple(function(replica) for replica in self.local_replicas))
+        return PerReplica(tuple(function(replica) for replica in self.local_replicas), self.local_replicas)
+
+    def dealt(self, tree: Any) -> PerReplica:
+        """Each local replica's rows of a tree that has those of all of them one after another along the first axis.
+
+        A batch of a distributed data set need not be given to it, but what is computed of one outside of `run`.
+
+        Args:
+            tree: a pytree of arrays `[len(local_replicas) * rows, ...]`.
+
+        Returns:
+            `PerReplica` of arrays `[rows, ...]`.
+
+        Raises:
+            ValueError: if the arrays cannot be divided among the local replicas, or are a batch for others.
+        """
+        return self.dealing.split(tree)
+
+    def shared(self, tree: Any) -> Shared:
+        """A pytree that `run` gives whole to every replica, and of which it does not ask whether it is a batch."""
+        return Shared(tree)
 
     def broadcast(self, tree: Tree, root: int = 0) -> Tree:
         """The values of instance `root` on every instance, as JAX arrays.
@@ -254,17 +277,18 @@ class Strategy:
         Args:
             op: "sum" (of integers: wraps around where it does not fit), "mean" (of integers: truncated), "min" or
                 "max".
-            value: what `run` or `per_replica` returned, a pytree of such, or one that all local replicas share.
+            value: what `run` or `per_replica` returned, a pytree of such, or one that all local replicas share; see
+                `run` for batches.
 
         Returns:
             A pytree of NumPy arrays.
 
         Raises:
-            ValueError: for another op, or if the replicas' pytrees differ.
+            ValueError: for another op, if the replicas' pytrees differ, or if the value cannot be dealt out; see `run`.
         """
         op = normalise_op(op)
         refuse_in_replica("strategy.reduce")
-        value = dealt(value, len(self.local_replicas))
+        value = self.dealing.deal_argument(value)
         values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
         trees = [jax.tree.flatten(one) for one in values]
         structure = trees[0][1]
@@ -285,7 +309,9 @@ class Strategy:
         Args:
             function: a JAX-traceable function; inside it `get_replica_context` gives the replica's index and
                 collectives over all replicas. Compiled once per function object and argument shapes.
-            args: pytrees; of a `PerReplica`, wherever it stands, each replica gets its value, of all else the whole.
+            args: pytrees. Of a `PerReplica`, wherever it stands, each replica gets its value; of an array of a
+                batch of `distribute_dataset` its rows; of all else the whole. A new array that is as long as such a
+                batch is refused where there are several local replicas: say `dealt` or `shared` of it.
             kwargs: likewise.
 
         Returns:
@@ -296,11 +322,12 @@ class Strategy:
             TypeError: "Unsupported data type" for float64 arguments or results, unless JAX has 64 bits enabled.
             UnsupportedBufferError: a `PerReplica` has a masked array.
             ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape; integers do
-                not fit into 32 bits, where JAX has no more.
+                not fit into 32 bits, where JAX has no more; a batch or a `PerReplica` is for other replicas; nobody can
+                tell whether an array is a batch.
         """
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
-        named = [dealt(value, len(self.local_replicas)) for value in (*args, *kwargs.values())]
+        named = [self.dealing.deal_argument(value) for value in (*args, *kwargs.values())]
         program = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
@@ -310,7 +337,7 @@ class Strategy:
         arguments = [
             (np.int32(replica), *of_replica) for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
         ]
-        return PerReplica(tuple(self._run(program, arguments)))
+        return PerReplica(tuple(self._run(program, arguments)), self.local_replicas)
 
     def _shared(self, value: Any) -> Any:
         """A value that all replicas get whole; on which device it lies does not matter."""
@@ -328,13 +355,15 @@ class Strategy:
             result, _ = jax.block_until_ready(executables[position](*arguments[position]))
             return jax.tree.map(borrow, result)
 
-        self.reducer.last_error = None
+        self.reducer.begin()
         try:
             results = self.devices.each(compute, self.reducer.fail)
         except jax.errors.JaxRuntimeError as error:
             if self.reducer.last_error not in (None, error):
                 raise self.reducer.last_error from error
             raise
+        finally:
+            self.reducer.end()
         if self.reducer.last_error is not None:  # a feed has failed, and the program went on without it to its end
             raise self.reducer.last_error
         return results
@@ -412,11 +441,12 @@ class Strategy:
             gradient_accumulation_count=gradient_accumulation_count,
             transfer_dtype=transfer_dtype,
             prefetch=prefetch,
-            place=lambda batch: self.devices.place(batch),
+            place=lambda batch: self.dealing.batch(batch),
             communicator=self.communicator,
             on_batch=lambda: self.progress.begin(DATA),
         )
         self._datasets.add(dataset)
+        self._batch_sizes.add(gradient_accumulation_count * batch_size)
         return dataset
 
     def distribute_datasets_from_function(self, function: Callable[[InputContext], Iterable[Any]]) -> Iterable[Any]:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.per_replica import PerReplica, dealt
+from strategies.dealing import mirrored
+from strategies.per_replica import PerReplica
 
 if TYPE_CHECKING:
     from strategies.strategy import Strategy
@@ -50,8 +51,8 @@ class MirroredVariable:
 
     def _placed(self, value: Any) -> Any:
         if self._strategy.variables_on_host:
-            return jax.tree.map(_host_copy, value)
-        return jax.device_put(value, self._strategy.variables_device, may_alias=False)
+            return mirrored(jax.tree.map(_host_copy, value))
+        return mirrored(jax.device_put(value, self._strategy.variables_device, may_alias=False))
 
 
 class SyncOnReadVariable:
@@ -87,9 +88,9 @@ class SyncOnReadVariable:
             ValueError: if it differs from the variable in structure or shapes, or has not one tree for each replica; if
                 an integer variable cannot hold it, or its part of a sum.
         """
-        dealt_out = dealt(value, len(self._strategy.local_replicas))
-        if isinstance(dealt_out, PerReplica):
-            self.values = PerReplica(tuple(_like(self._layout, one) for one in dealt_out))
+        value = self._strategy.dealing.deal(value)
+        if isinstance(value, PerReplica):
+            self.values = PerReplica(tuple(_like(self._layout, one) for one in value), value.replicas)
             return
         parts = self._strategy.num_replicas_in_sync if self._aggregation == "sum" else 1
         share = jax.tree.map(lambda leaf: _part(leaf, parts), _like(self._layout, value))
@@ -117,7 +118,7 @@ def _checked(aggregation: str) -> str:
 
 
 def _reduced(strategy: Strategy, aggregation: str, value: Any) -> Any:
-    value = dealt(value, len(strategy.local_replicas))
+    value = strategy.dealing.deal(value)
     if not isinstance(value, PerReplica):
         return value
     if aggregation == "only_first_replica":
