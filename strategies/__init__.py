@@ -9,6 +9,7 @@ from strategies.datasets import DistributedDataset, Masked, Position
 from strategies.errors import (
     CheckpointError,
     DeviceError,
+    DisagreementError,
     DivergenceError,
     EndOfDataError,
     FeedError,
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "DeviceError",
+    "DisagreementError",
     "DistributedDataset",
     "DivergenceError",
     "EndOfDataError",

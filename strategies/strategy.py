@@ -28,6 +28,7 @@ from strategies.float64 import refuse_float64
 from strategies.input_context import InputContext
 from strategies.lockstep import Lockstep
 from strategies.per_replica import PerReplica, dealt
+from strategies.position import Position
 from strategies.programs import Program
 from strategies.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
 from strategies.sharding import Remainder
@@ -163,6 +164,10 @@ class Strategy:
             "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
             "strategy.distribute_dataset as they come"
         )
+
+    def position_of(self, batch: Any) -> Position | None:
+        """Where the data set is whose last batch this is; None if no data set of this strategy has given it last."""
+        return next((dataset.position() for dataset in self._datasets if dataset.has_given(batch)), None)
 
     # ---- values
 

@@ -15,7 +15,8 @@ import optax
 
 from popdist.environments.faults import FaultyProgress
 from strategies.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
-from strategies.compilation import explain_recompilation
+from strategies.agreement import Terms, insist_on_agreement
+from strategies.compilation import explain_recompilation, shapes_by_name
 from strategies.datasets import DistributedDataset
 from strategies.devices import borrow
 from strategies.digest import compare, flip_bit
@@ -26,6 +27,7 @@ from strategies.loss_scaling import LossScale, LossScaling
 from strategies.metrics import Metrics
 from strategies.notice import Notice
 from strategies.probing import batch_like, variables_like
+from strategies.program_text import lines_of, scalars_by_name
 from strategies.recomputation import recomputing
 from strategies.replica_program import Accumulation, LossFunction, Precision, ReplicaProgram, control_words, float_dtype
 from strategies.sharded_update import ShardedUpdate
@@ -50,10 +52,12 @@ class _Plan:
     Attributes:
         program: of a replica.
         gradients: the compiled programs that compute it.
+        lines: what they compute, for the comparison with other instances; none where there is none.
     """
 
     program: ReplicaProgram
     gradients: GradientPlan
+    lines: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,22 @@ class Trainer:
             offload_optimizer_state,
             positive("min_elements_for_sharding", min_elements_for_sharding),
         )
+        self._options = {
+            "seed": seed,
+            "check_numerics": check_numerics,
+            "digest_every": digest_every,
+            "gradient_accumulation_count": gradient_accumulation_count,
+            "gradient_accumulation_dtype": _named(gradient_accumulation_dtype),
+            "reduction_method": self._accumulation.method.name,
+            "replicated_optimizer_state_sharding": self._update.is_sharded,
+            "min_elements_for_sharding": min_elements_for_sharding,
+            "offload_optimizer_state": settings.offloads_state,
+            "compute_dtype": self._precision.compute,
+            "loss_scaling": self._loss_scaling,
+            "gradient_transfer_dtype": self._transfer.dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "recompute": _named(recompute),
+        }  # as all instances have to have them
         self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
         self._executions = Executions(self._update)
         self._claim_replicas()
@@ -362,6 +382,8 @@ class Trainer:
             ValueError: if the batch cannot be divided among the local replicas, or has no rows.
             NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
             DivergenceError: with `digest_every`.
+            DisagreementError: on all instances, at the first step with batches of a shape, if they differ in the
+                options, the data set, the loss function or the optimizer.
         """
         self._strategy.progress.step(state.step)
         if self._strategy.progress.flips_bit:
@@ -519,8 +541,10 @@ class Trainer:
         )
         leaves, structure = jax.tree.flatten(shapes)
         key = structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        plan = self._plans.get(key) or self._plan(*shapes)
+        self._agree(state, batch, shapes[1], plan)
         if key not in self._plans:
-            self._plans[key] = self._plan(state, batch, *shapes)
+            self._plans[key] = self._streaming(plan, shapes, state, batch)
         plan = self._plans[key]
         self._log_effective_batch(shapes[1])
         communicator = self._strategy.communicator
@@ -532,8 +556,8 @@ class Trainer:
         means = jax.tree.unflatten(jax.tree.structure(shapes[0]), plan.program.quantised.views(result))
         return _Step(plan, gradients, means, (reduction, result))
 
-    def _plan(self, state: TrainState, batch: Any, variables: Any, of_one: Any, residuals: Any) -> _Plan:
-        """What a replica computes for such variables, rows of a batch, and residuals; a collective call."""
+    def _plan(self, variables: Any, of_one: Any, residuals: Any) -> _Plan:
+        """What a replica computes for such variables, rows of a batch, and residuals."""
         program = ReplicaProgram(
             self._strategy,
             self._loss_fn,
@@ -545,14 +569,50 @@ class Trainer:
             self._transfer,
             self._check_numerics,
         )
+        gradients = self._planned(program, (variables, of_one, residuals), streams=False)
+        return _Plan(program, gradients, lines_of(gradients.equations()) if self._is_compared else [])
+
+    def _planned(self, program: ReplicaProgram, shapes: Sequence[Any], streams: bool) -> GradientPlan:
+        variables, of_one, residuals = shapes
         arguments = (variables, of_one, np.int32(0), control_words(0, False, 1.0), residuals)
         shards = None if program.quantised else self._update.mean_shards
+        return GradientPlan(self._devices, program, arguments, program.results, streams, program.tail_size, shards)
 
-        def planned(streams: bool) -> GradientPlan:
-            return GradientPlan(self._devices, program, arguments, program.results, streams, program.tail_size, shards)
+    def _streaming(self, plan: _Plan, shapes: Sequence[Any], state: TrainState, batch: Any) -> _Plan:
+        """The plan, with gradients that are streamed if they may be; a collective call then."""
+        if plan.program.quantised is not None or not self._strategy.streams_gradients:
+            return plan
+        cut = self._planned(plan.program, shapes, streams=True)
+        return replace(plan, gradients=cut) if self._is_streaming_exact(cut, plan.gradients, state, batch) else plan
 
-        streams = program.quantised is None and self._strategy.streams_gradients
-        return _Plan(program, planned(streams and self._is_streaming_exact(planned, state, batch)))
+    @property
+    def _is_compared(self) -> bool:
+        """Whether there are others to agree with. `poprun verify` lets them differ, and finds out what follows."""
+        return self._strategy.communicator.size > 1 and not self._recorder.is_on
+
+    def _mean_shapes(self, variables: Any, plan: _Plan) -> Any:
+        """The shapes and dtypes in which the update gets whole mean gradients."""
+        leaves, structure = jax.tree.flatten(variables)
+        if plan.program.quantised is not None:
+            return jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(leaf.shape, np.float32) for leaf in leaves])
+        return jax.tree.unflatten(structure, plan.gradients.gradients)
+
+    def _agree(self, state: TrainState, batch: Any, of_one: Any, plan: _Plan) -> None:
+        """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
+        if not self._is_compared:
+            return
+        position = self._strategy.position_of(batch)
+        data = {} if position is None else position.to_dict()
+        means = self._mean_shapes(state.variables, plan)
+        update = self._update.equations(state.variables, state.optimizer_state, means, self._control(state))
+        arguments = {**self._options, "step": state.step, **{f"data set {name}": value for name, value in data.items()}}
+        terms: Terms = [
+            {name: str(value) for name, value in arguments.items()},
+            {f"batch{name} for each replica": shape for name, shape in shapes_by_name(of_one).items()},
+            {"the loss function": plan.lines, "the update": lines_of(update)},
+            {f"optimizer state {name}": value for name, value in scalars_by_name(state.optimizer_state).items()},
+        ]
+        insist_on_agreement(self._strategy, terms)
 
     def _programs(self, plan: GradientPlan, allocate: Allocate) -> GradientPrograms:
         return GradientPrograms(self._devices, plan, allocate, self._strategy.reducer.fail)
@@ -572,19 +632,18 @@ class Trainer:
             replicas,
         )
 
-    def _is_streaming_exact(self, planned: Callable[[bool], GradientPlan], state: TrainState, batch: Any) -> bool:
+    def _is_streaming_exact(self, cut: GradientPlan, whole: GradientPlan, state: TrainState, batch: Any) -> bool:
         """Whether gradients have the same bits when they are streamed, on all instances.
 
         XLA fuses and contracts what lies in one program; cut elsewhere, some models round differently (seen with
         attention and dropout). Compared for this batch, and for random variables and batch. A collective call.
         """
-        cut = self._programs(planned(True), np.empty)
-        if len(cut.buckets) == 1:
+        if len(cut.segments) == 1:
             return False
-        whole = self._programs(planned(False), np.empty)
+        streamed, at_once = self._programs(cut, np.empty), self._programs(whole, np.empty)
         probe = replace(state, variables=variables_like(state.variables, self.seed)), batch_like(batch, self.seed)
         is_same = all(
-            _have_same_bits(self._gradients_of(cut, *case), self._gradients_of(whole, *case))
+            _have_same_bits(self._gradients_of(streamed, *case), self._gradients_of(at_once, *case))
             for case in (probe, (state, batch))
         )
         is_exact = np.array([is_same], np.int8)
@@ -608,6 +667,11 @@ class Trainer:
             f"{state.step} (first of the replicas {replicas}); the step was not applied: lower the learning rate, "
             "clip the gradients, or look at that replica's batch"
         )
+
+
+def _named(option: Any) -> str:
+    """An option that may be a function, or a dtype."""
+    return str(getattr(option, "__qualname__", option))
 
 
 def _shapes(variables: Any) -> Any:
