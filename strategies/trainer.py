@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from popdist.environments.faults import FaultyProgress
 from strategies.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.agreement import Terms, insist_on_agreement
+from strategies.arguments import check_loss_function, check_optimizer, check_state, check_variables
 from strategies.compilation import explain_recompilation, shapes_by_name
 from strategies.datasets import DistributedDataset
 from strategies.devices import borrow
@@ -131,6 +131,7 @@ class Trainer:
         notice: travels with the gradients of every step.
 
     Raises:
+        TypeError: if `loss_fn` does not take three arguments, or `optimizer` is none.
         ValueError: if an argument is out of range, or two of them exclude each other.
     """
 
@@ -156,6 +157,8 @@ class Trainer:
         recompute: str | Callable[..., Any] = "none",
         compile_ahead: bool = False,
     ) -> None:
+        check_loss_function(loss_fn)
+        check_optimizer(optimizer)
         self._strategy = strategy
         self.seed = seed
         self.notice = Notice()
@@ -261,15 +264,11 @@ class Trainer:
             variables: a pytree of floating-point arrays, with the same shapes and dtypes on all instances.
 
         Raises:
-            TypeError: if a variable is not of a floating-point dtype.
+            TypeError: if a variable is no array of a floating-point dtype.
+            ValueError: if there is no variable, or one was used up by a step.
             LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
         """
-        for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                raise TypeError(
-                    f"variable {jax.tree_util.keystr(path)} is of dtype {jnp.result_type(leaf)}; only floating-point "
-                    "variables can be trained: keep others outside"
-                )
+        check_variables(variables)
 
         def catch_up() -> TrainState | None:
             self._claim_replicas()
@@ -348,6 +347,7 @@ class Trainer:
 
     def _execute(self, state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """Steps with all batches, in one program if that has the same bits."""
+        check_state(state)
         step = self._compiled(state, batches[0])
         if len(batches) == 1 or not all(self._compiled(state, batch) is step for batch in batches):
             return self._singly(state, batches)
@@ -379,12 +379,14 @@ class Trainer:
 
         Raises:
             TypeError: if the loss is not a floating-point scalar, or the batch has other leaves than arrays.
-            ValueError: if the batch cannot be divided among the local replicas, or has no rows.
+            ValueError: if the batch cannot be divided among the local replicas, has no rows, or not what the loss
+                function asks it for; or if the state was used up by a step.
             NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
             DivergenceError: with `digest_every`.
             DisagreementError: on all instances, at the first step with batches of a shape, if they differ in the
                 options, the data set, the loss function or the optimizer.
         """
+        check_state(state)
         self._strategy.progress.step(state.step)
         if self._strategy.progress.flips_bit:
             state = replace(state, variables=flip_bit(state.variables))
