@@ -19,10 +19,12 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,8 @@ class Training:
         try:
             values = json.loads(text)
             position, packing = values.pop("position"), Packing.from_lists(values.pop("packing"))
+            if not all(type(values[name]) is int and values[name] >= 0 for name in ("step", "replicas")):
+                raise TypeError
             return cls(**values, position=position and Position.from_dict(position), packing=packing)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{text!r} does not describe a training") from error
@@ -119,7 +123,7 @@ class CheckpointFolder:
         incomplete = _beside(complete, INCOMPLETE)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(incomplete, ignore_errors=True)
+            _clear(incomplete)
             incomplete.mkdir()
             _check_space(incomplete, sum(array.nbytes for array in flat.values()))
             self._fill(incomplete, training, flat)
@@ -174,7 +178,7 @@ class CheckpointFolder:
 
     def _read(self, path: Path) -> tuple[Training, dict[str, np.ndarray]]:
         try:
-            training = Training.from_json((path / TRAINING).read_text(encoding="utf-8"))
+            training = Training.from_json(_content(path / TRAINING).decode())
             flat = _put_together(self._arrays.restore(path / STATE))
             return training, training.packing.views(flat)
         except (OSError, ValueError, KeyError) as error:
@@ -184,7 +188,7 @@ class CheckpointFolder:
 
     def _set_aside(self, path: Path, fault: str, used: int) -> None:
         aside = _beside(path, DAMAGED)
-        shutil.rmtree(aside, ignore_errors=True)
+        _clear(aside)
         try:
             path.rename(aside)
         except OSError as error:
@@ -193,9 +197,9 @@ class CheckpointFolder:
 
     def _remove_leftovers(self) -> None:
         for path in self.path.glob(f"step_*{REMOVED}"):
-            shutil.rmtree(path, ignore_errors=True)
+            _clear(path)
         for path in self.path.glob(f"step_*{INCOMPLETE}"):
-            shutil.rmtree(path, ignore_errors=True)
+            _clear(path)
             newest = f"using step {self.steps()[-1]}" if self.steps() else "there is none before it"
             logger.warning("checkpoint %s is incomplete: its writer was ended; it was removed; %s", path, newest)
 
@@ -206,15 +210,15 @@ class CheckpointFolder:
         except OSError as error:
             logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
         else:
-            shutil.rmtree(removed, ignore_errors=True)
+            _clear(removed)
 
 
 def fault_of(checkpoint: Path) -> str:
     """What is wrong with the files of a checkpoint; empty when nothing is."""
     try:
-        lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
+        lines = _content(checkpoint / SUMS).decode().splitlines()
     except (OSError, ValueError) as error:
-        return f"{SUMS} cannot be read: {error}"
+        return f"{SUMS} cannot be read: {_reason(error)}"
     wanted = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
     if TRAINING not in wanted:
         return f"{SUMS} is cut off"
@@ -222,9 +226,15 @@ def fault_of(checkpoint: Path) -> str:
         try:
             if _sha256(checkpoint / name) != sha256:
                 return f"{name} is not what was written"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-    return ""
+        except (OSError, ValueError) as error:
+            return f"{shown(name)} cannot be read: {_reason(error)}"
+    others = [path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())]
+    return f"{others[0].relative_to(checkpoint)} is neither a file nor a folder" if others else ""
+
+
+def shown(name: str) -> str:
+    """A name from a file, as it may stand in a message."""
+    return name if name.isprintable() else repr(name)
 
 
 def _pieces(flat: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
@@ -245,15 +255,38 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def _open(path: Path) -> BufferedReader:
+    """Open a file for reading, but nothing else: a named pipe would have to wait for its writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _content(path: Path) -> bytes:
+    with _open(path) as file:
+        return file.read()
+
+
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _clear(path: Path) -> None:
+    """Remove a folder with all that is in it, or what else has that name; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
 
 
 def _remove_unfinished(folder: Path) -> None:
     """Remove what could not be finished; threads that orbax has left behind may still write there for a moment."""
     for _ in range(20):
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear(folder)
         if not folder.exists():
             return
         time.sleep(0.05)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from popdist.environments.faults import CHECKPOINT
-from strategies.checkpoint_folder import CheckpointFolder, Training
+from strategies.checkpoint_folder import CheckpointFolder, Training, shown
 from strategies.datasets import DistributedDataset
 from strategies.devices import borrow, is_key
 from strategies.errors import CheckpointError
@@ -333,7 +333,10 @@ class Checkpoints:
         for name in sorted(names):
             there, here = theirs.get(name, "nothing"), ours.get(name, "nothing")
             if there != here:
-                return f"{what} has {there} as {name}, and this training has {here}; use the same model and optimizer"
+                return (
+                    f"{what} has {there} as {shown(name)}, and this training has {here}; use the same model and "
+                    "optimizer"
+                )
         return ""
 
     def _broadcast_text(self, text: str) -> str:
