@@ -8,6 +8,7 @@
 | step_00000040/SHA256SUMS | of all other files; `sha256sum --check` reads it |
 | step_00000050.incomplete/ | one that is being written, or whose writer was ended |
 | step_00000030.damaged/ | one whose files are not those that were written |
+| step_00000040.replaced/ | while the checkpoint of a step is replaced by another one of it, the older one |
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from strategies.best import Best
 from strategies.errors import CheckpointError
+from strategies.notes import plain_metrics, plain_values
 from strategies.packing import Packing
 from strategies.position import Position
 
 logger = logging.getLogger(__name__)
 
 STATE, TRAINING, SUMS = "state", "training.json", "SHA256SUMS"
-INCOMPLETE, DAMAGED, REMOVED = ".incomplete", ".damaged", ".removed"
+INCOMPLETE, DAMAGED, REMOVED, REPLACED = ".incomplete", ".damaged", ".removed", ".replaced"
 PIECE_BYTES = 1 << 28
 """What orbax gets as one array: it may hold a second copy of it. (Few large arrays are written faster than many: 22 MB
 in 18 arrays took 55 ms of processor time, in one 22 ms.)"""
@@ -53,6 +57,8 @@ class Training:
         seed: the trainer's.
         position: where the data set was, with its seed; None where there was none.
         packing: where each array lies.
+        metrics: of this state, as the program says.
+        extra: the program's own values; JSON can write them.
     """
 
     step: int
@@ -60,6 +66,8 @@ class Training:
     seed: int
     position: Position | None
     packing: Packing
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The inverse of `from_json`."""
@@ -74,6 +82,8 @@ class Training:
             position, packing = values.pop("position"), Packing.from_lists(values.pop("packing"))
             if not all(type(values[name]) is int and values[name] >= 0 for name in ("step", "replicas")):
                 raise TypeError
+            values["metrics"] = plain_metrics(values.get("metrics", {}))
+            values["extra"] = plain_values(values.get("extra", {}))
             return cls(**values, position=position and Position.from_dict(position), packing=packing)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{text!r} does not describe a training") from error
@@ -85,12 +95,13 @@ class CheckpointFolder:
     Args:
         path: the folder; made with the first checkpoint.
         keep: how many checkpoints are kept, the newest.
+        best: which others are kept too.
 
     Raises:
         CheckpointError: if orbax-checkpoint is not installed.
     """
 
-    def __init__(self, path: Path, keep: int) -> None:
+    def __init__(self, path: Path, keep: int, best: Best | None = None) -> None:
         try:
             import orbax.checkpoint as orbax
         except ImportError as error:
@@ -100,6 +111,7 @@ class CheckpointFolder:
             ) from error
         self.path = path.absolute()
         self._keep = keep
+        self._best = best
         self._orbax = orbax
         # Trained variables hardly shrink, and compressing them takes time that training needs.
         self._arrays = orbax.Checkpointer(orbax.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
@@ -113,13 +125,13 @@ class CheckpointFolder:
         """Write a checkpoint and remove those that are too old. After an error the others are as they were.
 
         Args:
-            training: its step is not that of a complete checkpoint.
+            training: a complete checkpoint of the same step is replaced.
             flat: for each dtype all arrays, as its packing says.
 
         Raises:
             CheckpointError: if that fails, for example because the disk is full.
         """
-        complete = self._of_step(training.step)
+        complete = self.of_step(training.step)
         incomplete = _beside(complete, INCOMPLETE)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -127,13 +139,14 @@ class CheckpointFolder:
             incomplete.mkdir()
             _check_space(incomplete, sum(array.nbytes for array in flat.values()))
             self._fill(incomplete, training, flat)
-            incomplete.rename(complete)
-            _sync(self.path)
+            self._put(incomplete, complete)
         except Exception as error:  # whatever orbax raises, it does not concern the training
             _remove_unfinished(incomplete)
             raise CheckpointError(f"{complete} could not be written: {_reason(error)}") from error
-        for step in self.steps()[: -self._keep]:
-            self._remove(self._of_step(step))
+        steps = self.steps()
+        best = self._best.steps(self.metrics()) if self._best else []
+        for step in {*steps[: -self._keep]}.difference(best):
+            self._remove(self.of_step(step))
 
     def read_newest(self) -> tuple[Training, dict[str, np.ndarray]] | None:
         """The newest checkpoint that is complete and whole; None if none was ever completed.
@@ -146,11 +159,11 @@ class CheckpointFolder:
         self._remove_leftovers()
         damaged: dict[Path, str] = {}
         for step in reversed(self.steps()):
-            path = self._of_step(step)
+            path = self.of_step(step)
             if fault := fault_of(path):
                 damaged[path] = fault
                 continue
-            found = self._read(path)
+            found = self.read(path)
             for other, fault in damaged.items():
                 self._set_aside(other, fault, step)
             return found
@@ -163,8 +176,27 @@ class CheckpointFolder:
 
     # ---- one checkpoint
 
-    def _of_step(self, step: int) -> Path:
+    def of_step(self, step: int) -> Path:
+        """Where the checkpoint of a step is, if there is one."""
         return self.path / f"step_{step:08d}"
+
+    def metrics(self) -> dict[int, Mapping[str, float]]:
+        """The metrics of the complete checkpoints, by their steps; none of those that cannot be read."""
+        return {step: _metrics_of(self.of_step(step)) for step in self.steps()}
+
+    def _put(self, incomplete: Path, complete: Path) -> None:
+        """Give a checkpoint that is finished its name; another one has it until then."""
+        replaced = _beside(complete, REPLACED)
+        if complete.exists():
+            complete.rename(replaced)
+        try:
+            incomplete.rename(complete)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(complete)
+            raise
+        _sync(self.path)
+        _clear(replaced)
 
     def _fill(self, folder: Path, training: Training, flat: Mapping[str, np.ndarray]) -> None:
         with _without_tracebacks_of_orbax():
@@ -176,7 +208,15 @@ class CheckpointFolder:
             for path in (*(Path(parent, name) for name in names), Path(parent)):
                 _sync(path)
 
-    def _read(self, path: Path) -> tuple[Training, dict[str, np.ndarray]]:
+    def read(self, path: Path) -> tuple[Training, dict[str, np.ndarray]]:
+        """What a checkpoint says, and its arrays by their names.
+
+        Args:
+            path: of a checkpoint without a fault, see `fault_of`.
+
+        Raises:
+            CheckpointError: if it cannot be read all the same.
+        """
         try:
             training = Training.from_json(_content(path / TRAINING).decode())
             flat = _put_together(self._arrays.restore(path / STATE))
@@ -198,6 +238,11 @@ class CheckpointFolder:
     def _remove_leftovers(self) -> None:
         for path in self.path.glob(f"step_*{REMOVED}"):
             _clear(path)
+        for path in self.path.glob(f"step_*{REPLACED}"):
+            if path.with_suffix("").exists():
+                _clear(path)
+            else:  # the writer was ended between two names
+                path.rename(path.with_suffix(""))
         for path in self.path.glob(f"step_*{INCOMPLETE}"):
             _clear(path)
             newest = f"using step {self.steps()[-1]}" if self.steps() else "there is none before it"
@@ -230,6 +275,13 @@ def fault_of(checkpoint: Path) -> str:
             return f"{shown(name)} cannot be read: {_reason(error)}"
     others = [path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())]
     return f"{others[0].relative_to(checkpoint)} is neither a file nor a folder" if others else ""
+
+
+def _metrics_of(checkpoint: Path) -> Mapping[str, float]:
+    try:
+        return Training.from_json(_content(checkpoint / TRAINING).decode()).metrics
+    except (OSError, ValueError):
+        return {}
 
 
 def shown(name: str) -> str:

@@ -242,6 +242,9 @@ class Trainer:
         what = "sharded optimizer state" if self._update.is_sharded else "residuals of int8 gradients"
         return f"every instance has a part of the state that no other has ({what})"
 
+    def share_notice(self) -> None:
+        """Nothing is left to do: `notice` has travelled with the gradients."""
+
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
         shards = Shards(self._strategy.num_replicas_in_sync, len(self._indices), 1)
