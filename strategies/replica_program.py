@@ -103,6 +103,7 @@ class ReplicaProgram:
         results: the shapes and dtypes of what leaves the replica besides the tail: gradients, or their payload.
         quantised: how the gradients lie in the payload; None where they are not quantised.
         flags: how many values at the end of the tail say which gradients are not finite.
+        has_feeds: whether, once it is traced, the loss function has feeds.
         is_independent: whether, once it is traced, it may run on other instances and replicas than those for which it
             was: the loss function has no collectives and no feeds.
 
@@ -138,6 +139,7 @@ class ReplicaProgram:
             pairs = zip(leaves, self.gradient_dtypes, strict=True)
             self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
         self.is_independent = True
+        self.has_feeds = False
         self.flags = len(self.gradient_dtypes) * strategy.num_replicas_in_sync if check_numerics else 0
         self.names, self._has_metrics = self._metric_names(variables, batch)
 
@@ -173,6 +175,7 @@ class ReplicaProgram:
         with replica_context(context):
             values, leaves = self._gradients(variables, batch, key, control)
         self.is_independent &= context.is_independent
+        self.has_feeds |= context.has_feeds
         results, residuals = self._on_the_way(leaves, control, residuals)
         checked = leaves if self.quantised is not None else results
         tail = [values, control[NOTICE, None].astype(jnp.float32)]

@@ -28,7 +28,6 @@ from strategies.float64 import refuse_float64
 from strategies.input_context import InputContext
 from strategies.lockstep import Lockstep
 from strategies.per_replica import PerReplica, dealt
-from strategies.position import Position
 from strategies.programs import Program
 from strategies.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
 from strategies.sharding import Remainder
@@ -157,17 +156,17 @@ class Strategy:
         Raises:
             StrategyError: if the batch is not the last one of a data set that this strategy has distributed.
         """
-        for dataset in self._datasets:
-            if dataset.has_given(batch):
-                return dataset.read_again()
+        dataset = self.dataset_of(batch)
+        if dataset is not None:
+            return dataset.read_again()
         raise StrategyError(
             "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
             "strategy.distribute_dataset as they come"
         )
 
-    def position_of(self, batch: Any) -> Position | None:
-        """Where the data set is whose last batch this is; None if no data set of this strategy has given it last."""
-        return next((dataset.position() for dataset in self._datasets if dataset.has_given(batch)), None)
+    def dataset_of(self, batch: Any) -> DistributedDataset | None:
+        """The data set whose last batch this is; None if no data set of this strategy has given it last."""
+        return next((dataset for dataset in self._datasets if dataset.has_given(batch)), None)
 
     # ---- values
 

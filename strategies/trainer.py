@@ -211,6 +211,7 @@ class Trainer:
         }  # as all instances have to have them
         self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
         self._executions = Executions(self._update)
+        self._has_warned = False  # of what is lost with an instance
         self._claim_replicas()
         self._metrics: Metrics | None = None  # of the last step
         self._recorder = recorder_for(strategy)
@@ -245,6 +246,32 @@ class Trainer:
     def share_notice(self) -> None:
         """Nothing is left to do: `notice` has travelled with the gradients."""
 
+    def _warn_of_loss(self, reasons: Iterable[str | None]) -> None:
+        """Say why the others could not go on without an instance, where the job was started to go on."""
+        if not self._strategy.can_carry_on or self._strategy.communicator.size == 1:
+            return
+        for reason in filter(None, reasons):
+            logger.warning(
+                "%s: if one is lost the job ends; to go on from a checkpoint use poprun --on-failure restart", reason
+            )
+
+    def _warn_of_program(self, program: ReplicaProgram, batch: Any) -> None:
+        """Say, once, what the program has that is lost with an instance."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        dataset = self._strategy.dataset_of(batch)
+        reasons = []
+        if program.has_feeds:
+            reasons.append("the queues of feeds belong to the replicas that an instance has had from the beginning")
+        elif dataset is None:
+            reasons.append(
+                "no instance can read another one's part of batches that are of no strategy.distribute_dataset"
+            )
+        if dataset is not None and not dataset.is_random_access:
+            reasons.append("no instance can read another one's part of a data set that is only read in order")
+        self._warn_of_loss(reasons)
+
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
         shards = Shards(self._strategy.num_replicas_in_sync, len(self._indices), 1)
@@ -277,11 +304,7 @@ class Trainer:
             self._claim_replicas()
             return self._copy_newest(self._first_state(variables, -1))
 
-        if self._lost_with_an_instance and self._strategy.can_carry_on:
-            logger.warning(
-                "%s: if one is lost the job ends; to go on from a checkpoint use poprun --on-failure restart",
-                self._lost_with_an_instance,
-            )
+        self._warn_of_loss([self._lost_with_an_instance])
         first: TrainState = self._surviving(lambda: self._first_state(self._strategy.broadcast(variables), 0), catch_up)
         return first
 
@@ -548,6 +571,7 @@ class Trainer:
         key = structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
         plan = self._plans.get(key) or self._plan(*shapes)
         self._agree(state, batch, shapes[1], plan)
+        self._warn_of_program(plan.program, batch)
         if key not in self._plans:
             self._plans[key] = self._streaming(plan, shapes, state, batch)
         plan = self._plans[key]
@@ -606,8 +630,8 @@ class Trainer:
         """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
         if not self._is_compared:
             return
-        position = self._strategy.position_of(batch)
-        data = {} if position is None else position.to_dict()
+        dataset = self._strategy.dataset_of(batch)
+        data = {} if dataset is None else dataset.position().to_dict()
         means = self._mean_shapes(state.variables, plan)
         update = self._update.equations(state.variables, state.optimizer_state, means, self._control(state))
         arguments = {**self._options, "step": state.step, **{f"data set {name}": value for name, value in data.items()}}
