@@ -2,6 +2,7 @@
 
 from strategies import cross_replica_ops, loops, within_replica_ops
 from strategies.accumulation import GradientAccumulationReductionMethod
+from strategies.best import Best
 from strategies.casts import Cast, casting
 from strategies.checkpoints import Checkpoints
 from strategies.clipping import clip_by_global_norm
@@ -9,6 +10,7 @@ from strategies.datasets import DistributedDataset, Masked, Position
 from strategies.errors import (
     CheckpointError,
     DeviceError,
+    DisagreementError,
     DivergenceError,
     EndOfDataError,
     FeedError,
@@ -23,10 +25,12 @@ from strategies.infeed import InfeedQueue
 from strategies.input_benchmarks import dataset_benchmark, infeed_benchmark
 from strategies.input_context import InputContext
 from strategies.ipu import IPUStrategy
+from strategies.loading import load_variables
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.metrics import Metrics
 from strategies.multi_worker import IPUMultiWorkerStrategy
 from strategies.outfeed import OutfeedMode, OutfeedQueue
+from strategies.own_loop import OwnLoop
 from strategies.per_replica import PerReplica
 from strategies.popdist_strategy import PopDistStrategy
 from strategies.recomputation import recomputation_checkpoint
@@ -36,10 +40,12 @@ from strategies.trainer import Trainer, TrainState
 from strategies.variables import MirroredVariable, SyncOnReadVariable
 
 __all__ = [
+    "Best",
     "Cast",
     "CheckpointError",
     "Checkpoints",
     "DeviceError",
+    "DisagreementError",
     "DistributedDataset",
     "DivergenceError",
     "EndOfDataError",
@@ -60,6 +66,7 @@ __all__ = [
     "NonFiniteGradientError",
     "OutfeedMode",
     "OutfeedQueue",
+    "OwnLoop",
     "PerReplica",
     "PopDistStrategy",
     "Position",
@@ -77,6 +84,7 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "infeed_benchmark",
+    "load_variables",
     "loops",
     "recomputation_checkpoint",
     "within_replica_ops",

@@ -8,6 +8,7 @@
 | step_00000040/SHA256SUMS | of all other files; `sha256sum --check` reads it |
 | step_00000050.incomplete/ | one that is being written, or whose writer was ended |
 | step_00000030.damaged/ | one whose files are not those that were written |
+| step_00000040.replaced/ | while the checkpoint of a step is replaced by another one of it, the older one |
 """
 
 from __future__ import annotations
@@ -19,22 +20,27 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from strategies.best import Best
 from strategies.errors import CheckpointError
+from strategies.notes import plain_metrics, plain_values
 from strategies.packing import Packing
 from strategies.position import Position
 
 logger = logging.getLogger(__name__)
 
 STATE, TRAINING, SUMS = "state", "training.json", "SHA256SUMS"
-INCOMPLETE, DAMAGED, REMOVED = ".incomplete", ".damaged", ".removed"
+INCOMPLETE, DAMAGED, REMOVED, REPLACED = ".incomplete", ".damaged", ".removed", ".replaced"
 PIECE_BYTES = 1 << 28
 """What orbax gets as one array: it may hold a second copy of it. (Few large arrays are written faster than many: 22 MB
 in 18 arrays took 55 ms of processor time, in one 22 ms.)"""
@@ -51,6 +57,8 @@ class Training:
         seed: the trainer's.
         position: where the data set was, with its seed; None where there was none.
         packing: where each array lies.
+        metrics: of this state, as the program says.
+        extra: the program's own values; JSON can write them.
     """
 
     step: int
@@ -58,6 +66,8 @@ class Training:
     seed: int
     position: Position | None
     packing: Packing
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The inverse of `from_json`."""
@@ -70,6 +80,10 @@ class Training:
         try:
             values = json.loads(text)
             position, packing = values.pop("position"), Packing.from_lists(values.pop("packing"))
+            if not all(type(values[name]) is int and values[name] >= 0 for name in ("step", "replicas")):
+                raise TypeError
+            values["metrics"] = plain_metrics(values.get("metrics", {}))
+            values["extra"] = plain_values(values.get("extra", {}))
             return cls(**values, position=position and Position.from_dict(position), packing=packing)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{text!r} does not describe a training") from error
@@ -81,12 +95,13 @@ class CheckpointFolder:
     Args:
         path: the folder; made with the first checkpoint.
         keep: how many checkpoints are kept, the newest.
+        best: which others are kept too.
 
     Raises:
         CheckpointError: if orbax-checkpoint is not installed.
     """
 
-    def __init__(self, path: Path, keep: int) -> None:
+    def __init__(self, path: Path, keep: int, best: Best | None = None) -> None:
         try:
             import orbax.checkpoint as orbax
         except ImportError as error:
@@ -96,6 +111,7 @@ class CheckpointFolder:
             ) from error
         self.path = path.absolute()
         self._keep = keep
+        self._best = best
         self._orbax = orbax
         # Trained variables hardly shrink, and compressing them takes time that training needs.
         self._arrays = orbax.Checkpointer(orbax.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
@@ -109,27 +125,28 @@ class CheckpointFolder:
         """Write a checkpoint and remove those that are too old. After an error the others are as they were.
 
         Args:
-            training: its step is not that of a complete checkpoint.
+            training: a complete checkpoint of the same step is replaced.
             flat: for each dtype all arrays, as its packing says.
 
         Raises:
             CheckpointError: if that fails, for example because the disk is full.
         """
-        complete = self._of_step(training.step)
+        complete = self.of_step(training.step)
         incomplete = _beside(complete, INCOMPLETE)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(incomplete, ignore_errors=True)
+            _clear(incomplete)
             incomplete.mkdir()
             _check_space(incomplete, sum(array.nbytes for array in flat.values()))
             self._fill(incomplete, training, flat)
-            incomplete.rename(complete)
-            _sync(self.path)
+            self._put(incomplete, complete)
         except Exception as error:  # whatever orbax raises, it does not concern the training
             _remove_unfinished(incomplete)
             raise CheckpointError(f"{complete} could not be written: {_reason(error)}") from error
-        for step in self.steps()[: -self._keep]:
-            self._remove(self._of_step(step))
+        steps = self.steps()
+        best = self._best.steps(self.metrics()) if self._best else []
+        for step in {*steps[: -self._keep]}.difference(best):
+            self._remove(self.of_step(step))
 
     def read_newest(self) -> tuple[Training, dict[str, np.ndarray]] | None:
         """The newest checkpoint that is complete and whole; None if none was ever completed.
@@ -142,11 +159,11 @@ class CheckpointFolder:
         self._remove_leftovers()
         damaged: dict[Path, str] = {}
         for step in reversed(self.steps()):
-            path = self._of_step(step)
+            path = self.of_step(step)
             if fault := fault_of(path):
                 damaged[path] = fault
                 continue
-            found = self._read(path)
+            found = self.read(path)
             for other, fault in damaged.items():
                 self._set_aside(other, fault, step)
             return found
@@ -159,8 +176,27 @@ class CheckpointFolder:
 
     # ---- one checkpoint
 
-    def _of_step(self, step: int) -> Path:
+    def of_step(self, step: int) -> Path:
+        """Where the checkpoint of a step is, if there is one."""
         return self.path / f"step_{step:08d}"
+
+    def metrics(self) -> dict[int, Mapping[str, float]]:
+        """The metrics of the complete checkpoints, by their steps; none of those that cannot be read."""
+        return {step: _metrics_of(self.of_step(step)) for step in self.steps()}
+
+    def _put(self, incomplete: Path, complete: Path) -> None:
+        """Give a checkpoint that is finished its name; another one has it until then."""
+        replaced = _beside(complete, REPLACED)
+        if complete.exists():
+            complete.rename(replaced)
+        try:
+            incomplete.rename(complete)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(complete)
+            raise
+        _sync(self.path)
+        _clear(replaced)
 
     def _fill(self, folder: Path, training: Training, flat: Mapping[str, np.ndarray]) -> None:
         with _without_tracebacks_of_orbax():
@@ -172,9 +208,17 @@ class CheckpointFolder:
             for path in (*(Path(parent, name) for name in names), Path(parent)):
                 _sync(path)
 
-    def _read(self, path: Path) -> tuple[Training, dict[str, np.ndarray]]:
+    def read(self, path: Path) -> tuple[Training, dict[str, np.ndarray]]:
+        """What a checkpoint says, and its arrays by their names.
+
+        Args:
+            path: of a checkpoint without a fault, see `fault_of`.
+
+        Raises:
+            CheckpointError: if it cannot be read all the same.
+        """
         try:
-            training = Training.from_json((path / TRAINING).read_text(encoding="utf-8"))
+            training = Training.from_json(_content(path / TRAINING).decode())
             flat = _put_together(self._arrays.restore(path / STATE))
             return training, training.packing.views(flat)
         except (OSError, ValueError, KeyError) as error:
@@ -184,7 +228,7 @@ class CheckpointFolder:
 
     def _set_aside(self, path: Path, fault: str, used: int) -> None:
         aside = _beside(path, DAMAGED)
-        shutil.rmtree(aside, ignore_errors=True)
+        _clear(aside)
         try:
             path.rename(aside)
         except OSError as error:
@@ -193,9 +237,14 @@ class CheckpointFolder:
 
     def _remove_leftovers(self) -> None:
         for path in self.path.glob(f"step_*{REMOVED}"):
-            shutil.rmtree(path, ignore_errors=True)
+            _clear(path)
+        for path in self.path.glob(f"step_*{REPLACED}"):
+            if path.with_suffix("").exists():
+                _clear(path)
+            else:  # the writer was ended between two names
+                path.rename(path.with_suffix(""))
         for path in self.path.glob(f"step_*{INCOMPLETE}"):
-            shutil.rmtree(path, ignore_errors=True)
+            _clear(path)
             newest = f"using step {self.steps()[-1]}" if self.steps() else "there is none before it"
             logger.warning("checkpoint %s is incomplete: its writer was ended; it was removed; %s", path, newest)
 
@@ -206,15 +255,15 @@ class CheckpointFolder:
         except OSError as error:
             logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
         else:
-            shutil.rmtree(removed, ignore_errors=True)
+            _clear(removed)
 
 
 def fault_of(checkpoint: Path) -> str:
     """What is wrong with the files of a checkpoint; empty when nothing is."""
     try:
-        lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
+        lines = _content(checkpoint / SUMS).decode().splitlines()
     except (OSError, ValueError) as error:
-        return f"{SUMS} cannot be read: {error}"
+        return f"{SUMS} cannot be read: {_reason(error)}"
     wanted = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
     if TRAINING not in wanted:
         return f"{SUMS} is cut off"
@@ -222,9 +271,22 @@ def fault_of(checkpoint: Path) -> str:
         try:
             if _sha256(checkpoint / name) != sha256:
                 return f"{name} is not what was written"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-    return ""
+        except (OSError, ValueError) as error:
+            return f"{shown(name)} cannot be read: {_reason(error)}"
+    others = [path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())]
+    return f"{others[0].relative_to(checkpoint)} is neither a file nor a folder" if others else ""
+
+
+def _metrics_of(checkpoint: Path) -> Mapping[str, float]:
+    try:
+        return Training.from_json(_content(checkpoint / TRAINING).decode()).metrics
+    except (OSError, ValueError):
+        return {}
+
+
+def shown(name: str) -> str:
+    """A name from a file, as it may stand in a message."""
+    return name if name.isprintable() else repr(name)
 
 
 def _pieces(flat: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
@@ -245,15 +307,38 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def _open(path: Path) -> BufferedReader:
+    """Open a file for reading, but nothing else: a named pipe would have to wait for its writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _content(path: Path) -> bytes:
+    with _open(path) as file:
+        return file.read()
+
+
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _clear(path: Path) -> None:
+    """Remove a folder with all that is in it, or what else has that name; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
 
 
 def _remove_unfinished(folder: Path) -> None:
     """Remove what could not be finished; threads that orbax has left behind may still write there for a moment."""
     for _ in range(20):
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear(folder)
         if not folder.exists():
             return
         time.sleep(0.05)

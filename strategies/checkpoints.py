@@ -19,16 +19,21 @@ import jax
 import numpy as np
 
 from popdist.environments.faults import CHECKPOINT
-from strategies.checkpoint_folder import CheckpointFolder, Training
+from strategies.agreement import broadcast_text
+from strategies.arguments import are_used_up, check_state
+from strategies.best import Best
+from strategies.checkpoint_folder import CheckpointFolder, Training, shown
 from strategies.datasets import DistributedDataset
 from strategies.devices import borrow, is_key
 from strategies.errors import CheckpointError
+from strategies.notes import plain_metrics, plain_values
+from strategies.own_loop import Loop
 from strategies.packing import Packing
 from strategies.sharding import positive
 from strategies.shards import PartOfArray
 from strategies.step_record import checkpoint_folder
 from strategies.survival import surviving
-from strategies.trainer import Trainer, TrainState
+from strategies.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -53,21 +58,26 @@ class Checkpoints:
                     state, metrics = trainer.step(state, batch)
                     checkpoints.after_step(state)
 
-    Instance 0 alone reads and writes the folder. A checkpoint has all arrays of the state, the step, the seeds, R and
-    the position in the data set. The arrays are copied before `save` returns; a thread writes the copy.
+    Instance 0 alone reads and writes the folder. A checkpoint has all arrays of the state, the step, the seeds, R, the
+    position in the data set, and what the program says of it. The arrays are copied before `save` returns; a thread
+    writes the copy.
 
     Inside of the `with` statement SIGTERM and SIGUSR1 do not end the process: all instances save after the same step
     and leave together, see `after_step`.
 
     Args:
         directory: of instance 0; one for each job.
-        trainer: its seed and its strategy's number of replicas are saved, and compared when restoring.
+        trainer: its seed and its strategy's number of replicas are saved, and compared when restoring. A program that
+            makes its steps itself gives an `OwnLoop`.
         dataset: whose position is saved and restored; None leaves that to the program.
         every: `after_step` saves when the step is a multiple of it, or as soon as it can after that.
         keep: how many checkpoints are kept, the newest.
+        keep_best: which others are kept besides, by a metric that `save` or `after_step` gets.
         grace_s: how long poprun waits, after SIGTERM, for the last checkpoint.
 
     Attributes:
+        extra: the program's own values, such as its best accuracy, by their names: saved with each checkpoint, and
+            brought back by `restore` on all instances. See `save`.
         last_step: the step of which the last checkpoint is, that was begun or restored; None where there is none.
 
     Raises:
@@ -79,11 +89,12 @@ class Checkpoints:
     def __init__(
         self,
         directory: str | Path,
-        trainer: Trainer,
+        trainer: Loop,
         dataset: DistributedDataset | None = None,
         *,
         every: int = 1,
         keep: int = 3,
+        keep_best: Best | None = None,
         grace_s: float = 30.0,
     ) -> None:
         every, keep = positive("every", every), positive("keep", keep)
@@ -94,19 +105,21 @@ class Checkpoints:
         self._dataset = dataset
         self._every = every
         self._grace_s = grace_s
-        self._directory, self._keep = checkpoint_folder(Path(directory)), keep
+        self._directory, self._keep, self._keep_best = checkpoint_folder(Path(directory)), keep, keep_best
         self._opened: CheckpointFolder | None = None
         self._open_folder()
         self._thread = ThreadPoolExecutor(1, "checkpoints", _stand_back)
         self._writing: Future[None] | None = None
+        self.extra: dict[str, Any] = {}
         self.last_step: int | None = None
+        self._last_metrics: dict[str, float] = {}  # that were saved with it
         self._owns_folder = False
         self._is_due = False
         self._packing = Packing(())
         self._flat: dict[str, np.ndarray] = {}
         self._handlers: dict[signal.Signals, Any] = {}
         self._gathered_step: int | None = None
-        self._last: TrainState | None = None  # that was to be saved, where another instance may have to do it
+        self._last: tuple[TrainState, Mapping[str, Any] | None] | None = None  # to be saved, maybe by another instance
         self._seen: int | None = None  # the step of the last call of `after_step`, or of what was restored
 
     @property
@@ -118,7 +131,7 @@ class Checkpoints:
         if self._strategy.instance_index != 0:
             return None
         if self._opened is None:
-            self._opened = CheckpointFolder(self._directory, self._keep)
+            self._opened = CheckpointFolder(self._directory, self._keep, self._keep_best)
         return self._opened
 
     def __enter__(self) -> Checkpoints:
@@ -149,6 +162,8 @@ class Checkpoints:
     def restore(self, state: TrainState, *, other_replicas: bool = False) -> TrainState:
         """The state of the newest whole checkpoint, and the data set where it was; a collective call.
 
+        `extra` is then what was saved with it.
+
         Checkpoints that are incomplete or damaged are passed over, each with one warning.
 
         Args:
@@ -176,13 +191,18 @@ class Checkpoints:
         elif self._dataset is not None and training.position is not None:
             self._dataset.restore(training.position)
         self.last_step = self._gathered_step = self._seen = training.step
+        self.extra, self._last_metrics = dict(training.extra), dict(training.metrics)
         received = {
             name: _like(leaf, self._strategy.broadcast({name: saved[name]})[name]) for name, leaf in arrays.items()
         }
         return _with_arrays(state, received, training.step)
 
-    def save(self, state: TrainState) -> None:
-        """Begin to save the state. A step that was saved or restored last is not saved again.
+    def save(
+        self, state: TrainState, *, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begin to save the state.
+
+        A step that was saved or restored last is saved again only where `extra` or `metrics` say something of it.
 
         Asks no other instance, unless optimizer state is sharded: it is then a collective call, and array after array
         is gathered on instance 0.
@@ -190,19 +210,34 @@ class Checkpoints:
         Waits while the checkpoint before it is still being written. What cannot be written is one warning: the training
         goes on, and older checkpoints stay.
 
+        Args:
+            state: what `Trainer.init` or a step returned last.
+            extra: the program's own values from here on, in place of those in the attribute `extra`: a dictionary of
+                what JSON can write. Those of instance 0 are saved.
+            metrics: what was measured with this state, such as the accuracy on other data, or what the step returned:
+                a dictionary of numbers, by which `keep_best` chooses.
+
         Raises:
             CheckpointError: if the first checkpoint is not newer than those that are there; `restore` was not called.
+            TypeError: if `extra` or `metrics` cannot be saved.
+            ValueError: if a step has used the state up.
         """
+        check_state(state)
+        self.extra = self.extra if extra is None else dict(extra)
+        own = plain_values(self.extra)
+        is_said = extra is not None or metrics is not None
+        measured = plain_metrics(metrics or {})
         folder = self._folder
         is_sharded = self._trainer.is_sharded
         if self._strategy.can_carry_on and not is_sharded:
-            self._last = state
-        packing = self._gather(state) if is_sharded else None
+            self._last = state, metrics
+        packing = self._gather(state, is_said) if is_sharded else None
         if folder is None:
             self._owns_folder, self._is_due = True, False  # instance 0 sees to that
-        if folder is None or state.step == self.last_step or (is_sharded and packing is None):
+        is_saved = state.step == self.last_step
+        if folder is None or (is_saved and not is_said) or (is_sharded and packing is None):
             return
-        if self._owns_folder and state.step in folder.steps():  # another instance has made it, and is lost
+        if self._owns_folder and not is_said and state.step in folder.steps():  # another instance, lost, has made it
             self.last_step, self._is_due = state.step, False
             return
         self._strategy.progress.begin(CHECKPOINT)
@@ -212,13 +247,17 @@ class Checkpoints:
                 f"{folder.path} has checkpoints up to step {folder.steps()[-1]} of another training; "
                 "call restore before the first step, or use another folder"
             )
+        if metrics is not None or not is_saved:
+            self._last_metrics = measured
         self.last_step, self._owns_folder, self._is_due = state.step, True, False
         position = None if self._dataset is None else self._dataset.position()
         replicas, packing = self._strategy.num_replicas_in_sync, packing or self._copy(state)
-        training = Training(state.step, replicas, self._trainer.seed, position, packing)
+        training = Training(state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own)
         self._writing = self._thread.submit(self._write, folder, training, self._flat)
 
-    def after_step(self, state: TrainState) -> None:
+    def after_step(
+        self, state: TrainState, *, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         """Call it after every step, or some steps, on all instances: saves when it is time, or leaves if told to.
 
         It is time when the step is a multiple of `every`, or has passed one since the last call.
@@ -230,21 +269,32 @@ class Checkpoints:
         An instance that gets SIGTERM or SIGUSR1 tells the others along with its next gradients. After that step all
         of them are here, wait until the state is saved, and leave.
 
+        Args:
+            state: see `save`.
+            extra: see `save`.
+            metrics: see `save`; not read where nothing is saved.
+
         Raises:
             SystemExit: 128 + the number of the signal, on all instances, once the state is saved.
         """
+        self.extra = self.extra if extra is None else dict(extra)
+        self._trainer.share_notice()
         if self._trainer.notice.is_agreed:
-            self._leave(state)
+            self._leave(state, metrics)
         before = state.step - 1 if self._seen is None else self._seen
         self._is_due |= state.step // self._every > before // self._every
         self._seen = state.step
         if self._is_due and (self._trainer.is_sharded or self._writing is None or self._writing.done()):
-            self.save(state)
+            self.save(state, metrics=metrics)
 
     def _save_last(self) -> None:
-        """On instance 0: see to it that the state that was to be saved last is."""
-        if self._last is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._last.variables)):
-            self.save(self._last)
+        """On instance 0: see to it that what was to be saved last is, which may have been for another one to do."""
+        state, metrics = self._last or (None, None)
+        folder = self._folder
+        if state is not None and folder is not None and not are_used_up(state.variables):
+            is_begun = state.step == self.last_step or state.step in folder.steps()
+            if not is_begun:
+                self.save(state, metrics=metrics)
         self.wait()
 
     def wait(self) -> None:
@@ -270,9 +320,14 @@ class Checkpoints:
     def _arrays_of(self, state: TrainState) -> dict[str, Any]:
         return _named_arrays(self._trainer.whole(state))
 
-    def _gather(self, state: TrainState) -> Packing | None:
-        """`_copy` on instance 0, while the others send their parts; None where that was done for this step."""
-        if state.step == self._gathered_step:
+    def _gather(self, state: TrainState, is_said: bool) -> Packing | None:
+        """`_copy` on instance 0, while the others send their parts; None where that was done for this step.
+
+        Args:
+            state: see `save`.
+            is_said: whether something new is said of it.
+        """
+        if state.step == self._gathered_step and not is_said:
             return None
         packing = None
         if self._folder is not None:
@@ -317,7 +372,8 @@ class Checkpoints:
                 fault = self._mismatch(found[0], arrays, other_replicas) if found else ""
             except (CheckpointError, OSError) as error:
                 fault = str(error)
-        text = self._broadcast_text(json.dumps([fault, found and found[0].to_json()]))
+        known = json.dumps([fault, found and found[0].to_json()])
+        text = broadcast_text(self._strategy.communicator, known, 0, "what is known of the checkpoint")
         fault, training = json.loads(text)
         if fault:
             raise CheckpointError(fault)
@@ -348,25 +404,20 @@ class Checkpoints:
         for name in sorted(names):
             there, here = theirs.get(name, "nothing"), ours.get(name, "nothing")
             if there != here:
-                return f"{what} has {there} as {name}, and this training has {here}; use the same model and optimizer"
+                return (
+                    f"{what} has {there} as {shown(name)}, and this training has {here}; use the same model and "
+                    "optimizer"
+                )
         return ""
-
-    def _broadcast_text(self, text: str) -> str:
-        """Instance 0's text."""
-        communicator = self._strategy.communicator
-        data = np.frombuffer(text.encode(), np.uint8)
-        size = communicator.broadcast(np.array([data.size], np.int64), name="size of what is known of the checkpoint")
-        data = data.copy() if self._folder is not None else np.empty(size[0], np.uint8)
-        return communicator.broadcast(data, name="what is known of the checkpoint").tobytes().decode()
 
     # ---- leaving
 
     def _take_signal(self, number: int, frame: object) -> None:
         self._trainer.notice.give(number)
 
-    def _leave(self, state: TrainState) -> None:
+    def _leave(self, state: TrainState, metrics: Mapping[str, Any] | None) -> None:
         def save_together() -> np.ndarray:
-            self.save(state)
+            self.save(state, metrics=metrics)
             self.wait()
             number = np.array([self._trainer.notice.number], np.int32)
             return self._strategy.communicator.all_reduce(number, "max", name="signal to leave")

@@ -148,7 +148,7 @@ def explain_recompilation(seen: Sequence[Any], new: Any) -> str | None:
     """
     if not seen:
         return None
-    before, now = _shapes(seen[-1]), _shapes(new)
+    before, now = shapes_by_name(seen[-1]), shapes_by_name(new)
     changes = [
         f"{name or 'the batch'} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
         for name in dict.fromkeys([*before, *now])
@@ -158,7 +158,8 @@ def explain_recompilation(seen: Sequence[Any], new: Any) -> str | None:
     return f"compiled again, for the {_ordinal(len(seen) + 1)} time: {reason}; batches of one shape are compiled once"
 
 
-def _shapes(tree: Any) -> dict[str, str]:
+def shapes_by_name(tree: Any) -> dict[str, str]:
+    """Dtype and shape of each array of a tree, such as `float32[3, 2]`, by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 

@@ -152,6 +152,11 @@ class DistributedDataset:
         return self._read(epoch, start)
 
     @property
+    def is_random_access(self) -> bool:
+        """Whether the batch of any step can be read, for any replicas: arrays and objects with `[i]`."""
+        return self._source.is_random_access
+
+    @property
     def replication(self) -> Replication:
         """The replicas among which the data set is dealt out."""
         local = self._layout.local_replicas

@@ -3,6 +3,7 @@
 StrategyError
 ├── NonFiniteGradientError  a gradient is NaN or infinite: look at the named variable; the state was not updated
 ├── DivergenceError         instances have different bits: look at the named instance's memory, or for what is random
+├── DisagreementError       instances were started with different arguments or programs: start all with the same
 ├── CheckpointError         no checkpoint can be used: the message says which folder and why
 ├── FeedError               an infeed or outfeed is not in a state for this: the message says what to do first
 │   └── EndOfDataError      a program asks an infeed for more than its data set has: run fewer steps, or repeat the data
@@ -21,6 +22,10 @@ class NonFiniteGradientError(StrategyError, ArithmeticError):
 
 class DivergenceError(StrategyError, RuntimeError):
     """Instances have different bits in what has to be the same; every instance raises it."""
+
+
+class DisagreementError(StrategyError, RuntimeError):
+    """Instances differ in what decides the result; every instance raises it, before the first step."""
 
 
 class CheckpointError(StrategyError, RuntimeError):

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from collectives.memory import aligned_empty
 from strategies.devices import ReplicaDevices, borrow
@@ -104,18 +105,25 @@ class GradientPlan:
             self._executables[device] = list(self._compile(device))
         return self._executables[device]
 
+    def equations(self) -> core.ClosedJaxpr:
+        """What the first segment computes; where there is no other one that is everything."""
+        return self.programs[0].equations(*self._arguments(0, {}))
+
     def _compile(self, device: jax.Device) -> Iterator[Callable[..., Any]]:
         residuals: dict[int, Any] = {}
-        for segment, layout, program in zip(self.segments, self.layouts, self.programs, strict=True):
-            inputs = [self._shapes[place] for place in segment.inputs]
-            buffers = [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in layout.buffers]
-            executable: Any = program.compiled(
-                device, *inputs, *[residuals[number] for number in segment.takes], *buffers
-            )
-            given = jax.tree.leaves(executable.out_info)[len(buffers) :]
+        for number, (segment, program) in enumerate(zip(self.segments, self.programs, strict=True)):
+            executable: Any = program.compiled(device, *self._arguments(number, residuals))
+            given = jax.tree.leaves(executable.out_info)[len(self.layouts[number].buffers) :]
             shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in given]
             residuals.update(zip(segment.gives, shapes, strict=True))
             yield executable
+
+    def _arguments(self, number: int, residuals: Mapping[int, Any]) -> list[Any]:
+        """The shapes of what the program of a segment takes."""
+        segment = self.segments[number]
+        inputs = [self._shapes[place] for place in segment.inputs]
+        buffers = [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
+        return [*inputs, *[residuals[taken] for taken in segment.takes], *buffers]
 
     def shards_of(self, parts: Sequence[Part]) -> Shards | None:
         """How the means of gradients that travel together are cut."""

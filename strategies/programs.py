@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from strategies.compilation import compile_in_turn
 
@@ -64,16 +65,28 @@ class Program:
             device: where it runs.
             arguments: pytrees of arrays on that device, of host arrays and numbers, or of shapes.
         """
-        leaves, structure = jax.tree.flatten(arguments)
-        key = (structure, tuple([_type(leaf) for leaf in leaves]), _settings())
+        key = _key(arguments)
         found = self._compiled.get((device, key))
         if found is None:
-            if key not in self._traced:
-                self._traced[key] = self._jitted.trace(*arguments)
             with jax.default_device(device):
-                lowered = self._traced[key].lower()
+                lowered = self._trace(key, arguments).lower()
             found = self._compiled[device, key] = compile_in_turn(lowered, self._executables)
         return found
+
+    def equations(self, *arguments: Any) -> core.ClosedJaxpr:
+        """What is compiled for arguments like these; see `compiled`."""
+        closed: core.ClosedJaxpr = self._trace(_key(arguments), arguments).jaxpr
+        return closed
+
+    def _trace(self, key: Hashable, arguments: Sequence[Any]) -> Any:
+        if key not in self._traced:
+            self._traced[key] = self._jitted.trace(*arguments)
+        return self._traced[key]
+
+
+def _key(arguments: Sequence[Any]) -> Hashable:
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple([_type(leaf) for leaf in leaves]), _settings()
 
 
 def _type(leaf: Any) -> Hashable:

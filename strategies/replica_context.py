@@ -97,7 +97,12 @@ class ReplicaContext:
     @property
     def is_independent(self) -> bool:
         """Whether its program has asked so far for nothing that belongs to these replicas: no collective, no feed."""
-        return not self._calls and not self.feeds.infeeds and not self.feeds.outfeeds
+        return not self._calls and not self.has_feeds
+
+    @property
+    def has_feeds(self) -> bool:
+        """Whether its program has asked so far for a feed."""
+        return bool(self.feeds.infeeds or self.feeds.outfeeds)
 
 
 def get_replica_context() -> ReplicaContext:

@@ -17,6 +17,7 @@ from strategies.accumulation import (
     accumulator_dtypes,
     is_float,
 )
+from strategies.arguments import metric_names, naming_missing_keys
 from strategies.replica_context import replica_context
 from strategies.strategy import Strategy
 from strategies.transfer import Int8Layout, Transfer
@@ -102,12 +103,13 @@ class ReplicaProgram:
         results: the shapes and dtypes of what leaves the replica besides the tail: gradients, or their payload.
         quantised: how the gradients lie in the payload; None where they are not quantised.
         flags: how many values at the end of the tail say which gradients are not finite.
+        has_feeds: whether, once it is traced, the loss function has feeds.
         is_independent: whether, once it is traced, it may run on other instances and replicas than those for which it
             was: the loss function has no collectives and no feeds.
 
     Raises:
         TypeError: if the loss or a metric is not a scalar.
-        ValueError: if the batch cannot be divided into micro-batches.
+        ValueError: if the batch cannot be divided into micro-batches, or has not what the loss function asks it for.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class ReplicaProgram:
             pairs = zip(leaves, self.gradient_dtypes, strict=True)
             self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
         self.is_independent = True
+        self.has_feeds = False
         self.flags = len(self.gradient_dtypes) * strategy.num_replicas_in_sync if check_numerics else 0
         self.names, self._has_metrics = self._metric_names(variables, batch)
 
@@ -172,6 +175,7 @@ class ReplicaProgram:
         with replica_context(context):
             values, leaves = self._gradients(variables, batch, key, control)
         self.is_independent &= context.is_independent
+        self.has_feeds |= context.has_feeds
         results, residuals = self._on_the_way(leaves, control, residuals)
         checked = leaves if self.quantised is not None else results
         tail = [values, control[NOTICE, None].astype(jnp.float32)]
@@ -228,7 +232,8 @@ class ReplicaProgram:
     def _metric_names(self, variables: Any, batch: Any) -> tuple[tuple[str, ...], bool]:
         """What the loss function returns besides the loss; checks that all of it is scalar."""
         micro_batch = jax.tree.map(self._micro_shape, batch)
-        shapes = jax.eval_shape(self._loss_of_one, variables, micro_batch, np.int32(0))
+        with naming_missing_keys(variables, batch):
+            shapes = jax.eval_shape(self._loss_of_one, variables, micro_batch, np.int32(0))
         loss, metrics = shapes if isinstance(shapes, tuple) and len(shapes) == 2 else (shapes, {})
         if not isinstance(loss, jax.ShapeDtypeStruct) or not isinstance(metrics, Mapping):
             returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", shapes)
@@ -240,12 +245,7 @@ class ReplicaProgram:
             raise TypeError(
                 f"the loss is {loss.dtype}{list(loss.shape)}; it must be a floating-point scalar: take jnp.mean of it"
             )
-        for name, metric in metrics.items():
-            if metric.shape != () or name == "loss":
-                raise TypeError(
-                    f"metric {name!r} is of shape {list(metric.shape)}; metrics are scalars not called 'loss'"
-                )
-        return ("loss", *metrics), isinstance(shapes, tuple)
+        return ("loss", *metric_names(metrics)), isinstance(shapes, tuple)
 
     def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The shape of one micro-batch of a replica."""
@@ -265,4 +265,10 @@ class ReplicaProgram:
         """What the loss function returns, as arrays."""
         with replica_context(self._strategy.new_context(index, "shapes")):
             result = self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), jax.random.key(0))
-        return jax.tree.map(jnp.asarray, result)
+        try:
+            return jax.tree.map(jnp.asarray, result)
+        except TypeError as error:
+            raise TypeError(
+                f"the loss function returns {result}; it must return the loss, or the loss and a dictionary of "
+                "metrics, all of them arrays or numbers"
+            ) from error

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 
 from collectives.memory import aligned_empty
 from strategies.accumulation import accumulator_dtypes
@@ -61,6 +62,7 @@ class ShardedUpdate(Update):
         self._shapes: Any = None  # of the whole optimizer state
         self._is_cut: Any = None  # which of its arrays are
         self._takes_parts = False  # of mean gradients
+        self._of_whole: Any = None  # the equations of an update that is not sharded
 
     @property
     def is_sharded(self) -> bool:
@@ -100,6 +102,11 @@ class ShardedUpdate(Update):
             leaves[leaf] = new
         placed = jax.device_put(leaves, self._strategy.variables_device)  # committed, as the old ones were
         return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
+
+    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
+        """See `Update`."""
+        closed: core.ClosedJaxpr = self._of_whole
+        return closed
 
     def _gather(self, old: list[jax.Array], place: Buffer, part: jax.Array, name: str) -> list[jax.Array]:
         """The variables that lie in one buffer, of the parts of all instances; the old ones are used up."""
@@ -206,10 +213,10 @@ class ShardedUpdate(Update):
         changed = jax.eval_shape(self._optimizer.init, others)
         self._is_cut = jax.tree.map(lambda one, other: one.shape != other.shape, self._shapes, changed)
         traced = self._trace(parts)
-        traced_whole = self._trace(whole)
-        self._takes_parts = self._strategy.communicator.scatters_reductions and not _uses_last_argument(traced_whole)
+        self._of_whole = self._trace(whole)
+        self._takes_parts = self._strategy.communicator.scatters_reductions and not _uses_last_argument(self._of_whole)
         found = first_across_elements(traced) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
-        alike = [operations(one) for one in (traced_whole, traced, self._trace(others))]
+        alike = [operations(one) for one in (self._of_whole, traced, self._trace(others))]
         if found is None and not alike[0] == alike[1] == alike[2]:
             found = "other operations or numbers for arrays of other shapes"
         if found is not None:

@@ -203,13 +203,17 @@ class Strategy:
         Raises:
             StrategyError: if the batch is not the last one of a data set that this strategy has distributed.
         """
-        for dataset in self._datasets:
-            if dataset.has_given(batch):
-                return dataset.read_again()
+        dataset = self.dataset_of(batch)
+        if dataset is not None:
+            return dataset.read_again()
         raise StrategyError(
             "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
             "strategy.distribute_dataset as they come"
         )
+
+    def dataset_of(self, batch: Any) -> DistributedDataset | None:
+        """The data set whose last batch this is; None if no data set of this strategy has given it last."""
+        return next((dataset for dataset in self._datasets if dataset.has_given(batch)), None)
 
     # ---- values
 

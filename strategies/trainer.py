@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from popdist.environments.faults import FaultyProgress
 from strategies.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
-from strategies.compilation import explain_recompilation
+from strategies.agreement import Terms, insist_on_agreement
+from strategies.arguments import check_loss_function, check_optimizer, check_state, check_variables
+from strategies.compilation import explain_recompilation, shapes_by_name
 from strategies.datasets import DistributedDataset
 from strategies.devices import borrow
 from strategies.digest import compare, flip_bit
@@ -26,6 +27,7 @@ from strategies.loss_scaling import LossScale, LossScaling
 from strategies.metrics import Metrics
 from strategies.notice import Notice
 from strategies.probing import batch_like, variables_like
+from strategies.program_text import lines_of, scalars_by_name
 from strategies.recomputation import recomputing
 from strategies.replica_program import Accumulation, LossFunction, Precision, ReplicaProgram, control_words, float_dtype
 from strategies.sharded_update import ShardedUpdate
@@ -50,10 +52,12 @@ class _Plan:
     Attributes:
         program: of a replica.
         gradients: the compiled programs that compute it.
+        lines: what they compute, for the comparison with other instances; none where there is none.
     """
 
     program: ReplicaProgram
     gradients: GradientPlan
+    lines: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class Trainer:
         notice: travels with the gradients of every step.
 
     Raises:
+        TypeError: if `loss_fn` does not take three arguments, or `optimizer` is none.
         ValueError: if an argument is out of range, or two of them exclude each other.
     """
 
@@ -152,6 +157,8 @@ class Trainer:
         recompute: str | Callable[..., Any] = "none",
         compile_ahead: bool = False,
     ) -> None:
+        check_loss_function(loss_fn)
+        check_optimizer(optimizer)
         self._strategy = strategy
         self.seed = seed
         self.notice = Notice()
@@ -186,8 +193,25 @@ class Trainer:
             offload_optimizer_state,
             positive("min_elements_for_sharding", min_elements_for_sharding),
         )
+        self._options = {
+            "seed": seed,
+            "check_numerics": check_numerics,
+            "digest_every": digest_every,
+            "gradient_accumulation_count": gradient_accumulation_count,
+            "gradient_accumulation_dtype": _named(gradient_accumulation_dtype),
+            "reduction_method": self._accumulation.method.name,
+            "replicated_optimizer_state_sharding": self._update.is_sharded,
+            "min_elements_for_sharding": min_elements_for_sharding,
+            "offload_optimizer_state": settings.offloads_state,
+            "compute_dtype": self._precision.compute,
+            "loss_scaling": self._loss_scaling,
+            "gradient_transfer_dtype": self._transfer.dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "recompute": _named(recompute),
+        }  # as all instances have to have them
         self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
         self._executions = Executions(self._update)
+        self._has_warned = False  # of what is lost with an instance
         self._claim_replicas()
         self._metrics: Metrics | None = None  # of the last step
         self._recorder = recorder_for(strategy)
@@ -219,6 +243,35 @@ class Trainer:
         what = "sharded optimizer state" if self._update.is_sharded else "residuals of int8 gradients"
         return f"every instance has a part of the state that no other has ({what})"
 
+    def share_notice(self) -> None:
+        """Nothing is left to do: `notice` has travelled with the gradients."""
+
+    def _warn_of_loss(self, reasons: Iterable[str | None]) -> None:
+        """Say why the others could not go on without an instance, where the job was started to go on."""
+        if not self._strategy.can_carry_on or self._strategy.communicator.size == 1:
+            return
+        for reason in filter(None, reasons):
+            logger.warning(
+                "%s: if one is lost the job ends; to go on from a checkpoint use poprun --on-failure restart", reason
+            )
+
+    def _warn_of_program(self, program: ReplicaProgram, batch: Any) -> None:
+        """Say, once, what the program has that is lost with an instance."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        dataset = self._strategy.dataset_of(batch)
+        reasons = []
+        if program.has_feeds:
+            reasons.append("the queues of feeds belong to the replicas that an instance has had from the beginning")
+        elif dataset is None:
+            reasons.append(
+                "no instance can read another one's part of batches that are of no strategy.distribute_dataset"
+            )
+        if dataset is not None and not dataset.is_random_access:
+            reasons.append("no instance can read another one's part of a data set that is only read in order")
+        self._warn_of_loss(reasons)
+
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
         shards = Shards(self._strategy.num_replicas_in_sync, len(self._indices), 1)
@@ -241,25 +294,17 @@ class Trainer:
             variables: a pytree of floating-point arrays, with the same shapes and dtypes on all instances.
 
         Raises:
-            TypeError: if a variable is not of a floating-point dtype.
+            TypeError: if a variable is no array of a floating-point dtype.
+            ValueError: if there is no variable, or one was used up by a step.
             LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
         """
-        for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                raise TypeError(
-                    f"variable {jax.tree_util.keystr(path)} is of dtype {jnp.result_type(leaf)}; only floating-point "
-                    "variables can be trained: keep others outside"
-                )
+        check_variables(variables)
 
         def catch_up() -> TrainState | None:
             self._claim_replicas()
             return self._copy_newest(self._first_state(variables, -1))
 
-        if self._lost_with_an_instance and self._strategy.can_carry_on:
-            logger.warning(
-                "%s: if one is lost the job ends; to go on from a checkpoint use poprun --on-failure restart",
-                self._lost_with_an_instance,
-            )
+        self._warn_of_loss([self._lost_with_an_instance])
         first: TrainState = self._surviving(lambda: self._first_state(self._strategy.broadcast(variables), 0), catch_up)
         return first
 
@@ -328,6 +373,7 @@ class Trainer:
 
     def _execute(self, state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """Steps with all batches, in one program if that has the same bits."""
+        check_state(state)
         step = self._compiled(state, batches[0])
         if len(batches) == 1 or not all(self._compiled(state, batch) is step for batch in batches):
             return self._singly(state, batches)
@@ -359,11 +405,14 @@ class Trainer:
 
         Raises:
             TypeError: if the loss is not a floating-point scalar, or the batch has other leaves than arrays.
-            ValueError: if the batch cannot be divided among the local replicas, has no rows, or is dealt out among
-                other replicas.
+            ValueError: if the batch cannot be divided among the local replicas, has no rows, is dealt out among other
+                replicas, or has not what the loss function asks it for; or if the state was used up by a step.
             NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
             DivergenceError: with `digest_every`.
+            DisagreementError: on all instances, at the first step with batches of a shape, if they differ in the
+                options, the data set, the loss function or the optimizer.
         """
+        check_state(state)
         self._strategy.progress.step(state.step)
         if self._strategy.progress.flips_bit:
             state = replace(state, variables=flip_bit(state.variables))
@@ -524,8 +573,11 @@ class Trainer:
         )
         leaves, structure = jax.tree.flatten(shapes)
         key = structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        plan = self._plans.get(key) or self._plan(*shapes)
+        self._agree(state, batch, shapes[1], plan)
+        self._warn_of_program(plan.program, batch)
         if key not in self._plans:
-            self._plans[key] = self._plan(state, batch, *shapes)
+            self._plans[key] = self._streaming(plan, shapes, state, batch)
         plan = self._plans[key]
         self._log_effective_batch(shapes[1])
         communicator = self._strategy.communicator
@@ -537,8 +589,8 @@ class Trainer:
         means = jax.tree.unflatten(jax.tree.structure(shapes[0]), plan.program.quantised.views(result))
         return _Step(plan, gradients, means, (reduction, result))
 
-    def _plan(self, state: TrainState, batch: Any, variables: Any, of_one: Any, residuals: Any) -> _Plan:
-        """What a replica computes for such variables, rows of a batch, and residuals; a collective call."""
+    def _plan(self, variables: Any, of_one: Any, residuals: Any) -> _Plan:
+        """What a replica computes for such variables, rows of a batch, and residuals."""
         program = ReplicaProgram(
             self._strategy,
             self._loss_fn,
@@ -550,14 +602,50 @@ class Trainer:
             self._transfer,
             self._check_numerics,
         )
+        gradients = self._planned(program, (variables, of_one, residuals), streams=False)
+        return _Plan(program, gradients, lines_of(gradients.equations()) if self._is_compared else [])
+
+    def _planned(self, program: ReplicaProgram, shapes: Sequence[Any], streams: bool) -> GradientPlan:
+        variables, of_one, residuals = shapes
         arguments = (variables, of_one, np.int32(0), control_words(0, False, 1.0), residuals)
         shards = None if program.quantised else self._update.mean_shards
+        return GradientPlan(self._devices, program, arguments, program.results, streams, program.tail_size, shards)
 
-        def planned(streams: bool) -> GradientPlan:
-            return GradientPlan(self._devices, program, arguments, program.results, streams, program.tail_size, shards)
+    def _streaming(self, plan: _Plan, shapes: Sequence[Any], state: TrainState, batch: Any) -> _Plan:
+        """The plan, with gradients that are streamed if they may be; a collective call then."""
+        if plan.program.quantised is not None or not self._strategy.streams_gradients:
+            return plan
+        cut = self._planned(plan.program, shapes, streams=True)
+        return replace(plan, gradients=cut) if self._is_streaming_exact(cut, plan.gradients, state, batch) else plan
 
-        streams = program.quantised is None and self._strategy.streams_gradients
-        return _Plan(program, planned(streams and self._is_streaming_exact(planned, state, batch)))
+    @property
+    def _is_compared(self) -> bool:
+        """Whether there are others to agree with. `poprun verify` lets them differ, and finds out what follows."""
+        return self._strategy.communicator.size > 1 and not self._recorder.is_on
+
+    def _mean_shapes(self, variables: Any, plan: _Plan) -> Any:
+        """The shapes and dtypes in which the update gets whole mean gradients."""
+        leaves, structure = jax.tree.flatten(variables)
+        if plan.program.quantised is not None:
+            return jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(leaf.shape, np.float32) for leaf in leaves])
+        return jax.tree.unflatten(structure, plan.gradients.gradients)
+
+    def _agree(self, state: TrainState, batch: Any, of_one: Any, plan: _Plan) -> None:
+        """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
+        if not self._is_compared:
+            return
+        dataset = self._strategy.dataset_of(batch)
+        data = {} if dataset is None else dataset.position().to_dict()
+        means = self._mean_shapes(state.variables, plan)
+        update = self._update.equations(state.variables, state.optimizer_state, means, self._control(state))
+        arguments = {**self._options, "step": state.step, **{f"data set {name}": value for name, value in data.items()}}
+        terms: Terms = [
+            {name: str(value) for name, value in arguments.items()},
+            {f"batch{name} for each replica": shape for name, shape in shapes_by_name(of_one).items()},
+            {"the loss function": plan.lines, "the update": lines_of(update)},
+            {f"optimizer state {name}": value for name, value in scalars_by_name(state.optimizer_state).items()},
+        ]
+        insist_on_agreement(self._strategy, terms)
 
     def _programs(self, plan: GradientPlan, allocate: Allocate) -> GradientPrograms:
         return GradientPrograms(self._devices, plan, allocate, self._strategy.reducer.fail)
@@ -577,19 +665,18 @@ class Trainer:
             replicas,
         )
 
-    def _is_streaming_exact(self, planned: Callable[[bool], GradientPlan], state: TrainState, batch: Any) -> bool:
+    def _is_streaming_exact(self, cut: GradientPlan, whole: GradientPlan, state: TrainState, batch: Any) -> bool:
         """Whether gradients have the same bits when they are streamed, on all instances.
 
         XLA fuses and contracts what lies in one program; cut elsewhere, some models round differently (seen with
         attention and dropout). Compared for this batch, and for random variables and batch. A collective call.
         """
-        cut = self._programs(planned(True), np.empty)
-        if len(cut.buckets) == 1:
+        if len(cut.segments) == 1:
             return False
-        whole = self._programs(planned(False), np.empty)
+        streamed, at_once = self._programs(cut, np.empty), self._programs(whole, np.empty)
         probe = replace(state, variables=variables_like(state.variables, self.seed)), batch_like(batch, self.seed)
         is_same = all(
-            _have_same_bits(self._gradients_of(cut, *case), self._gradients_of(whole, *case))
+            _have_same_bits(self._gradients_of(streamed, *case), self._gradients_of(at_once, *case))
             for case in (probe, (state, batch))
         )
         is_exact = np.array([is_same], np.int8)
@@ -620,6 +707,11 @@ class Trainer:
             f"{state.step} (first of the replicas {replicas}); the step was not applied: lower the learning rate, "
             "clip the gradients, or look at that replica's batch"
         )
+
+
+def _named(option: Any) -> str:
+    """An option that may be a function, or a dtype."""
+    return str(getattr(option, "__qualname__", option))
 
 
 def _shapes(variables: Any) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 
 from strategies.accumulation import AccumulationDtype, accumulator_dtypes
 from strategies.compilation import compiled_in_turn
@@ -57,7 +58,8 @@ class Update:
         self._strategy = strategy
         self._optimizer = optax.with_extra_args_support(optimizer)
         self._settings = settings
-        self._program = self._compiled(self.traced, donate_argnums=(0, 1))
+        self._jitted = jit(self.traced, donate_argnums=(0, 1))
+        self._program = self._in_turn(self._jitted)
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
 
     @property
@@ -104,6 +106,20 @@ class Update:
         )
         return variables, self.offloaded(optimizer_state)
 
+    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
+        """What `apply` computes, or of sharded state the optimizer: the same on every instance.
+
+        Args:
+            variables: see `apply`.
+            optimizer_state: see `apply`.
+            means: the shapes and dtypes of the mean gradients.
+            control: see `apply`.
+        """
+        words = control if self.needs_control else None
+        traced = self._jitted.trace(variables, self.on_device(optimizer_state), means, words)
+        closed: core.ClosedJaxpr = traced.jaxpr
+        return closed
+
     def wait(self) -> None:
         """Return when the mean gradients of the last update are not read any more."""
         if self._reading is not None:
@@ -111,7 +127,10 @@ class Update:
 
     def _compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A program that one instance of the host compiles, where executables are kept."""
-        return compiled_in_turn(jit(function, **options), self._strategy.devices.executables)
+        return self._in_turn(jit(function, **options))
+
+    def _in_turn(self, program: Any) -> Callable[..., Any]:
+        return compiled_in_turn(program, self._strategy.devices.executables)
 
     def traced(
         self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -87,6 +88,24 @@ def test_what_was_left_unfinished_is_removed(folder, caplog):
     assert "is incomplete: its writer was ended; it was removed; using step 3" in caplog.text
 
 
+def test_what_lies_in_the_way_is_removed_whatever_it_is(folder, caplog):
+    """Pipes and files under the names of checkpoints that were not finished."""
+    folder.path.mkdir()
+    (folder.path / "step_00000002.removed").write_text("")
+    os.mkfifo(folder.path / "step_00000004.incomplete")
+    os.mkfifo(folder.path / "step_00000010.incomplete")
+    folder.write(training(10), flat())
+    assert folder.read_newest()[0].step == 10
+    assert [path.name for path in folder.path.iterdir()] == ["step_00000010"]
+
+
+def test_a_pipe_under_the_name_of_a_checkpoint_is_set_aside(folder, caplog):
+    folder.write(training(2), flat())
+    os.mkfifo(folder.path / "step_00000003")
+    assert folder.read_newest()[0].step == 2
+    assert sorted(path.name for path in folder.path.iterdir()) == ["step_00000002", "step_00000003.damaged"]
+
+
 class TestFaults:
     @pytest.fixture
     def path(self, folder):
@@ -143,7 +162,17 @@ def test_a_training_survives_json(position):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "3", "{}", '{"position": null, "packing": []}', '{"position": {}, "packing": []}']
+    "text",
+    [
+        "",
+        "3",
+        "{}",
+        '{"position": null, "packing": []}',
+        '{"position": {}, "packing": []}',
+        '{"step": "7", "replicas": 2, "seed": 5, "position": null, "packing": []}',
+        '{"step": 7, "replicas": "2", "seed": 5, "position": null, "packing": []}',
+        '{"step": -7, "replicas": 2, "seed": 5, "position": null, "packing": []}',
+    ],
 )
 def test_other_texts_are_no_training(text):
     with pytest.raises(ValueError):  # noqa: PT011  several messages, of Python and of ours

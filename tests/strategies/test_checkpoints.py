@@ -372,11 +372,20 @@ class TestDamage:
     def garble_sums(self, checkpoint):
         (checkpoint / "SHA256SUMS").write_bytes(b"\xff\x00" * 100)
 
+    def put_a_pipe(self, checkpoint):
+        (checkpoint / "training.json").unlink()
+        os.mkfifo(checkpoint / "training.json")
+
+    def name_what_cannot_be(self, checkpoint):
+        (checkpoint / "SHA256SUMS").write_bytes((checkpoint / "SHA256SUMS").read_bytes() + b"0" * 64 + b"  a\0b\n")
+
     def empty(self, checkpoint):
         shutil.rmtree(checkpoint)
         checkpoint.mkdir()
 
-    @pytest.mark.parametrize("damage", [truncate, flip, lose, lose_sums, cut_sums, garble_sums, empty])
+    @pytest.mark.parametrize(
+        "damage", [truncate, flip, lose, lose_sums, cut_sums, garble_sums, put_a_pipe, name_what_cannot_be, empty]
+    )
     def test_the_checkpoint_before_is_used_with_one_warning(self, two_checkpoints, strategy, caplog, damage):
         damage(self, two_checkpoints / "step_00000008")
         assert restored(two_checkpoints, strategy) == 5

@@ -1,6 +1,8 @@
 """Which files of a checkpoint are taken for damaged; this needs no orbax."""
 
 import hashlib
+import os
+import socket
 
 import pytest
 
@@ -53,3 +55,36 @@ def test_digests_that_are_cut_off_or_missing_are_a_fault_too(checkpoint):
     assert fault_of(checkpoint) == f"{SUMS} is cut off"
     (checkpoint / SUMS).unlink()
     assert fault_of(checkpoint).startswith(f"{SUMS} cannot be read: ")
+
+
+@pytest.mark.parametrize("name", [f"{STATE}/empty", TRAINING, SUMS])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(checkpoint, name):
+    (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
+    assert fault_of(checkpoint) == f"{name} cannot be read: it is no regular file"
+
+
+def test_so_are_folders_and_other_things(checkpoint):
+    (checkpoint / STATE / "empty").unlink()
+    (checkpoint / STATE / "empty").mkdir()
+    assert fault_of(checkpoint) == f"{STATE}/empty cannot be read: it is no regular file"
+
+
+@pytest.mark.parametrize("name", ["pipe", f"{STATE}/d/pipe"])
+def test_a_pipe_that_nobody_has_written_is_named(checkpoint, name):
+    """orbax opens what it finds."""
+    os.mkfifo(checkpoint / name)
+    assert fault_of(checkpoint) == f"{name} is neither a file nor a folder"
+
+
+def test_so_is_a_socket(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind("socket")
+        assert fault_of(checkpoint) == "socket is neither a file nor a folder"
+
+
+def test_a_name_that_no_file_has_is_a_fault_that_can_be_printed(checkpoint):
+    with (checkpoint / SUMS).open("a") as sums:
+        sums.write(f"{'0' * 64}  {STATE}/a\0b\n")
+    assert fault_of(checkpoint) == f"'{STATE}/a\\x00b' cannot be read: embedded null byte"

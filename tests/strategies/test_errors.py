@@ -24,6 +24,7 @@ def test_all_are_strategy_errors(name):
     [
         (errors.NonFiniteGradientError, ArithmeticError),
         (errors.DivergenceError, RuntimeError),
+        (errors.DisagreementError, RuntimeError),
         (errors.EndOfDataError, errors.FeedError),
     ],
 )

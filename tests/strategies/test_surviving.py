@@ -21,8 +21,9 @@ import pytest
 from losing import Lost, OnMessage
 from surviving_instances import GUARD_S, hook, run_instances
 
+import strategies
 from collectives import PeerLostError, ThreadHub
-from strategies import DivergenceError, StrategyError, Trainer
+from strategies import DivergenceError, StrategyError, Trainer, cross_replica_ops
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs" / "programs"))
 from surviving_training import Training, count, train  # noqa: E402
@@ -250,6 +251,46 @@ class TestAFlippedBit:
         assert {each["fingerprint"] == alone(6)["fingerprint"] for each in found} == {False}
 
 
+# ---- collectives of the program
+
+
+def coupled(variables, batch, key):
+    """What the replicas find depends on each other, forward and backward."""
+    context = strategies.get_replica_context()
+    hidden = jnp.tanh(batch @ variables["w"])
+    centred = hidden - context.all_reduce("mean", hidden.mean(axis=0)) + 0.01 * jax.random.normal(key, hidden.shape)
+    gathered = cross_replica_ops.all_gather(centred.mean(axis=0))
+    return jnp.mean(centred**2) + jnp.mean(gathered), {"largest": context.all_reduce("max", jnp.abs(hidden).max())}
+
+
+def coupled_training(strategy):
+    rows = np.random.default_rng(0).standard_normal((60, 5)).astype(np.float32)
+    trainer = Trainer(strategy, coupled, optax.adam(0.1))
+    state, seen = trainer.init({"w": np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)}), []
+    for _, batch in zip(range(4), strategy.distribute_dataset(rows, batch_size=2).epoch(0), strict=False):
+        state, metrics = trainer.step(state, batch)
+        seen.append(dict(metrics))
+    return strategies.fingerprint(state.variables), seen
+
+
+LOSSES = [
+    ["kill:instance=1,step=1"],
+    ["kill:instance=0,step=2,phase=update"],
+    ["cut:instance=2,step=1,phase=all_reduce"],
+    ["raise:instance=2,step=0,phase=all_reduce", "kill:instance=0,step=2"],
+]
+
+
+@pytest.mark.parametrize("faults", LOSSES)
+def test_collectives_inside_of_a_loss_function_go_on_among_those_who_are_left(faults):
+    """More replicas wait for each other then than there were in the beginning."""
+    found = run_instances(3, 6, coupled_training, faults, mechanism="ring")
+    [alone] = run_instances(1, 6, coupled_training)
+    left = [each for each in found if each is not None]
+    assert len(left) == 3 - len(faults)
+    assert left == [alone] * len(left)
+
+
 # ---- what cannot be carried on
 
 
@@ -271,19 +312,58 @@ def three_steps(strategy, batches, **options):
         state, _ = trainer.step(state, batch)
 
 
-def test_batches_that_no_data_set_has_given_cannot_be_read_again():
+def test_batches_that_no_data_set_has_given_cannot_be_read_again_and_the_job_says_so_at_its_beginning(caplog):
     def function(strategy):
         three_steps(strategy, itertools.repeat(np.ones((len(strategy.local_replicas), 3), np.float32)))
 
-    ends(function, "its part of this batch cannot be read again", "strategy.distribute_dataset", error=StrategyError)
+    with caplog.at_level(logging.WARNING):
+        ends(function, "its part of this batch cannot be read again", "strategy.distribute", error=StrategyError)
+    assert {record.message for record in caplog.records} == {
+        "no instance can read another one's part of batches that are of no strategy.distribute_dataset: if one is "
+        "lost the job ends; to go on from a checkpoint use poprun --on-failure restart"
+    }
 
 
-def test_nor_can_streams():
+def test_nor_can_streams(caplog):
     def function(strategy):
         rows = [np.full(3, number, np.float32) for number in range(60)]
         three_steps(strategy, strategy.distribute_dataset(rows, batch_size=1).epoch(0))
 
-    ends(function, "can only read data sets of arrays", error=StrategyError)
+    with caplog.at_level(logging.WARNING):
+        ends(function, "can only read data sets of arrays", error=StrategyError)
+    assert "another one's part of a data set that is only read in order: if one is lost the job ends" in caplog.text
+
+
+def test_what_can_be_carried_on_is_not_warned_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        check(trained(3, ["kill:instance=1,step=1"]), 3, [1])
+    assert not caplog.records
+
+
+def test_a_job_that_is_not_to_go_on_is_not_warned(caplog):
+    def function(strategy):
+        three_steps(strategy, itertools.repeat(np.ones((len(strategy.local_replicas), 3), np.float32)))
+
+    with caplog.at_level(logging.WARNING):
+        run_instances(3, 6, function, survives=False)
+    assert not caplog.records
+
+
+def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplog):
+    def function(strategy):
+        queue = strategies.OutfeedQueue()
+
+        def loss_fn(variables, batch, key):
+            queue.enqueue(batch.sum())
+            return squared(variables, batch, key)
+
+        rows = np.ones((60, 3), np.float32)
+        trainer = Trainer(strategy, loss_fn, optax.adam(0.1))
+        trainer.run(trainer.init(np.ones(3, np.float32)), strategy.distribute_dataset(rows, batch_size=5))
+
+    with caplog.at_level(logging.WARNING):
+        run_instances(3, 6, function)
+    assert "the queues of feeds belong to the replicas that an instance has had from the beginning: if" in caplog.text
 
 
 def test_sharded_state_is_lost_with_an_instance_and_the_job_says_so_at_its_beginning(caplog):
