@@ -1,0 +1,52 @@
+"""The pages of the documentation: how they hang together, and the programs in them that other tests do not run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page):
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def links_of(page):
+    """The targets of its links into this project: a path, and the part of a page behind #."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
+    return [target.partition("#")[::2] for target in targets if "://" not in target]
+
+
+def anchors_of(page):
+    """The names that GitHub gives its headings."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.replace("`", "")) for heading in headings]
+    return {words.lower().replace(" ", "-") for words in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_its_links_lead_to_pages_and_headings_that_exist(page):
+    broken = []
+    for path, anchor in links_of(page):
+        target = (page.parent / path) if path else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(f"{path}#{anchor}" if anchor else path)
+    assert broken == []
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached = {ROOT / path for path, _ in links_of(ROOT / "README.md")}
+    assert set((ROOT / "docs").glob("*.md")) <= reached
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_ranges_of_hosts_are_quoted_where_a_shell_reads_them(page):
+    """Bare brackets are a pattern for the shell: it may put the name of a file in their place, or (zsh) refuse them."""
+    assert re.findall(r"^.*(?:--host|-H)[ =][\w,.-]*\[.*$", text_of(page), flags=re.MULTILINE) == []
