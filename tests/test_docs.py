@@ -1,9 +1,13 @@
 """The pages of the documentation: how they hang together, and the programs in them that other tests do not run."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from jobs import poprun_jobs
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -50,3 +54,39 @@ def test_every_page_is_reached_from_the_readme():
 def test_ranges_of_hosts_are_quoted_where_a_shell_reads_them(page):
     """Bare brackets are a pattern for the shell: it may put the name of a file in their place, or (zsh) refuse them."""
     assert re.findall(r"^.*(?:--host|-H)[ =][\w,.-]*\[.*$", text_of(page), flags=re.MULTILINE) == []
+
+
+def programs_of(page):
+    text = text_of(ROOT / "docs" / page)
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.job
+def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
+    (tmp_path / "cells.py").write_text("\n".join(programs_of("notebooks.md")))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "cells.py"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environ,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+\.\d+ [0-9a-f]{8}\n", done.stdout)
+
+
+@pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
+def test_a_training_loop_of_ones_own_has_the_same_bits_on_several_instances(instances, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(programs_of("migrate.md")[0])
+    words = ("--num-replicas=4", sys.executable, str(program))
+    one, several = (poprun_jobs.run(f"--num-instances={n}", *words) for n in (1, instances))
+    assert one.status == several.status == 0, one.stderr + several.stderr
+    [line] = one.lines_of(0)
+    assert re.fullmatch(r"loss 0\.00\d{4}, [0-9a-f]{64}", line)
+    assert several.lines_of(0) == [line]
