@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "launch_scripts" / "constraints.txt"
 PACKAGES = ("collectives", "popdist", "poprun", "strategies")
 LIMIT_S = 200.0
 PROGRAM = """\
@@ -43,15 +44,20 @@ def pip(environment, *words, cwd=None):
     return finished(sys.executable, "-m", "pip", *quiet, "--python", str(environment), *words, cwd=cwd)
 
 
+def copy_project(place):
+    """What an installation needs of it, so that none of the files that pip makes lie in the original."""
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, place)
+
+
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def python(request, tmp_path_factory):
     """The interpreter of a new environment in which nothing but the project is installed."""
     folder = tmp_path_factory.mktemp(request.param)
     project = folder / "project"
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, project)
+    copy_project(project)
     venv.create(folder / "environment")
     how = ["--editable"] if request.param == "editable" else []
     done = pip(folder / "environment", "install", "--no-deps", *how, ".", cwd=project)
@@ -98,3 +104,17 @@ def test_the_marker_of_typed_packages_is_installed(python, package):
     code = f"import importlib.util, os; print(os.path.dirname(importlib.util.find_spec({package!r}).origin))"
     done = finished(str(python), "-I", "-c", code)
     assert (Path(done.stdout.strip()) / "py.typed").is_file(), done.stderr
+
+
+def test_with_the_constraints_every_version_is_one_of_theirs(tmp_path):
+    """Of what is required indirectly too: nothing is left to the day on which somebody installs."""
+    copy_project(tmp_path / "project")
+    venv.create(tmp_path / "environment")
+    constraints = CONSTRAINTS.read_text(encoding="utf-8")
+    words = ("--dry-run", "--report", "report.json", "--constraint", str(CONSTRAINTS), ".[dev]")
+    done = pip(tmp_path / "environment", "install", *words, cwd=tmp_path / "project")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "project" / "report.json").read_text())
+    names = {re.sub(r"[-_.]+", "-", each["metadata"]["name"]).lower() for each in report["install"]}
+    pinned = {re.sub(r"[-_.]+", "-", name).lower() for name in re.findall(r"^([\w.-]+)==", constraints, re.MULTILINE)}
+    assert names - pinned == {"popdist-everywhere"}
