@@ -16,7 +16,6 @@ import strategies
 popdist.init(4)  # replicas of all instances; poprun --num-replicas has to say the same
 strategy = strategies.PopDistStrategy()
 replicas = strategy.num_replicas_in_sync
-is_first = strategy.instance_index == 0  # the instance that prints and writes
 
 digits = load_digits("digits")
 images, labels = digits.train_images, digits.train_labels
@@ -63,9 +62,6 @@ def share_of(replica):
     return {"image": images[rows], "label": labels[rows], "counts": counts}
 
 
-shares = strategy.per_replica(share_of)
-
-
 def sums_over(variables, share):
     """What one replica finds in its share."""
     is_right = apply(variables, share["image"]).argmax(-1) == share["label"]
@@ -75,6 +71,7 @@ def sums_over(variables, share):
 
 def validate(variables):
     """The means over the shares of all replicas, the same on every instance; a collective call."""
+    shares = strategy.per_replica(share_of)
     total = strategy.reduce("sum", strategy.run(sums_over, args=(variables, shares)))
     return {name: float(total[name] / total["rows"]) for name in ("loss", "accuracy")}
 
@@ -87,7 +84,7 @@ for epoch in range(100):
         state, metrics = trainer.step(state, batch)
         steps.append(metrics)
     validated = validate(state.variables)
-    if is_first:
+    if strategy.instance_index == 0:
         loss = np.mean([metrics["loss"] for metrics in steps])
         print(f"epoch {epoch}: loss {loss:.4f}, validated {validated['loss']:.4f}, {validated['accuracy']:.1%} right")
     if validated["loss"] < best_loss:
@@ -95,7 +92,7 @@ for epoch in range(100):
     elif epoch - best_epoch >= patience:
         break
 
-if is_first:
+if strategy.instance_index == 0:
     np.savez("best.npz", **{f"{layer}/{name}": best[layer][name] for layer in best for name in best[layer]})
     predicted = jax.jit(apply)(best, digits.test_images).argmax(-1)
     accuracy = np.mean(predicted == digits.test_labels)

@@ -106,3 +106,15 @@ def test_two_instances_stop_at_the_same_step_with_the_same_bits(alone, tmp_path)
     assert job.lines_of(0) == lines
     assert job.lines_of(1) == []
     assert (tmp_path / "best.npz").stat().st_size == file.stat().st_size
+
+
+@pytest.mark.complete
+@pytest.mark.cores(2)
+def test_it_goes_on_without_an_instance_that_is_lost_in_a_step(alone, tmp_path):
+    lines, _ = alone
+    shrinking = ("--on-failure=shrink", "--inject=kill:instance=1,step=30")
+    words = ("--num-instances=2", "--num-replicas=4", *shrinking, sys.executable, str(PROGRAM))
+    job = poprun_jobs.start(*words, cwd=tmp_path).finish(LIMIT_S)
+    assert job.status == 0, job.stderr
+    assert "the job completed without 1 instance" in job.stderr
+    assert job.lines_of(0) == lines
