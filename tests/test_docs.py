@@ -1,5 +1,7 @@
 """The pages of the documentation: how they hang together, and the programs in them that other tests do not run."""
 
+import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -8,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from jobs import poprun_jobs
+
+import collectives
+import popdist
+import strategies
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -54,6 +60,40 @@ def test_every_page_is_reached_from_the_readme():
 def test_ranges_of_hosts_are_quoted_where_a_shell_reads_them(page):
     """Bare brackets are a pattern for the shell: it may put the name of a file in their place, or (zsh) refuse them."""
     assert re.findall(r"^.*(?:--host|-H)[ =][\w,.-]*\[.*$", text_of(page), flags=re.MULTILINE) == []
+
+
+OWNERS = {
+    "collectives": collectives,
+    "popdist": popdist,
+    "strategies": strategies,
+    "strategy": strategies.Strategy,
+    "trainer": strategies.Trainer,
+}
+OF_OTHER_LIBRARIES = {  # docs/migrate.md says what takes their place
+    *("popdist.popart", "popdist.poptorch", "popdist.tensorflow", "strategy.experimental_local_results"),
+}
+
+
+def exists(owner, name):
+    module = f"{owner}.{name}"
+    return hasattr(OWNERS[owner], name) or (owner == OWNERS[owner].__name__ and importlib.util.find_spec(module))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_names_of_ours_that_it_mentions_exist(page):
+    mentioned = set(re.findall(rf"\b({'|'.join(OWNERS)})\.(?!md\b|py\b)([A-Za-z_]\w*)", text_of(page)))
+    assert {f"{owner}.{name}" for owner, name in mentioned if not exists(owner, name)} <= OF_OTHER_LIBRARIES
+
+
+def test_what_takes_the_place_of_other_libraries_arguments_are_arguments_of_ours():
+    rows = re.findall(r"^\|.*\|(.*)\|$", text_of(ROOT / "docs" / "migrate.md"), flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"\b(\w+)=", row)}
+    functions = [
+        *(strategies.IPUStrategy, strategies.PopDistStrategy, strategies.Trainer, strategies.Trainer.run),
+        *(strategies.Strategy.distribute_dataset, strategies.Strategy.variable, strategies.Strategy.run),
+    ]
+    assert len(named) > 10
+    assert named <= {name for function in functions for name in inspect.signature(function).parameters}
 
 
 def programs_of(page):
