@@ -13,6 +13,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 . "$here/environment.sh"
 
 version=0.28.1
+sources_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0 # of its sources on PyPI
 recipe=1             # to be raised whenever a wheel would be built differently: kept ones are then built anew
 tested_torch=2.13.0  # what is installed where there is no torch
 torch_without_cuda=https://download.pytorch.org/whl/cpu # as PyPI's own for Linux is made for CUDA, and several GB
@@ -250,8 +251,10 @@ has_cmake() {
 }
 
 fetch_sources() {
+    printf '%s\n' "horovod==$version --hash=sha256:$sources_sha256" >"$folder/sources.txt"
     env PYTHONPATH="$tools" python -m pip download --quiet --disable-pip-version-check --no-deps \
-        --no-binary horovod --no-build-isolation --dest "$folder" "horovod==$version" >&2 ||
+        --no-binary horovod --no-build-isolation --dest "$folder" \
+        --require-hashes --requirement "$folder/sources.txt" >&2 ||
         fail "pip could not download Horovod $version; is the package index reachable? What pip says is above"
     tar -xzf "$folder/horovod-$version.tar.gz" -C "$folder" ||
         fail "the sources of Horovod $version cannot be unpacked (above); is there room in $folder?"

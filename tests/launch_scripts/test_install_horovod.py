@@ -328,6 +328,18 @@ class TestWhatIsMissing:
         machine.python_does("*'pip download'*) exit 1 ;;")
         assert "pip could not download Horovod 0.28.1; is the package index reachable?" in machine.fails()
 
+    def test_sources_with_other_bytes(self, machine):
+        """Of the right name and version, from an index or a proxy that the real pip asks."""
+        index = machine.folder / "index"
+        index.mkdir()
+        shutil.move(machine.folder / "sources.tar.gz", index / "horovod-0.28.1.tar.gz")
+        words = f'exec "{sys.executable}" "$@" --no-index --find-links "{index}"'
+        machine.python_does(f"*'pip download'*) {words} ;;")
+        done = machine.install()
+        assert done.returncode == 1
+        assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr
+        assert "error: pip could not download Horovod 0.28.1" in done.stderr
+
     @pytest.mark.parametrize("name", SOURCES)
     def test_other_sources(self, machine, name):
         machine.sources_are({**SOURCES, name: "set(CMAKE_CXX_STANDARD 11)\n"})
