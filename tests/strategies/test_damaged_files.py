@@ -1,6 +1,7 @@
 """Which files of a checkpoint are taken for damaged; this needs no orbax."""
 
 import hashlib
+import os
 
 import pytest
 
@@ -53,3 +54,20 @@ def test_digests_that_are_cut_off_or_missing_are_a_fault_too(checkpoint):
     assert fault_of(checkpoint) == f"{SUMS} is cut off"
     (checkpoint / SUMS).unlink()
     assert fault_of(checkpoint).startswith(f"{SUMS} cannot be read: ")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/{}/outside", "state/../../outside", "state/link", "pipe", "a\0b", ""])
+def test_digests_of_what_is_no_file_of_the_checkpoint_are_a_fault(tmp_path, checkpoint, name):
+    """Whatever it is, it is not opened: reading a pipe would never end."""
+    (tmp_path.parent / "outside").write_bytes(b"")
+    (checkpoint / STATE / "link").symlink_to(tmp_path.parent / "outside")
+    os.mkfifo(checkpoint / "pipe")
+    name = name.format(tmp_path.parent)
+    with (checkpoint / SUMS).open("a") as sums:
+        sums.write(f"{hashlib.sha256(b'').hexdigest()}  {name}\n")
+    assert fault_of(checkpoint) == f"{SUMS} names {name!r}, which is no file of the checkpoint"
+
+
+def test_a_checkpoint_may_lie_behind_a_link(tmp_path, checkpoint):
+    (tmp_path.parent / "link to it").symlink_to(checkpoint)
+    assert fault_of(tmp_path.parent / "link to it") == ""
