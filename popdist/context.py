@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from popdist.spawned import refuse_while_spawned
 
 if TYPE_CHECKING:
     from collectives import Communicator, Settings
+    from popdist.last_threads import LastThreads
 
 ConnectBackend = Callable[["Settings", Instance], "Communicator"]
 
@@ -369,17 +371,21 @@ def _watch_exit() -> None:
     """Arrange that a finished program waits for the others, and that a failed one does not."""
     if _process.watches_exit:
         return
+    from popdist.last_threads import LastThreads
+
     _process.watches_exit = True
     atexit.register(_leave)
     previous_hook, previous_exit = sys.excepthook, sys.exit
 
+    last_threads = LastThreads(_has_failed, _abandon)
+
     def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _note_failure()
+        _note_failure(last_threads, 130 if issubclass(kind, KeyboardInterrupt) else 1)
         previous_hook(kind, error, trace)
 
     def note_exit(status: Any = None) -> None:
-        if status not in (None, 0):
-            _note_failure()
+        if status not in (None, 0) and threading.current_thread() is threading.main_thread():
+            _note_failure(last_threads, status & 0xFF if isinstance(status, int) else 1)
         previous_exit(status)
 
     sys.excepthook = note_exception
@@ -396,21 +402,34 @@ def _calls_made() -> int:
     return sum(communicator.calls_made for communicator in _communicators())
 
 
-def _note_failure() -> None:
-    if _process.communicator is not None:
-        _process.failed_at = _calls_made()
+def _note_failure(last_threads: LastThreads, status: int) -> None:
+    if _process.communicator is None:
+        return
+    _process.failed_at = _calls_made()
+    if _process.communicator.size > 1:
+        last_threads.watch(status)
+
+
+def _has_failed() -> bool:
+    """Whether the program has failed, and has called no collective since then."""
+    return _process.communicator is not None and _process.failed_at == _calls_made()
+
+
+def _abandon() -> None:
+    """Leave the job at once, without the others."""
+    for communicator in _communicators():
+        communicator.abandon()
+    atexit.unregister(_finalize_mpi)
+    if _process.at_failure is not None:
+        _process.at_failure()
 
 
 def _leave() -> None:
     """Leave the job: together with the others if all went well, at once if not."""
     if _process.communicator is None:
         return
-    if _process.failed_at == _calls_made():
-        for communicator in _communicators():
-            communicator.abandon()
-        atexit.unregister(_finalize_mpi)
-        if _process.at_failure is not None:
-            _process.at_failure()
+    if _has_failed():
+        _abandon()
         return
     import logging
 

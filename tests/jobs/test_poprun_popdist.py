@@ -56,3 +56,35 @@ def test_instances_that_agree_end_well():
     job = start(*two(HEAD.format(event="pass")))
     finished = job.finish()
     assert (finished.status, finished.said) == (0, [])
+
+
+THREADS = """\
+import sys, threading
+import popdist
+
+def show(kind, error, trace):
+    print("hook of the program", kind.__name__, file=sys.stderr)
+    sys.__excepthook__(kind, error, trace)
+
+sys.excepthook = show
+popdist.init()
+popdist.synchronize()
+if popdist.getInstanceIndex() == 1:
+    threading.Thread(target=threading.Event().wait, name="loader").start()
+    {event}
+popdist.synchronize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "status", "text"), [("raise ValueError('no such data')", 1, "no such data"), also("sys.exit(3)", 3, "")]
+)
+def test_a_thread_that_never_ends_does_not_keep_a_failed_instance(event, status, text):
+    """Nobody has to notice that it is stuck: the limit for that would be --stuck-timeout-s, 300 s."""
+    finished = start(*two(THREADS.format(event=event))).finish()
+    assert finished.status == status, finished.stderr
+    assert finished.own_lines[0].startswith("instance 1 on host ")
+    assert f"ended with exit status {status}" in finished.own_lines[0]
+    assert text in finished.stderr
+    assert ("hook of the program ValueError" in finished.stderr) == bool(text)
+    assert "without waiting more than THREADS_GRACE_S = 1 s for threads: loader" in finished.stderr
