@@ -9,6 +9,8 @@ from hashlib import blake2b
 from operator import index
 
 MISMATCH = "Tensor layouts did not match on all instances"
+CLOSE = "close"
+"""The last call of every rank, when its program ends."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,10 @@ def describe_mismatch(calls: Sequence[str]) -> str:
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(rank)
     parts = [f"{_rank_set(members)} called {call}" for call, members in ranks.items()]
-    return f"{MISMATCH}: {'; '.join(parts)}; make the same calls in the same order on every rank"
+    way_out = "make the same calls in the same order on every rank"
+    if ended := ranks.get(CLOSE):
+        way_out = f"see why {_rank_set(ended)} came to the end, or {way_out}"
+    return f"{MISMATCH}: {'; '.join(parts)}; {way_out}"
 
 
 def _rank_set(ranks: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from collectives import finishing
 from collectives.agreement import agree
 from collectives.buffers import flat_contributions, flat_view, new_call, result_array
-from collectives.calls import Call, checked_root
+from collectives.calls import CLOSE, Call, checked_root
 from collectives.errors import (
     BrokenError,
     BusyError,
@@ -336,7 +336,7 @@ class Communicator:
         self._named.begin_close()
         self._progress = NoProgress()  # the record keeps the last collective of the program
         try:
-            self._run(Call("close"), (), 0, finishing.nothing)
+            self._run(Call(CLOSE), (), 0, finishing.nothing)
             self._named.end_close()
         finally:
             self.abandon()

@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ from popdist.spawned import refuse_while_spawned
 if TYPE_CHECKING:
     from collectives import Communicator, Settings
     from popdist.last_threads import LastThreads
+
+CAUSE_FIRST_S = 3.0
+"""How long an instance that fails only because another one has ended keeps that to itself: poprun ends it in less, and
+what the other one wrote is not buried."""
 
 ConnectBackend = Callable[["Settings", Instance], "Communicator"]
 
@@ -381,6 +386,8 @@ def _watch_exit() -> None:
 
     def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _note_failure(last_threads, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if _is_consequence(error):
+            time.sleep(CAUSE_FIRST_S)
         previous_hook(kind, error, trace)
 
     def note_exit(status: Any = None) -> None:
@@ -390,6 +397,20 @@ def _watch_exit() -> None:
 
     sys.excepthook = note_exception
     sys.exit = note_exit  # type: ignore[assignment]  # the only place where the status is visible before the end
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether this instance fails because another one has ended, which the supervisor learns from that one's end."""
+    if not _process.progress.is_supervised:
+        return False
+    from collectives import LayoutMismatchError
+
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, LayoutMismatchError) and reason.closed:
+            return True
+        reason = reason.__cause__ or reason.__context__
+    return False
 
 
 def _communicators() -> list[Communicator]:
