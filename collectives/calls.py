@@ -10,6 +10,8 @@ from operator import index
 
 MISMATCH = "Tensor layouts did not match on all instances"
 CROSSING = "Named collectives wait for each other"
+CLOSE = "close"
+"""The last call of every rank, when its program ends."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,10 @@ def describe_mismatch(calls: Sequence[str]) -> str:
         calls: the call of every rank, in rank order.
     """
     facts = _of_each_call(dict(enumerate(calls)), "called")
-    return f"{MISMATCH}: {facts}; make the same calls in the same order on every rank"
+    way_out = "make the same calls in the same order on every rank"
+    if ended := [rank for rank, call in enumerate(calls) if call == CLOSE]:
+        way_out = f"see why {_rank_set(ended)} came to the end, or {way_out}"
+    return f"{MISMATCH}: {facts}; {way_out}"
 
 
 def describe_crossing(calls: Mapping[int, str]) -> str:

@@ -23,7 +23,7 @@ from collectives.buffers import (
     refuse_partial_overlap,
     result_array,
 )
-from collectives.calls import Call, checked_root
+from collectives.calls import CLOSE, Call, checked_root
 from collectives.errors import (
     BrokenError,
     BusyError,
@@ -359,7 +359,7 @@ class Communicator:
         self._named.begin_close()
         self._progress = NoProgress()  # the record keeps the last collective of the program
         try:
-            self._run(Call("close"), (), 0, finishing.nothing)
+            self._run(Call(CLOSE), (), 0, finishing.nothing)
             self._named.end_close()
         finally:
             self.abandon()

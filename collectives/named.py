@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from collectives.agreement import exchange_bytes
-from collectives.calls import Call, describe_crossing, describe_mismatch
+from collectives.agreement import exchange_bytes, layout_mismatch
+from collectives.calls import CLOSE, Call, describe_crossing
 from collectives.crossing import Key, Waits, crossed_ranks
 from collectives.errors import (
     BrokenError,
@@ -212,7 +212,7 @@ class NamedQueue:
         for key, handle in new:
             self._admit(key, handle)
         first = next((p.handle.call for p in self._pending.values() if p.handle), None)
-        self._watch.call = first or Call("close")
+        self._watch.call = first or Call(CLOSE)
         news = {"calls": [(*key, str(handle.call)) for key, handle in new], "closing": closing, "waits": waits}
         messages = [json.loads(text) for text in exchange_bytes(self._transport, json.dumps(news).encode())]
         for rank, message in enumerate(messages):
@@ -246,7 +246,7 @@ class NamedQueue:
             assert entry.handle is not None
             calls = [entry.announced[rank] for rank in range(size)]
             if len(set(calls)) > 1:
-                entry.handle._fail(LayoutMismatchError(describe_mismatch(calls)))
+                entry.handle._fail(layout_mismatch(calls))
                 continue
             self._watch.call = entry.handle.call
             try:
@@ -280,11 +280,11 @@ class NamedQueue:
             del self._pending[key]
             if entry.handle is not None:
                 calls = [
-                    entry.announced.get(rank, "close" if rank in gone else "nothing yet")
+                    entry.announced.get(rank, CLOSE if rank in gone else "nothing yet")
                     for rank in range(self._transport.size)
                 ]
                 missing = self._watch.instances_of(sorted(gone))
-                entry.handle._fail(LayoutMismatchError(describe_mismatch(calls)), missing)
+                entry.handle._fail(layout_mismatch(calls), missing)
 
     def _watch_stalls(self) -> None:
         now = self._watch.clock()

@@ -48,6 +48,16 @@ has_kept_wheel() {
     return 1
 }
 
+# What is kept is installed, so whoever can write there decides what runs here. In a folder that others may not enter,
+# the modes of what lies in it do not matter.
+check_cache() {
+    foreign=$(find "$cache" ! -user "$(id -u)" ! -user 0 -print -quit)
+    [ -z "$foreign" ] || fail "$foreign belongs to somebody else; name a folder of your own: POPDIST_CACHE=/a/folder"
+    [ -n "$(find "$cache" -prune -perm /011)" ] || return 0
+    open=$(find "$cache" ! -type l -perm /022 -print -quit)
+    [ -z "$open" ] || fail "others can write to $open, and what lies there is installed; run: chmod -R go-w '$cache'"
+}
+
 # Two at once in one environment would install over each other. The kernel takes the lock back when the script ends.
 await_turn() {
     command -v flock >/dev/null || return 0
@@ -349,7 +359,9 @@ enter
 cache=${POPDIST_CACHE:-${XDG_CACHE_HOME:-${HOME:-$environment}/.cache}/popdist-everywhere}/horovod
 [ -w "$environment" ] ||
     fail "you may not write into the environment $environment; make one of your own: python3 -m venv my-environment"
-mkdir -p "$cache" || fail "the folder $cache for what is built cannot be made; name another: POPDIST_CACHE=/a/folder"
+(umask 077 && mkdir -p "$cache") ||
+    fail "the folder $cache for what is built cannot be made; name another: POPDIST_CACHE=/a/folder"
+check_cache
 folder=$(mktemp -d) || fail "mktemp can make no temporary folder in ${TMPDIR:-/tmp}; name another: TMPDIR=/a/folder"
 trap 'rm -rf "$folder"' EXIT
 trap 'exit 129' HUP

@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +35,11 @@ from popdist.spawned import refuse_while_spawned
 
 if TYPE_CHECKING:
     from collectives import Communicator, Settings
+    from popdist.last_threads import LastThreads
+
+CAUSE_FIRST_S = 3.0
+"""How long an instance that fails only because another one has ended keeps that to itself: poprun ends it in less, and
+what the other one wrote is not buried."""
 
 ConnectBackend = Callable[["Settings", Instance], "Communicator"]
 
@@ -470,21 +477,41 @@ def _watch_exit() -> None:
     """Arrange that a finished program waits for the others, and that a failed one does not."""
     if _process.watches_exit:
         return
+    from popdist.last_threads import LastThreads
+
     _process.watches_exit = True
     atexit.register(_leave)
     previous_hook, previous_exit = sys.excepthook, sys.exit
 
+    last_threads = LastThreads(_has_failed, _abandon)
+
     def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _note_failure()
+        _note_failure(last_threads, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if _is_consequence(error):
+            time.sleep(CAUSE_FIRST_S)
         previous_hook(kind, error, trace)
 
     def note_exit(status: Any = None) -> None:
-        if status not in (None, 0):
-            _note_failure()
+        if status not in (None, 0) and threading.current_thread() is threading.main_thread():
+            _note_failure(last_threads, status & 0xFF if isinstance(status, int) else 1)
         previous_exit(status)
 
     sys.excepthook = note_exception
     sys.exit = note_exit  # type: ignore[assignment]  # the only place where the status is visible before the end
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether this instance fails because another one has ended, which the supervisor learns from that one's end."""
+    if not _process.progress.is_supervised:
+        return False
+    from collectives import LayoutMismatchError
+
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, LayoutMismatchError) and reason.closed:
+            return True
+        reason = reason.__cause__ or reason.__context__
+    return False
 
 
 def _communicators() -> list[Communicator]:
@@ -497,28 +524,37 @@ def _calls_made() -> int:
     return sum(communicator.calls_made for communicator in _communicators())
 
 
-def _note_failure() -> None:
-    if _process.communicator is not None:
-        _process.failed_at = _calls_made()
+def _note_failure(last_threads: LastThreads, status: int) -> None:
+    if _process.communicator is None:
+        return
+    _process.failed_at = _calls_made()
+    if _process.communicator.size > 1:
+        last_threads.watch(status)
 
 
-def _leave() -> None:
-    """Leave the job: together with the others if all went well, at once if not."""
-    if _process.communicator is not None:
-        if _process.failed_at == _calls_made():
-            _abandon()
-            return
-        _finalize_at_exit()
-    if _process.chief is Chief.LOST:
-        end_with(1, _WITHOUT_CHIEF if _process.is_first_left else "")
+def _has_failed() -> bool:
+    """Whether the program has failed, and has called no collective since then."""
+    return _process.communicator is not None and _process.failed_at == _calls_made()
 
 
 def _abandon() -> None:
+    """Leave the job at once, without the others."""
     for communicator in _communicators():
         communicator.abandon()
     atexit.unregister(_finalize_mpi)
     if _process.at_failure is not None:
         _process.at_failure()
+
+
+def _leave() -> None:
+    """Leave the job: together with the others if all went well, at once if not."""
+    if _process.communicator is not None:
+        if _has_failed():
+            _abandon()
+            return
+        _finalize_at_exit()
+    if _process.chief is Chief.LOST:
+        end_with(1, _WITHOUT_CHIEF if _process.is_first_left else "")
 
 
 def _finalize_at_exit() -> None:

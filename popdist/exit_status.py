@@ -1,4 +1,4 @@
-"""Ending a process with another status than its program has given."""
+"""Ending a process without what Python does at the end, or with another status than its program has given."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 from contextlib import suppress
 
 
-def end_with(status: int, reason: str) -> None:
-    """End this process from an exit handler, where Python's own status is fixed already; does not return.
+def end_with(status: int, reason: str = "") -> None:
+    """End this process where Python's own end is of no use; does not return.
 
-    What was printed and logged is written before. Exit handlers that were registered earlier do not run.
+    What was printed and logged is written before. Exit handlers that have not run yet do not run.
 
     Args:
         status: of the process.
@@ -21,6 +21,6 @@ def end_with(status: int, reason: str) -> None:
         logging.getLogger(__name__).error(reason)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError, AttributeError):  # it may be closed, or nobody's
             stream.flush()
     os._exit(status)

@@ -30,6 +30,7 @@ TOOLS = [
     "date",
     "dirname",
     "env",
+    "find",
     "flock",
     "getconf",
     "grep",
@@ -366,6 +367,26 @@ class TestWhatIsMissing:
     def test_a_cache_that_cannot_be_made(self, machine):
         machine.cache.write_text("")
         assert machine.fails().endswith("name another: POPDIST_CACHE=/a/folder")
+
+    def test_a_cache_to_which_others_can_write(self, machine):
+        machine.install()
+        assert machine.cache.stat().st_mode & 0o777 == 0o700
+        kept = next(machine.cache.rglob("*.whl"))
+        kept.chmod(0o666)
+        machine.install()
+        machine.cache.chmod(0o755)
+        way_out = f"and what lies there is installed; run: chmod -R go-w '{machine.cache}/horovod'"
+        (machine.cache / "horovod").chmod(0o755)
+        (machine.folder / "horovod").unlink()
+        assert machine.fails() == f"error: others can write to {kept}, {way_out}"
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+    def test_a_kept_wheel_of_somebody_else(self, machine):
+        machine.install()
+        kept = next(machine.cache.rglob("*.whl"))
+        os.chown(kept, 65533, -1)
+        (machine.folder / "horovod").unlink()
+        assert machine.fails().startswith(f"error: {kept} belongs to somebody else; name a folder of your own")
 
     def test_no_python(self, machine):
         assert machine.fails(VIRTUAL_ENV="").startswith("error: no Python 3.11 or newer found; install one, or name it")
