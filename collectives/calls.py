@@ -8,6 +8,8 @@ from functools import cached_property
 from hashlib import blake2b
 from operator import index
 
+from collectives.foreign import MOST_OF_PEERS, foreign
+
 MISMATCH = "Tensor layouts did not match on all instances"
 CLOSE = "close"
 """The last call of every rank, when its program ends."""
@@ -95,7 +97,7 @@ def describe_mismatch(calls: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(rank)
-    parts = [f"{_rank_set(members)} called {call}" for call, members in ranks.items()]
+    parts = [f"{_rank_set(members)} called {foreign(call, MOST_OF_PEERS)}" for call, members in ranks.items()]
     way_out = "make the same calls in the same order on every rank"
     if ended := ranks.get(CLOSE):
         way_out = f"see why {_rank_set(ended)} came to the end, or {way_out}"
