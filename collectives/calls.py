@@ -8,6 +8,8 @@ from functools import cached_property
 from hashlib import blake2b
 from operator import index
 
+from collectives.foreign import MOST_OF_PEERS, foreign
+
 MISMATCH = "Tensor layouts did not match on all instances"
 CROSSING = "Named collectives wait for each other"
 CLOSE = "close"
@@ -117,10 +119,11 @@ def _of_each_call(calls: Mapping[int, str], verb: str, verb_of_many: str = "") -
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
-    return "; ".join(
-        f"{_rank_set(members)} {verb_of_many if verb_of_many and len(members) > 1 else verb} {call}"
-        for call, members in ranks.items()
-    )
+    facts = []
+    for call, members in ranks.items():
+        said = verb_of_many if verb_of_many and len(members) > 1 else verb
+        facts.append(f"{_rank_set(members)} {said} {foreign(call, MOST_OF_PEERS)}")
+    return "; ".join(facts)
 
 
 def _rank_set(ranks: Sequence[int]) -> str:

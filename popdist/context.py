@@ -9,14 +9,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from popdist.environments import (
     Cluster,
@@ -35,11 +32,6 @@ from popdist.spawned import refuse_while_spawned
 
 if TYPE_CHECKING:
     from collectives import Communicator, Settings
-    from popdist.last_threads import LastThreads
-
-CAUSE_FIRST_S = 3.0
-"""How long an instance that fails only because another one has ended keeps that to itself: poprun ends it in less, and
-what the other one wrote is not buried."""
 
 ConnectBackend = Callable[["Settings", Instance], "Communicator"]
 
@@ -477,41 +469,21 @@ def _watch_exit() -> None:
     """Arrange that a finished program waits for the others, and that a failed one does not."""
     if _process.watches_exit:
         return
+    from popdist.failing import notice_failure
     from popdist.last_threads import LastThreads
 
     _process.watches_exit = True
     atexit.register(_leave)
-    previous_hook, previous_exit = sys.excepthook, sys.exit
-
     last_threads = LastThreads(_has_failed, _abandon)
 
-    def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _note_failure(last_threads, 130 if issubclass(kind, KeyboardInterrupt) else 1)
-        if _is_consequence(error):
-            time.sleep(CAUSE_FIRST_S)
-        previous_hook(kind, error, trace)
+    def note_failure(status: int) -> None:
+        if _process.communicator is None:
+            return
+        _process.failed_at = _calls_made()
+        if _process.communicator.size > 1:
+            last_threads.watch(status)
 
-    def note_exit(status: Any = None) -> None:
-        if status not in (None, 0) and threading.current_thread() is threading.main_thread():
-            _note_failure(last_threads, status & 0xFF if isinstance(status, int) else 1)
-        previous_exit(status)
-
-    sys.excepthook = note_exception
-    sys.exit = note_exit  # type: ignore[assignment]  # the only place where the status is visible before the end
-
-
-def _is_consequence(error: BaseException) -> bool:
-    """Whether this instance fails because another one has ended, which the supervisor learns from that one's end."""
-    if not _process.progress.is_supervised:
-        return False
-    from collectives import LayoutMismatchError
-
-    reason: BaseException | None = error
-    while reason is not None:
-        if isinstance(reason, LayoutMismatchError) and reason.closed:
-            return True
-        reason = reason.__cause__ or reason.__context__
-    return False
+    notice_failure(note_failure, lambda: _process.progress.is_supervised)
 
 
 def _communicators() -> list[Communicator]:
@@ -522,14 +494,6 @@ def _communicators() -> list[Communicator]:
 
 def _calls_made() -> int:
     return sum(communicator.calls_made for communicator in _communicators())
-
-
-def _note_failure(last_threads: LastThreads, status: int) -> None:
-    if _process.communicator is None:
-        return
-    _process.failed_at = _calls_made()
-    if _process.communicator.size > 1:
-        last_threads.watch(status)
 
 
 def _has_failed() -> bool:
