@@ -45,11 +45,9 @@ def test_an_instance_that_leaves_while_the_other_needs_it_is_blamed(event, statu
     assert finished.status == status, finished.stderr
     assert finished.own_lines[0].startswith("instance 1 on host ")
     assert how in finished.own_lines[0]
-    # A barrier lets one go earlier than the other.
-    assert finished.own_lines[1].startswith(
-        ("instance 0 was in collective 2, all_reduce", "instance 0 was in collective 1, barrier")
-    )
-    assert len(finished.own_lines) == 2
+    # A barrier lets one go earlier than the other, and the other may be on its way from it to the all-reduce.
+    waiting = ("instance 0 was in collective 2, all_reduce", "instance 0 was in collective 1, barrier")
+    assert [line.startswith(waiting) for line in finished.own_lines[1:]] in ([True], [])
     assert finished.stderr.splitlines()[-1].endswith(finished.own_lines[-1])
 
 
