@@ -29,7 +29,7 @@ def allgather(
         LayoutMismatchError: on every instance if shapes or dtypes differ, or names wait for each other.
     """
     communicator = communicator_of(communicator_id)
-    array = _copied(value)
+    array = copied(value)
     if tensor_name is None:
         return communicator.all_gather(array)
     gathered: np.ndarray = communicator.start_all_gather(array, name=tensor_name).wait()
@@ -55,7 +55,7 @@ def allreduce(
         LayoutMismatchError: on every instance if shapes, dtypes or operations differ, or names wait for each other.
     """
     communicator = communicator_of(communicator_id)
-    array = _copied(value)
+    array = copied(value)
     if tensor_name is None:
         return communicator.all_reduce(array, reduce_op)
     reduced: np.ndarray = communicator.start_all_reduce(array, reduce_op, name=tensor_name).wait()
@@ -80,15 +80,19 @@ def broadcast(
         LayoutMismatchError: on every instance if shapes, dtypes or roots differ, or names wait for each other.
     """
     communicator = communicator_of(communicator_id)
-    array = _copied(value)
+    array = copied(value)
     if tensor_name is None:
         return communicator.broadcast(array, root_rank)
     sent: np.ndarray = communicator.start_broadcast(array, root_rank, name=tensor_name).wait()
     return sent
 
 
-def _copied(value: ArrayLike) -> np.ndarray:
-    """The value as an array that may be written to."""
+def copied(value: ArrayLike) -> np.ndarray:
+    """The value as an array that may be written to.
+
+    Raises:
+        UnsupportedBufferError: it is a masked array.
+    """
     import numpy as np
 
     from collectives.buffers import refuse_masked
