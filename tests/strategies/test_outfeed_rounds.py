@@ -261,9 +261,7 @@ class TestRounds:
         last.put(1, (4,), ["b4"])
         last.end()
         last.put(1, (0,), ["b"])
-        with pytest.raises(
-            FeedError, match="replica 1 has enqueued 1 values, .* iteration 0, and replica 0 0 values"
-        ):
+        with pytest.raises(FeedError, match="replica 1 has enqueued 1 values, .* iteration 0, and replica 0 0 values"):
             last.end()
         assert last.whole == [["a4"], ["b4"]]
 
