@@ -13,6 +13,7 @@ import jax
 from strategies.datasets import DistributedDataset
 from strategies.dealing import replication_of
 from strategies.errors import FeedError
+from strategies.feed_elements import check_declared
 from strategies.feed_program import Replication
 from strategies.lockstep import Lockstep
 from strategies.per_replica import PerReplica
@@ -39,9 +40,11 @@ class FeedStream(ABC):
     """The data set of an infeed.
 
     Attributes:
+        kind: what it is, for messages.
         is_once: whether it can be gone through only once.
     """
 
+    kind: str
     is_once: bool
 
     @abstractmethod
@@ -72,6 +75,7 @@ class Elements(FeedStream):
     def __init__(self, elements: Iterable[Any], mode: InfeedMode | None) -> None:
         self._elements = elements
         self._mode = mode
+        self.kind = type(elements).__name__
         self.is_once = isinstance(elements, Iterator)
 
     def open(self) -> Iterator[Any]:
@@ -124,6 +128,8 @@ class OwnElements(FeedStream):
         streams: the iterables.
     """
 
+    kind = "PerReplica"
+
     def __init__(self, streams: PerReplica) -> None:
         self._streams = streams
         self.is_once = any(isinstance(stream, Iterator) for stream in streams)
@@ -158,6 +164,7 @@ class Batches(FeedStream):
         dataset: the data set.
     """
 
+    kind = "DistributedDataset"
     is_once = False
 
     def __init__(self, dataset: DistributedDataset) -> None:
@@ -193,7 +200,7 @@ def feed_stream(dataset: Any, mode: InfeedMode | None) -> FeedStream:
 
     Raises:
         TypeError: if it is none, or the mode is none.
-        ValueError: for a mode of what has none.
+        ValueError: for a mode of what has none, or shapes of elements that are not fully defined.
     """
     if not isinstance(mode, InfeedMode | None):
         raise TypeError(f"mode is {mode!r}; use InfeedMode.WHOLE or InfeedMode.INSTANCE")
@@ -204,7 +211,7 @@ def feed_stream(dataset: Any, mode: InfeedMode | None) -> FeedStream:
             )
         return Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElements(_of_iterables(dataset))
     if isinstance(dataset, Lockstep):  # whose iteration is a collective call, which a thread must not make
-        return Elements(dataset.batches, mode or InfeedMode.INSTANCE)
+        return Elements(_iterable(dataset.batches), mode or InfeedMode.INSTANCE)
     return Elements(_iterable(dataset), mode)
 
 
@@ -222,4 +229,5 @@ def _of_iterables(streams: PerReplica) -> PerReplica:
 def _iterable(dataset: Any) -> Iterable[Any]:
     if not isinstance(dataset, Iterable) or isinstance(dataset, str | bytes | Mapping):
         raise TypeError(f"the data set is a {type(dataset).__name__}; an infeed needs an iterable of elements")
+    check_declared(dataset)
     return dataset

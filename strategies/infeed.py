@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.errors import EndOfDataError, FeedError
-from strategies.feed_elements import ElementSpec, check_declared
+from strategies.feed_elements import ElementSpec
 from strategies.feed_program import FeedProgram, Replication, current_program, is_in_program
 from strategies.feed_streams import InfeedMode, Round, feed_stream
 from strategies.prefetch import Prefetcher, reading_ahead
@@ -75,9 +75,7 @@ class InfeedQueue:
     def __init__(self, dataset: Any, prefetch_depth: int | None = None, mode: InfeedMode | None = None) -> None:
         self._depth = _checked_depth(3 if prefetch_depth is None else prefetch_depth)
         self._number = next(_numbers)
-        self._kind = type(dataset).__name__
         self._stream = feed_stream(dataset, mode)
-        check_declared(dataset)
         self._opened: Iterator[Any] | None = self._stream.open()
         self.spec = self._peek()
         self._replication: Replication | None = None
@@ -260,7 +258,7 @@ class InfeedQueue:
             if self._opened is None and self._stream.is_once:
                 raise ValueError(
                     f"Infeed with id={self._number} cannot begin with the first element again: its data set is a "
-                    f"{self._kind}, which can be gone through only once; use an object whose "
+                    f"{self._stream.kind}, which can be gone through only once; use an object whose "
                     "__iter__ starts anew"
                 )
             self._runs, self._is_deleted = True, False

@@ -63,7 +63,10 @@ class Lockstep(Generic[T]):
 
     Attributes:
         batches: those of this instance; to go through them is no collective call.
+        is_collective: that taking one of these is.
     """
+
+    is_collective = True
 
     def __init__(self, batches: Iterable[T], communicator: Communicator) -> None:
         self.batches = batches

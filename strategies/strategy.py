@@ -259,10 +259,16 @@ class Strategy:
 
         Raises:
             LayoutMismatchError: on all instances if the trees differ in names, shapes or dtypes; it names the leaf.
+            TypeError: a leaf is a `PerReplica`.
             UnsupportedBufferError: for a masked array.
             ValueError: integers do not fit into 32 bits, where JAX has no more.
         """
         refuse_in_replica("strategy.broadcast")
+        if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(tree)):
+            raise TypeError(
+                "a PerReplica has a value of each local replica, and broadcast sends one of the instance; give it one "
+                "of the values, or reduce them"
+            )
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
         received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf, root) for path, leaf in paths]
         self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")

@@ -223,6 +223,14 @@ class TestOthersBatches:
             strategy.run(lambda x: x, args=(theirs,))
 
 
+def test_values_of_several_replicas_are_no_array_to_broadcast(strategy):
+    values = strategy.per_replica(lambda r: np.full(2, r, np.float32))
+    for call in (strategy.broadcast, strategy.variable):
+        with pytest.raises(TypeError, match="a PerReplica has a value of each local replica, and broadcast sends one"):
+            call({"w": values})
+    assert strategy.broadcast({"w": values[1]})["w"].tolist() == [1, 1]
+
+
 class TestWhatIsKnownOfArrays:
     def test_does_not_keep_them(self, strategy):
         batch = first_batch(strategy)

@@ -98,6 +98,26 @@ class TestIterables:
 
         assert joined(on_instances(2, R, on_one)) == np.arange(50 * R).reshape(50, R).tolist()
 
+    def test_of_a_function_are_looked_at_as_others_are(self, on_instances):
+        class Shape(tuple):
+            shape = (None, 4)
+
+        class Declared:
+            element_spec = Shape()
+
+            def __iter__(self):
+                return iter(numbers(8))
+
+        def on_one(strategy):
+            with pytest.raises(ValueError, match="Output shape"):
+                InfeedQueue(strategy.distribute_datasets_from_function(lambda context: Declared()))
+            infeed = InfeedQueue(strategy.distribute_datasets_from_function(lambda context: iter(numbers(8))))
+            fed(strategy, infeed)
+            with pytest.raises(ValueError, match="a list_iterator, which can be gone through only once"):
+                infeed.start()
+
+        on_instances(2, R, on_one)
+
     def test_end_with_the_first_round_that_is_incomplete(self, on_instances):
         def on_one(strategy):
             infeed = InfeedQueue(numbers(5), mode=InfeedMode.INSTANCE)
