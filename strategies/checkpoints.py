@@ -216,10 +216,9 @@ class Checkpoints:
             ValueError: if a step has used the state up.
         """
         check_state(state)
-        self.extra = self.extra if extra is None else dict(extra)
-        own = plain_values(self.extra)
+        own, measured = plain_values(self.extra if extra is None else extra), plain_metrics(metrics or {})
         is_said = extra is not None or metrics is not None
-        measured = plain_metrics(metrics or {})
+        self.extra = self.extra if extra is None else dict(extra)
         folder = self._folder
         is_sharded = self._trainer.is_sharded
         packing = self._gather(state, is_said) if is_sharded else None

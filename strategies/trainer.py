@@ -662,8 +662,8 @@ class Trainer:
 
 
 def _named(option: Any) -> str:
-    """An option that may be a function, or a dtype."""
-    return str(getattr(option, "__qualname__", option))
+    """An option that may be a function, of which only the name is the same on all instances."""
+    return str(getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else option)
 
 
 def _shapes(variables: Any) -> Any:
