@@ -6,11 +6,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
 from collectives import Communicator
+from strategies.compilation import shapes_by_name
+from strategies.datasets import DistributedDataset
 from strategies.errors import DisagreementError
+from strategies.program_text import scalars_by_name
 from strategies.strategy import Strategy
 
 Terms = Sequence[Mapping[str, str | Sequence[str]]]
@@ -19,6 +23,32 @@ differ because something in an earlier one does."""
 _MOST = 4  # differences that are named
 _PROGRAM = "; start all with the same program and arguments"
 _ARGUMENTS = "; start all with the same arguments"
+
+
+def terms_of(
+    options: Mapping[str, Any],
+    dataset: DistributedDataset | None,
+    batch: Any,
+    programs: Mapping[str, Sequence[str]],
+    optimizer_state: Any,
+) -> Terms:
+    """What decides the result of a training.
+
+    Args:
+        options: by their names.
+        dataset: the one that has given the batch; None if none has.
+        batch: the shapes and dtypes of what one replica takes.
+        programs: the lines of what is computed, by their names.
+        optimizer_state: of which scalars are compared.
+    """
+    position = {} if dataset is None else dataset.position().to_dict()
+    arguments = {**options, **{f"data set {name}": value for name, value in position.items()}}
+    return [
+        {name: str(value) for name, value in arguments.items()},
+        {f"batch{name} for each replica": shape for name, shape in shapes_by_name(batch).items()},
+        programs,
+        {f"optimizer state {name}": value for name, value in scalars_by_name(optimizer_state).items()},
+    ]
 
 
 def insist_on_agreement(strategy: Strategy, terms: Terms) -> None:

@@ -223,10 +223,9 @@ class Checkpoints:
             ValueError: if a step has used the state up.
         """
         check_state(state)
-        self.extra = self.extra if extra is None else dict(extra)
-        own = plain_values(self.extra)
+        own, measured = plain_values(self.extra if extra is None else extra), plain_metrics(metrics or {})
         is_said = extra is not None or metrics is not None
-        measured = plain_metrics(metrics or {})
+        self.extra = self.extra if extra is None else dict(extra)
         folder = self._folder
         is_sharded = self._trainer.is_sharded
         if self._strategy.can_carry_on and not is_sharded:

@@ -144,6 +144,13 @@ class ReplicaProgram:
         self.names, self._has_metrics = self._metric_names(variables, batch)
 
     @property
+    def means(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the mean gradients of all replicas, where they are whole."""
+        if self.quantised is None:
+            return self.results
+        return [jax.ShapeDtypeStruct(shape, np.float32) for shape in self.quantised.shapes]
+
+    @property
     def tail_size(self) -> int:
         """How many values the tail has."""
         return self.finite_place + self._precision.scales_loss + self.flags

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from collectives import BrokenError, PeerLostError
+from strategies.datasets import DistributedDataset
 
 if TYPE_CHECKING:
     from strategies.strategy import Strategy
@@ -46,6 +47,35 @@ def surviving(strategy: Strategy, attempt: Callable[[], T], catch_up: Callable[[
                 raise
             logger.info("an instance is lost: %s", error)
             is_behind = True
+
+
+def warn_of_loss(strategy: Strategy, reason: str | None) -> None:
+    """Say why the others could not go on without an instance, where the job was started to go on.
+
+    Args:
+        strategy: connects the instances.
+        reason: in words; None where they could.
+    """
+    if reason and strategy.can_carry_on and strategy.communicator.size > 1:
+        logger.warning(
+            "%s: if one is lost the job ends; to go on from a checkpoint use poprun --on-failure restart", reason
+        )
+
+
+def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -> str | None:
+    """What of a program the other instances do not have, in words; None where they have everything.
+
+    Args:
+        has_feeds: whether its loss function has feeds.
+        dataset: the one of its batches; None where they are of no data set.
+    """
+    if has_feeds:
+        return "the queues of feeds belong to the replicas that an instance has had from the beginning"
+    if dataset is None:
+        return "no instance can read another one's part of batches that are of no strategy.distribute_dataset"
+    if not dataset.is_random_access:
+        return "no instance can read another one's part of a data set that is only read in order"
+    return None
 
 
 def gather_steps(strategy: Strategy, step: int) -> np.ndarray:

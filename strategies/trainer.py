@@ -14,9 +14,9 @@ import optax
 
 from popdist.environments.faults import FaultyProgress
 from strategies.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
-from strategies.agreement import Terms, insist_on_agreement
+from strategies.agreement import insist_on_agreement, terms_of
 from strategies.arguments import check_loss_function, check_optimizer, check_state, check_variables
-from strategies.compilation import explain_recompilation, shapes_by_name
+from strategies.compilation import explain_recompilation
 from strategies.datasets import DistributedDataset
 from strategies.devices import borrow
 from strategies.digest import compare, flip_bit
@@ -27,7 +27,7 @@ from strategies.loss_scaling import LossScale, LossScaling
 from strategies.metrics import Metrics
 from strategies.notice import Notice
 from strategies.probing import batch_like, variables_like
-from strategies.program_text import lines_of, scalars_by_name
+from strategies.program_text import lines_of
 from strategies.recomputation import recomputing
 from strategies.replica_program import Accumulation, LossFunction, Precision, ReplicaProgram, control_words, float_dtype
 from strategies.sharded_update import ShardedUpdate
@@ -35,7 +35,7 @@ from strategies.sharding import at_least, positive
 from strategies.shards import PartOfArray, Shards
 from strategies.step_record import recorder_for
 from strategies.strategy import Strategy
-from strategies.survival import gather_steps, surviving
+from strategies.survival import gather_steps, lost_with_an_instance, surviving, warn_of_loss
 from strategies.train_state import TrainState
 from strategies.transfer import Int8Layout, Int8Reduction, Transfer
 from strategies.updates import Update, UpdateSettings
@@ -246,32 +246,6 @@ class Trainer:
     def share_notice(self) -> None:
         """Nothing is left to do: `notice` has travelled with the gradients."""
 
-    def _warn_of_loss(self, reasons: Iterable[str | None]) -> None:
-        """Say why the others could not go on without an instance, where the job was started to go on."""
-        if not self._strategy.can_carry_on or self._strategy.communicator.size == 1:
-            return
-        for reason in filter(None, reasons):
-            logger.warning(
-                "%s: if one is lost the job ends; to go on from a checkpoint use poprun --on-failure restart", reason
-            )
-
-    def _warn_of_program(self, program: ReplicaProgram, batch: Any) -> None:
-        """Say, once, what the program has that is lost with an instance."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        dataset = self._strategy.dataset_of(batch)
-        reasons = []
-        if program.has_feeds:
-            reasons.append("the queues of feeds belong to the replicas that an instance has had from the beginning")
-        elif dataset is None:
-            reasons.append(
-                "no instance can read another one's part of batches that are of no strategy.distribute_dataset"
-            )
-        if dataset is not None and not dataset.is_random_access:
-            reasons.append("no instance can read another one's part of a data set that is only read in order")
-        self._warn_of_loss(reasons)
-
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
         shards = Shards(self._strategy.num_replicas_in_sync, len(self._indices), 1)
@@ -304,7 +278,7 @@ class Trainer:
             self._claim_replicas()
             return self._copy_newest(self._first_state(variables, -1))
 
-        self._warn_of_loss([self._lost_with_an_instance])
+        warn_of_loss(self._strategy, self._lost_with_an_instance)
         first: TrainState = self._surviving(lambda: self._first_state(self._strategy.broadcast(variables), 0), catch_up)
         return first
 
@@ -575,7 +549,6 @@ class Trainer:
         key = structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
         plan = self._plans.get(key) or self._plan(*shapes)
         self._agree(state, batch, shapes[1], plan)
-        self._warn_of_program(plan.program, batch)
         if key not in self._plans:
             self._plans[key] = self._streaming(plan, shapes, state, batch)
         plan = self._plans[key]
@@ -623,29 +596,19 @@ class Trainer:
         """Whether there are others to agree with. `poprun verify` lets them differ, and finds out what follows."""
         return self._strategy.communicator.size > 1 and not self._recorder.is_on
 
-    def _mean_shapes(self, variables: Any, plan: _Plan) -> Any:
-        """The shapes and dtypes in which the update gets whole mean gradients."""
-        leaves, structure = jax.tree.flatten(variables)
-        if plan.program.quantised is not None:
-            return jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(leaf.shape, np.float32) for leaf in leaves])
-        return jax.tree.unflatten(structure, plan.gradients.gradients)
-
     def _agree(self, state: TrainState, batch: Any, of_one: Any, plan: _Plan) -> None:
         """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
-        if not self._is_compared:
-            return
         dataset = self._strategy.dataset_of(batch)
-        data = {} if dataset is None else dataset.position().to_dict()
-        means = self._mean_shapes(state.variables, plan)
-        update = self._update.equations(state.variables, state.optimizer_state, means, self._control(state))
-        arguments = {**self._options, "step": state.step, **{f"data set {name}": value for name, value in data.items()}}
-        terms: Terms = [
-            {name: str(value) for name, value in arguments.items()},
-            {f"batch{name} for each replica": shape for name, shape in shapes_by_name(of_one).items()},
-            {"the loss function": plan.lines, "the update": lines_of(update)},
-            {f"optimizer state {name}": value for name, value in scalars_by_name(state.optimizer_state).items()},
-        ]
-        insist_on_agreement(self._strategy, terms)
+        if self._is_compared:
+            means = jax.tree.unflatten(jax.tree.structure(state.variables), plan.program.means)
+            update = self._update.equations(state.variables, state.optimizer_state, means, self._control(state))
+            programs = {"the loss function": plan.lines, "the update": lines_of(update)}
+            options = {**self._options, "step": state.step}
+            terms = terms_of(options, dataset, of_one, programs, state.optimizer_state)
+            insist_on_agreement(self._strategy, terms)
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(self._strategy, lost_with_an_instance(plan.program.has_feeds, dataset))
 
     def _programs(self, plan: GradientPlan, allocate: Allocate) -> GradientPrograms:
         return GradientPrograms(self._devices, plan, allocate, self._strategy.reducer.fail)
@@ -710,8 +673,8 @@ class Trainer:
 
 
 def _named(option: Any) -> str:
-    """An option that may be a function, or a dtype."""
-    return str(getattr(option, "__qualname__", option))
+    """An option that may be a function, of which only the name is the same on all instances."""
+    return str(getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else option)
 
 
 def _shapes(variables: Any) -> Any:

@@ -1,5 +1,7 @@
 """Instances that were started differently learn it before the first step, by name and value."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,6 +202,17 @@ def test_what_decides_no_result_may_differ(on_instances):
         if is_first:
             jax.jit(jax.grad(lambda variables: noisy_error(variables, ROWS, jax.random.key(0))))({"w": jnp.ones(3)})
         return trained(strategy, loss_fn=loss_fn, data={"prefetch": 0 if is_first else 3})
+
+    one, other = on_instances(2, 4, program)
+    assert one == other
+
+
+def test_of_options_that_are_functions_only_the_name_counts(on_instances):
+    """Each instance has objects of its own, at other addresses."""
+
+    def program(strategy):
+        policy = functools.partial(jax.checkpoint_policies.dots_saveable)
+        return trained(strategy, recompute=policy, gradient_accumulation_dtype=lambda leaf: leaf.dtype)
 
     one, other = on_instances(2, 4, program)
     assert one == other

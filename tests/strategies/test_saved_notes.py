@@ -97,7 +97,7 @@ class TestExtra:
         with Checkpoints(tmp_path, trainer) as checkpoints:
             with pytest.raises(TypeError, match=r"extra\['w'\] cannot be saved"):
                 checkpoints.save(state, extra={"w": np.ones(3)})
-            checkpoints.save(trainer.step(state, BATCH)[0], extra={})
+            checkpoints.save(trainer.step(state, BATCH)[0])
         assert names(tmp_path) == step_names(1)
 
     def test_of_a_checkpoint_that_was_written_before_there_were_any_is_empty(self):
