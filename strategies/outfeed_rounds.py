@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class AllRounds(Rounds):
     def __init__(self, replicas: range) -> None:
         super().__init__(replicas)
         self._waiting: list[deque[tuple[Iteration, Value]]] = [deque() for _ in replicas]
-        self._has_failed = False  # since the program began
+        self._agreed: float = math.inf  # so many rounds, from the first one on, before replicas differ
 
     @property
     def is_waiting(self) -> bool:
@@ -77,17 +78,18 @@ class AllRounds(Rounds):
 
     def take(self) -> list[Value]:
         """The first round."""
+        self._agreed -= 1
         return [values.popleft()[1] for values in self._waiting]
 
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
         """See `Rounds`."""
-        if self._has_failed:
-            return
         number = len(self._waiting[place])
+        if number >= self._agreed:
+            return
         for other, values in enumerate(self._waiting):
             if len(values) > number and values[number][0] != iteration:
                 theirs = values[number][0]
-                self._has_failed = True
+                self._agreed = number
                 self._keep(number)
                 raise self._difference(place, f"in {_named(iteration)}", other, f"in {_named(theirs)}")
         self._waiting[place].append((iteration, value))
@@ -98,7 +100,7 @@ class AllRounds(Rounds):
         most, least = counts.index(max(counts)), counts.index(min(counts))
         rest = list(self._waiting[most])[min(counts) :]
         self._keep(min(counts))
-        self._has_failed = False
+        self._agreed = math.inf
         if rest:
             raise self._difference(most, f"in {_named(rest[0][0])}", least, "has not")
 

@@ -203,6 +203,8 @@ class CrossReplicaReducer:
 
     def end(self) -> None:
         """All local replicas have ended the program: what not all of them have enqueued is dropped, and an error."""
+        if not self._outfeeds:
+            return
         with self._lock:
             outfeeds, self._outfeeds = list(self._outfeeds), WeakSet()
         for outfeed in outfeeds:

@@ -245,6 +245,21 @@ class TestRounds:
         rounds.put(0, (0,), ["d"])
         assert rounds.is_waiting
 
+    def test_before_the_first_difference_are_completed_by_those_that_are_behind(self):
+        rounds = AllRounds(range(3))
+        for place in (0, 1):
+            rounds.put(place, (0,), [place])
+            rounds.put(place, (1,), [place])
+        rounds.put(0, (2,), ["a"])
+        with pytest.raises(FeedError, match="replica 1 has enqueued in iteration 3, and replica 0 in iteration 2"):
+            rounds.put(1, (3,), ["b"])
+        for number in range(3):
+            rounds.put(2, (number,), [2])
+        assert rounds.take() == rounds.take() == [[0], [1], [2]]
+        rounds.put(2, (3,), [2])
+        assert not rounds.is_waiting
+        rounds.end()
+
     def test_the_last_one_is_whole(self):
         last = LastRound(range(2))
         assert last.whole is None
