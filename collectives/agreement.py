@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from collectives.calls import Call, describe_mismatch
+from collectives.calls import CLOSE, Call, describe_mismatch
 from collectives.errors import LayoutMismatchError, PeerLostError
 from collectives.transport import Parts, Transport
 
@@ -24,8 +24,13 @@ def agree(transport: Transport, call: Call, arrays: Sequence[np.ndarray], count:
     equal, parts = transport.exchange(call.fingerprint, arrays, count)
     if not equal:
         calls = [message.decode(errors="replace") for message in exchange_bytes(transport, str(call).encode())]
-        raise LayoutMismatchError(describe_mismatch(calls))
+        raise layout_mismatch(calls)
     return parts
+
+
+def layout_mismatch(calls: Sequence[str]) -> LayoutMismatchError:
+    """The error that says what each rank called, in rank order."""
+    return LayoutMismatchError(describe_mismatch(calls), [rank for rank, call in enumerate(calls) if call == CLOSE])
 
 
 def exchange_bytes(transport: Transport, message: bytes) -> list[bytes]:

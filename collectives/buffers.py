@@ -11,6 +11,8 @@ from collectives.dtypes import MOVABLE, REDUCIBLE
 from collectives.errors import UnsupportedBufferError
 from collectives.reduction import REDUCING, Reduction, normalise_op
 
+_EVERYTHING = slice(None)
+
 
 def new_call(
     operation: str, name: str, op: str, buffer: np.ndarray | None, root: int, into_shared: bool
@@ -35,19 +37,34 @@ def new_call(
 
 
 def flat_view(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
-    """The array as one dimension, the same memory."""
-    try:
-        flags = array.flags
-    except AttributeError:
+    """The array as one dimension, the same memory, and no subclass of `np.ndarray`."""
+    if not isinstance(array, (np.ndarray, np.generic)):
         raise UnsupportedBufferError(
             f"collectives take NumPy arrays, not {type(array).__name__}; convert it with np.asarray"
-        ) from None
+        )
+    refuse_masked(array)
+    flags = array.flags
     if not flags.c_contiguous or (writable and not flags.writeable):
         need = "writable and C-contiguous" if writable else "C-contiguous"
         raise UnsupportedBufferError(
             f"a {array.dtype} array of shape {list(array.shape)} is not {need}; copy it first (np.array(x, order='C'))"
         )
+    if type(array) is not np.ndarray:
+        array = np.asarray(array)
     return array if array.ndim == 1 else array.reshape(-1)
+
+
+def refuse_masked(value: object) -> None:
+    """See to it that a value is no masked array.
+
+    Raises:
+        UnsupportedBufferError: it is one.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnsupportedBufferError(
+            f"a {value.dtype} array of shape {list(value.shape)} is masked, and its mask would be lost; fill it "
+            "(array.filled(0)), and send the mask (np.ma.getmaskarray(array)) by itself"
+        )
 
 
 def result_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -78,6 +95,62 @@ def flat_contributions(contributions: Sequence[np.ndarray]) -> list[np.ndarray]:
                 "all replicas contribute arrays of one shape and dtype"
             )
     return views
+
+
+def refuse_partial_overlap(wholes: Sequence[np.ndarray], part: np.ndarray, own: slice = _EVERYTHING) -> None:
+    """See to it that what a collective reads and what it writes lie apart, or each element in its own place.
+
+    Args:
+        wholes: one-dimensional and contiguous, as is `part`; either they are read and that is written, or the reverse.
+        part: what belongs to `whole[own]`.
+        own: this rank's block.
+
+    Raises:
+        UnsupportedBufferError: they share memory otherwise, so that some of it would be read when it has been written.
+    """
+    for whole in wholes:
+        if whole is not part and np.may_share_memory(whole, part) and not _is_same_memory(whole[own], part):
+            raise UnsupportedBufferError(
+                f"the result and what it is made of, {describe(whole)} and {describe(part)}, overlap in part; give the "
+                "result memory of its own, or exactly that of what it replaces"
+            )
+
+
+def _is_same_memory(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.nbytes == other.nbytes and _address(one) == _address(other)
+
+
+def _address(array: np.ndarray) -> int:
+    start: int = array.__array_interface__["data"][0]
+    return start
+
+
+def refuse_overlaps_in_group(tensors: Sequence[tuple[str, Sequence[np.ndarray], np.ndarray]]) -> None:
+    """See to it that no result of a group lies where another tensor of it has a contribution or its result.
+
+    Args:
+        tensors: name, contributions and result of each, one-dimensional and contiguous; a result may be the memory of a
+            contribution of its own.
+
+    Raises:
+        UnsupportedBufferError: naming two tensors that share memory.
+    """
+    ranges = []
+    for name, sources, out in tensors:
+        start = _address(out)
+        ranges.append((start, start + out.nbytes, name, True))
+        others = [(_address(source), source.nbytes) for source in sources]
+        ranges += [(place, place + nbytes, name, False) for place, nbytes in others if place != start]
+    end_of_all = end_of_results = (0, "")  # of those that begin before
+    for start, end, name, is_result in sorted(each for each in ranges if each[0] < each[1]):
+        before = end_of_all if is_result else end_of_results
+        if start < before[0]:
+            raise UnsupportedBufferError(
+                f"tensors {before[1]!r} and {name!r} of a group share memory that receives a result; give each its own"
+            )
+        end_of_all = max(end_of_all, (end, name))
+        if is_result:
+            end_of_results = max(end_of_results, (end, name))
 
 
 def describe(value: object) -> str:

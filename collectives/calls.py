@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from operator import index
 
+from collectives.foreign import MOST_OF_PEERS, foreign
+
 MISMATCH = "Tensor layouts did not match on all instances"
+CROSSING = "Named collectives wait for each other"
+CLOSE = "close"
+"""The last call of every rank, when its program ends."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,35 @@ def describe_mismatch(calls: Sequence[str]) -> str:
     Args:
         calls: the call of every rank, in rank order.
     """
+    facts = _of_each_call(dict(enumerate(calls)), "called")
+    way_out = "make the same calls in the same order on every rank"
+    if ended := [rank for rank, call in enumerate(calls) if call == CLOSE]:
+        way_out = f"see why {_rank_set(ended)} came to the end, or {way_out}"
+    return f"{MISMATCH}: {facts}; {way_out}"
+
+
+def describe_crossing(calls: Mapping[int, str]) -> str:
+    """The text for named collectives that wait for each other.
+
+    Args:
+        calls: by ranks, what each of them waits in.
+    """
+    facts = _of_each_call(calls, "waits in", "wait in")
+    return (
+        f"{CROSSING}: {facts}; wait for names in the same order on every rank, or start them all before the first wait"
+    )
+
+
+def _of_each_call(calls: Mapping[int, str], verb: str, verb_of_many: str = "") -> str:
+    """Each different call with the ranks that made it."""
     ranks: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
+    for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
-    parts = [f"{_rank_set(members)} called {call}" for call, members in ranks.items()]
-    return f"{MISMATCH}: {'; '.join(parts)}; make the same calls in the same order on every rank"
+    facts = []
+    for call, members in ranks.items():
+        said = verb_of_many if verb_of_many and len(members) > 1 else verb
+        facts.append(f"{_rank_set(members)} {said} {foreign(call, MOST_OF_PEERS)}")
+    return "; ".join(facts)
 
 
 def _rank_set(ranks: Sequence[int]) -> str:

@@ -15,8 +15,15 @@ from numpy.typing import DTypeLike
 
 from collectives import finishing
 from collectives.agreement import agree
-from collectives.buffers import flat_contributions, flat_view, new_call, result_array
-from collectives.calls import Call, checked_root
+from collectives.buffers import (
+    flat_contributions,
+    flat_view,
+    new_call,
+    refuse_overlaps_in_group,
+    refuse_partial_overlap,
+    result_array,
+)
+from collectives.calls import CLOSE, Call, checked_root
 from collectives.errors import (
     BrokenError,
     BusyError,
@@ -47,11 +54,15 @@ class Communicator:
     Buffers are C-contiguous NumPy arrays; those that receive results are writable. They must not be changed while the
     call runs. float16, bfloat16, float32, float64 and all integers can be reduced, bool as well can be moved. Sums are
     taken in rank order, and within a rank in the order of its contributions, so they have the same bits however the
-    contributions are spread over ranks; 16-bit floats are added in float32. "mean" divides the sum once by the number
-    of contributions and truncates integers towards zero.
+    contributions are spread over ranks; 16-bit floats are added in float32, and sums of integers wrap around. "mean"
+    divides the sum once by the number of contributions and truncates integers towards zero; there the sum of integers
+    does not wrap. Results may take the place of what they are made of, element by element; memory that overlaps
+    otherwise is refused.
 
     Synchronous calls come from one thread at a time. `start_...` begins a named collective that is matched by its
-    name: ranks and threads may start different names in different orders.
+    name: ranks and threads may start different names in different orders. To wait for one name before another one is
+    started is something else: where the only threads of two ranks do that in different orders, each waits for what the
+    other one would start next. All ranks that wait in such a circle raise `LayoutMismatchError` at once.
 
     Every wait warns after `stall_warning_s` and raises `CollectiveTimeoutError` after `timeout_s`.
 
@@ -148,6 +159,8 @@ class Communicator:
         """
         tensors = self._check_group(contributions, outs, names)
         prepared = [self._prepare(arrays, out, op, name) for arrays, out, name in tensors]
+        if len(prepared) > 1:
+            refuse_overlaps_in_group([(call.name, arrays, flat) for call, arrays, _, flat, _ in prepared])
         if not self._transport.groups_reductions or len(tensors) < 2:
             for call, arrays, finish, flat, reduction in prepared:
                 self._run(call, arrays, len(arrays), finish, flat, reduction)
@@ -176,7 +189,7 @@ class Communicator:
         call, _ = self._describe("all_gather", name, "", buffer)
         out = result_array(out, (self.size, *buffer.shape), buffer.dtype)
         flat = flat_view(buffer)
-        self._run(call, [flat], 1, finishing.all_gather, flat, self._private(out))
+        self._run(call, [flat], 1, finishing.all_gather, flat, self._gathered(out, flat))
         return out
 
     def reduce_scatter(
@@ -195,7 +208,8 @@ class Communicator:
         """
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = result_array(out, self._block_shape(buffer), buffer.dtype)
-        self._run(call, [flat_view(buffer)], 1, finishing.reduce_scatter, self._private(out), reduction)
+        flat = flat_view(buffer)
+        self._run(call, [flat], 1, finishing.reduce_scatter, self._block(out, [flat]), reduction)
         return out
 
     def ordered_reduce_scatter(
@@ -227,7 +241,7 @@ class Communicator:
         call, reduction = self._describe("ordered_reduce_scatter", name, op, first)
         arrays = flat_contributions(contributions)
         out = result_array(out, self._block_shape(first), first.dtype)
-        self._run(call, arrays, len(arrays), finishing.reduce_scatter, self._private(out), reduction)
+        self._run(call, arrays, len(arrays), finishing.reduce_scatter, self._block(out, arrays), reduction)
         return out
 
     def barrier(self, *, name: str = "") -> None:
@@ -264,7 +278,7 @@ class Communicator:
         call, _ = self._describe("all_gather", name, "", buffer)
         out = result_array(out, (self.size, *buffer.shape), buffer.dtype)
         flat = flat_view(buffer)
-        return self._start(call, [flat], 1, out, finishing.all_gather, flat, self._private(out))
+        return self._start(call, [flat], 1, out, finishing.all_gather, flat, self._gathered(out, flat))
 
     def start_reduce_scatter(
         self, buffer: np.ndarray, out: np.ndarray | None = None, op: str = "sum", *, name: str
@@ -272,7 +286,16 @@ class Communicator:
         """Begin `reduce_scatter`; `wait` on the handle returns this rank's block."""
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = result_array(out, self._block_shape(buffer), buffer.dtype)
-        return self._start(call, [flat_view(buffer)], 1, out, finishing.reduce_scatter, self._private(out), reduction)
+        flat = flat_view(buffer)
+        return self._start(call, [flat], 1, out, finishing.reduce_scatter, self._block(out, [flat]), reduction)
+
+    def expect_callbacks(self) -> None:
+        """Say that named collectives will be started from callbacks of compiled programs.
+
+        Python does not list their threads. So one of them may still end what looks like names that wait for each other,
+        and only the limits of time apply.
+        """
+        self._named.expect_others()
 
     # ---- memory and groups
 
@@ -336,7 +359,7 @@ class Communicator:
         self._named.begin_close()
         self._progress = NoProgress()  # the record keeps the last collective of the program
         try:
-            self._run(Call("close"), (), 0, finishing.nothing)
+            self._run(Call(CLOSE), (), 0, finishing.nothing)
             self._named.end_close()
         finally:
             self.abandon()
@@ -464,9 +487,28 @@ class Communicator:
         call, reduction = self._describe("ordered_all_reduce", name, op, first, -1, shared is not None)
         arrays = flat_contributions(contributions)
         if shared is not None and out.shape == first.shape and out.dtype == first.dtype:
-            return call, arrays, finishing.reduce_into_shared, shared, reduction
-        result_array(out, first.shape, first.dtype)
-        return call, arrays, finishing.reduce, self._private(out), reduction
+            finish, flat = finishing.reduce_into_shared, shared
+        else:
+            result_array(out, first.shape, first.dtype)
+            finish, flat = finishing.reduce, self._private(out)
+        refuse_partial_overlap(arrays, flat)
+        return call, arrays, finish, flat, reduction
+
+    def _block(self, out: np.ndarray, contributions: Sequence[np.ndarray]) -> np.ndarray:
+        """Memory for this rank's block of a reduction, as one dimension."""
+        flat = self._private(out)
+        refuse_partial_overlap(contributions, flat, self._own(flat.size))
+        return flat
+
+    def _gathered(self, out: np.ndarray, flat: np.ndarray) -> np.ndarray:
+        """Memory for the buffers of all ranks, of which this one's is `flat`, as one dimension."""
+        whole = self._private(out)
+        refuse_partial_overlap([whole], flat, self._own(flat.size))
+        return whole
+
+    def _own(self, size: int) -> slice:
+        """This rank's one of blocks of so many elements."""
+        return slice(self.rank * size, (self.rank + 1) * size)
 
     def _private(self, out: np.ndarray) -> np.ndarray:
         """Memory that this rank alone will write, as one dimension."""

@@ -13,13 +13,20 @@ REDUCIBLE = frozenset(FLOATS + INTEGERS)
 MOVABLE = REDUCIBLE | {np.dtype(bool)}
 
 _SUMMED_IN_FLOAT32 = frozenset({np.dtype("float16"), bfloat16})
+_OF_MEANS = {
+    np.dtype(f"{sign}int{bits}"): np.dtype(f"{sign}int{wide}")
+    for sign in ("", "u")
+    for bits, wide in ((8, 32), (16, 32), (32, 64))
+}
 
 
 def accumulator_dtype(dtype: np.dtype, op: str) -> np.dtype:
     """The dtype in which contributions are added: float32 for the 16-bit floats, else `dtype` itself.
 
-    Minimum and maximum need no wider accumulator, they only select.
+    The sum behind a mean of integers need not fit into their dtype, though the mean does: it is taken in 32 bits for
+    those of 8 and 16 bits, which is enough for 65,536 of them, and in 64 for those of 32. Minimum and maximum need no
+    wider accumulator, they only select.
     """
     if op in ("sum", "mean") and dtype in _SUMMED_IN_FLOAT32:
         return np.dtype(np.float32)
-    return dtype
+    return _OF_MEANS.get(dtype, dtype) if op == "mean" else dtype

@@ -13,16 +13,27 @@ CollectiveError
 └── MissingBackendError     an optional library is not installed: install it (also an ImportError)
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class CollectiveError(Exception):
     """Base of everything that the collectives raise on purpose."""
 
 
 class LayoutMismatchError(CollectiveError):
-    """The ranks called different collectives, or the same one with different tensors.
+    """The ranks called different collectives, or the same one with different tensors, or wait in names that cross.
 
     Every rank raises it, with the same text; no buffer was touched; the communicator stays usable.
+
+    Attributes:
+        closed: the ranks that had closed the communicator, at the end of their program, say; they are the cause.
     """
+
+    def __init__(self, text: str, closed: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.closed = tuple(closed)
 
 
 class CollectiveTimeoutError(CollectiveError):

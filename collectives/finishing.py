@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from collectives.memory import aligned_empty
-from collectives.reduction import Reduction
+from collectives.reduction import Reduction, join, shares
 from collectives.transport import Contributions, Parts, Transport
 
 SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
@@ -28,6 +28,8 @@ def reduce(
     """All contributions, combined on every rank."""
     if parts.arrays:
         reduction.reduce(parts.arrays, out, len(parts.arrays))
+    elif out.size and reduction.divides_first:
+        _join_means(transport.reduce, parts, arrays, out)
     elif out.size:
         transport.reduce(arrays, out, reduction, parts)
 
@@ -35,7 +37,10 @@ def reduce(
 def reduce_into_shared(
     transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
 ) -> None:
-    """All contributions, combined once for all ranks."""
+    """All contributions, combined once for all ranks; what has to be joined, each rank joins to the same bits."""
+    if reduction.divides_first:
+        reduce(transport, parts, arrays, out, reduction)
+        return
     transport.reduce(arrays, out, reduction, parts, True)
 
 
@@ -46,7 +51,10 @@ def reduce_group(
     group: Sequence[tuple[Contributions, np.ndarray, Reduction]],
 ) -> None:
     """All contributions to each of the group, combined on every rank."""
-    transport.reduce_group([one for one in group if one[1].size], parts)
+    divided = [one for one in group if one[2].divides_first]
+    transport.reduce_group([one for one in group if one[1].size and not one[2].divides_first], parts)
+    for of_rank, out, reduction in divided:
+        reduce(transport, parts, of_rank, out, reduction)
 
 
 def reduce_scatter(
@@ -60,8 +68,23 @@ def reduce_scatter(
     if parts.arrays:
         block = slice(transport.rank * out.size, (transport.rank + 1) * out.size)
         reduction.reduce([array[block] for array in parts.arrays], out, parts.total)
+    elif out.size and reduction.divides_first:
+        _join_means(transport.reduce_scatter, parts, arrays, out)
     elif out.size:
         transport.reduce_scatter(arrays, out, reduction, parts)
+
+
+def _join_means(
+    sum_up: Callable[[Contributions, np.ndarray, Reduction, Parts], None],
+    parts: Parts,
+    arrays: Sequence[np.ndarray],
+    out: np.ndarray,
+) -> None:
+    """The means of 64-bit integers, from the sums of their quotients and of their remainders."""
+    totals = np.empty_like(out), np.empty_like(out)
+    for contributions, total in zip(shares(arrays, parts.total), totals, strict=True):
+        sum_up(contributions, total, Reduction("sum", out.dtype), parts)
+    join(*totals, out, parts.total)
 
 
 def broadcast(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, root: int) -> None:

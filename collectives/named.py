@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from collectives.agreement import exchange_bytes
-from collectives.calls import Call, describe_mismatch
+from collectives.agreement import exchange_bytes, layout_mismatch
+from collectives.calls import CLOSE, Call, describe_crossing
+from collectives.crossing import Key, Waits, crossed_ranks
 from collectives.errors import (
     BrokenError,
     ClosedError,
@@ -34,22 +35,25 @@ logger = logging.getLogger(__name__)
 _SHORT_WAIT_S = 0.001  # a longer one is noted in the progress record
 _IDLE_ROUND_S = 0.001  # pause after a round in which nobody had anything new
 
-Key = tuple[str, int]  # a tensor's name, and how often it was used before
-
 
 class Handle:
     """A collective that was started; its buffers belong to it until `wait` has returned.
 
     Attributes:
         call: what was started.
+        key: by which the ranks know it.
         number: how many named collectives this rank had started with it.
     """
 
-    def __init__(self, call: Call, number: int, run: Callable[[Transport], Any], progress: Progress) -> None:
+    def __init__(
+        self, call: Call, key: Key, number: int, run: Callable[[Transport], Any], progress: Progress, waits: Waits
+    ) -> None:
         self.call = call
+        self.key = key
         self.number = number
         self._run = run
         self._progress = progress
+        self._waits = waits
         self._finished = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -67,7 +71,8 @@ class Handle:
         """
         if not self._finished.wait(_SHORT_WAIT_S):
             self._progress.enter(self.number, self.call.label)
-            self._finished.wait()
+            with self._waits.until(self):
+                self._finished.wait()
         if self._error is not None:
             self._progress.enter(self.number, self.call.label)  # the record then says where the program failed
             self._progress.waiting_for(self._missing)
@@ -88,9 +93,13 @@ class Handle:
 
 @dataclass
 class _Pending:
-    """One name: this rank's handle, if it has started it, and who has announced what."""
+    """One name: this rank's handle, if it has started it, and who has announced what.
+
+    What has failed stays until the others have started it too: their turns of the name would be out of step otherwise.
+    """
 
     handle: Handle | None = None
+    failure: CollectiveError | None = None
     since: float = 0.0
     next_warning: float = 0.0
     announced: dict[int, str] = field(default_factory=dict)
@@ -110,6 +119,7 @@ class NamedQueue:
         self._condition = threading.Condition()
         self._new: list[tuple[Key, Handle]] = []
         self._issued: Counter[str] = Counter()
+        self._waits = Waits()
         self._pending: dict[Key, _Pending] = {}
         self._closing = False
         self._closed_ranks: set[int] = set()
@@ -123,17 +133,22 @@ class NamedQueue:
     def start(self, call: Call, run: Callable[[Transport], Any]) -> Handle:
         """Queue a collective; `run` carries it out on the background thread once all ranks have started it."""
         with self._condition:
-            handle = Handle(call, self._issued.total() + 1, run, self._watch.progress)
+            key = (call.name, self._issued[call.name])
+            handle = Handle(call, key, self._issued.total() + 1, run, self._watch.progress, self._waits)
             if self._closing:
                 raise ClosedError(f"{call.title} was started after the communicator was closed")
             if self._failure is not None:
                 raise BrokenError(f"the named collectives of this communicator failed before: {self._failure}")
-            key = (call.name, self._issued[call.name])
             self._issued[call.name] += 1
             self._new.append((key, handle))
+            self._waits.add_starter()
             self._ensure_thread()
             self._condition.notify()
         return handle
+
+    def expect_others(self) -> None:
+        """Note that threads which Python does not list will start collectives."""
+        self._waits.expect_others()
 
     def begin_close(self) -> None:
         """Tell the others that nothing more will be started; does not wait."""
@@ -193,11 +208,12 @@ class NamedQueue:
         with self._condition:
             new, self._new = self._new, []
             closing = self._closing
+            waits = None if new else self._waits.if_all_wait()
         for key, handle in new:
             self._admit(key, handle)
         first = next((p.handle.call for p in self._pending.values() if p.handle), None)
-        self._watch.call = first or Call("close")
-        news = {"calls": [(*key, str(handle.call)) for key, handle in new], "closing": closing}
+        self._watch.call = first or Call(CLOSE)
+        news = {"calls": [(*key, str(handle.call)) for key, handle in new], "closing": closing, "waits": waits}
         messages = [json.loads(text) for text in exchange_bytes(self._transport, json.dumps(news).encode())]
         for rank, message in enumerate(messages):
             for name, number, text in message["calls"]:
@@ -206,12 +222,16 @@ class NamedQueue:
                 self._closed_ranks.add(rank)
         happened = any(message["calls"] for message in messages)
         self._carry_out_complete()
+        self._fail_crossed([message["waits"] for message in messages])
         self._fail_orphans()
         self._watch_stalls()
         return happened
 
     def _admit(self, key: Key, handle: Handle) -> None:
         entry = self._pending.setdefault(key, _Pending())
+        if entry.failure is not None:
+            handle._fail(entry.failure)
+            return
         entry.handle = handle
         entry.since = self._watch.clock()
         entry.next_warning = entry.since + self._watch.limits.stall_warning_s
@@ -221,10 +241,12 @@ class NamedQueue:
         complete = [key for key, entry in self._pending.items() if len(entry.announced) == size]
         for key in sorted(complete):  # the same order on all ranks
             entry = self._pending.pop(key)
+            if entry.failure is not None:
+                continue
             assert entry.handle is not None
             calls = [entry.announced[rank] for rank in range(size)]
             if len(set(calls)) > 1:
-                entry.handle._fail(LayoutMismatchError(describe_mismatch(calls)))
+                entry.handle._fail(layout_mismatch(calls))
                 continue
             self._watch.call = entry.handle.call
             try:
@@ -232,6 +254,22 @@ class NamedQueue:
             except BaseException as error:
                 entry.handle._fail(error)
                 raise
+
+    def _fail_crossed(self, waits: Sequence[Sequence[Sequence[Any]] | None]) -> None:
+        """Fail what ranks wait for that wait for each other, each for what another one would start afterwards."""
+        keys = [None if of_rank is None else [(name, number) for name, number in of_rank] for of_rank in waits]
+        ranks = crossed_ranks(keys, {key: entry.announced for key, entry in self._pending.items()})
+        if not ranks:
+            return
+        awaited = {rank: keys[rank] or [] for rank in ranks}
+        calls = {rank: ", ".join(self._pending[key].announced[rank] for key in awaited[rank]) for rank in ranks}
+        failure = LayoutMismatchError(describe_crossing(calls))
+        for key in {key for of_rank in awaited.values() for key in of_rank}:
+            entry = self._pending[key]
+            entry.failure = failure
+            if entry.handle is not None:
+                entry.handle._fail(failure)
+                entry.handle = None
 
     def _fail_orphans(self) -> None:
         """Fail what a rank that has closed will never start."""
@@ -242,11 +280,11 @@ class NamedQueue:
             del self._pending[key]
             if entry.handle is not None:
                 calls = [
-                    entry.announced.get(rank, "close" if rank in gone else "nothing yet")
+                    entry.announced.get(rank, CLOSE if rank in gone else "nothing yet")
                     for rank in range(self._transport.size)
                 ]
                 missing = self._watch.instances_of(sorted(gone))
-                entry.handle._fail(LayoutMismatchError(describe_mismatch(calls)), missing)
+                entry.handle._fail(layout_mismatch(calls), missing)
 
     def _watch_stalls(self) -> None:
         now = self._watch.clock()
@@ -259,7 +297,7 @@ class NamedQueue:
             facts = (
                 f"{names[self._transport.rank]} has waited {now - entry.since:.3g} s for "
                 f"{', '.join(names[rank] for rank in missing)} "
-                f"in {entry.handle.call.title}"
+                f"in {entry.handle.call.title}{self._started_instead(missing)}"
             )
             if now - entry.since >= limits.timeout_s:
                 del self._pending[key]
@@ -267,6 +305,17 @@ class NamedQueue:
             elif now >= entry.next_warning:
                 entry.next_warning += limits.stall_warning_s
                 logger.warning("%s", facts)
+
+    def _started_instead(self, missing: Sequence[int]) -> str:
+        """What those that are missing have started, and this rank has not, for messages."""
+        calls = {
+            entry.announced[rank]
+            for entry in self._pending.values()
+            if entry.handle is None and entry.failure is None
+            for rank in missing
+            if rank in entry.announced
+        }
+        return f"; started there, but not here: {', '.join(sorted(calls))}" if calls else ""
 
     def _fail_all(self, error: BaseException) -> None:
         with self._condition:

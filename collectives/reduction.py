@@ -57,7 +57,8 @@ def normalise_op(op: str) -> str:
 class Reduction:
     """One reduction of arrays of one dtype: `((c0 + c1) + c2) + ...`, for a mean divided once by the count.
 
-    16-bit floats are added in float32 and rounded once. A mean of integers is truncated towards zero, as in C.
+    16-bit floats are added in float32 and rounded once. Sums of integers wrap around, as NumPy's do. A mean of integers
+    is truncated towards zero, as in C, and is right also where their sum does not fit into their dtype.
     """
 
     op: str
@@ -71,7 +72,15 @@ class Reduction:
     @cached_property
     def is_direct(self) -> bool:
         """Whether partial results may be kept in an array of the result's dtype."""
-        return self.accumulator == self.dtype
+        return self.accumulator == self.dtype and not self.divides_first
+
+    @cached_property
+    def divides_first(self) -> bool:
+        """Whether no dtype holds the sum, so that quotients and remainders are added: the mean of 64-bit integers.
+
+        Those who see one contribution after another reduce `shares` to sums, and `join` them.
+        """
+        return self.op == "mean" and self.dtype.kind in "iu" and self.dtype.itemsize == 8
 
     def first_dtype(self, count: int) -> np.dtype:
         """The dtype in which rank 0 hands on what its `count` contributions come to: a single one as it is."""
@@ -141,6 +150,10 @@ class Reduction:
             out[...] = total
 
     def _reduce_block(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
+        if self.divides_first:
+            quotients, remainders = (np.add.reduce(parts) for parts in shares(sources, count))
+            join(quotients, remainders, out, count)
+            return
         direct = self.is_direct and not any(np.may_share_memory(out, source) for source in sources[2:])
         total = out if direct else np.empty(out.size, self.accumulator)
         self._fold(sources, total)
@@ -167,7 +180,35 @@ def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:
         if quotient is not out:
             out[...] = quotient
         return
-    wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
-    quotient, remainder = np.divmod(wide, wide.dtype.type(count))
-    quotient += (wide < 0) & (remainder != 0)
-    out[...] = quotient
+    if total.itemsize < 4:  # the count need not fit
+        total = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
+    join(0, total, out, count)
+
+
+def shares(sources: Sequence[np.ndarray], count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The quotients, rounded down, and the remainders of integers divided by `count`.
+
+    Args:
+        sources: of one dtype, that of the result.
+        count: the number of contributions; neither the sum of so many quotients nor that of the remainders leaves the
+            range of 64 bits, but for what wraps back when they are joined.
+    """
+    divisor = sources[0].dtype.type(count)
+    quotients, remainders = zip(*(np.divmod(source, divisor) for source in sources), strict=True)
+    return list(quotients), list(remainders)
+
+
+def join(quotients: np.ndarray | int, remainders: np.ndarray, out: np.ndarray, count: int) -> None:
+    """The mean, truncated towards zero, from the sums of `shares`.
+
+    Args:
+        quotients: their sum.
+        remainders: their sum.
+        out: receives the mean.
+        count: the number of contributions.
+    """
+    carried, left = np.divmod(remainders, remainders.dtype.type(count))
+    rounded_down = quotients + carried
+    if rounded_down.dtype.kind == "i":
+        rounded_down += (rounded_down < 0) & (left != 0)
+    out[...] = rounded_down

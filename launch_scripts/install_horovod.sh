@@ -13,6 +13,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 . "$here/environment.sh"
 
 version=0.28.1
+sources_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0 # of its sources on PyPI
 recipe=1             # to be raised whenever a wheel would be built differently: kept ones are then built anew
 tested_torch=2.13.0  # what is installed where there is no torch
 torch_without_cuda=https://download.pytorch.org/whl/cpu # as PyPI's own for Linux is made for CUDA, and several GB
@@ -45,6 +46,16 @@ has_kept_wheel() {
         [ ! -f "$wheel" ] || return 0
     done
     return 1
+}
+
+# What is kept is installed, so whoever can write there decides what runs here. In a folder that others may not enter,
+# the modes of what lies in it do not matter.
+check_cache() {
+    foreign=$(find "$cache" ! -user "$(id -u)" ! -user 0 -print -quit)
+    [ -z "$foreign" ] || fail "$foreign belongs to somebody else; name a folder of your own: POPDIST_CACHE=/a/folder"
+    [ -n "$(find "$cache" -prune -perm /011)" ] || return 0
+    open=$(find "$cache" ! -type l -perm /022 -print -quit)
+    [ -z "$open" ] || fail "others can write to $open, and what lies there is installed; run: chmod -R go-w '$cache'"
 }
 
 # Two at once in one environment would install over each other. The kernel takes the lock back when the script ends.
@@ -250,8 +261,10 @@ has_cmake() {
 }
 
 fetch_sources() {
+    printf '%s\n' "horovod==$version --hash=sha256:$sources_sha256" >"$folder/sources.txt"
     env PYTHONPATH="$tools" python -m pip download --quiet --disable-pip-version-check --no-deps \
-        --no-binary horovod --no-build-isolation --dest "$folder" "horovod==$version" >&2 ||
+        --no-binary horovod --no-build-isolation --dest "$folder" \
+        --require-hashes --requirement "$folder/sources.txt" >&2 ||
         fail "pip could not download Horovod $version; is the package index reachable? What pip says is above"
     tar -xzf "$folder/horovod-$version.tar.gz" -C "$folder" ||
         fail "the sources of Horovod $version cannot be unpacked (above); is there room in $folder?"
@@ -346,7 +359,9 @@ enter
 cache=${POPDIST_CACHE:-${XDG_CACHE_HOME:-${HOME:-$environment}/.cache}/popdist-everywhere}/horovod
 [ -w "$environment" ] ||
     fail "you may not write into the environment $environment; make one of your own: python3 -m venv my-environment"
-mkdir -p "$cache" || fail "the folder $cache for what is built cannot be made; name another: POPDIST_CACHE=/a/folder"
+(umask 077 && mkdir -p "$cache") ||
+    fail "the folder $cache for what is built cannot be made; name another: POPDIST_CACHE=/a/folder"
+check_cache
 folder=$(mktemp -d) || fail "mktemp can make no temporary folder in ${TMPDIR:-/tmp}; name another: TMPDIR=/a/folder"
 trap 'rm -rf "$folder"' EXIT
 trap 'exit 129' HUP

@@ -82,8 +82,7 @@ def main(words: Sequence[str] | None = None) -> str:
         for batch in dataset.epoch(epoch):
             state, metrics = trainer.step(state, batch)
     fingerprint = strategies.fingerprint(state.variables)
-    if strategy.instance_index == 0:
-        print(f"accuracy {metrics['accuracy']:.3f} in the last step, {fingerprint}")
+    strategy.on_chief(lambda: print(f"accuracy {metrics['accuracy']:.3f} in the last step, {fingerprint}"))
     return fingerprint
 
 

@@ -140,12 +140,11 @@ def main() -> int:
         print(f"train_digits.py: error: {error}", file=sys.stderr)
         return 2
     try:
-        result = train(strategy, dataset, data, options)
+        training = train(strategy, dataset, data, options)
     except (UsageError, strategies.CheckpointError) as error:
         print(f"train_digits.py: error: {error}", file=sys.stderr)
         return 2
-    if strategy.instance_index == 0:
-        report(result, options.json)
+    strategy.on_chief(lambda: report(result_of(training, strategy, dataset, data, options), options.json))
     return 0
 
 
@@ -220,15 +219,29 @@ def distribute(
     )
 
 
+@dataclass(frozen=True)
+class Training:
+    """What came out of it.
+
+    Attributes:
+        state: after the last step.
+        metrics: of the last step; None when none was left to do.
+        seconds_per_step: mean without the first step; None when there was only that one.
+    """
+
+    state: strategies.TrainState
+    metrics: strategies.Metrics | None
+    seconds_per_step: float | None
+
+
 def train(
     strategy: strategies.Strategy,
     dataset: strategies.DistributedDataset,
     data: Digits,
     options: argparse.Namespace,
-) -> Result:
-    """Trains, and tests the result."""
+) -> Training:
+    """Trains; a collective call."""
     model = MODELS[options.model]
-    is_first = strategy.instance_index == 0
     trainer = strategies.Trainer(
         strategy,
         loss_of(model),
@@ -242,13 +255,12 @@ def train(
         replicated_optimizer_state_sharding=options.shard_optimizer_state,
     )
     state = trainer.init(model.init(jax.random.key(options.seed), data.image_shape))
-    effective_batch_size = options.batch_size * options.gradient_accumulation_count * strategy.num_replicas_in_sync
     steps = int(min(options.epochs * len(dataset), options.max_steps or math.inf))
     stopwatch = Stopwatch()
     metrics: strategies.Metrics | None = None
     with checkpoints_of(trainer, dataset, options) as checkpoints:
-        state = resumed(checkpoints, state, steps, is_first, options)
-        with Progress(steps, len(dataset), state.step, is_shown=is_first) as progress:
+        state = resumed(checkpoints, state, steps, strategy.is_chief, options)
+        with Progress(steps, len(dataset), state.step, is_shown=lambda: strategy.is_chief) as progress:
             for batch in batches(dataset, steps):
                 state, metrics = trainer.step(state, batch)
                 progress.update(metrics)
@@ -258,20 +270,33 @@ def train(
         seconds = stopwatch.seconds_per_step(state.variables)
         if checkpoints:
             checkpoints.save(state)
+    return Training(state, metrics, seconds)
+
+
+def result_of(
+    training: Training,
+    strategy: strategies.Strategy,
+    dataset: strategies.DistributedDataset,
+    data: Digits,
+    options: argparse.Namespace,
+) -> Result:
+    """What is reported, once the variables are tested."""
+    metrics, seconds, steps = training.metrics, training.seconds_per_step, training.state.step
+    effective_batch_size = options.batch_size * options.gradient_accumulation_count * strategy.num_replicas_in_sync
     return Result(
         strategy=options.strategy,
         model=options.model,
         instances=strategy.num_instances,
         replicas=strategy.num_replicas_in_sync,
         epochs=-(-steps // len(dataset)),
-        steps=state.step,
+        steps=steps,
         effective_batch_size=effective_batch_size,
         final_loss=None if metrics is None else metrics["loss"],
         final_accuracy=None if metrics is None else metrics["accuracy"],
-        test_accuracy=test_accuracy(model, state.variables, data) if is_first else math.nan,
+        test_accuracy=test_accuracy(MODELS[options.model], training.state.variables, data),
         seconds_per_step=seconds,
         samples_per_second=seconds and effective_batch_size / seconds,
-        variables_sha256=strategies.fingerprint(state.variables),
+        variables_sha256=strategies.fingerprint(training.state.variables),
     )
 
 
@@ -364,16 +389,23 @@ def wait_for(variables: Any) -> None:
 
 
 class Progress:
-    """On stderr: a progress bar on a terminal, one line per epoch elsewhere; means of the epoch so far."""
+    """On stderr: a progress bar on a terminal, one line per epoch elsewhere; means of the epoch so far.
 
-    def __init__(self, steps: int, steps_per_epoch: int, done: int = 0, *, is_shown: bool) -> None:
+    Args:
+        steps: of the whole training.
+        steps_per_epoch: after so many there is a line.
+        done: where the training begins.
+        is_shown: whether this instance writes it; asked after every step, since others may be lost.
+    """
+
+    def __init__(self, steps: int, steps_per_epoch: int, done: int = 0, *, is_shown: Callable[[], bool]) -> None:
         self._steps = steps
         self._steps_per_epoch = steps_per_epoch
         self._is_shown = is_shown
         self._done = done
         self._counted = 0
         self._sums = dict.fromkeys(("loss", "accuracy"), 0.0)  # of the epoch so far
-        self._bar = self._make_bar() if is_shown and sys.stderr.isatty() and sys.stdout.isatty() else None
+        self._bar = self._make_bar() if is_shown() and sys.stderr.isatty() and sys.stdout.isatty() else None
 
     def _make_bar(self) -> Any:
         try:
@@ -393,13 +425,13 @@ class Progress:
 
     def update(self, metrics: strategies.Metrics) -> None:
         """Call after each step."""
-        if not self._is_shown:
-            return
         if self._done % self._steps_per_epoch == 0:
             self._counted, self._sums = 0, dict.fromkeys(self._sums, 0.0)
         self._done += 1
         self._counted += 1
         self._sums = {name: total + metrics[name] for name, total in self._sums.items()}
+        if not self._is_shown():
+            return
         means = {name: total / self._counted for name, total in self._sums.items()}
         text = f"loss {means['loss']:.4f}, accuracy {means['accuracy']:.1%}"
         if self._bar is not None:

@@ -6,6 +6,9 @@
 #
 #   WORKERS=3     so many workers; 2 by default
 #   PORT=4000     they listen on localhost at 4000, 4001, ...; from 3737 on by default
+#
+# Other users of this machine can reach those ports, so the workers share a secret, POPDIST_JOB_TOKEN, which this makes
+# where none is set. It is in their environment only, and not in what is shown.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
@@ -15,11 +18,13 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 workers=${WORKERS:-2}
 port=${PORT:-3737}
 patience_s=10 # within which workers end by themselves that have lost another one
+grace_s=40    # and within which they end when they are told to: checkpoints take 30 s at most
 
 running=    # the workers that have not ended, each as number:process
 status=0    # of the first one that failed
 sleeper=    # the process that ends when the others have had time enough
 is_leaving= # whether a signal ends them all
+are_told=   # whether they have been told after their time was over
 
 check_number() { # NAME VALUE SMALLEST LARGEST
     case $2 in
@@ -76,13 +81,10 @@ tag() { # NUMBER
 await_workers() {
     while [ -n "$running" ]; do
         # A worker that is told to end before it has left this shell's program behind does not hear it.
-        [ -z "$is_leaving" ] || [ -n "$sleeper" ] || start_sleeper
+        [ -z "$is_leaving" ] || [ -n "$sleeper" ] || start_sleeper "$patience_s"
         read -r ended <&3 || continue # a signal
         case $ended in
-            late)
-                end_workers
-                sleeper=
-                ;;
+            late) insist ;;
             *) note_end "$ended" ;;
         esac
     done
@@ -106,14 +108,26 @@ note_end() { # NUMBER
     fi
     say "error: worker $1 ended with exit status $result"
     [ "$status" -ne 0 ] || status=$result
-    [ -n "$sleeper" ] || [ -z "$running" ] || start_sleeper
+    [ -n "$sleeper" ] || [ -z "$running" ] || start_sleeper "$patience_s"
 }
 
-start_sleeper() {
+# Their time is over: they are told to end, and killed when they do not.
+insist() {
+    sleeper=
+    if [ -n "$are_told" ]; then
+        signal_workers KILL
+    else
+        are_told=yes
+        end_workers
+        start_sleeper "$grace_s"
+    fi
+}
+
+start_sleeper() { # SECONDS
     rm -f "$folder/sleeper"
     open_pipe "$folder/sleeper"
     { exec <&5 4>&- 5<&- && tag sleeper && echo late >&3; } &
-    sleep "$patience_s" >&4 3>&- 4>&- 5<&- &
+    sleep "$1" >&4 3>&- 4>&- 5<&- &
     sleeper=$!
     exec 4>&- 5<&-
 }
@@ -122,10 +136,20 @@ end_sleeper() {
     [ -z "$sleeper" ] || kill -KILL "$sleeper" 2>/dev/null || true # it hears this one at once
 }
 
+# One that is stopped hears nothing before it is continued.
 end_workers() {
+    signal_workers TERM
+    signal_workers CONT
+}
+
+signal_workers() { # NAME
     for worker in $running; do
-        kill "${worker#*:}" 2>/dev/null || true
+        kill -s "$1" "${worker#*:}" 2>/dev/null || true
     done
+}
+
+make_token() {
+    od -A n -N 16 -t x1 /dev/urandom | tr -d ' \n'
 }
 
 # shellcheck disable=SC2329 # traps call it
@@ -139,6 +163,9 @@ check_number WORKERS "$workers" 1 64
 check_number PORT "$port" 1 $((65536 - workers))
 say "two_terminals.sh: trains on handwritten digits with $workers workers, as if each had a terminal of its own."
 prepare examples
+POPDIST_JOB_TOKEN=${POPDIST_JOB_TOKEN:-$(make_token)}
+[ -n "$POPDIST_JOB_TOKEN" ] || fail "no secret could be read from /dev/urandom; set one: POPDIST_JOB_TOKEN=..."
+export POPDIST_JOB_TOKEN
 set -- python "$(program train_digits.py)" --strategy multi-worker "$@"
 folder=$(mktemp -d)
 trap 'end_workers; end_sleeper; rm -rf "$folder"' EXIT

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from popdist.environments import (
     Cluster,
@@ -26,6 +26,7 @@ from popdist.environments import (
 )
 from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
+from popdist.exit_status import end_with
 from popdist.instance import Instance
 from popdist.spawned import refuse_while_spawned
 
@@ -33,6 +34,14 @@ if TYPE_CHECKING:
     from collectives import Communicator, Settings
 
 ConnectBackend = Callable[["Settings", Instance], "Communicator"]
+
+
+class Chief(Enum):
+    """What has become of the instance that prints and writes for all of them."""
+
+    AT_WORK = auto()  # instance 0, whoever that is when others are lost
+    DONE = auto()  # it has come to its end
+    LOST = auto()  # before its end, when nobody was left to take its place
 
 
 @dataclass
@@ -46,6 +55,9 @@ class _Process:
     instance: Instance | None = None
     communicator: Communicator | None = None
     others: list[Communicator] = field(default_factory=list)  # of the same instances, over something else
+    with_leavers: Communicator | None = None  # of these and of those who have come to their end
+    chief: Chief = Chief.AT_WORK
+    is_first_left: bool = True  # of those who are left
     at_end: Callable[[], None] | None = None  # ends what else runs on MPI
     at_failure: Callable[[], None] | None = None  # has this process end without it
     progress: ProgressPage | NoProgress = NoProgress()
@@ -175,10 +187,11 @@ def finalizeBackend() -> None:
     """
     if _process.communicator is None:
         raise LifeCycleError("the backend is not initialised, so it cannot be finalised")
+    if can_carry_on():
+        _end_with_who_is_left()
+        return
     communicators = _communicators()
-    _process.communicator = _process.connect = None
-    _process.others = []
-    _process.was_finalized = True
+    _forget_backend()
     for communicator in communicators[:-1]:
         communicator.close()
     if _process.at_end is not None:
@@ -186,6 +199,42 @@ def finalizeBackend() -> None:
     communicators[-1].close()
     _process.progress.finished()
     _finalize_mpi()
+
+
+def _forget_backend() -> None:
+    _process.communicator = _process.with_leavers = _process.connect = None
+    _process.others = []
+    _process.was_finalized = True
+
+
+def _end_with_who_is_left() -> None:
+    """Wait until all instances finalise, whoever is lost meanwhile; MPI itself is left without waiting for anybody.
+
+    One that completes the last collective may not know yet that another one is lost, for which the others give it up.
+    They wait then for all who are left to carry on, so it does not leave before it has looked.
+    """
+    while True:
+        try:
+            for communicator in _communicators():
+                communicator.close()
+        except Exception as error:
+            if not _is_loss(error):
+                _forget_backend()
+                raise
+        else:
+            if _process.chief is Chief.AT_WORK:
+                _process.chief = Chief.DONE
+            if not _process.progress.is_released:
+                break
+        _connect_survivors(is_leaving=True)
+    _forget_backend()
+    _process.progress.finished()
+
+
+def _is_loss(error: Exception) -> bool:
+    from collectives import BrokenError, PeerLostError
+
+    return isinstance(error, PeerLostError | BrokenError)
 
 
 def isBackendInitialized() -> bool:
@@ -219,7 +268,8 @@ def carry_on() -> Instance:
     """Go on without the instances that are lost; a collective call of those that are left.
 
     They are numbered anew, in the same order, and drive the replicas of all: as evenly as they can, in order, the first
-    ones one more. It waits until all who are left have called it, and begins again if another one is lost meanwhile.
+    ones one more. It waits until all who are left have called it, or have come to their end, where they stay without
+    replicas; and begins again if another one is lost meanwhile.
 
     Returns:
         What this instance is now; `communicator` is another one too.
@@ -229,15 +279,60 @@ def carry_on() -> Instance:
     """
     if _process.communicator is None or _process.instance is None or not can_carry_on():
         raise LifeCycleError("the job cannot go on without an instance; start it with poprun --on-failure shrink")
-    import collectives
     from popdist import groups
 
-    lost, was = _process.communicator, _process.instance
-    _process.communicator = collectives.load_backend("mpi").connect_survivors(_settings())
-    lost.abandon()
+    _connect_survivors(is_leaving=False)
     groups.forget()
-    _process.instance = was.renumbered(_process.communicator.rank, _process.communicator.size)
+    _process.instance = _process.instance.renumbered(_process.communicator.rank, _process.communicator.size)
     return _process.instance
+
+
+def is_chief() -> bool:
+    """Whether this instance prints and writes for all: instance 0, as they are numbered now.
+
+    Where instances are lost it may be another one later, so ask when it matters. Where some carry on after the chief
+    has come to its end, it is none of them.
+    """
+    return instance().is_leader and _process.chief is not Chief.DONE
+
+
+def _connect_survivors(is_leaving: bool) -> None:
+    """Connect with those who are left; those who have come to their end take no part in the work of the others.
+
+    Args:
+        is_leaving: whether this instance has come to its end. It then waits there for those who have not.
+    """
+    import collectives
+
+    while True:
+        lost = _communicators()
+        everybody = collectives.load_backend("mpi").connect_survivors(_settings())
+        for communicator in lost:
+            communicator.abandon()
+        _process.communicator, _process.with_leavers = everybody, None
+        try:
+            _part_from_leavers(everybody, is_leaving)
+        except (collectives.PeerLostError, collectives.BrokenError):
+            continue
+        if is_leaving:
+            _process.progress.leaving()
+        return
+
+
+def _part_from_leavers(everybody: Communicator, is_leaving: bool) -> None:
+    import numpy as np
+
+    assert _process.instance is not None
+    is_done = _process.chief is Chief.DONE or (is_leaving and _process.instance.is_leader)
+    facts = everybody.all_gather(np.array([is_leaving, is_done]), name="who has come to the end")
+    leaving, done = facts.T
+    if done.any():
+        _process.chief = Chief.DONE
+    elif leaving.all():
+        _process.chief, _process.is_first_left = Chief.LOST, everybody.rank == 0
+    if not is_leaving and leaving.any():
+        _process.communicator = everybody.subgroup(np.flatnonzero(~leaving).tolist())
+        _process.with_leavers = everybody
 
 
 def join_besides(connect: ConnectBackend) -> Communicator:
@@ -364,31 +459,36 @@ def _finalize_mpi() -> None:
 
 # ---- the exit
 
+_WITHOUT_CHIEF = (
+    "instance 0 was lost when all others had come to their end: what it prints and writes for all of them is missing; "
+    "let strategy.on_chief do that, so that another one does it again, or start the job again"
+)
+
 
 def _watch_exit() -> None:
     """Arrange that a finished program waits for the others, and that a failed one does not."""
     if _process.watches_exit:
         return
+    from popdist.failing import notice_failure
+    from popdist.last_threads import LastThreads
+
     _process.watches_exit = True
     atexit.register(_leave)
-    previous_hook, previous_exit = sys.excepthook, sys.exit
+    last_threads = LastThreads(_has_failed, _abandon)
 
-    def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _note_failure()
-        previous_hook(kind, error, trace)
+    def note_failure(status: int) -> None:
+        if _process.communicator is None:
+            return
+        _process.failed_at = _calls_made()
+        if _process.communicator.size > 1:
+            last_threads.watch(status)
 
-    def note_exit(status: Any = None) -> None:
-        if status not in (None, 0):
-            _note_failure()
-        previous_exit(status)
-
-    sys.excepthook = note_exception
-    sys.exit = note_exit  # type: ignore[assignment]  # the only place where the status is visible before the end
+    notice_failure(note_failure, lambda: _process.progress.is_supervised)
 
 
 def _communicators() -> list[Communicator]:
     """In the order in which they are closed."""
-    backend = [] if _process.communicator is None else [_process.communicator]
+    backend = [each for each in (_process.communicator, _process.with_leavers) if each is not None]
     return [*reversed(_process.others), *backend]
 
 
@@ -396,22 +496,32 @@ def _calls_made() -> int:
     return sum(communicator.calls_made for communicator in _communicators())
 
 
-def _note_failure() -> None:
-    if _process.communicator is not None:
-        _process.failed_at = _calls_made()
+def _has_failed() -> bool:
+    """Whether the program has failed, and has called no collective since then."""
+    return _process.communicator is not None and _process.failed_at == _calls_made()
+
+
+def _abandon() -> None:
+    """Leave the job at once, without the others."""
+    for communicator in _communicators():
+        communicator.abandon()
+    atexit.unregister(_finalize_mpi)
+    if _process.at_failure is not None:
+        _process.at_failure()
 
 
 def _leave() -> None:
     """Leave the job: together with the others if all went well, at once if not."""
-    if _process.communicator is None:
-        return
-    if _process.failed_at == _calls_made():
-        for communicator in _communicators():
-            communicator.abandon()
-        atexit.unregister(_finalize_mpi)
-        if _process.at_failure is not None:
-            _process.at_failure()
-        return
+    if _process.communicator is not None:
+        if _has_failed():
+            _abandon()
+            return
+        _finalize_at_exit()
+    if _process.chief is Chief.LOST:
+        end_with(1, _WITHOUT_CHIEF if _process.is_first_left else "")
+
+
+def _finalize_at_exit() -> None:
     import logging
 
     from collectives import CollectiveError

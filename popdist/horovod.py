@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from popdist import context
 from popdist.errors import LifeCycleError, NotInitializedError
+from popdist.tensors import copied
 
 if TYPE_CHECKING:
     import numpy as np
@@ -290,15 +291,13 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[np.ndarray]:
     """`allreduce` of several tensors in one operation, which is negotiated once."""
-    import numpy as np
-
     operations = _operations(name)
     op = Average if op is None else op
     if not isinstance(op, ReduceOp):
         known = ", ".join(member.value for member in ReduceOp)
         raise ValueError(f"Unsupported reduce op: {op!r}; use one of popdist.horovod's {known}")
     factors = (_number("prescale_factor", prescale_factor), _number("postscale_factor", postscale_factor))
-    arrays = [np.array(tensor, order="C") for tensor in tensors]
+    arrays = [copied(tensor) for tensor in tensors]
     reduced: list[np.ndarray] = operations.all_reduce(arrays, op.value, factors)
     return reduced
 
@@ -327,9 +326,7 @@ def allgather(tensor: ArrayLike, name: str | None = None) -> np.ndarray:
         NotInitializedError: before `init`.
         ValueError: a scalar has no first dimension.
     """
-    import numpy as np
-
-    gathered: np.ndarray = _operations(name).all_gather(np.array(tensor, order="C"))
+    gathered: np.ndarray = _operations(name).all_gather(copied(tensor))
     return gathered
 
 
@@ -346,9 +343,7 @@ def broadcast(tensor: ArrayLike, root_rank: int, name: str | None = None) -> np.
         NotInitializedError: before `init`.
         ValueError: there is no such process.
     """
-    import numpy as np
-
-    sent: np.ndarray = _operations(name).broadcast(np.array(tensor, order="C"), root_rank)
+    sent: np.ndarray = _operations(name).broadcast(copied(tensor), root_rank)
     return sent
 
 

@@ -21,17 +21,15 @@ def allgather(
 
     Args:
         value: the same shape and dtype on all instances.
-        tensor_name: matches the calls of the instances, which may then make them in different orders and from
-            different threads. Default: calls are matched by their order.
+        tensor_name: matches the calls of the instances, whose threads may then make them in different orders; one
+            thread makes them in the same order everywhere. Default: calls are matched by their order.
         communicator_id: the group.
 
     Raises:
-        LayoutMismatchError: on every instance if shapes or dtypes differ.
+        LayoutMismatchError: on every instance if shapes or dtypes differ, or names wait for each other.
     """
-    import numpy as np
-
     communicator = communicator_of(communicator_id)
-    array = np.array(value, order="C")
+    array = copied(value)
     if tensor_name is None:
         return communicator.all_gather(array)
     gathered: np.ndarray = communicator.start_all_gather(array, name=tensor_name).wait()
@@ -48,17 +46,16 @@ def allreduce(
 
     Args:
         value: the same shape and dtype on all instances.
-        reduce_op: "SUM", "MEAN" (of integers: truncated), "MIN" or "MAX".
+        reduce_op: "SUM" (of integers: wraps around where it does not fit), "MEAN" (of integers: truncated), "MIN" or
+            "MAX".
         tensor_name: as in `allgather`.
         communicator_id: the group.
 
     Raises:
-        LayoutMismatchError: on every instance if shapes, dtypes or operations differ.
+        LayoutMismatchError: on every instance if shapes, dtypes or operations differ, or names wait for each other.
     """
-    import numpy as np
-
     communicator = communicator_of(communicator_id)
-    array = np.array(value, order="C")
+    array = copied(value)
     if tensor_name is None:
         return communicator.all_reduce(array, reduce_op)
     reduced: np.ndarray = communicator.start_all_reduce(array, reduce_op, name=tensor_name).wait()
@@ -80,13 +77,25 @@ def broadcast(
         communicator_id: the group.
 
     Raises:
-        LayoutMismatchError: on every instance if shapes, dtypes or roots differ.
+        LayoutMismatchError: on every instance if shapes, dtypes or roots differ, or names wait for each other.
     """
-    import numpy as np
-
     communicator = communicator_of(communicator_id)
-    array = np.array(value, order="C")
+    array = copied(value)
     if tensor_name is None:
         return communicator.broadcast(array, root_rank)
     sent: np.ndarray = communicator.start_broadcast(array, root_rank, name=tensor_name).wait()
     return sent
+
+
+def copied(value: ArrayLike) -> np.ndarray:
+    """The value as an array that may be written to.
+
+    Raises:
+        UnsupportedBufferError: it is a masked array.
+    """
+    import numpy as np
+
+    from collectives.buffers import refuse_masked
+
+    refuse_masked(value)
+    return np.array(value, order="C")

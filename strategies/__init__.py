@@ -17,6 +17,7 @@ from strategies.errors import (
     NonFiniteGradientError,
     StrategyError,
 )
+from strategies.feed_streams import InfeedMode
 from strategies.fingerprints import fingerprint
 from strategies.grain_source import GrainSource
 from strategies.horovod_strategy import IPUHorovodStrategy
@@ -54,6 +55,7 @@ __all__ = [
     "IPUHorovodStrategy",
     "IPUMultiWorkerStrategy",
     "IPUStrategy",
+    "InfeedMode",
     "InfeedQueue",
     "InputContext",
     "LossScale",

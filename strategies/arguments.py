@@ -73,7 +73,7 @@ def check_variables(variables: Any) -> None:
                 f"variable {keystr(path)} is of dtype {jnp.result_type(leaf)}; only floating-point variables can be "
                 f"trained, keep others outside: {_TREES}"
             )
-    if _are_used_up(variables):
+    if are_used_up(variables):
         raise ValueError("these variables were used up by a step; give init a copy, or those of the state after it")
 
 
@@ -89,7 +89,7 @@ def check_state(state: Any) -> None:
             f"the state is of type {type(state).__name__}; give what trainer.init returned, and then what the step "
             "before returned: state, metrics = trainer.step(state, batch)"
         )
-    if _are_used_up(state.variables):
+    if are_used_up(state.variables):
         raise ValueError(
             f"this state was used up by step {state.step}; rebind it: state, metrics = trainer.step(state, batch)"
         )
@@ -157,5 +157,6 @@ def _has_dtype(leaf: Any) -> bool:
     return True
 
 
-def _are_used_up(variables: Any) -> bool:
+def are_used_up(variables: Any) -> bool:
+    """Whether a step has written new variables where these were."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(variables) if hasattr(leaf, "is_deleted"))

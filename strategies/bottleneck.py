@@ -142,7 +142,7 @@ def _print_rates(dataset: Any, epochs: int, batches: int) -> list[EpochRate]:
     """The rates of the epochs, printed as they are over."""
     print(COLUMNS.format("epoch", "batches", "elements/s", "GB/s", "ms per batch"))
     rates = []
-    for epoch, rate in enumerate(measured(endless(dataset), epochs, batches, warm_up=WARM_UP_BATCHES)):
+    for epoch, rate in enumerate(measured(dataset, epochs, batches, warm_up=WARM_UP_BATCHES)):
         columns = (rate.rows_processed / rate.time_elapsed, rate.bandwidth, 1e3 / rate.elements_per_second)
         print(COLUMNS.format(epoch, rate.elements_processed, *(f"{column:.3f}" for column in columns)), flush=True)
         rates.append(rate)

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from strategies.errors import CheckpointError
 from strategies.notes import plain_metrics, plain_values
 from strategies.packing import Packing
 from strategies.position import Position
+from strategies.private_folders import close_to_others, make_private
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +135,9 @@ class CheckpointFolder:
         complete = self.of_step(training.step)
         incomplete = _beside(complete, INCOMPLETE)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_private(self.path)
             _clear(incomplete)
-            incomplete.mkdir()
+            incomplete.mkdir(mode=0o700)
             _check_space(incomplete, sum(array.nbytes for array in flat.values()))
             self._fill(incomplete, training, flat)
             self._put(incomplete, complete)
@@ -206,6 +207,7 @@ class CheckpointFolder:
         (folder / SUMS).write_text("".join(sums), encoding="utf-8")
         for parent, _, names in os.walk(folder, topdown=False):
             for path in (*(Path(parent, name) for name in names), Path(parent)):
+                close_to_others(path)
                 _sync(path)
 
     def read(self, path: Path) -> tuple[Training, dict[str, np.ndarray]]:
@@ -268,6 +270,8 @@ def fault_of(checkpoint: Path) -> str:
     if TRAINING not in wanted:
         return f"{SUMS} is cut off"
     for name, sha256 in wanted.items():
+        if not _is_inside(checkpoint, name):
+            return f"{SUMS} names {ascii(name[:100])}, which is no file of the checkpoint"
         try:
             if _sha256(checkpoint / name) != sha256:
                 return f"{name} is not what was written"
@@ -287,6 +291,15 @@ def _metrics_of(checkpoint: Path) -> Mapping[str, float]:
 def shown(name: str) -> str:
     """A name from a file, as it may stand in a message."""
     return name if name.isprintable() else repr(name)
+
+
+def _is_inside(checkpoint: Path, name: str) -> bool:
+    """Whether a name leads to nothing outside of a checkpoint, and to no device or pipe; it may lead nowhere."""
+    within = PurePath(name)
+    if within.is_absolute() or ".." in within.parts or "\0" in name:
+        return False
+    path = os.path.join(os.path.realpath(checkpoint), within)
+    return os.path.realpath(path) == path and (os.path.isfile(path) or not os.path.exists(path))
 
 
 def _pieces(flat: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from popdist.environments.faults import CHECKPOINT
 from strategies.agreement import broadcast_text
-from strategies.arguments import check_state
+from strategies.arguments import are_used_up, check_state
 from strategies.best import Best
 from strategies.checkpoint_folder import CheckpointFolder, Training, shown
 from strategies.datasets import DistributedDataset
@@ -119,6 +119,7 @@ class Checkpoints:
         self._flat: dict[str, np.ndarray] = {}
         self._handlers: dict[signal.Signals, Any] = {}
         self._gathered_step: int | None = None
+        self._last: tuple[TrainState, Mapping[str, Any] | None] | None = None  # to be saved, maybe by another instance
         self._seen: int | None = None  # the step of the last call of `after_step`, or of what was restored
 
     @property
@@ -143,8 +144,14 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for what is being written, also after an error."""
+        """Waits for what is being written, also after an error.
+
+        A collective call after none, where the others carry on when an instance is lost: they wait too, and if it is
+        instance 0, the next one writes what was to be saved last.
+        """
         try:
+            if error is None and self._strategy.can_carry_on:
+                self._strategy.on_chief(self._save_last)
             self.wait()
         finally:
             self._thread.shutdown(wait=False)
@@ -221,6 +228,8 @@ class Checkpoints:
         self.extra = self.extra if extra is None else dict(extra)
         folder = self._folder
         is_sharded = self._trainer.is_sharded
+        if self._strategy.can_carry_on and not is_sharded:
+            self._last = state, metrics
         packing = self._gather(state, is_said) if is_sharded else None
         if folder is None:
             self._owns_folder, self._is_due = True, False  # instance 0 sees to that
@@ -276,6 +285,16 @@ class Checkpoints:
         self._seen = state.step
         if self._is_due and (self._trainer.is_sharded or self._writing is None or self._writing.done()):
             self.save(state, metrics=metrics)
+
+    def _save_last(self) -> None:
+        """On instance 0: see to it that what was to be saved last is, which may have been for another one to do."""
+        state, metrics = self._last or (None, None)
+        folder = self._folder
+        if state is not None and folder is not None and not are_used_up(state.variables):
+            is_begun = state.step == self.last_step or state.step in folder.steps()
+            if not is_begun:
+                self.save(state, metrics=metrics)
+        self.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written any more.

@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+from strategies.private_folders import fault_of, fault_of_entries, make_private
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "POPDIST_EXECUTABLE_CACHE_PATH"
@@ -25,32 +27,46 @@ WAIT_S = 600.0
 """How long an instance waits for another one of its host to compile; then it compiles by itself."""
 _POLL_S = 0.02
 _CALLBACK = "python_cpu_callback"
+_NEVER_KEPT_BYTES = 1 << 62
+_waited_in_vain: set[Path] = set()
+"""Folders for whose lock this process has waited once for as long as it may."""
 
 
 def use_executable_cache(environ: Mapping[str, str]) -> Path | None:
     """Have JAX keep all executables in a folder, where `VARIABLE` names one; before JAX compiles anything.
 
     XLA compiles for the processor that it runs on, so each kind of processor has a folder of its own inside of it.
+    Whoever can write there decides what this process runs, so both are made for this user alone, and refused where
+    somebody else than this user and root can write. One that cannot be written to is only read.
 
     Returns:
         The folder, or None.
 
     Raises:
-        ValueError: if it cannot be made.
+        ValueError: if it cannot be made, or others can write to it.
     """
     if not environ.get(VARIABLE):
         return None
-    folder = Path(environ[VARIABLE]).expanduser() / _processor()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{VARIABLE} is {environ[VARIABLE]}, where no folder can be made: {error.strerror}; "
-            "name another one (poprun --executable-cache-path)"
-        ) from None
+    folder = _private_folder(environ[VARIABLE])
+    is_written = os.access(folder, os.W_OK, effective_ids=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1 if is_written else _NEVER_KEPT_BYTES)
+    return folder
+
+
+def _private_folder(named: str) -> Path:
+    folder = Path(os.path.realpath(os.path.expanduser(named)), _processor())
+    try:
+        make_private(folder)
+        fault = fault_of(folder.parent) or fault_of(folder) or fault_of_entries(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{VARIABLE} is {named}, where no folder can be made: {error.strerror}; "
+            "name another one (poprun --executable-cache-path)"
+        ) from None
+    if fault:
+        raise ValueError(f"{VARIABLE} is {named}, and programs that lie there are run, but {fault}")
     return folder
 
 
@@ -67,7 +83,8 @@ def compile_in_turn(lowered: Any, folder: Path | None, wait_s: float = WAIT_S) -
     """Compile a program; one instance of the host does it, and the others load what it made.
 
     The instances take turns in the order in which they come. One that dies gives up its turn; one that has waited for
-    `wait_s` compiles by itself. Programs that call back into Python are compiled by all, since JAX does not keep them.
+    `wait_s` compiles by itself, and does not wait again for that folder. Programs that call back into Python are
+    compiled by all, since JAX does not keep them.
 
     Args:
         lowered: what `jax.jit(...).lower(...)` has returned.
@@ -108,10 +125,14 @@ class _InTurn:
 
 @contextlib.contextmanager
 def turn(folder: Path, wait_s: float = WAIT_S) -> Iterator[bool]:
-    """Hold what only one process of this host may hold for a folder at a time; yields whether it was got in time."""
+    """Hold what only one process of this host may hold for a folder at a time; yields whether it was got in time.
+
+    A process waits for `wait_s` once for each folder: who holds it for so long is stopped, or compiles something huge.
+    """
     # The kernel gives it back when a process ends, however it does.
+    path = folder / f".compiling-on-{platform.node()}"
     try:
-        descriptor = os.open(folder / f".compiling-on-{platform.node()}", os.O_CREAT | os.O_RDWR, 0o666)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:  # a folder that may only be read
         logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
         yield False
@@ -123,7 +144,7 @@ def turn(folder: Path, wait_s: float = WAIT_S) -> Iterator[bool]:
 
 
 def _lock(descriptor: int, folder: Path, wait_s: float) -> bool:
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + (0 if folder in _waited_in_vain else wait_s)
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +152,9 @@ def _lock(descriptor: int, folder: Path, wait_s: float) -> bool:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 continue
-            logger.warning("waited %g s for another instance that compiles in %s; compiling by itself", wait_s, folder)
+            if folder not in _waited_in_vain:
+                _waited_in_vain.add(folder)
+                logger.warning("waited %g s for an instance that compiles in %s; not waiting again", wait_s, folder)
             return False
         except OSError as error:  # a file system without locks
             logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)

@@ -157,6 +157,11 @@ class DistributedDataset:
         return self._source.is_random_access
 
     @property
+    def is_collective(self) -> bool:
+        """Whether taking a batch is a collective call: there are several instances, and the source is a stream."""
+        return self._communicator is not None and not self._source.is_random_access
+
+    @property
     def replication(self) -> Replication:
         """The replicas among which the data set is dealt out."""
         local = self._layout.local_replicas
@@ -170,10 +175,10 @@ class DistributedDataset:
         Raises:
             StrategyError: with several instances, if the source is a stream: taking a batch is a collective call.
         """
-        if self._communicator is not None and not self._source.is_random_access:
+        if self.is_collective:
             raise StrategyError(
-                "with several instances only data sets of arrays and of random access can be fed; give the infeed an "
-                "iterable of elements, which every instance goes through"
+                "with several instances only data sets of arrays and of random access can be fed, since taking a batch "
+                "of others is a collective call; give the infeed the iterable itself, and its mode"
             )
         local = len(self._layout.local_replicas)
         for epoch in itertools.count():
@@ -272,7 +277,7 @@ class DistributedDataset:
 
     def _agreed(self, batches: Generator[Batch, None, None], epoch: int, start: int) -> Generator[Batch, None, None]:
         """The batches of the steps that all instances make."""
-        if self._communicator is None or self._source.is_random_access:
+        if not self.is_collective or self._communicator is None:
             return batches
         return in_lockstep(batches, self._communicator, f"epoch {epoch}", start)
 

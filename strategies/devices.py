@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from popdist.environments import thread_pool_setting, thread_pool_size
 from popdist.environments.threads import VARIABLE as POOL_VARIABLE
+from strategies.address_space import warn_of_little_address_space
 from strategies.callbacks import in_order
 from strategies.compilation import use_executable_cache
 from strategies.programs import Program
@@ -217,6 +218,7 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
     Raises:
         DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
     """
+    warn_of_little_address_space()
     executables = use_executable_cache(os.environ)
     os.environ.update(thread_pool_setting(os.environ, total_replicas))
     use_right_sums(os.environ)

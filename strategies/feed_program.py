@@ -25,7 +25,6 @@ _COLLECTED_BYTES = PIECE_BYTES // CHUNK
 _TOKENS = 2**30
 
 Put = Callable[[int, list[np.ndarray]], None]
-
 _current: ContextVar[FeedProgram | None] = ContextVar("feed_program", default=None)
 
 
@@ -40,6 +39,11 @@ class Replication:
 
     local: range
     total: int
+
+    def __str__(self) -> str:
+        if len(self.local) == self.total:
+            return f"{self.total} replicas"
+        return f"replicas {self.local.start} to {self.local.stop - 1} of {self.total}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class FeedProgram:
         infeeds: identities of the infeeds that it dequeues, and at how many places.
         outfeeds: identities of the outfeeds that it enqueues.
         collected: what the body of a loop has enqueued so far, while one is traced that collects it.
+        loops: the numbers of the iterations of the loops that are being traced, from the outermost one.
+        meets: called at run time with an outfeed that the program enqueues, in which replicas meet.
     """
 
     replica: Any
@@ -83,6 +89,8 @@ class FeedProgram:
     infeeds: Counter[int] = field(default_factory=Counter)
     outfeeds: set[int] = field(default_factory=set)
     collected: list[Enqueued] | None = None
+    loops: tuple[Any, ...] = ()
+    meets: Callable[[Any], None] = lambda queue: None
 
     def call(
         self,
@@ -177,14 +185,19 @@ class FeedProgram:
             self.collected = outside
 
     @contextmanager
-    def inside(self, token: jax.Array) -> Iterator[None]:
-        """While the body of a loop is traced, in which `token` is the first one."""
-        outside = self.token
-        self.token = token
+    def inside(self, token: jax.Array, *number: Any) -> Iterator[None]:
+        """While the body of a loop is traced, in which `token` is the first one, in the iteration of that number."""
+        outside = self.token, self.loops
+        self.token, self.loops = token, (*self.loops, *number)
         try:
             yield
         finally:
-            self.token = outside
+            self.token, self.loops = outside
+
+    @property
+    def iteration(self) -> jax.Array:
+        """The numbers of the iterations of the loops around the place that is being traced, int32 [loops]."""
+        return jnp.stack(self.loops) if self.loops else jnp.zeros(0, jnp.int32)
 
 
 def next_token(token: Any) -> np.int32:

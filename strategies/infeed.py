@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.datasets import DistributedDataset
 from strategies.errors import EndOfDataError, FeedError
-from strategies.feed_elements import ElementSpec, check_declared
+from strategies.feed_elements import ElementSpec
 from strategies.feed_program import FeedProgram, Replication, current_program, is_in_program
-from strategies.prefetch import Prefetcher
+from strategies.feed_streams import InfeedMode, Round, feed_stream
+from strategies.prefetch import Prefetcher, reading_ahead
 from strategies.sharding import integer
 
 DELETE_TIMEOUT_S = 10.0
@@ -32,13 +32,18 @@ class InfeedQueue:
     """Brings the elements of a data set into a compiled program while it runs.
 
     Give it to a loop of `strategies.loops`, or call `dequeue` in a function that `strategy.run` compiles. Element
-    k * R + r of the data set is what replica r gets in its iteration k, however the replicas are spread over instances:
-    every instance goes through the whole data set. A thread prepares `prefetch_depth` rounds of R elements ahead.
+    k * R + r of the data set is what replica r gets in its iteration k. A thread prepares `prefetch_depth` rounds of an
+    element for each replica ahead.
 
     An element is an array, a tuple of arrays or of dictionaries (the arguments of a loop's body), or a dictionary
     (its keyword arguments).
 
+    With several instances the iterable of each may have the elements of all replicas, so that it does not matter how
+    these are spread, or those of its own replicas: `mode` says which. What `distribute_datasets_from_function` returns
+    has those of its own replicas; no instance asks the others whether they have more.
+
     A `DistributedDataset` feeds its batches, epoch after epoch: each replica gets its own part of the batch of a step.
+    Of a `PerReplica` each replica gets the elements of its own iterable.
 
     The data are gone through once, as far as programs ask for them: the next program goes on where the last one was.
     A program that asks for more gets `EndOfDataError`, and what the data set raises is raised by the program that asks
@@ -52,24 +57,26 @@ class InfeedQueue:
 
     Args:
         dataset: an iterable of elements, NumPy arrays of int8, uint8, bool, int32, float16, bfloat16 or float32, all of
-            the same structure, shapes and dtypes; or a `DistributedDataset`.
+            the same structure, shapes and dtypes; or a `DistributedDataset`, or a `PerReplica` of iterables.
         prefetch_depth: rounds to prepare ahead, 1 to 255.
+        mode: whose elements an iterable has; see `InfeedMode`. With one instance there is no difference.
 
     Attributes:
         spec: structure, shapes and dtypes of an element.
 
     Raises:
-        TypeError: if `dataset` is not iterable, or "Unsupported datatype".
-        ValueError: for a depth out of range, "Output shape", a dimension of size 0, or a data set without elements.
+        TypeError: if `dataset` is not iterable or has no elements for one replica each, "Unsupported datatype", or if
+            the mode is none.
+        ValueError: for a depth out of range, "Output shape", a dimension of size 0, a data set without elements, or a
+            mode where elements are each replica's own.
+        StrategyError: if taking an element is a collective call, which the thread must not make.
     """
 
-    def __init__(self, dataset: Any, prefetch_depth: int | None = None) -> None:
+    def __init__(self, dataset: Any, prefetch_depth: int | None = None, mode: InfeedMode | None = None) -> None:
         self._depth = _checked_depth(3 if prefetch_depth is None else prefetch_depth)
         self._number = next(_numbers)
-        self._dataset = dataset
-        self._is_distributed = isinstance(dataset, DistributedDataset)
-        check_declared(dataset)
-        self._opened: Iterator[Any] | None = self._open()
+        self._stream = feed_stream(dataset, mode)
+        self._opened: Iterator[Any] | None = self._stream.open()
         self.spec = self._peek()
         self._replication: Replication | None = None
         self._rounds: Prefetcher[Sequence[Arrays]] | None = None
@@ -205,9 +212,8 @@ class InfeedQueue:
         raise self._failure
 
     def _prepare(self, replication: Replication) -> Generator[Sequence[Arrays], None, None]:
-        elements, self._opened = self._opened or self._open(), None
-        prepare = _parts_of_batches if self._is_distributed else _dealt
-        return prepare(elements, self.spec, replication)
+        opened, self._opened = self._opened or self._stream.open(), None
+        return _prepared(self._stream.rounds(opened, replication), self.spec)
 
     def _expect(self, replication: Replication) -> None:
         if self._is_deleted:
@@ -216,37 +222,25 @@ class InfeedQueue:
             self._bind(replication)
         elif replication != self._replication:
             raise FeedError(
-                f"Infeed with id={self._number} feeds {_named(self._replication)}, and this program runs on "
-                f"{_named(replication)}; use an infeed of its own for each number of replicas, or delete and start it"
+                f"Infeed with id={self._number} feeds {self._replication}, and this program runs on "
+                f"{replication}; use an infeed of its own for each number of replicas, or delete and start it"
             )
 
     def _bind(self, replication: Replication) -> None:
-        if self._is_distributed and replication != self._dataset.replication:
-            raise FeedError(
-                f"the data set of the infeed was distributed to {_named(self._dataset.replication)}, and this program "
-                f"runs on {_named(replication)}; run it with the strategy that has distributed the data set"
-            )
+        self._stream.check(replication)
         self._replication = replication
         self._runs = True
         self._waiting = [deque() for _ in replication.local]
 
-    def _open(self) -> Iterator[Any]:
-        if isinstance(self._dataset, DistributedDataset):
-            return self._dataset.parts()
-        if not isinstance(self._dataset, Iterable) or isinstance(self._dataset, str | bytes | Mapping):
-            raise TypeError(
-                f"the data set is a {type(self._dataset).__name__}; an infeed needs an iterable of elements"
-            )
-        return iter(self._dataset)
-
     def _peek(self) -> ElementSpec:
         """What the first element is; it is not lost, though the data set may be gone through only once."""
         assert self._opened is not None
-        first = next(self._opened, None)
+        with reading_ahead():  # as the thread does with those behind it
+            first = next(self._opened, None)
         if first is None:
             raise ValueError("the data set has no elements; an infeed needs at least one, to know what they are")
         self._opened = itertools.chain([first], self._opened)
-        return ElementSpec.of(first[0] if self._is_distributed else first)
+        return ElementSpec.of(self._stream.element(first))
 
     # ---- life
 
@@ -261,10 +255,10 @@ class InfeedQueue:
                 raise ValueError(
                     f"Infeed with id={self._number} can only be started once; delete it before it starts again"
                 )
-            if self._opened is None and isinstance(self._dataset, Iterator):
+            if self._opened is None and self._stream.is_once:
                 raise ValueError(
                     f"Infeed with id={self._number} cannot begin with the first element again: its data set is a "
-                    f"{type(self._dataset).__name__}, which can be gone through only once; use an object whose "
+                    f"{self._stream.kind}, which can be gone through only once; use an object whose "
                     "__iter__ starts anew"
                 )
             self._runs, self._is_deleted = True, False
@@ -314,27 +308,9 @@ def _stacked(elements: Sequence[Arrays], most: int) -> list[np.ndarray]:
     return stacked
 
 
-def _dealt(
-    elements: Iterator[Any], spec: ElementSpec, replication: Replication
-) -> Generator[Sequence[Arrays], None, None]:
-    """The local replicas' elements of each round of one element for every replica."""
-    for start in itertools.count(0, replication.total):
-        dealt = list(itertools.islice(elements, replication.total))
-        if len(dealt) < replication.total:
-            return
-        yield [spec.flatten(start + replica, dealt[replica]) for replica in replication.local]
-
-
-def _parts_of_batches(
-    batches: Iterator[Sequence[Any]], spec: ElementSpec, replication: Replication
-) -> Generator[Sequence[Arrays], None, None]:
-    for step, parts in enumerate(batches):
-        yield [spec.flatten(step, part) for part in parts]
-
-
-def _named(replication: Replication) -> str:
-    local, total = replication.local, replication.total
-    return f"{total} replicas" if len(local) == total else f"replicas {local.start} to {local.stop - 1} of {total}"
+def _prepared(rounds: Iterator[Round], spec: ElementSpec) -> Generator[Sequence[Arrays], None, None]:
+    for elements in rounds:
+        yield [spec.flatten(number, element) for number, element in elements]
 
 
 def _checked_depth(depth: Any) -> int:

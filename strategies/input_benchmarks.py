@@ -96,7 +96,7 @@ def dataset_benchmark(
         TypeError: if a number is no integer, or the data set cannot be iterated or has no arrays.
         ValueError: if a number is less than 1, a dimension is 0, or the data set ends too early.
     """
-    rates = measured(endless(dataset), number_of_epochs, _one_of(elements_per_epochs, elements_per_epoch), do_memcpy)
+    rates = measured(dataset, number_of_epochs, _one_of(elements_per_epochs, elements_per_epoch), do_memcpy)
     return _report(rates, print_stats)
 
 
@@ -133,17 +133,17 @@ def infeed_benchmark(
     return _report(_dequeued(infeed_queue, number_of_epochs, per_epoch, do_memcpy), print_stats)
 
 
-def measured(
-    elements: Generator[Any, None, None], epochs: int, per_epoch: int, copies: bool = True, warm_up: int = 0
-) -> Iterator[EpochRate]:
+def measured(dataset: Any, epochs: int, per_epoch: int, copies: bool = True, warm_up: int = 0) -> Iterator[EpochRate]:
     """The rates of epochs of `per_epoch` elements each, as they are over; arguments and errors as above.
 
-    Of `warm_up` elements before them the time is not taken.
+    Of `warm_up` elements before them the time is not taken. What is a collective call is not read ahead: the data set
+    does so itself.
     """
     positive("number_of_epochs", epochs)
     positive("elements_per_epochs", per_epoch)
     consumer = _Consumer(copies)
-    with closing(prefetched(elements, BUFFERED_ELEMENTS)) as ahead:
+    buffered = 0 if getattr(dataset, "is_collective", False) else BUFFERED_ELEMENTS
+    with closing(prefetched(endless(dataset), buffered)) as ahead:
         for element in islice(ahead, warm_up):
             consumer.take(element)
         for epoch in range(epochs):

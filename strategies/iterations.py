@@ -32,12 +32,14 @@ class Iteration:
     """The body of a loop, traced.
 
     Attributes:
-        body: `(token, *element, *leaves) -> (token, *collected, *leaves)`; the element is empty without an infeed.
+        body: `(token, number, *element, *leaves) -> (token, *collected, *leaves)`; the element is empty without an
+            infeed.
         program: that it belongs to.
         queue: the infeed; weakly, as compiled loops are kept for longer.
         collected: what the body enqueues and the loop hands over, with shapes instead of arrays. It is empty where the
             body makes other calls into Python, behind which values might have to wait, or before which they are needed.
         reads_ahead: whether elements may come before their iteration: the body does not dequeue the infeed itself.
+        is_numbered: whether something in the body asks for the number of the iteration.
     """
 
     body: jax.extend.core.ClosedJaxpr
@@ -45,6 +47,7 @@ class Iteration:
     queue: weakref.ref[InfeedQueue] | None
     collected: Sequence[Enqueued]
     reads_ahead: bool
+    is_numbered: bool
 
     @classmethod
     def of(
@@ -59,20 +62,21 @@ class Iteration:
         for collects in (True, False):
             with program.collecting(collects) as found:
                 fresh = functools.partial(flat_body)  # JAX keeps what it has traced
-                body = jax.make_jaxpr(fresh)(program.token, *element, *leaves)
+                body = jax.make_jaxpr(fresh)(program.token, jnp.int32(0), *element, *leaves)
             if not found or not calls_host(body):
                 break
             program.outfeeds = set(enqueued_before)
         collected = [Enqueued(one.put, [jax.typeof(array) for array in one.arrays]) for one in found]
         reads_ahead = program.infeeds[id(infeed)] == dequeued_before
-        return cls(body, program, None if infeed is None else weakref.ref(infeed), collected, reads_ahead)
+        is_numbered = program.outfeeds != enqueued_before
+        return cls(body, program, None if infeed is None else weakref.ref(infeed), collected, reads_ahead, is_numbered)
 
     @property
     def infeed(self) -> InfeedQueue | None:
         """Where elements come from, while it is traced."""
         return None if self.queue is None else self.queue()
 
-    def once(self, constants: Values, token: Any, leaves: Values) -> Values:
+    def once(self, constants: Values, token: Any, number: Any, leaves: Values) -> Values:
         """One iteration, whose feeds are calls of their own."""
         element: Sequence[Any] = ()
         with self.program.inside(token):
@@ -80,7 +84,7 @@ class Iteration:
                 _, chunk = self.infeed.dequeue_some(1, np.int32(1))
                 element = [array[0] for array in chunk]
             token = self.program.token
-        token, collected, leaves = self._evaluate(constants, token, element, leaves)
+        token, collected, leaves = self._evaluate(constants, token, number, element, leaves)
         with self.program.inside(token):
             for put, arrays in _divided(self.collected, collected):
                 self.program.put_now(put, arrays)
@@ -101,7 +105,7 @@ class Iteration:
     def _run_singly(self, goes_on: GoesOn, constants: Values, token: Any, leaves: Values) -> Values:
         def iterate(carry: tuple[Any, Any, list[Any]]) -> tuple[Any, Any, list[Any]]:
             number, token, leaves = carry
-            token, *leaves = self.once(constants, token, leaves)
+            token, *leaves = self.once(constants, token, number, leaves)
             return number + 1, token, leaves
 
         _, token, leaves = jax.lax.while_loop(
@@ -140,7 +144,7 @@ class Iteration:
             def iterate(state: _State) -> _State:
                 place = state.number - start.number
                 element = [jax.lax.dynamic_index_in_dim(array, place, keepdims=False) for array in elements]
-                token, collected, leaves = self._evaluate(constants, state.token, element, state.leaves)
+                token, collected, leaves = self._evaluate(constants, state.token, state.number, element, state.leaves)
                 buffers = [
                     jax.lax.dynamic_update_index_in_dim(buffer, array, place, 0)
                     for buffer, array in zip(state.buffers, collected, strict=True)
@@ -165,10 +169,10 @@ class Iteration:
         return [end.token, *end.leaves]
 
     def _evaluate(
-        self, constants: Values, token: Any, element: Values, leaves: Values
+        self, constants: Values, token: Any, number: Any, element: Values, leaves: Values
     ) -> tuple[Any, Values, list[Any]]:
         """The token, what was collected, and the next loop variables."""
-        token, *results = jax.core.eval_jaxpr(self.body.jaxpr, constants, token, *element, *leaves)
+        token, *results = jax.core.eval_jaxpr(self.body.jaxpr, constants, token, number, *element, *leaves)
         count = len(results) - len(leaves)
         return token, results[:count], results[count:]
 
@@ -204,11 +208,12 @@ def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
         return iteration.run(None, constants, token, leaves, count)
 
     def scanned(constants: Values, token: Any, leaves: Values) -> Values:
-        def iterate(carry: list[Any], _: None) -> tuple[list[Any], None]:
+        def iterate(carry: list[Any], number: Any) -> tuple[list[Any], None]:
             token, *leaves = carry
-            return list(iteration.once(constants, token, leaves)), None
+            return list(iteration.once(constants, token, jnp.int32(0) if number is None else number, leaves)), None
 
-        return jax.lax.scan(iterate, [token, *leaves], None, length=count)[0]
+        numbers = jnp.arange(count, dtype=jnp.int32) if iteration.is_numbered else None
+        return jax.lax.scan(iterate, [token, *leaves], numbers, length=count)[0]
 
     @repeated.defjvp
     def differentiated(primals: Any, tangents: Any) -> Any:

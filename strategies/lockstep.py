@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from collectives import Communicator
+from strategies.errors import StrategyError
+from strategies.prefetch import is_reading_ahead
 
 T = TypeVar("T")
 
@@ -34,8 +36,15 @@ def in_lockstep(
 
     Raises:
         LayoutMismatchError: on all instances if they are at different steps, or one of them does something else.
+        StrategyError: in a thread that reads ahead, whose calls would come in another order on each instance.
     """
     for step in count(start):
+        if is_reading_ahead():
+            raise StrategyError(
+                f"batch {step} of {whole} is read ahead in a thread, and taking it is a collective call, which all "
+                "instances make in one order; take batches in the program itself, or give an infeed what "
+                "distribute_datasets_from_function returned as it is"
+            )
         batch = next(batches, _ENDED)
         mine = np.array(batch is not _ENDED)
         all_of_them = communicator.all_gather(mine, name=f"whether there is a batch {step} of {whole}")
@@ -51,14 +60,20 @@ class Lockstep(Generic[T]):
     Args:
         batches: those of this instance.
         communicator: connects the instances.
+
+    Attributes:
+        batches: those of this instance; to go through them is no collective call.
+        is_collective: that taking one of these is.
     """
 
+    is_collective = True
+
     def __init__(self, batches: Iterable[T], communicator: Communicator) -> None:
-        self._batches = batches
+        self.batches = batches
         self._communicator = communicator
 
     def __iter__(self) -> Iterator[T]:
-        return in_lockstep(iter(self._batches), self._communicator)
+        return in_lockstep(iter(self.batches), self._communicator)
 
 
 def _warn_of_what_is_left(has_batch: np.ndarray, whole: str, steps: int) -> None:

@@ -107,12 +107,12 @@ class _Loop:
         return cls(condition, body, None if infeed is None else weakref.ref(infeed), structure, shapes)
 
     def flat_body(self, program: FeedProgram) -> Callable[..., tuple[Any, ...]]:
-        """`(token, *element, *leaves) -> (token, *collected, *leaves)` of one iteration."""
+        """`(token, number, *element, *leaves) -> (token, *collected, *leaves)` of one iteration."""
 
-        def iterate(token: jax.Array, *arrays: jax.Array) -> tuple[Any, ...]:
+        def iterate(token: jax.Array, number: jax.Array, *arrays: jax.Array) -> tuple[Any, ...]:
             count = len(arrays) - len(self.shapes)
             variables = jax.tree.unflatten(self.structure, arrays[count:])
-            with program.inside(token):
+            with program.inside(token, number):
                 elements, named = self._elements(len(variables), arrays[:count])
                 result = self.body(*variables, *elements, **named)
                 return (program.token, *program.collected_arrays, *self._checked(result))

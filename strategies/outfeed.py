@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -19,6 +18,7 @@ from strategies.devices import is_key
 from strategies.errors import FeedError
 from strategies.feed_program import Put, Replication, current_program, is_in_program
 from strategies.float64 import refuse_float64
+from strategies.outfeed_rounds import AllRounds, Iteration, LastRound, Rounds
 from strategies.variables import MirroredVariable
 
 
@@ -48,9 +48,10 @@ class OutfeedQueue:
     one place of it. `dequeue`, or iteration, gives what has come so far, also from another thread while the program
     runs. Nothing that is enqueued is lost, and the program never waits: what nobody dequeues stays in host memory.
 
-    An instance's queue holds the values of its own replicas; where these are several, along an axis of their own. A
-    value is complete when all of them have enqueued it. A program that is dequeued has to be the same for all of what
-    waits in the queue.
+    An instance's queue holds the values of its own replicas; where these are several, along an axis of their own. They
+    enqueue in the same iterations of the program: a value is complete when all of them have enqueued it, and one that
+    others have not enqueued when the program ends is dropped, and an error of `strategy.run` or the training step. A
+    program that is dequeued has to be the same for all of what waits in the queue.
 
     Semantics: the original's `IPUOutfeedQueue`; `with` does what its `ScopedIPUOutfeedQueue` does.
 
@@ -75,8 +76,12 @@ class OutfeedQueue:
 
     def _forget(self) -> None:
         self._layout: _Layout | None = None
-        self._waiting: list[deque[list[np.ndarray]]] = []
-        self._last: list[list[np.ndarray] | None] = []
+        self._all = AllRounds(range(1))
+        self._last = LastRound(range(1))
+
+    @property
+    def _rounds(self) -> Rounds:
+        return self._last if self.mode is OutfeedMode.LAST else self._all
 
     # ---- in compiled programs
 
@@ -119,39 +124,45 @@ class OutfeedQueue:
         layout = _Layout(program.replication, structure, shapes)
         with self._lock:
             self._expect(layout)
-        program.put(self._receiver(layout), values)
+        program.put(self._receiver(layout, program.meets), [program.iteration, *values])
 
-    def _receiver(self, layout: _Layout) -> Put:
+    def _receiver(self, layout: _Layout, meets: Callable[[Any], None]) -> Put:
         # A program may be kept for longer than the queue, and is not to keep what nobody can dequeue.
         queue = weakref.ref(self)
 
-        def receive(replica: int, values: list[np.ndarray]) -> None:
+        def receive(replica: int, arrays: list[np.ndarray]) -> None:
             receiver = queue()
             if receiver is not None:
-                receiver._put(layout, replica, values)
+                meets(receiver)
+                iteration, *values = arrays
+                receiver._put(layout, replica, tuple(iteration.tolist()), values)
 
         return receive
 
-    def _put(self, layout: _Layout, replica: int, values: list[np.ndarray]) -> None:
+    def _put(self, layout: _Layout, replica: int, iteration: Iteration, values: list[np.ndarray]) -> None:
         with self._lock:
             self._expect(layout)
-            place = layout.replication.local.index(replica)
-            self._last[place] = values
-            if self.mode is OutfeedMode.ALL:
-                self._waiting[place].append(values)
+            self._rounds.put(layout.replication.local.index(replica), iteration, values)
+
+    def end_program(self) -> None:
+        """Drop what not all replicas of the program that has ended have enqueued.
+
+        Raises:
+            FeedError: if there is any; it names replicas and iteration.
+        """
+        with self._lock:
+            self._rounds.end()
 
     def _expect(self, layout: _Layout) -> None:
         if layout == self._layout:
             return
-        if any(self._waiting):
+        if self._rounds.is_waiting:
             raise FeedError(
                 "another program has enqueued values of other shapes, or on other replicas, that still wait in the "
                 "outfeed; dequeue them before, or use one outfeed for each program"
             )
-        local = len(layout.replication.local)
         self._layout = layout
-        self._waiting = [deque() for _ in range(local)]
-        self._last = [None] * local
+        self._all, self._last = AllRounds(layout.replication.local), LastRound(layout.replication.local)
 
     # ---- on the host
 
@@ -186,24 +197,20 @@ class OutfeedQueue:
         )
 
     def _take_last(self, layout: _Layout) -> Any:
-        values = [value for value in self._last if value is not None]
-        if len(values) < len(self._last):
+        values = self._last.whole
+        if values is None:
             raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
         return _joined(layout, values)
 
     def _take_all(self, layout: _Layout) -> Any:
-        count = min(map(len, self._waiting))
-        local = len(self._waiting)
+        count, local = len(self._all), len(layout.replication.local)
         results = [
             np.empty((count, local, *shape) if local > 1 else (count, *shape), dtype) for shape, dtype in layout.leaves
         ]
         for number in range(count):
-            for result, leaf in zip(results, _leaves(self._take_one()), strict=True):
+            for result, leaf in zip(results, _leaves(self._all.take()), strict=True):
                 result[number] = leaf
         return jax.tree.unflatten(layout.structure, results)
-
-    def _take_one(self) -> list[list[np.ndarray]]:
-        return [values.popleft() for values in self._waiting]
 
     def __iter__(self) -> Iterator[Any]:
         """What was enqueued, value by value; ends when there is none, and may be gone through again later.
@@ -217,9 +224,9 @@ class OutfeedQueue:
 
     def _next(self) -> Any:
         with self._lock:
-            if self._layout is None or not all(self._waiting):
+            if self._layout is None or not len(self._all):
                 raise StopIteration
-            return _joined(self._layout, self._take_one())
+            return _joined(self._layout, self._all.take())
 
     # ---- life
 

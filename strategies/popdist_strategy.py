@@ -25,6 +25,11 @@ class PopDistStrategy(Strategy):
         )
 
     @property
+    def is_chief(self) -> bool:
+        """See `Strategy.is_chief`."""
+        return super().is_chief and popdist.is_chief()
+
+    @property
     def can_carry_on(self) -> bool:
         """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
         return popdist.can_carry_on()

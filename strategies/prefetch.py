@@ -4,8 +4,9 @@ import atexit
 import logging
 import threading
 from collections import deque
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -14,6 +15,23 @@ SLOW_WARNING_S = 30.0
 JOIN_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
+
+_is_reading_ahead: ContextVar[bool] = ContextVar("is_reading_ahead", default=False)
+
+
+@contextmanager
+def reading_ahead() -> Iterator[None]:
+    """While items are computed before they are asked for, so at other times on other instances."""
+    token = _is_reading_ahead.set(True)
+    try:
+        yield
+    finally:
+        _is_reading_ahead.reset(token)
+
+
+def is_reading_ahead() -> bool:
+    """Whether this thread computes items before they are asked for."""
+    return _is_reading_ahead.get()
 
 
 def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
@@ -103,7 +121,7 @@ class _Worker:
 
     def _produce(self) -> None:
         try:
-            with closing(self._items):
+            with reading_ahead(), closing(self._items):
                 while self._wait_for_room():
                     self._put(next(self._items))
         except StopIteration:

@@ -44,8 +44,13 @@ def parse_op(op: str) -> str:
     return name
 
 
-def check_dtype(dtype: np.dtype, reduces: bool) -> None:
+def check_dtype(dtype: np.dtype, reduces: bool, members: str = "replicas") -> None:
     """Refuse a dtype that collectives between instances do not carry, also where there is one instance.
+
+    Args:
+        dtype: of the values.
+        reduces: whether they are combined, or moved only.
+        members: who does that, for the message.
 
     Raises:
         UnsupportedBufferError: if they do not.
@@ -53,7 +58,7 @@ def check_dtype(dtype: np.dtype, reduces: bool) -> None:
     supported = REDUCIBLE if reduces else MOVABLE
     if dtype not in supported:
         raise UnsupportedBufferError(
-            f"replicas cannot {'reduce' if reduces else 'exchange'} {dtype}; convert it to one of "
+            f"{members} cannot {'reduce' if reduces else 'exchange'} {dtype}; convert it to one of "
             f"{', '.join(sorted(map(str, supported)))}"
         )
 
@@ -78,16 +83,36 @@ def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
 
     Args:
         op: "sum", "mean", "min", "max" or "prod".
-        values: of equal shape and dtype, which is that of the result; 16-bit floats are combined in float32.
+        values: of equal shape and dtype, which is that of the result; 16-bit floats are combined in float32. Sums and
+            products of integers wrap around, their means are truncated towards zero.
     """
+    dtype = np.dtype(values[0].dtype)
+    if op == "mean" and dtype.kind in "iu":
+        return _mean_of_integers(values)
     combine = _COMBINE[op]
-    dtype = values[0].dtype
-    total = values[0].astype(accumulator_dtype(np.dtype(dtype), "sum" if op == "prod" else op))
+    total = values[0].astype(accumulator_dtype(dtype, "sum" if op == "prod" else op))
     for value in values[1:]:
         total = combine(total, value.astype(total.dtype))
     if op == "mean":
         # Behind a barrier, because a divisor that the compiler knows becomes a factor, with other bits than NumPy's
-        # division. lax.div truncates integers.
+        # division.
         count = jnp.full(total.shape, len(values), total.dtype)
         total = jax.lax.div(total, jax.lax.optimization_barrier(count))
     return total.astype(dtype)
+
+
+def _mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:
+    """The sum divided by their number, truncated towards zero, also where the sum does not fit into their dtype.
+
+    JAX may have no wider integers, so quotients and remainders are added instead: neither sum leaves 32 bits, unless
+    there are more than 46,340 values.
+    """
+    dtype = np.dtype(values[0].dtype)
+    wide = dtype if dtype.itemsize >= 4 else accumulator_dtype(dtype, "mean")
+    count = jnp.asarray(len(values), wide)
+    shares = [value.astype(wide) for value in values]
+    quotients = reduce_in_order("sum", [share // count for share in shares])
+    remainders = reduce_in_order("sum", [share % count for share in shares])
+    rounded_down = quotients + remainders // count
+    is_cut = (rounded_down < 0) & (remainders % count != 0)
+    return (rounded_down + is_cut.astype(wide)).astype(dtype)

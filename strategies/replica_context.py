@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,13 @@ from collectives.reduction import normalise_op
 from popdist.instance import replica_block
 from strategies.collective_equations import Collective, Kind, OfReplica, Reduce, without_gradient
 from strategies.devices import ReplicaDevices
-from strategies.errors import DeviceError, EndOfDataError
+from strategies.errors import DeviceError, EndOfDataError, FeedError
 from strategies.feed_program import FeedProgram, Replication, tracing
 from strategies.reduction_ops import check_dtype
 from strategies.replica_groups import ReplicaGroups
+
+if TYPE_CHECKING:
+    from strategies.outfeed import OutfeedQueue
 
 _current: ContextVar[ReplicaContext | None] = ContextVar("replica_context", default=None)
 
@@ -54,6 +58,7 @@ class ReplicaContext:
             replication=reducer.replication,
             report=reducer.fail if is_watched else reducer.fail_and_raise,
             token=jnp.zeros_like(replica_index),
+            meets=reducer.meets,
         )
 
     def all_reduce(self, op: str, value: Any) -> Any:
@@ -165,7 +170,7 @@ class CrossReplicaReducer:
             `add_ipu_cross_replica_reductions=False`).
 
     Attributes:
-        last_error: the first error since the running program began; whoever starts programs sets it to None.
+        last_error: the first error since the running program began.
     """
 
     def __init__(
@@ -183,6 +188,28 @@ class CrossReplicaReducer:
         self._blocks = [replica_block(rank, communicator.size, total_replicas) for rank in range(communicator.size)]
         self._lock = threading.Lock()
         self._meetings: dict[str, _Meeting] = {}
+        self._outfeeds: WeakSet[OutfeedQueue] = WeakSet()
+
+    def begin(self) -> None:
+        """A program is about to run; what is left of one that has failed half-way is dropped."""
+        self.end()
+        self.last_error = None
+
+    def meets(self, outfeed: OutfeedQueue) -> None:
+        """Note that a replica of the running program enqueues an outfeed; from any thread."""
+        if outfeed not in self._outfeeds:
+            with self._lock:
+                self._outfeeds.add(outfeed)
+
+    def end(self) -> None:
+        """All local replicas have ended the program: what not all of them have enqueued is dropped, and an error."""
+        with self._lock:
+            outfeeds, self._outfeeds = list(self._outfeeds), WeakSet()
+        for outfeed in outfeeds:
+            try:
+                outfeed.end_program()
+            except FeedError as error:
+                self.last_error = self.last_error or error
 
     @property
     def replication(self) -> Replication:
@@ -242,6 +269,7 @@ class CrossReplicaReducer:
         if len(collective.members[0]) == 1:
             return value.reshape(collective.shape(value.shape))
         self._require_lockstep()
+        self._communicator.expect_callbacks()
         return collective(index, value)
 
     def _require_lockstep(self) -> None:

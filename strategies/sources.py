@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from strategies.per_replica import PerReplica
 from strategies.sharding import Layout, epoch_order
 
 Batch = Any
@@ -72,7 +73,12 @@ class ArraySource(Source):
 
 
 def stacked(elements: Sequence[Any]) -> Batch:
-    """Elements as one batch; ValueError when they differ in structure or shapes."""
+    """Elements as one batch; ValueError when they differ in structure or shapes, or are several replicas'."""
+    if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(elements[0])):
+        raise ValueError(
+            "the elements are PerReplica, and each is for one replica; give distribute_dataset one PerReplica, with an "
+            "iterable for each local replica"
+        )
     try:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *elements)
     except (ValueError, TypeError) as error:

@@ -31,6 +31,7 @@ from popdist.instance import this_host
 from strategies.devices import borrow, is_key
 from strategies.fingerprints import fingerprint
 from strategies.metrics import Metrics
+from strategies.private_folders import make_private
 from strategies.shards import PartOfArray, Shards
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -204,7 +205,7 @@ class StepRecorder:
     def _write_values(self, part: str, arrays: dict[str, Any]) -> None:
         path = self._file.path.with_suffix(f".{part}")
         places, offset = [], 0
-        with path.open("wb") as file:
+        with open(path, "wb", opener=_open_private) as file:
             for name, leaf in arrays.items():
                 array = _on_host(leaf)
                 file.write(array.tobytes())
@@ -213,13 +214,17 @@ class StepRecorder:
         self._file.write({"kind": recording.VALUES, "part": part, "file": path.name, "arrays": places})
 
 
+def _open_private(path: str | Path, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
 class _RecordFile:
     """The lines of this process; of all its Trainers."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         self.path = folder / f"{this_host()}.{os.getpid()}{recording.SUFFIX}"
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._descriptor = _open_private(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._described: tuple[int, int] | None = None
         self._questions_written = 0
         self._trainings = 0

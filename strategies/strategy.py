@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import Communicator
+from collectives.buffers import refuse_masked
 from collectives.reduction import normalise_op
 from popdist.environments import NoProgress, ProgressPage
 from popdist.environments.faults import DATA
@@ -21,16 +22,18 @@ from popdist.environments.recording import note_question
 from popdist.instance import Instance
 from strategies.casts import DTypes
 from strategies.datasets import DistributedDataset
+from strategies.dealing import Dealing
 from strategies.devices import borrow, claim_devices, is_key
 from strategies.errors import StrategyError
 from strategies.extended import Extended
-from strategies.float64 import refuse_float64
+from strategies.float64 import refuse_cut_integers, refuse_float64
 from strategies.input_context import InputContext
 from strategies.lockstep import Lockstep
-from strategies.per_replica import PerReplica, dealt
+from strategies.per_replica import PerReplica, Shared
 from strategies.programs import Program
 from strategies.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
 from strategies.sharding import Remainder
+from strategies.survival import surviving
 from strategies.variables import MirroredVariable, Synchronization, SyncOnReadVariable, make_variable
 
 Tree = TypeVar("Tree")
@@ -75,6 +78,8 @@ class Strategy:
         self.progress = progress or NoProgress()
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
+        self._duties = 0
+        self._batch_sizes: set[int] = set()
         self._claim_replicas()
 
     def _claim_replicas(self) -> None:
@@ -84,6 +89,7 @@ class Strategy:
         self.reducer = CrossReplicaReducer(
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
+        self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
         self._programs: dict[Any, Program] = {}
         self._program_numbers = itertools.count()
 
@@ -113,9 +119,50 @@ class Strategy:
         return self.instance.local_replica_range
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this is the instance that prints and writes for all of them: instance 0, as they are numbered now.
+
+        Where instances are lost and the others carry on it may be another one later, so ask when it matters, or let
+        `on_chief` ask. It is none where some carry on after the chief has come to its end.
+        """
+        note_question("strategy.is_chief")
+        return self.instance.is_leader
+
+    def on_chief(self, function: Callable[[], object]) -> None:
+        """Have one instance do what is to be done once, such as to report a result; a collective call.
+
+        Returns on all instances when it is done. Where the chief is lost meanwhile and the others carry on, the next
+        one does it from the beginning, also what the first had just done.
+
+        Args:
+            function: called on the chief only, so it must call no collective; what it returns is dropped.
+
+        Raises:
+            BaseException: on the chief, what `function` raises.
+            PeerLostError: on the others, if the chief is lost and they cannot carry on.
+        """
+        refuse_in_replica("strategy.on_chief")
+        number = self._duties = self._duties + 1
+        is_done = False
+
+        def attempt() -> bool:
+            nonlocal is_done
+            if self.is_chief and not is_done:
+                function()
+                is_done = True
+            self.communicator.barrier(name=f"duty {number} of the chief")
+            return True
+
+        def catch_up() -> bool | None:
+            begun = self.communicator.all_gather(np.array(number), name="duties of the chief that were begun")
+            return True if begun.max() > number else None
+
+        surviving(self, attempt, catch_up)
+
+    @property
     def extended(self) -> Extended:
-        """The role of this instance, with the original's names; instance 0 writes files."""
-        return Extended(self.instance.is_leader, self.instance.is_leader)
+        """The role of this instance, with the original's names; the chief writes files."""
+        return Extended(self.is_chief, self.is_chief)
 
     @property
     def variables_device(self) -> jax.Device:
@@ -185,15 +232,43 @@ class Strategy:
 
     def per_replica(self, function: Callable[[int], Any]) -> PerReplica:
         """`function(r)` for the global index r of each local replica."""
-        return PerReplica(tuple(function(replica) for replica in self.local_replicas))
+        return PerReplica(tuple(function(replica) for replica in self.local_replicas), self.local_replicas)
+
+    def dealt(self, tree: Any) -> PerReplica:
+        """Each local replica's rows of a tree that has those of all of them one after another along the first axis.
+
+        A batch of a distributed data set need not be given to it, but what is computed of one outside of `run`.
+
+        Args:
+            tree: a pytree of arrays `[len(local_replicas) * rows, ...]`.
+
+        Returns:
+            `PerReplica` of arrays `[rows, ...]`.
+
+        Raises:
+            ValueError: if the arrays cannot be divided among the local replicas, or are a batch for others.
+        """
+        return self.dealing.split(tree)
+
+    def shared(self, tree: Any) -> Shared:
+        """A pytree that `run` gives whole to every replica, and of which it does not ask whether it is a batch."""
+        return Shared(tree)
 
     def broadcast(self, tree: Tree, root: int = 0) -> Tree:
         """The values of instance `root` on every instance, as JAX arrays.
 
         Raises:
             LayoutMismatchError: on all instances if the trees differ in names, shapes or dtypes; it names the leaf.
+            TypeError: a leaf is a `PerReplica`.
+            UnsupportedBufferError: for a masked array.
+            ValueError: integers do not fit into 32 bits, where JAX has no more.
         """
         refuse_in_replica("strategy.broadcast")
+        if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(tree)):
+            raise TypeError(
+                "a PerReplica has a value of each local replica, and broadcast sends one of the instance; give it one "
+                "of the values, or reduce them"
+            )
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
         received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf, root) for path, leaf in paths]
         self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
@@ -210,18 +285,20 @@ class Strategy:
         """Reduce over all replicas of all instances, in replica order; the same result on every instance.
 
         Args:
-            op: "sum", "mean", "min" or "max".
-            value: what `run` or `per_replica` returned, a pytree of such, or one that all local replicas share.
+            op: "sum" (of integers: wraps around where it does not fit), "mean" (of integers: truncated), "min" or
+                "max".
+            value: what `run` or `per_replica` returned, a pytree of such, or one that all local replicas share; see
+                `run` for batches.
 
         Returns:
             A pytree of NumPy arrays.
 
         Raises:
-            ValueError: for another op, or if the replicas' pytrees differ.
+            ValueError: for another op, if the replicas' pytrees differ, or if the value cannot be dealt out; see `run`.
         """
         op = normalise_op(op)
         refuse_in_replica("strategy.reduce")
-        value = dealt(value, len(self.local_replicas))
+        value = self.dealing.deal_argument(value)
         values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
         trees = [jax.tree.flatten(one) for one in values]
         structure = trees[0][1]
@@ -242,7 +319,9 @@ class Strategy:
         Args:
             function: a JAX-traceable function; inside it `get_replica_context` gives the replica's index and
                 collectives over all replicas. Compiled once per function object and argument shapes.
-            args: pytrees; of a `PerReplica`, wherever it stands, each replica gets its value, of all else the whole.
+            args: pytrees. Of a `PerReplica`, wherever it stands, each replica gets its value; of an array of a
+                batch of `distribute_dataset` its rows; of all else the whole. A new array that is as long as such a
+                batch is refused where there are several local replicas: say `dealt` or `shared` of it.
             kwargs: likewise.
 
         Returns:
@@ -251,24 +330,28 @@ class Strategy:
         Raises:
             RuntimeError: inside a function that `run` runs.
             TypeError: "Unsupported data type" for float64 arguments or results, unless JAX has 64 bits enabled.
-            ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape.
+            UnsupportedBufferError: a `PerReplica` has a masked array.
+            ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape; integers do
+                not fit into 32 bits, where JAX has no more; a batch or a `PerReplica` is for other replicas; nobody can
+                tell whether an array is a batch.
         """
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
-        named = [dealt(value, len(self.local_replicas)) for value in (*args, *kwargs.values())]
+        named = [self.dealing.deal_argument(value) for value in (*args, *kwargs.values())]
         program = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
-            _alike(value.values) if split else [self._shared(refuse_float64(value))] * len(self.local_replicas)
+            _alike(value.values) if split else [self._shared(value)] * len(self.local_replicas)
             for value, split in zip(named, is_split, strict=True)
         ]
         arguments = [
             (np.int32(replica), *of_replica) for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
         ]
-        return PerReplica(tuple(self._run(program, arguments)))
+        return PerReplica(tuple(self._run(program, arguments)), self.local_replicas)
 
     def _shared(self, value: Any) -> Any:
         """A value that all replicas get whole; on which device it lies does not matter."""
+        refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
     def _run(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Any]:
@@ -282,13 +365,15 @@ class Strategy:
             result, _ = jax.block_until_ready(executables[position](*arguments[position]))
             return jax.tree.map(borrow, result)
 
-        self.reducer.last_error = None
+        self.reducer.begin()
         try:
             results = self.devices.each(compute, self.reducer.fail)
         except jax.errors.JaxRuntimeError as error:
             if self.reducer.last_error not in (None, error):
                 raise self.reducer.last_error from error
             raise
+        finally:
+            self.reducer.end()
         if self.reducer.last_error is not None:  # a feed has failed, and the program went on without it to its end
             raise self.reducer.last_error
         return results
@@ -366,11 +451,12 @@ class Strategy:
             gradient_accumulation_count=gradient_accumulation_count,
             transfer_dtype=transfer_dtype,
             prefetch=prefetch,
-            place=lambda batch: self.devices.place(batch),
+            place=lambda batch: self.dealing.batch(batch),
             communicator=self.communicator,
             on_batch=lambda: self.progress.begin(DATA),
         )
         self._datasets.add(dataset)
+        self._batch_sizes.add(gradient_accumulation_count * batch_size)
         return dataset
 
     def distribute_datasets_from_function(self, function: Callable[[InputContext], Iterable[Any]]) -> Iterable[Any]:
@@ -414,12 +500,13 @@ def _is_on_one_device(leaf: Any) -> bool:
 
 
 def _host_array(leaf: Any) -> np.ndarray:
+    refuse_masked(leaf)
     return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
 
 
 def _as_jax_would(leaf: Any) -> np.ndarray:
     """What `jnp.asarray` would make of a leaf, but on the host: that compiles a program for each shape and dtype."""
-    array = _host_array(leaf)
+    array: np.ndarray = refuse_cut_integers(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 

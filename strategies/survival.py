@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from collectives import BrokenError, PeerLostError
-from strategies.datasets import DistributedDataset
-from strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from strategies.datasets import DistributedDataset
+    from strategies.strategy import Strategy
 
 T = TypeVar("T")
 

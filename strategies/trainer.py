@@ -379,8 +379,8 @@ class Trainer:
 
         Raises:
             TypeError: if the loss is not a floating-point scalar, or the batch has other leaves than arrays.
-            ValueError: if the batch cannot be divided among the local replicas, has no rows, or not what the loss
-                function asks it for; or if the state was used up by a step.
+            ValueError: if the batch cannot be divided among the local replicas, has no rows, is dealt out among other
+                replicas, or has not what the loss function asks it for; or if the state was used up by a step.
             NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
             DivergenceError: with `digest_every`.
             DisagreementError: on all instances, at the first step with batches of a shape, if they differ in the
@@ -407,13 +407,15 @@ class Trainer:
     def _attempt(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """`_step`, with the errors of collectives inside of the loss function as they were raised."""
         reducer = self._strategy.reducer
-        reducer.last_error = None
+        reducer.begin()
         try:
             return self._step(state, batch)
         except jax.errors.JaxRuntimeError as error:
             if reducer.last_error not in (None, error):
                 raise reducer.last_error from error
             raise
+        finally:
+            reducer.end()
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if self._digest_every and state.step and state.step % self._digest_every == 0:
@@ -426,6 +428,7 @@ class Trainer:
         for bucket, contributions in step.gradients.collect():
             self._update.wait()  # the last one may still be reading the results
             self._reduce(bucket, contributions, step.quantised)
+        self._raise_if_feeds_differ()
         residuals = None if state.residuals is None else _joined(step.gradients.kept())
         tail = step.gradients.tail.copy()
         self.notice.agree(tail[step.program.notice_place])
@@ -518,6 +521,7 @@ class Trainer:
     # ---- compiling
 
     def _compiled(self, state: TrainState, batch: Any) -> _Step:
+        self._strategy.dealing.refuse_others(batch)
         leaves, structure = jax.tree.flatten((state.variables, batch))
         try:
             key = (structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
@@ -647,6 +651,13 @@ class Trainer:
     def _gradients_of(self, programs: GradientPrograms, state: TrainState, batch: Any) -> list[list[np.ndarray]]:
         self._begin(programs, state, batch, self._control(state))
         return programs.leaves()
+
+    def _raise_if_feeds_differ(self) -> None:
+        """The replicas have ended their programs, and the state is still what it was."""
+        reducer = self._strategy.reducer
+        reducer.end()
+        if reducer.last_error is not None:
+            raise reducer.last_error
 
     def _raise_if_not_finite(self, state: TrainState, flags: np.ndarray) -> None:
         if not flags.any():

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.per_replica import PerReplica, dealt
+from strategies.dealing import mirrored
+from strategies.per_replica import PerReplica
 
 if TYPE_CHECKING:
     from strategies.strategy import Strategy
@@ -44,14 +45,14 @@ class MirroredVariable:
                 is the same on all instances; converted to the variable's dtypes.
 
         Raises:
-            ValueError: if it differs from the variable in structure or shapes.
+            ValueError: if it differs from the variable in structure or shapes, or an integer variable cannot hold it.
         """
         self.value = self._placed(_like(self.value, _reduced(self._strategy, self._aggregation, value)))
 
     def _placed(self, value: Any) -> Any:
         if self._strategy.variables_on_host:
-            return jax.tree.map(_host_copy, value)
-        return jax.device_put(value, self._strategy.variables_device, may_alias=False)
+            return mirrored(jax.tree.map(_host_copy, value))
+        return mirrored(jax.device_put(value, self._strategy.variables_device, may_alias=False))
 
 
 class SyncOnReadVariable:
@@ -80,18 +81,19 @@ class SyncOnReadVariable:
 
         Args:
             value: `PerReplica` with one tree for each local replica, or one tree to be read back: with "sum" each
-                replica then gets its part. Converted to the variable's dtypes.
+                replica then gets its part, the value divided by the number of all replicas. Converted to the variable's
+                dtypes.
 
         Raises:
-            ValueError: if it differs from the variable in structure or shapes, or has not one tree for each replica.
+            ValueError: if it differs from the variable in structure or shapes, or has not one tree for each replica; if
+                an integer variable cannot hold it, or its part of a sum.
         """
-        dealt_out = dealt(value, len(self._strategy.local_replicas))
-        if isinstance(dealt_out, PerReplica):
-            self.values = PerReplica(tuple(_like(self._layout, one) for one in dealt_out))
+        value = self._strategy.dealing.deal(value)
+        if isinstance(value, PerReplica):
+            self.values = PerReplica(tuple(_like(self._layout, one) for one in value), value.replicas)
             return
         parts = self._strategy.num_replicas_in_sync if self._aggregation == "sum" else 1
-        share = jax.tree.map(lambda leaf: jnp.asarray(leaf) / parts if parts > 1 else jnp.asarray(leaf), value)
-        share = _like(self._layout, share)
+        share = jax.tree.map(lambda leaf: _part(leaf, parts), _like(self._layout, value))
         self.values = self._strategy.per_replica(lambda _: share)
 
 
@@ -116,7 +118,7 @@ def _checked(aggregation: str) -> str:
 
 
 def _reduced(strategy: Strategy, aggregation: str, value: Any) -> Any:
-    value = dealt(value, len(strategy.local_replicas))
+    value = strategy.dealing.deal(value)
     if not isinstance(value, PerReplica):
         return value
     if aggregation == "only_first_replica":
@@ -135,7 +137,41 @@ def _like(variable: Any, value: Any) -> Any:
 def _leaf_like(variable: Any, value: Any) -> Any:
     if np.shape(value) != variable.shape:
         raise ValueError(f"a value of shape {list(np.shape(value))} for a variable of {list(variable.shape)}")
-    return value if getattr(value, "dtype", None) == variable.dtype else jnp.asarray(value, variable.dtype)
+    if getattr(value, "dtype", None) == variable.dtype:
+        return value
+    _check_integers(variable.dtype, np.asarray(value))
+    return jnp.asarray(value, variable.dtype)
+
+
+def _check_integers(dtype: np.dtype, value: np.ndarray) -> None:
+    """Refuse what an integer dtype would make another number of: fractions, and what is too large."""
+    if dtype.kind not in "iu" or value.dtype.kind == "b":
+        return
+    with np.errstate(invalid="ignore"):  # NaN is no integer either
+        is_other = np.asarray(value.astype(dtype) != value)
+    if is_other.any():
+        raise ValueError(
+            f"{value[is_other].flat[0]} was assigned to a variable of {dtype}, which cannot hold it; round it, or make "
+            "the variable of floating point"
+        )
+
+
+def _part(leaf: Any, parts: int) -> jax.Array:
+    """What each of so many replicas gets of a sum."""
+    array = jnp.asarray(leaf)
+    if parts == 1:
+        return array
+    if array.dtype.kind not in "iu":
+        return (array / parts).astype(array.dtype)
+    values = np.asarray(array).astype(object)  # Python's integers
+    left = np.asarray(values % parts, bool)
+    if left.any():
+        number = np.extract(left, values)[0]
+        raise ValueError(
+            f"{number} was assigned to a sum of {array.dtype} over {parts} replicas, among which it cannot be divided; "
+            f"assign a multiple of {parts}, or PerReplica with a part for each replica"
+        )
+    return jnp.asarray(np.asarray(values // parts, array.dtype))
 
 
 def _host_copy(leaf: Any) -> np.ndarray:

@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from strategies.errors import DeviceError
-from strategies.reduction_ops import base_of, operand, parse_op, reduce_in_order
+from strategies.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
 
 
 def all_gather(shards: Sequence[Any], axis: int = 0) -> list[jax.Array]:
@@ -45,6 +46,8 @@ def all_reduce(shards: Sequence[Any], op: str = "ADD") -> list[jax.Array]:
         op: as in `cross_replica_ops.reduce_scatter`.
 
     Raises:
+        UnsupportedBufferError: for a dtype that replicas do not reduce either, such as bool with other operations than
+            LOGICAL_AND and LOGICAL_OR.
         ValueError: if dtypes or ranks differ, an array is there twice, or is neither a vector nor a scalar.
         DeviceError: if the arrays lie on different devices in another order than theirs.
     """
@@ -61,6 +64,7 @@ def reduce_scatter(shards: Sequence[Any], op: str = "ADD") -> list[jax.Array]:
         op: as in `all_reduce`.
 
     Raises:
+        UnsupportedBufferError: as `all_reduce` does.
         ValueError: as `all_reduce` does.
         DeviceError: as `all_reduce` does.
     """
@@ -73,7 +77,9 @@ def reduce_scatter(shards: Sequence[Any], op: str = "ADD") -> list[jax.Array]:
 def _reduced(op: str, vectors: Sequence[jax.Array]) -> list[jax.Array]:
     if op == "LOCAL":
         return list(vectors)
-    whole = reduce_in_order(base_of(op), [operand(op, vector) for vector in vectors])
+    operands = [operand(op, vector) for vector in vectors]
+    check_dtype(np.dtype(operands[0].dtype), reduces=True, members="shards")
+    whole = reduce_in_order(base_of(op), operands)
     return [whole.astype(vectors[0].dtype)] * len(vectors)
 
 

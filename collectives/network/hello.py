@@ -7,7 +7,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
+from collectives.foreign import foreign
+
 PROTOCOL = 1
+_LARGEST = 1 << 31
 CONTROL = ""  # the lane of the stream that says no more than that its sender lives
 
 
@@ -46,11 +49,13 @@ class Hello:
             values = json.loads(text)
             hello = cls(**values)
         except (TypeError, RecursionError) as error:
-            raise ValueError(ascii(str(error))) from error
+            raise ValueError(foreign(repr(str(error)))) from error
         for entry in fields(cls):
             expected = int if entry.type == "int" else str
             if type(getattr(hello, entry.name)) is not expected:
                 raise ValueError(f"{entry.name} is not of type {expected.__name__}")
+            if expected is int and abs(getattr(hello, entry.name)) > _LARGEST:
+                raise ValueError(f"{entry.name} is too large a number")
         return hello
 
 

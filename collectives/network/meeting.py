@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from collectives.errors import CollectiveTimeoutError, PeerRefusedError
+from collectives.foreign import foreign
 from collectives.network import wire
 from collectives.network.addresses import describe_os_error
 from collectives.network.peer import Peer
@@ -118,9 +119,9 @@ class Meeting:
         welcome = dict(call.initial_metadata() or ())
         if wire.WELCOME not in welcome:
             if call.code() is grpc.StatusCode.PERMISSION_DENIED:
-                self._refused(peer, call.details())
+                self._refused(peer, foreign(call.details() or ""))
             else:
-                peer.trouble = f"what listens there does not answer as a worker: {call.details()}"
+                peer.trouble = f"what listens there does not answer as a worker: {foreign(call.details() or '')}"
             return
         incarnation = str(welcome[wire.WELCOME])
         if not node.security.is_proof(str(welcome.get(wire.PROOF, "")), f"{incarnation} welcomes {node.incarnation}"):

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from collectives.errors import PeerRefusedError
+from collectives.foreign import MOST_OF_PEERS, foreign
 from collectives.network import wire
 from collectives.network.addresses import Address, describe_os_error
 from collectives.network.hello import CONTROL, PROTOCOL, Hello, Refusal, digest_cluster
@@ -320,7 +321,7 @@ class Node:
 
     def _take_leave(self, peer: Peer, farewell: bytes) -> None:
         with self.changed:
-            peer.farewell = farewell[:_FAREWELL_BYTES].decode(errors="replace")
+            peer.farewell = foreign(farewell[:_FAREWELL_BYTES].decode(errors="replace"), MOST_OF_PEERS)
             peer.has_left = True
             self.changed.notify_all()
         self._ring_all()
@@ -333,7 +334,7 @@ class Node:
 
     def _outgoing_ended(self, peer: Peer, call: Any) -> None:
         if call.code() is not grpc.StatusCode.OK:
-            self.lose(peer, f"its connection broke ({call.details()})")
+            self.lose(peer, f"its connection broke ({foreign(call.details() or '')})")
 
     def watch_control(self, peer: Peer) -> None:
         """Notice when the stream that tells a worker of this one breaks."""
@@ -385,5 +386,5 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
                 peer.heard_at = time.monotonic()
                 inbox.put(message)
         except Exception as error:
-            logger.debug("lane %s of %s ended: %r", hello.lane, peer.name, error)
+            logger.debug("lane %s of %s ended: %r", foreign(hello.lane), peer.name, error)
         return b""

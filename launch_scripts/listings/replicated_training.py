@@ -10,7 +10,7 @@ import numpy as np
 
 import popdist
 import strategies
-from strategies import InfeedQueue, OutfeedQueue, cross_replica_ops, loops
+from strategies import InfeedMode, InfeedQueue, OutfeedQueue, cross_replica_ops, loops
 
 STEPS = 100
 REPLICAS = 4
@@ -22,7 +22,8 @@ random = np.random.default_rng(0)
 inputs = random.standard_normal((STEPS * REPLICAS, 16, 8)).astype(np.float32)
 targets = inputs @ random.standard_normal((8, 1)).astype(np.float32)
 
-infeed = InfeedQueue(zip(inputs, targets, strict=True))  # element k * 4 + r is for step k of replica r
+# Every instance has all elements: k * 4 + r is for step k of replica r.
+infeed = InfeedQueue(zip(inputs, targets, strict=True), mode=InfeedMode.WHOLE)
 outfeed = OutfeedQueue()
 
 

@@ -180,6 +180,11 @@ class FaultyProgress(NoProgress):
         self._progress.finished()
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether somebody reads the notes."""
+        return self._progress.is_supervised
+
+    @property
     def is_released(self) -> bool:
         """Whether waiting is of no use any more."""
         return self._progress.is_released

@@ -95,6 +95,11 @@ class NoProgress:
         """Whether a bit of this instance's variables is to be changed on purpose, before the step that begins."""
         return False
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether somebody reads the notes, and ends this process when another instance fails."""
+        return False
+
     def enter(self, number: int, label: bytes) -> None:
         """Do nothing."""
 
@@ -138,6 +143,7 @@ class ProgressPage:
     __slots__ = ("_label", "_label_at", "_lost", "_map", "_words")
 
     flips_bit = False
+    is_supervised = True
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, PAGE_BYTES)

@@ -39,6 +39,10 @@ LARGE_CASES = (
     ("float64", "mean", "one or two"),
     ("int8", "sum", "three each"),
     ("int64", "max", "two each"),
+    ("uint8", "mean", "one each"),
+    ("uint8", "mean", "three each"),
+    ("int32", "mean", "two each"),
+    ("int64", "mean", "one or two"),
 )
 
 
@@ -100,6 +104,14 @@ def a_mean_of_negative_integers_is_truncated_towards_zero(communicator: Communic
     arrays = [np.array([-7, 7, -1, 1], dtype), np.array([0, 0, 0, 0], dtype)]
     result = communicator.ordered_all_reduce(arrays, op="mean")
     assert result.tolist() == [-3, 3, 0, 0]
+
+
+@suite.add_for_each(INTEGERS, about=About.DTYPES)
+def a_mean_of_integers_is_right_where_their_sum_does_not_fit(communicator: Communicator, dtype: str) -> None:
+    largest = np.iinfo(dtype).max
+    for length in (7, 70_001):
+        arrays = [np.full(length, largest - 2, dtype), np.full(length, largest, dtype)]
+        assert (communicator.ordered_all_reduce(arrays, op="mean") == largest - 1).all(), length
 
 
 @suite.add_for_each(("min", "max"))
@@ -171,6 +183,17 @@ def results_may_go_to_allocated_memory(communicator: Communicator, length: int) 
         arrays, count = mine(communicator, "float32", length, spread)
         assert communicator.ordered_all_reduce(arrays, out) is out
         assert_all_reduced(communicator, out, reduced_contributions("float32", length, count, "sum"), spread)
+
+
+@suite.add_for_each(("uint8", "int32", "int64", "uint64"))
+def means_of_integers_may_go_to_allocated_memory(communicator: Communicator, dtype: str) -> None:
+    for length, spread in product((7, 3001, 70_001), ("one each", "one or two")):
+        out = communicator.allocate((length,), dtype)
+        arrays, count = mine(communicator, dtype, length, spread)
+        for _ in range(3):
+            communicator.ordered_all_reduce(arrays, out, "mean")
+            expected = reduced_contributions(dtype, length, count, "mean")
+            assert_all_reduced(communicator, out, expected, (length, spread))
 
 
 @suite.add
@@ -259,6 +282,23 @@ def contributions_are_not_changed(communicator: Communicator, length: int) -> No
     assert_same_bits(whole, np.tile(arrays[1], communicator.size))
 
 
+class Named(np.ndarray):
+    """A subclass that is one in all its views, as np.matrix is."""
+
+
+@suite.add
+def the_memory_of_a_subclass_is_reduced_and_moved_like_any_other(communicator: Communicator) -> None:
+    total = sum(range(1, communicator.size + 1))
+    for kind, length in product((np.matrix, Named), (2, 40_000)):
+        array = np.full((length, 3), communicator.rank + 1.0).view(kind)
+        assert (np.asarray(communicator.ordered_all_reduce([array, array])) == 2 * total).all()
+        gathered = communicator.all_gather(array)
+        assert gathered.shape == (communicator.size, length, 3)
+        assert (gathered[-1] == communicator.size).all()
+        assert communicator.all_reduce(array) is array
+        assert (np.asarray(array) == total).all()
+
+
 # ---- copies
 
 
@@ -307,6 +347,20 @@ def reduce_scatter_gives_each_rank_its_block(communicator: Communicator, dtype: 
         out = np.empty_like(expected.bits)
         assert communicator.reduce_scatter(arrays[rank], out, op) is out
         assert_reduced(communicator, out, expected, (block, op))
+
+
+@suite.add_for_each((7, 70_001))
+def a_block_may_be_gathered_and_scattered_in_its_own_place(communicator: Communicator, length: int) -> None:
+    size, rank = communicator.size, communicator.rank
+    expected = np.stack(contributions("float32", length, range(size)))
+    gathered = np.zeros_like(expected)
+    gathered[rank] = expected[rank]
+    assert_same_bits(communicator.all_gather(gathered[rank], gathered), expected)
+    arrays = [array.reshape(size, length).copy() for array in contributions("float32", size * length, range(2 * size))]
+    mine = arrays[2 * rank : 2 * rank + 2]
+    block = Reduced([array[rank : rank + 1].copy() for array in arrays], "mean")
+    out = communicator.ordered_reduce_scatter(mine, mine[1][rank : rank + 1], "mean")
+    assert_reduced(communicator, out, block)
 
 
 @suite.add
@@ -470,6 +524,10 @@ def _read_only(length: int = 4) -> np.ndarray:
     return array
 
 
+def _masked() -> np.ma.MaskedArray:
+    return np.ma.masked_equal(np.arange(4, dtype=np.float32), 2)
+
+
 _good = np.zeros(4, np.float32)
 _tall = np.zeros((2, 4), np.float32)
 
@@ -485,6 +543,10 @@ _WRONG_BUFFERS: dict[str, tuple[Wrong, str]] = {
     "objects": (lambda c: c.broadcast(np.array([None, "x"])), "object"),
     "texts": (lambda c: c.all_gather(np.array(["a", "b"])), "U1"),
     "foreign byte order": (lambda c: c.all_reduce(np.zeros(4, ">f4")), ">f4"),
+    "masked": (lambda c: c.all_reduce(_masked()), "masked"),
+    "masked contribution": (lambda c: c.ordered_all_reduce([_good, _masked()]), "masked"),
+    "masked out": (lambda c: c.ordered_all_reduce([_good], _masked()), "masked"),
+    "started masked": (lambda c: c.start_all_gather(_masked(), name="x"), "masked"),
     "list of lists": (lambda c: c.ordered_all_reduce([[1.0], [2.0]]), "list"),
     "mixed with a list": (lambda c: c.ordered_all_reduce([_good, [1.0] * 4]), "list"),
     "different dtypes": (lambda c: c.ordered_all_reduce([_good, np.zeros(4)]), "float64"),
@@ -536,6 +598,35 @@ _WRONG_BUFFERS: dict[str, tuple[Wrong, str]] = {
     "started gather into the wrong shape": (
         lambda c: c.start_all_gather(_good, np.zeros((9, 4), "f4"), name="x"),
         "out",
+    ),
+}
+# Each reads four or more elements of a line and writes others of it, some of which it also reads.
+_line = np.zeros(64, np.float32)
+_OVERLAPS: dict[str, Wrong] = {
+    "behind the first contribution": lambda c: c.ordered_all_reduce([_line[:4], _good], _line[1:5]),
+    "before the second contribution": lambda c: c.ordered_all_reduce([_good, _line[4:8]], _line[1:5]),
+    "a mean": lambda c: c.ordered_all_reduce([_line[:4]], _line[3:7], "mean"),
+    "started": lambda c: c.start_ordered_all_reduce([_line[:4]], _line[1:5], name="x"),
+    "gather behind the buffer": lambda c: c.all_gather(
+        _line[4 * c.rank + 1 : 4 * c.rank + 5], _line[: 4 * c.size].reshape(c.size, 4)
+    ),
+    "started gather": lambda c: c.start_all_gather(
+        _line[4 * c.rank + 1 : 4 * c.rank + 5], _line[: 4 * c.size].reshape(c.size, 4), name="x"
+    ),
+    "scatter behind the own block": lambda c: c.reduce_scatter(
+        _line[: 4 * c.size], _line[4 * c.rank + 1 : 4 * c.rank + 5]
+    ),
+    "scatter of contributions": lambda c: c.ordered_reduce_scatter(
+        [np.zeros(4 * c.size, "f4"), _line[: 4 * c.size]], _line[4 * c.rank + 1 : 4 * c.rank + 5]
+    ),
+    "started scatter": lambda c: c.start_reduce_scatter(
+        _line[: 4 * c.size], _line[4 * c.rank + 1 : 4 * c.rank + 5], name="x"
+    ),
+    "two results of a group": lambda c: c.grouped_ordered_all_reduce(
+        [[_good], [_good]], [_line[:4], _line[3:7]], names=["a", "b"]
+    ),
+    "a result in another tensor of a group": lambda c: c.grouped_ordered_all_reduce(
+        [[_good], [_line[:4]]], [_line[:4], _line[10:14]], names=["a", "b"]
     ),
 }
 _WRONG_VALUES: dict[str, tuple[Wrong, str]] = {
@@ -619,6 +710,11 @@ def _refused_alone(communicator: Communicator, wrong: Wrong, error: type[Excepti
 def a_wrong_buffer_is_refused_before_other_ranks_are_involved(communicator: Communicator, case: str) -> None:
     wrong, message = _WRONG_BUFFERS[case]
     _refused_alone(communicator, wrong, UnsupportedBufferError, message, communicator.size - 1)
+
+
+@suite.add_for_each(tuple(_OVERLAPS), about=About.ARGUMENTS)
+def a_result_that_overlaps_in_part_what_it_is_made_of_is_refused(communicator: Communicator, case: str) -> None:
+    _refused_alone(communicator, _OVERLAPS[case], UnsupportedBufferError, "overlap in part|share memory", 0)
 
 
 @suite.add_for_each(tuple(_WRONG_VALUES), about=About.ARGUMENTS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from collectives import LayoutMismatchError
 
 DTYPES = ("float16", "float32", "int8", "int16", "int32", "int64")
 MISMATCH = "Tensor layouts did not match on all instances"
+CROSSING = "Named collectives wait for each other"
 NAMES = (None, "tensor")
 
 Check = Callable[[int, int], None]  # of the number of instances and the index of this one
@@ -42,6 +44,8 @@ def checks() -> Iterator[tuple[str, Check]]:
             call = getattr(popdist, collective)
             yield f"different dtypes [{named}]", lambda _, i, c=call, name=name: check_dtypes(i, c, name)
             yield f"different shapes [{named}]", lambda _, i, c=call, name=name: check_shapes(i, c, name)
+    yield "different orders in one thread", check_crossing
+    yield "different orders in threads, of which one comes late", check_late_thread
     yield "broadcast from the last instance", check_broadcast_from_the_last
     yield "minimum and maximum", check_minimum_and_maximum
     yield "bool is broadcast", check_bool
@@ -80,6 +84,37 @@ def check_different_orders(instances: int, index: int) -> None:
         gathered = {name: pool.submit(popdist.allgather, values[name], name) for name in order}
     assert gathered["x"].result().tolist() == list(range(instances))
     assert gathered["y"].result().tolist() == [[number, number] for number in range(instances)]
+
+
+def check_crossing(instances: int, index: int) -> None:
+    """Each would start next what the other one waits for; both names fail everywhere, and can be used again."""
+    texts = []
+    for name in ("x", "y") if index % 2 == 0 else ("y", "x"):
+        with pytest.raises(LayoutMismatchError, match=CROSSING) as caught:
+            popdist.allgather(index, name)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    assert all(fact in texts[0] for fact in ("in all_gather 'x' (", "rank 1 waits in all_gather 'y' (")), texts[0]
+    for name in ("x", "y"):
+        assert popdist.allgather(index, name).tolist() == list(range(instances))
+    popdist.synchronize()
+
+
+def check_late_thread(instances: int, index: int) -> None:
+    """It is there while the first one waits, and starts what ends that wait."""
+    order = ("x", "y") if index % 2 == 0 else ("y", "x")
+    gathered = {}
+
+    def gather_second() -> None:
+        for _ in range(20):
+            popdist.synchronize()
+        gathered[order[1]] = popdist.allgather(index, order[1])
+
+    thread = threading.Thread(target=gather_second)
+    thread.start()
+    gathered[order[0]] = popdist.allgather(index, order[0])
+    thread.join()
+    assert gathered["x"].tolist() == gathered["y"].tolist() == list(range(instances))
 
 
 def check_dtypes(index: int, collective: Callable[..., np.ndarray], name: str | None) -> None:

@@ -68,21 +68,24 @@ def contributions(dtype: str, length: int, replicas: Sequence[int]) -> list[np.n
 def reduced(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
     """((a0 + a1) + a2) + ... in plain NumPy; 16-bit floats in float32, rounded once; means divided once."""
     dtype = arrays[0].dtype
+    if op == "mean" and dtype.kind in "iu":
+        return _mean_of_integers(arrays)
     is_sum = op in ("sum", "mean")
     wide = np.dtype(np.float32) if is_sum and dtype in (np.float16, ml_dtypes.bfloat16) else dtype
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
         total = _UFUNCS[op](total, array.astype(wide))
     if op == "mean":
-        total = _divided(total, len(arrays))
+        total = total / total.dtype.type(len(arrays))
     return total.astype(dtype)
 
 
-def _divided(total: np.ndarray, count: int) -> np.ndarray:
-    if total.dtype.kind not in "iu":
-        return total / total.dtype.type(count)
-    truncated = [abs(value) // count * (1 if value >= 0 else -1) for value in total.ravel().tolist()]
-    return np.array(truncated, total.dtype).reshape(total.shape)
+def _mean_of_integers(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Python's own integers, which have no end, truncated towards zero."""
+    count = len(arrays)
+    totals = map(sum, zip(*(array.ravel().tolist() for array in arrays), strict=True))
+    truncated = [abs(total) // count * (1 if total >= 0 else -1) for total in totals]
+    return np.array(truncated, arrays[0].dtype).reshape(arrays[0].shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,6 +69,37 @@ def test_a_mismatch_names_all_ranks_with_what_they_called(calls: str, text: str)
     assert describe_mismatch(calls) == f"{MISMATCH}: {text}; make the same calls in the same order on every rank"
 
 
+def test_who_has_come_to_the_end_is_to_be_looked_at_first() -> None:
+    calls = ["close", "all_reduce", "close", "close"]
+    assert describe_mismatch(calls) == (
+        f"{MISMATCH}: ranks 0, 2-3 called close; rank 1 called all_reduce; "
+        "see why ranks 0, 2-3 came to the end, or make the same calls in the same order on every rank"
+    )
+
+
+def test_who_has_come_to_the_end_is_known_without_reading_the_text() -> None:
+    def program(communicator):
+        with pytest.raises(LayoutMismatchError) as caught:
+            communicator.close() if communicator.rank == 1 else communicator.all_reduce(np.ones(3))
+        communicator.abandon()  # the one that closed has
+        return caught.value.closed
+
+    assert run_on_threads(3, program) == [(1,)] * 3
+
+
+def test_of_named_calls_too() -> None:
+    def program(communicator):
+        closed = (1,)
+        if communicator.rank != 1:
+            with pytest.raises(LayoutMismatchError) as caught:
+                communicator.start_all_reduce(np.ones(3), name="late").wait()
+            closed = caught.value.closed
+        communicator.close()
+        return closed
+
+    assert run_on_threads(3, program) == [(1,)] * 3
+
+
 @pytest.mark.parametrize("root", [0, 2, np.int64(1), True])
 def test_a_root_is_one_of_the_members(root: object) -> None:
     assert checked_root("root_rank", root, 3, "ranks") == root

@@ -10,7 +10,7 @@ import pytest
 from reference import FLOATS, INTEGERS, OPERATIONS, REDUCIBLE, contributions, dtype_of, reduced
 from statements import assert_same_bits
 
-from collectives.reduction import BLOCK_BYTES, Reduction, normalise_op
+from collectives.reduction import BLOCK_BYTES, Reduction, join, normalise_op, shares
 
 COUNTS = (1, 2, 3, 5, 8, 12)
 LENGTHS = (0, 1, 7, 3001)
@@ -53,6 +53,8 @@ def test_a_chain_of_ranks_comes_to_the_same_as_one_rank(dtype: str, seed: int) -
     chance = np.random.default_rng(seed)
     for op in OPERATIONS:
         reduction = Reduction(op, dtype_of(dtype))
+        if reduction.divides_first:
+            continue
         sources = contributions(dtype, 3001, range(9))
         ends = [0, *sorted(chance.choice(np.arange(1, 9), 2, replace=False)), 9]
         partial: list[np.ndarray] = []
@@ -69,6 +71,8 @@ def test_a_chain_of_ranks_comes_to_the_same_as_one_rank(dtype: str, seed: int) -
 def test_a_complete_partial_result_is_finished(dtype: str) -> None:
     for op in OPERATIONS:
         reduction = Reduction(op, dtype_of(dtype))
+        if reduction.divides_first:
+            continue
         sources = contributions(dtype, 3001, range(3))
         total = np.empty(3001, reduction.accumulator)
         reduction.fold(sources, total)
@@ -114,13 +118,20 @@ def test_one_source_folds_to_itself() -> None:
 # ---- dtypes of partial results
 
 
+WIDER_SUMS = {"float16": "float32", "bfloat16": "float32"}
+WIDER_MEANS = WIDER_SUMS | {
+    f"{sign}int{bits}": f"{sign}int{wide}" for sign in ("", "u") for bits, wide in ((8, 32), (16, 32), (32, 64))
+}
+
+
 @pytest.mark.parametrize("dtype", REDUCIBLE)
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_only_sums_of_16_bit_floats_are_kept_wider(dtype: str, op: str) -> None:
+def test_sums_of_16_bit_floats_and_behind_means_of_integers_are_kept_wider(dtype: str, op: str) -> None:
     reduction = Reduction(op, dtype_of(dtype))
-    is_wider = dtype in ("float16", "bfloat16") and op in ("sum", "mean")
-    assert reduction.accumulator == (np.float32 if is_wider else dtype_of(dtype))
-    assert reduction.is_direct == (not is_wider)
+    wider = {"sum": WIDER_SUMS, "mean": WIDER_MEANS}.get(op, {})
+    assert reduction.accumulator == dtype_of(wider.get(dtype, dtype))
+    assert reduction.divides_first == (op == "mean" and dtype in ("int64", "uint64"))
+    assert reduction.is_direct == (dtype not in wider and not reduction.divides_first)
     assert reduction.first_dtype(1) == dtype_of(dtype)
     assert reduction.first_dtype(2) == reduction.accumulator
 
@@ -146,6 +157,35 @@ def test_a_mean_of_integers_is_truncated_towards_zero(dtype: str, seed: int) -> 
         sources = [values, *(np.zeros_like(values) for _ in range(count - 1))]
         expected = [abs(value) // count * (1 if value >= 0 else -1) for value in values.tolist()]
         assert result_of("mean", sources).tolist() == expected, count
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_a_mean_of_integers_is_right_where_their_sum_does_not_fit(dtype: str) -> None:
+    """The mean of 250 to 253 as uint8 is 251.5, and that of -128 to -125 as int8 is -126.5; both are cut."""
+    info = np.iinfo(dtype)
+    largest = [np.full(3, info.max - 2 - number, dtype) for number in range(4)]
+    assert result_of("mean", largest).tolist() == [info.max - 4] * 3
+    smallest = [np.full(3, info.min + number, dtype) for number in range(4)]
+    assert result_of("mean", smallest).tolist() == [1 if info.min == 0 else info.min + 2] * 3
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_a_total_that_others_have_added_in_the_dtype_itself_is_divided_as_well(dtype: str) -> None:
+    total = np.array([100, 99, 7, 0], dtype)
+    out = np.empty_like(total)
+    Reduction("mean", out.dtype).finish(total, out, 200)
+    assert out.tolist() == [0, 0, 0, 0]
+    Reduction("mean", out.dtype).finish(total, total, 3)
+    assert total.tolist() == [33, 33, 2, 0]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_quotients_and_remainders_of_64_bits_are_joined_to_the_mean(dtype: str, count: int) -> None:
+    sources = contributions(dtype, 3001, range(count))
+    out = np.empty(3001, dtype)
+    join(*(result_of("sum", parts) for parts in shares(sources, count)), out, count)
+    assert_same_bits(out, reduced(sources, "mean"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -194,8 +194,9 @@ def test_warnings_name_both_of_two_names_that_wait_for_each_other(mechanism: str
         def program(communicator: Communicator) -> None:
             mine, other = ("left", "right") if communicator.rank == 0 else ("right", "left")
             first = communicator.start_all_reduce(np.ones(7), name=mine)
-            warnings.wait_for(2, "rank 0 has waited", "for rank 1 in all_reduce 'left'")
-            warnings.wait_for(2, "rank 1 has waited", "for rank 0 in all_reduce 'right'")
+            waits = "for rank {} in all_reduce '{}'; started there, but not here: all_reduce '{}' (sum, float64[7])"
+            warnings.wait_for(2, "rank 0 has waited", waits.format(1, "left", "right"))
+            warnings.wait_for(2, "rank 1 has waited", waits.format(0, "right", "left"))
             communicator.start_all_reduce(np.ones(7), name=other).wait()
             first.wait()
 

@@ -6,8 +6,10 @@ import contextlib
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_jobs import socket_addresses
 from grpc_threads import WorkerThreads
@@ -346,3 +348,27 @@ def _listening_sockets() -> Iterator[tuple[str, tuple[str, int]]]:
                 words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
                 host = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")  # of IPv4 in IPv6
                 yield inode, (host, int(port, 16))
+
+
+class _Abusive(grpc.GenericRpcHandler):
+    """Ends every stream with a text that would clear the screen of whoever sees it."""
+
+    def service(self, details):
+        def abuse(messages, context):
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "\x1b[2J\nerror: all is well\n" * 50)
+
+        return grpc.stream_unary_rpc_method_handler(abuse)
+
+
+def test_what_a_stranger_says_is_shown_on_one_line_and_cut(addresses: list[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor(1), (_Abusive(),))
+    server.add_insecure_port(addresses[0])
+    server.start()
+    try:
+        with pytest.raises(PeerRefusedError) as error:
+            collectives.connect("grpc", addresses=addresses[:2], rank=1)
+    finally:
+        server.stop(None).wait()
+    assert "\\x1b[2J\\nerror: all is well" in str(error.value)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000

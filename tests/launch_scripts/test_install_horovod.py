@@ -30,6 +30,7 @@ TOOLS = [
     "date",
     "dirname",
     "env",
+    "find",
     "flock",
     "getconf",
     "grep",
@@ -328,6 +329,18 @@ class TestWhatIsMissing:
         machine.python_does("*'pip download'*) exit 1 ;;")
         assert "pip could not download Horovod 0.28.1; is the package index reachable?" in machine.fails()
 
+    def test_sources_with_other_bytes(self, machine):
+        """Of the right name and version, from an index or a proxy that the real pip asks."""
+        index = machine.folder / "index"
+        index.mkdir()
+        shutil.move(machine.folder / "sources.tar.gz", index / "horovod-0.28.1.tar.gz")
+        words = f'exec "{sys.executable}" "$@" --no-index --find-links "{index}"'
+        machine.python_does(f"*'pip download'*) {words} ;;")
+        done = machine.install()
+        assert done.returncode == 1
+        assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr
+        assert "error: pip could not download Horovod 0.28.1" in done.stderr
+
     @pytest.mark.parametrize("name", SOURCES)
     def test_other_sources(self, machine, name):
         machine.sources_are({**SOURCES, name: "set(CMAKE_CXX_STANDARD 11)\n"})
@@ -354,6 +367,26 @@ class TestWhatIsMissing:
     def test_a_cache_that_cannot_be_made(self, machine):
         machine.cache.write_text("")
         assert machine.fails().endswith("name another: POPDIST_CACHE=/a/folder")
+
+    def test_a_cache_to_which_others_can_write(self, machine):
+        machine.install()
+        assert machine.cache.stat().st_mode & 0o777 == 0o700
+        kept = next(machine.cache.rglob("*.whl"))
+        kept.chmod(0o666)
+        machine.install()
+        machine.cache.chmod(0o755)
+        way_out = f"and what lies there is installed; run: chmod -R go-w '{machine.cache}/horovod'"
+        (machine.cache / "horovod").chmod(0o755)
+        (machine.folder / "horovod").unlink()
+        assert machine.fails() == f"error: others can write to {kept}, {way_out}"
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+    def test_a_kept_wheel_of_somebody_else(self, machine):
+        machine.install()
+        kept = next(machine.cache.rglob("*.whl"))
+        os.chown(kept, 65533, -1)
+        (machine.folder / "horovod").unlink()
+        assert machine.fails().startswith(f"error: {kept} belongs to somebody else; name a folder of your own")
 
     def test_no_python(self, machine):
         assert machine.fails(VIRTUAL_ENV="").startswith("error: no Python 3.11 or newer found; install one, or name it")

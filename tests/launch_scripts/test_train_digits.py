@@ -129,14 +129,14 @@ def test_a_result_goes_where_json_says_and_text_to_the_standard_output_otherwise
 
 
 def test_without_a_terminal_an_epoch_is_a_line_with_its_means(capsys):
-    with train_digits.Progress(steps=5, steps_per_epoch=2, done=2, is_shown=True) as progress:
+    with train_digits.Progress(steps=5, steps_per_epoch=2, done=2, is_shown=lambda: True) as progress:
         for loss in (1.0, 2.0, 4.0):
             progress.update({"loss": loss, "accuracy": loss / 10})
     assert capsys.readouterr().err == "epoch 2: loss 1.5000, accuracy 15.0%\nepoch 3: loss 4.0000, accuracy 40.0%\n"
 
 
 def test_instances_but_the_first_show_no_progress(capsys):
-    with train_digits.Progress(steps=1, steps_per_epoch=1, is_shown=False) as progress:
+    with train_digits.Progress(steps=1, steps_per_epoch=1, is_shown=lambda: False) as progress:
         progress.update({"loss": 1.0, "accuracy": 0.5})
     assert capsys.readouterr() == ("", "")
 

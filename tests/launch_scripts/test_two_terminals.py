@@ -173,6 +173,53 @@ def test_a_signal_ends_all(terminal, number, status, is_at_terminal):
     assert not any("error" in line for line in script.lines["stderr"])
 
 
+STOPS = """sh -c 'kill -STOP $PPID
+while ! grep -q "^State:.T" /proc/$PPID/status; do :; done
+echo stopped'"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_worker_that_is_stopped_is_told_too(terminal, number):
+    worker = f"trap 'echo told; exit 1' TERM\ncase \"$TF_CONFIG\" in *:1}}}}) {STOPS};; *) {FOREVER};; esac"
+    script = terminal(worker=worker)
+    script.wait_for("[worker 1] stopped")
+    os.kill(script.process.pid, number)
+    assert script.end() == 128 + number
+    assert "[worker 1] told" in script.lines["stdout"]
+
+
+@pytest.mark.parametrize("ending", [STOPS, f"trap '' TERM\n{FOREVER}"], ids=["stopped", "deaf"])
+def test_one_that_is_stopped_or_deaf_does_not_keep_it_from_ending(terminal, tmp_path, ending):
+    """In the time of this test, `sleep` takes none."""
+    fake(tmp_path / "env" / "bin", "sleep", "exit 0")
+    os.mkfifo(tmp_path / "first")
+    body = f'case "$TF_CONFIG" in *:1}}}}) cat "{tmp_path}/first"; exit 7;; esac\necho begins\n{ending}'
+    script = terminal(worker=body)
+    script.wait_for("[worker 0] stopped" if ending is STOPS else "[worker 0] begins")
+    with (tmp_path / "first").open("w"):
+        pass
+    assert script.end() == 7
+
+
+def test_workers_share_a_secret_that_is_shown_nowhere(terminal):
+    """It is the same for all, another one in every run, and the user's where there is one."""
+    tokens = []
+    for _ in range(2):
+        script = terminal(worker='echo "$POPDIST_JOB_TOKEN" | tr 0-9a-f g-v')
+        assert script.end() == 0
+        lines = script.lines["stdout"]
+        assert len(lines) == 2
+        assert len({line.partition("] ")[2] for line in lines}) == 1
+        token = lines[0].partition("] ")[2].translate(str.maketrans("ghijklmnopqrstuv", "0123456789abcdef"))
+        assert re.fullmatch("[0-9a-f]{32}", token)
+        assert token not in "\n".join(script.lines["stderr"])
+        tokens.append(token)
+    assert tokens[0] != tokens[1]
+    script = terminal(worker='echo "$POPDIST_JOB_TOKEN"', POPDIST_JOB_TOKEN="mine")
+    assert script.end() == 0
+    assert sorted(script.lines["stdout"]) == ["[worker 0] mine", "[worker 1] mine"]
+
+
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_signal_that_comes_while_workers_begin_ends_all(terminal, index):
     script = terminal(worker=f'case "$TF_CONFIG" in *:{index}}}}}) kill -INT $PPID;; esac\n{FOREVER}', WORKERS="3")

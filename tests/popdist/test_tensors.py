@@ -37,6 +37,13 @@ ALONE = {
         "given.flags.writeable = False\n"
         "popdist.allreduce(given); popdist.broadcast(given); popdist.allgather(given[::2])\n"
     ),
+    "masked arrays are refused": (
+        "masked = np.ma.masked_equal(np.arange(4), 2)\n"
+        "for function in (popdist.allreduce, popdist.broadcast, popdist.allgather):\n"
+        "    for name in (None, 'x'):\n"
+        "        with pytest.raises(collectives.UnsupportedBufferError, match='its mask would be lost'):\n"
+        "            function(masked, tensor_name=name)\n"
+    ),
     "unknown operations and roots are refused": (
         "with pytest.raises(ValueError, match=\"Unsupported reduce op: 'PRODUCT'\"):\n"
         "    popdist.allreduce(1.0, 'PRODUCT')\n"

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import stat
 
 import numpy as np
 import pytest
@@ -57,6 +58,24 @@ def test_what_was_written_is_read(written):
     assert found == training()
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(arrays[name], array)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_what_is_written_is_for_this_user_alone(tmp_path, mask):
+    folder = CheckpointFolder(tmp_path / "above" / "checkpoints", keep=2)
+    before = os.umask(mask)
+    try:
+        folder.write(training(), flat())
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "above", *(tmp_path / "above").rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_folder_that_is_there_keeps_its_mode(tmp_path):
+    tmp_path.chmod(0o755)
+    CheckpointFolder(tmp_path, keep=2).write(training(), flat())
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
 def test_a_new_folder_has_no_checkpoint(folder):

@@ -1,6 +1,12 @@
 """Compiling once: turns between instances, folders of executables, and reasons for compiling again."""
 
+import grp
 import logging
+import os
+import pwd
+import stat
+import tempfile
+from contextlib import contextmanager
 
 import jax
 import numpy as np
@@ -20,6 +26,150 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error():
         use_executable_cache({"POPDIST_EXECUTABLE_CACHE_PATH": "/dev/null/x"})
 
 
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def umask():
+    """Sets a umask for this test."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.fixture
+def jax_as_it_was():
+    """JAX keeps executables where it did before."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@contextmanager
+def another_user():
+    """Root is nobody for a moment."""
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
+
+
+@pytest.mark.usefixtures("jax_as_it_was")
+class TestWhoMayWriteThere:
+    """What lies in the folder is run."""
+
+    def use(self, path):
+        return use_executable_cache({"POPDIST_EXECUTABLE_CACHE_PATH": str(path)})
+
+    @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+    def test_all_that_is_made_is_for_this_user_alone(self, tmp_path, umask, mask):
+        umask(mask)
+        folder = self.use(tmp_path / "above" / "named")
+        with turn(folder) as is_first:
+            assert is_first
+        assert [mode_of(path) for path in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
+        assert [mode_of(path) for path in folder.iterdir()] == [0o600]
+
+    @pytest.mark.parametrize("mode", [0o770, 0o757, 0o707, 0o1777])
+    @pytest.mark.parametrize("is_named", [True, False])
+    def test_a_folder_to_which_others_can_write_is_refused(self, tmp_path, mode, is_named):
+        named = tmp_path / "named"
+        folder = named if is_named else self.use(named)
+        folder.mkdir(exist_ok=True)
+        folder.chmod(mode)
+        with pytest.raises(ValueError, match="POPDIST_EXECUTABLE_CACHE_PATH is .*named, and programs") as error:
+            self.use(named)
+        assert str(error.value).endswith(f"others can write to {folder} (mode {mode:04o}); chmod go-w {folder}")
+        folder.chmod(mode & ~0o022)
+        assert self.use(named).parent == named
+
+    @pytest.mark.parametrize(("mode", "is_fine"), [(0o777, False), (0o1777, True), (0o755, True)])
+    def test_so_is_one_that_others_can_put_another_one_in_place_of(self, tmp_path, mode, is_fine):
+        (tmp_path / "above").mkdir()
+        (tmp_path / "above").chmod(mode)
+        if is_fine:
+            self.use(tmp_path / "above" / "named")
+            return
+        with pytest.raises(ValueError, match=r"others can write to .*above \(mode 0777\); chmod go-w .*above$"):
+            self.use(tmp_path / "above" / "named")
+
+    @needs_root
+    def test_the_group_of_one_user_is_no_others(self, tmp_path):
+        (tmp_path / "above").mkdir(mode=0o700)
+        (tmp_path / "above").chmod(0o770)
+        users = [user.pw_uid for user in pwd.getpwall() if user.pw_gid == 0]
+        if users != [0] or set(grp.getgrgid(0).gr_mem) - {"root"}:
+            pytest.skip("others are in the group of root")
+        assert self.use(tmp_path / "above" / "named")
+        os.chown(tmp_path / "above", 0, 65533)
+        with pytest.raises(ValueError, match=r"others can write to .*above \(mode 0770\)"):
+            self.use(tmp_path / "above" / "named")
+
+    @needs_root
+    @pytest.mark.parametrize("what", [".", "processor", "processor/program-cache"])
+    def test_what_belongs_to_somebody_else_is_refused(self, tmp_path, what):
+        folder = self.use(tmp_path)
+        (folder / "program-cache").touch()
+        path = tmp_path / what.replace("processor", folder.name)
+        os.chown(path, 65533, -1)
+        with pytest.raises(ValueError, match=f"but {path} belongs to user 65533, and this is user 0; name a folder of"):
+            self.use(tmp_path)
+
+    def test_a_program_that_others_can_change_is_refused_where_they_can_enter(self, tmp_path):
+        folder = self.use(tmp_path)
+        (folder / "program-cache").touch()
+        (folder / "program-cache").chmod(0o664)
+        assert self.use(tmp_path) == folder
+        folder.chmod(0o755)
+        with pytest.raises(ValueError, match=f"others can write to .*program-cache; chmod -R go-w {folder}"):
+            self.use(tmp_path)
+
+    @needs_root
+    def test_a_folder_of_roots_that_may_only_be_read_serves_all(self, caplog):
+        with tempfile.TemporaryDirectory(dir="/tmp") as named:  # the folders of tests are closed to others
+            folder = self.use(named)
+            for path in (folder, folder.parent):
+                path.chmod(0o755)
+            with another_user(), caplog.at_level(logging.INFO):
+                assert self.use(named) == folder
+                assert jax.config.jax_persistent_cache_min_entry_size_bytes > 1 << 60  # nothing is written
+                with turn(folder) as is_first:
+                    assert not is_first
+        assert "every instance compiles by itself" in caplog.text
+
+    def test_a_lock_is_not_taken_through_a_link(self, tmp_path):
+        with turn(tmp_path):
+            pass
+        [lock] = tmp_path.iterdir()
+        lock.rename(tmp_path / "elsewhere")
+        lock.symlink_to("elsewhere")
+        with turn(tmp_path) as is_first:
+            assert not is_first
+
+    def test_programs_that_are_started_do_not_inherit_the_lock(self, tmp_path):
+        with turn(tmp_path):
+            [held] = [name for name in os.listdir("/proc/self/fd") if leads_into(name, tmp_path)]
+            assert not os.get_inheritable(int(held))
+
+
+def leads_into(descriptor, folder):
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(folder))
+    except OSError:  # it was open for that list only
+        return False
+
+
 def test_in_a_folder_that_cannot_be_written_everybody_compiles(tmp_path):
     with turn(tmp_path / "none") as is_first:
         assert not is_first
@@ -32,9 +182,18 @@ def test_only_one_compiles_at_a_time_and_the_others_do_not_wait_for_ever(tmp_pat
             assert not is_second
         program = compiled_in_turn(jax.jit(lambda x: x + 1), tmp_path, wait_s=0)
         assert program(np.float32(1)) == 2
-    assert "waited 0 s for another instance that compiles" in caplog.text
+    assert "waited 0 s for an instance that compiles" in caplog.text
     with turn(tmp_path, wait_s=0) as is_next:
         assert is_next
+
+
+def test_a_process_waits_in_vain_for_a_folder_once(tmp_path, caplog):
+    """What would wait for an hour comes back at once."""
+    with turn(tmp_path):
+        for wait_s in (0, 3600, 3600):
+            with turn(tmp_path, wait_s) as is_second:
+                assert not is_second
+    assert caplog.text.count("not waiting again") == 1
 
 
 def test_a_program_that_is_only_traced_is_not_compiled(tmp_path):

@@ -57,17 +57,18 @@ def test_digests_that_are_cut_off_or_missing_are_a_fault_too(checkpoint):
     assert fault_of(checkpoint).startswith(f"{SUMS} cannot be read: ")
 
 
-@pytest.mark.parametrize("name", [f"{STATE}/empty", TRAINING, SUMS])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(checkpoint, name):
+@pytest.mark.parametrize("name", [f"{STATE}/empty", TRAINING])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_or_folder_in_the_place_of_a_file_is_not_opened(checkpoint, name, make):
     (checkpoint / name).unlink()
-    os.mkfifo(checkpoint / name)
-    assert fault_of(checkpoint) == f"{name} cannot be read: it is no regular file"
+    make(checkpoint / name)
+    assert fault_of(checkpoint) == f"{SUMS} names {name!r}, which is no file of the checkpoint"
 
 
-def test_so_are_folders_and_other_things(checkpoint):
-    (checkpoint / STATE / "empty").unlink()
-    (checkpoint / STATE / "empty").mkdir()
-    assert fault_of(checkpoint) == f"{STATE}/empty cannot be read: it is no regular file"
+def test_a_pipe_in_the_place_of_the_digests_is_not_waited_for(checkpoint):
+    (checkpoint / SUMS).unlink()
+    os.mkfifo(checkpoint / SUMS)
+    assert fault_of(checkpoint) == f"{SUMS} cannot be read: it is no regular file"
 
 
 @pytest.mark.parametrize("name", ["pipe", f"{STATE}/d/pipe"])
@@ -84,7 +85,18 @@ def test_so_is_a_socket(checkpoint, monkeypatch):
         assert fault_of(checkpoint) == "socket is neither a file nor a folder"
 
 
-def test_a_name_that_no_file_has_is_a_fault_that_can_be_printed(checkpoint):
+@pytest.mark.parametrize("name", ["../outside", "/{}/outside", "state/../../outside", "state/link", "pipe", "a\0b", ""])
+def test_digests_of_what_is_no_file_of_the_checkpoint_are_a_fault(tmp_path, checkpoint, name):
+    """Whatever it is, it is not opened: reading a pipe would never end."""
+    (tmp_path.parent / "outside").write_bytes(b"")
+    (checkpoint / STATE / "link").symlink_to(tmp_path.parent / "outside")
+    os.mkfifo(checkpoint / "pipe")
+    name = name.format(tmp_path.parent)
     with (checkpoint / SUMS).open("a") as sums:
-        sums.write(f"{'0' * 64}  {STATE}/a\0b\n")
-    assert fault_of(checkpoint) == f"'{STATE}/a\\x00b' cannot be read: embedded null byte"
+        sums.write(f"{hashlib.sha256(b'').hexdigest()}  {name}\n")
+    assert fault_of(checkpoint) == f"{SUMS} names {name!r}, which is no file of the checkpoint"
+
+
+def test_a_checkpoint_may_lie_behind_a_link(tmp_path, checkpoint):
+    (tmp_path.parent / "link to it").symlink_to(checkpoint)
+    assert fault_of(tmp_path.parent / "link to it") == ""

@@ -1,6 +1,9 @@
 """Where replicas run: on one device and a thread each, and what lies where."""
 
+import re
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,30 @@ def test_on_a_cpu_all_replicas_share_a_device(replicas):
 
 def test_replicas_of_other_instances_do_not_change_the_devices():
     assert choose_devices(range(4), local_index=1).devices == choose_devices(range(4)).devices
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Stands for one of JAX's, which this machine need not have."""
+
+    number: int
+    platform = "gpu"
+
+
+def rows_about_gpus():
+    """The rows of the table in docs/gpus.md: instances, replicas of each, devices of each, and waves."""
+    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| (\d+) \| (\d+) \| (.*) \| (\d+) \|$", page, flags=re.MULTILINE):
+        devices = [[int(number) for number in cell.split(", ")] for cell in re.split(r" *\| *", row[2]) if cell]
+        yield int(row[0]), int(row[1]), devices, int(row[3])
+
+
+@pytest.mark.parametrize(("instances", "local", "devices", "waves"), list(rows_about_gpus()))
+def test_accelerators_are_shared_out_as_the_page_on_gpus_says(instances, local, devices, waves, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(number) for number in range(4)])
+    found = [choose_devices(range(index * local, (index + 1) * local), index) for index in range(instances)]
+    assert [[device.number for device in each.devices] for each in found] == devices
+    assert {each.waves for each in found} == {waves}
 
 
 def test_a_batch_lies_whole_on_the_device_and_is_cut_without_a_copy():

@@ -14,7 +14,7 @@ import pytest
 from feed_data import Increasing, feed_threads
 
 import strategies
-from strategies import EndOfDataError, FeedError, InfeedQueue, OutfeedQueue, get_replica_context, loops
+from strategies import EndOfDataError, FeedError, InfeedMode, InfeedQueue, OutfeedQueue, get_replica_context, loops
 
 ONES = np.ones((4, 4), np.float32)
 LIMIT_S = 60
@@ -143,7 +143,7 @@ class TestOrder:
     @pytest.mark.parametrize("instances", [1, 2, 4])
     def test_does_not_depend_on_the_instances(self, on_instances, instances):
         def on_one(strategy):
-            with InfeedQueue(Increasing(20, (), repeats=False)) as infeed:
+            with InfeedQueue(Increasing(20, (), repeats=False), mode=InfeedMode.WHOLE) as infeed:
                 return [float(x) for x in strategy.run(self.program(infeed))]
 
         found = [x for results in on_instances(instances, 4, on_one) for x in results]

@@ -71,6 +71,23 @@ class TestFunctions:
         with pytest.raises(EndOfDataError if "ended" in words else error, match=None if "ended" in words else words):
             infeed_benchmark(infeed, *arguments)
 
+    @pytest.mark.parametrize("kind", ["iterable", "function"])
+    def test_batches_that_are_collective_calls_are_not_read_ahead(self, on_instances, kind):
+        """Instances take equally many, and call each other in the same order afterwards."""
+        elements = [np.float32(number) for number in range(100)]
+
+        def on_one(strategy):
+            if kind == "iterable":
+                dataset = strategy.distribute_dataset(elements, batch_size=2)
+            else:
+                dataset = strategy.distribute_datasets_from_function(lambda context: elements)
+            before = strategy.communicator.calls_made
+            dataset_benchmark(dataset, 2, 5)
+            calls = strategy.communicator.calls_made - before
+            return calls, float(strategy.reduce("sum", np.float32(1)))
+
+        assert on_instances(2, 2, on_one) == [(10, 2.0)] * 2
+
     def test_what_is_no_data_set_is_refused(self):
         with pytest.raises(TypeError, match="is a int, which cannot be iterated"):
             dataset_benchmark(3, 1, 1)

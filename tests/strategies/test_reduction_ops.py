@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from collectives import UnsupportedBufferError
+from collectives.dtypes import INTEGERS
+from collectives.reduction import Reduction
 from strategies.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
 
 
@@ -55,10 +57,39 @@ def test_integers_stay_integers(op, wanted):
     assert (found.dtype, found.tolist()) == (jnp.int32, [wanted])
 
 
+def test_means_of_integers_are_right_where_their_sum_does_not_fit():
+    for dtype, numbers, mean in (
+        (jnp.uint8, [250, 251, 252, 253], 251),
+        (jnp.int8, [-128, -127, -126, -125], -126),
+        (jnp.int32, [2**31 - 1, 2**31 - 3], 2**31 - 2),
+        (jnp.uint32, [2**32 - 1] * 3, 2**32 - 1),
+    ):
+        found = reduce_in_order("mean", [jnp.array([number], dtype) for number in numbers])
+        assert (found.dtype, found.tolist()) == (dtype, [mean])
+
+
 def test_16_bits_are_combined_in_float32():
     small = [jnp.array([value], jnp.bfloat16) for value in (256.0, 1.0, 1.0)]  # bfloat16 has no 257
     assert float(reduce_in_order("sum", small)[0]) == 258.0
     assert reduce_in_order("sum", small).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [dtype.name for dtype in INTEGERS])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_integers_are_reduced_as_between_instances(dtype, count, seed):
+    """Over the whole range, where sums wrap around and those behind means must not."""
+    info = np.iinfo(dtype)
+    values = np.random.default_rng(seed).integers(info.min, info.max, (count, 100), dtype, endpoint=True)
+    values[:, :3] = info.max, info.min, info.max - 1
+    values[0, 2] = 1
+    for op in ("sum", "mean", "min", "max"):
+        wanted = np.empty(100, dtype)
+        Reduction(op, wanted.dtype).reduce(list(values), wanted, count)
+        with jax.enable_x64(info.bits == 64):
+            for compiled in (lambda function: function, jax.jit):
+                found = compiled(lambda values, op=op: reduce_in_order(op, list(values)))(jnp.asarray(values))
+                assert found.dtype == wanted.dtype
+                np.testing.assert_array_equal(found, wanted)
 
 
 def test_dtypes_that_instances_cannot_exchange_are_refused():

@@ -9,6 +9,7 @@ from jax.experimental import io_callback
 import strategies
 from collectives import UnsupportedBufferError
 from strategies import get_replica_context
+from strategies.cross_replica_ops import cross_replica_mean
 from strategies.errors import EndOfDataError
 
 
@@ -37,6 +38,21 @@ def test_every_replica_gets_the_result(run, op, wanted):
 def test_integers_stay_integers_and_means_are_truncated_towards_zero(run, op, wanted, dtype):
     for result in run(lambda x: all_reduce(op, x), [dtype(-4), dtype(1), dtype(-2), dtype(-2)]):
         assert (result, result.dtype) == (wanted, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("uint8", 255), ("int16", 2**15 - 1), ("uint32", 2**32 - 1)])
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_means_of_integers_are_right_where_their_sum_does_not_fit(on_instances, instances, dtype, largest):
+    def program(strategy):
+        values = strategy.per_replica(lambda r: np.array([largest - r, r], dtype))
+        outside = strategy.reduce("mean", values).tolist()
+        inside = strategy.run(lambda x: all_reduce("mean", x), args=(values,))
+        in_groups = strategy.run(lambda x: cross_replica_mean(x, 2), args=(values,))
+        return [outside, *(value.tolist() for value in inside)], [value.tolist() for value in in_groups]
+
+    results = on_instances(instances, 4, program)
+    assert all(means == [[largest - 2, 1]] * len(means) for means, _ in results)
+    assert sum((groups for _, groups in results), []) == [[largest - 1, 0]] * 2 + [[largest - 3, 2]] * 2
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])

@@ -165,6 +165,12 @@ def test_a_trainer_that_begins_anew_has_another_training(strategy, tmp_path):
     assert [step for _, step in read_record(tmp_path).steps] == [0, 1, 0, 1]
 
 
+def test_what_is_recorded_is_for_this_user_alone(strategy, tmp_path):
+    train(strategy, tmp_path / "new", values_at=(0, 1))
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
+
+
 def test_values_of_one_step_are_kept(strategy, tmp_path):
     record = recorded(strategy, tmp_path, values_at=(0, 1))
     assert {part for part, _ in record.values} == {BATCH, START, GRADIENTS, UPDATE}

@@ -227,7 +227,41 @@ class TestFloat64IsRefused:
         assert strategy.run(lambda x: x, args=(1.5,))[0].dtype == np.float32
 
 
+class TestValuesThatJaxWouldMakeOthers:
+    """Integers of 64 bits are cut off by JAX without a word, and masked arrays would lose their masks."""
+
+    @pytest.mark.parametrize("value", [np.int64(2**31), np.array([1, -(2**31) - 1]), np.uint64(2**32)])
+    def test_integers_have_to_fit(self, strategy, value):
+        for call in (
+            lambda: strategy.run(lambda x: x, args=(value,)),
+            lambda: strategy.run(lambda x: x, args=(strategy.per_replica(lambda _: value),)),
+            lambda: strategy.broadcast({"steps": value}),
+            lambda: strategy.variable(value),
+        ):
+            with pytest.raises(ValueError, match=r"of which JAX would keep u?int32 only; give smaller ones, or enable"):
+                call()
+        largest = np.array([2**31 - 1, -(2**31)])
+        assert strategy.broadcast(largest).tolist() == largest.tolist()
+        assert strategy.reduce("max", strategy.per_replica(lambda _: value)).tolist() == value.tolist()
+
+    def test_masked_arrays_are_refused(self, strategy):
+        masked = np.ma.masked_equal(np.arange(4, dtype=np.float32), 2)
+        for call in (
+            lambda: strategy.reduce("mean", strategy.per_replica(lambda _: masked)),
+            lambda: strategy.broadcast([masked]),
+            lambda: strategy.run(lambda x: x, args=(strategy.per_replica(lambda _: masked),)),
+        ):
+            with pytest.raises(collectives.UnsupportedBufferError, match="is masked, and its mask would be lost"):
+                call()
+
+
 class TestReduce:
+    @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32, np.uint32, np.int64, np.uint64])
+    def test_means_of_integers_are_right_where_their_sum_does_not_fit(self, strategy, dtype):
+        largest = np.iinfo(dtype).max
+        found = strategy.reduce("mean", strategy.per_replica(lambda r: np.array([largest - r], dtype)))
+        assert (found.dtype, found.tolist()) == (dtype, [largest - 2])
+
     @pytest.mark.parametrize(("op", "wanted"), [("sum", 6.0), ("mean", 1.5), ("min", 0.0), ("max", 3.0)])
     def test_over_all_replicas(self, strategy, op, wanted):
         assert strategy.reduce(op, strategy.per_replica(float)) == wanted

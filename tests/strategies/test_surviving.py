@@ -10,6 +10,7 @@ import itertools
 import logging
 import random
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from losing import OnMessage
-from surviving_instances import hook, run_instances
+from losing import Lost, OnMessage
+from surviving_instances import GUARD_S, hook, run_instances
 
 import strategies
 from collectives import PeerLostError, ThreadHub
@@ -374,3 +375,65 @@ def test_sharded_state_is_lost_with_an_instance_and_the_job_says_so_at_its_begin
     with caplog.at_level(logging.WARNING):
         ends(function, "rank 1 is lost", error=PeerLostError)
     assert "every instance has a part of the state that no other has (sharded optimizer state): if one" in caplog.text
+
+
+# ---- what the chief does
+
+
+def duties(strategy, done, faults=()):
+    """Three duties, at the first of which instances may be lost; which of the chiefs did which."""
+    for number in range(3):
+
+        def duty(number=number):
+            for fault in faults:
+                fault(strategy, number)
+            done.append((number, strategy.first_index))
+
+        strategy.on_chief(duty)
+    return strategy.is_chief
+
+
+def losing(instance, number):
+    def fault(strategy, at):
+        if (strategy.first_index, at) == (instance, number):
+            raise Lost
+
+    return fault
+
+
+@pytest.mark.parametrize("mechanism", ["window", "ring"])
+def test_the_next_chief_does_what_the_first_has_not_done(mechanism):
+    done: list[tuple[int, int]] = []
+    faults = [losing(0, 1), losing(1, 2)]
+    found = run_instances(3, 6, lambda strategy: duties(strategy, done, faults), mechanism=mechanism)
+    assert found == [None, None, True]
+    assert done == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_without_survival_the_others_hear_of_it():
+    with pytest.raises(PeerLostError):
+        run_instances(2, 2, lambda strategy: duties(strategy, [], [losing(0, 0)]), survives=False)
+
+
+def test_a_duty_that_is_done_is_not_done_again_by_those_who_have_not_heard_of_it():
+    done: list[tuple[int, int]] = []
+    first_lost = threading.Event()
+
+    def function(strategy):
+        if strategy.first_index == 2:  # as if its barrier had failed where that of the others had not
+            strategy.on_chief(lambda: None)
+            first_lost.wait(GUARD_S)
+            strategy._duties = 0
+        elif strategy.first_index == 1:
+            strategy.on_chief(lambda: done.append((0, 1)))
+            first_lost.set()
+            raise Lost
+        else:
+            strategy.on_chief(lambda: done.append((0, 0)))
+        strategy.on_chief(lambda: done.append((1, strategy.first_index)))
+        if strategy.first_index == 2:
+            strategy.on_chief(lambda: None)
+        return strategy.num_instances
+
+    assert run_instances(3, 6, function) == [2, None, 2]
+    assert done == [(0, 0), (1, 0)]

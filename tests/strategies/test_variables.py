@@ -49,13 +49,49 @@ def test_a_sum_that_is_assigned_is_read_back(on_instances):
 
 def test_a_variable_that_is_synchronised_on_reading_keeps_its_dtype_and_shape(strategy):
     variable = strategy.variable(np.int32(0), "on_read", "sum")
-    variable.assign(np.int32(-7))
-    assert [value.item() for value in variable.values] == [-1] * 4
+    variable.assign(np.int32(-8))
+    assert [value.item() for value in variable.values] == [-2] * 4
     variable.assign(strategy.per_replica(float))
     assert (variable.read_value(), variable.read_value().dtype) == (6, np.int32)
     for wrong in (np.zeros(3, np.int32), strategy.per_replica(lambda r: np.zeros(3, np.int32))):
         with pytest.raises(ValueError, match=r"a value of shape \[3\] for a variable of \[\]"):
             variable.assign(wrong)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32])
+def test_a_sum_of_integers_that_cannot_be_divided_among_the_replicas_is_refused(strategy, dtype):
+    variable = strategy.variable(np.zeros(2, dtype), "on_read", "sum")
+    variable.assign(np.array([8, 100], dtype))
+    with pytest.raises(ValueError, match=r"^5 was assigned to a sum of u?int\d+ over 4 replicas, .* a multiple of 4"):
+        variable.assign(np.array([8, 5], dtype))
+    assert variable.read_value().tolist() == [8, 100]
+    variable.assign(strategy.per_replica(lambda r: np.array([2, 2 if r == 0 else 1], dtype)))
+    assert variable.read_value().tolist() == [8, 5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(np.uint8, 255), (np.int8, 127), (np.int32, 2**31 - 1), (np.uint32, 2**32 - 1)]
+)
+def test_the_mean_of_an_integer_variable_is_what_was_assigned(strategy, dtype, largest):
+    for synchronization in ("on_read", "on_write"):
+        variable = strategy.variable(dtype(0), synchronization, "mean")
+        for value in (5, largest):
+            variable.assign(dtype(value))
+            assert (int(variable.read_value()), variable.read_value().dtype) == (value, dtype)
+            variable.assign(strategy.per_replica(lambda r, value=value: dtype(value - r)))
+            assert int(variable.read_value()) == value - 2  # 1.5 is cut off
+
+
+@pytest.mark.parametrize("synchronization", ["on_read", "on_write"])
+def test_an_integer_variable_takes_no_numbers_that_it_cannot_hold(strategy, synchronization):
+    variable = strategy.variable(np.zeros(2, np.uint8), synchronization, "mean")
+    variable.assign(np.array([255.0, 3.0]))
+    for wrong in ([300, 1], [1, -1], [2.5, 1], [np.nan, 1], [1, np.inf]):
+        with pytest.raises(ValueError, match="was assigned to a variable of uint8, which cannot hold it; round it, or"):
+            variable.assign(np.array(wrong))
+        with pytest.raises(ValueError, match="was assigned to a variable of uint8"):
+            variable.assign(strategy.per_replica(lambda r, wrong=wrong: np.array(wrong)))
+    assert variable.read_value().tolist() == [255, 3]
 
 
 def test_unknown_words_are_refused_with_the_known_ones():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import strategies
+from collectives import UnsupportedBufferError
 from strategies import within_replica_ops as ops
 
 EACH = (ops.all_gather, ops.all_reduce, ops.reduce_scatter)
@@ -93,3 +94,14 @@ def test_w11_short_shards_are_padded_with_zeros():
     assert lists(ops.reduce_scatter([np.int32([1, 2]), np.int32([3, 4])], "LOCAL")) == [[1], [4]]
     with pytest.raises(ValueError, match="shards of rank 3"):
         ops.all_reduce([np.zeros((1, 1, 1)), np.ones((1, 1, 1))])
+
+
+@pytest.mark.parametrize("function", [ops.all_reduce, ops.reduce_scatter])
+def test_truth_values_are_combined_by_logical_operations_only(function):
+    shards = [jnp.array([True, False]), jnp.array([True, True])]
+    for op in ("ADD", "MEAN", "MUL", "MIN", "MAX", "SQUARE_ADD"):
+        with pytest.raises(UnsupportedBufferError, match="shards cannot reduce bool; convert it to one of"):
+            function(shards, op)
+    found = jnp.concatenate(function(shards, "LOGICAL_AND"))
+    assert found.dtype == bool
+    assert found.tolist()[:2] == [True, False]

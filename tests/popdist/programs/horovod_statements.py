@@ -203,6 +203,10 @@ def what_cannot_be_reduced_is_refused_before_others_are_asked(hvd):
     for tensor in (np.array([True]), np.complex64([1]), "text"):
         with pytest.raises(UnsupportedBufferError, match="allreduce of .*: supported are float16, bfloat16"):
             hvd.allreduce(tensor)
+    masked = np.ma.masked_equal(np.arange(4, dtype=np.float32), 2)
+    for call in (hvd.allreduce, hvd.allgather, lambda tensor: hvd.broadcast(tensor, 0)):
+        with pytest.raises(UnsupportedBufferError, match="is masked, and its mask would be lost"):
+            call(masked)
     for dtype in ("uint32", "uint64"):
         with pytest.raises(UnsupportedBufferError, match=f"Min of {dtype}, which Horovod does not compare"):
             hvd.allreduce(np.ones(1, dtype), hvd.Min)

@@ -1,0 +1,99 @@
+"""The program that docs/tutorial.md explains: trains on handwritten digits, validates, stops early, keeps the best.
+
+python launch_scripts/tutorial.py
+poprun --num-instances 2 --num-replicas 4 python launch_scripts/tutorial.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from digits_data import load_digits
+
+import popdist
+import strategies
+
+popdist.init(4)  # replicas of all instances; poprun --num-replicas has to say the same
+strategy = strategies.PopDistStrategy()
+replicas = strategy.num_replicas_in_sync
+
+digits = load_digits("digits")
+images, labels = digits.train_images, digits.train_labels
+dataset = strategy.distribute_dataset({"image": images[:1200], "label": labels[:1200]}, batch_size=16, seed=0)
+
+
+def init(key):
+    """The variables of a network with one hidden layer."""
+    keys = jax.random.split(key)
+    return {
+        "hidden": {"kernel": jax.random.normal(keys[0], (64, 64)) / 8, "bias": jnp.zeros(64)},
+        "logits": {"kernel": jax.random.normal(keys[1], (64, 10)) / 8, "bias": jnp.zeros(10)},
+    }
+
+
+def apply(variables, images):
+    """The logits of images."""
+    hidden, logits = variables["hidden"], variables["logits"]
+    features = jax.nn.relu(images.reshape(len(images), 64) @ hidden["kernel"] + hidden["bias"])
+    return features @ logits["kernel"] + logits["bias"]
+
+
+def losses_of(variables, batch):
+    """The loss of each image."""
+    return optax.softmax_cross_entropy_with_integer_labels(apply(variables, batch["image"]), batch["label"])
+
+
+def loss_fn(variables, batch, key):
+    """The loss of one replica's micro-batch, with noise of its own for each replica and step."""
+    noise = 0.1 * jax.random.normal(key, batch["image"].shape)
+    return losses_of(variables, batch | {"image": batch["image"] + noise}).mean()
+
+
+trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01), seed=0)
+state = trainer.init(init(jax.random.key(0)))
+
+
+def share_of(replica):
+    """The replica's part of the rows that validate; where they do not divide evenly, rows that do not count follow."""
+    rows = np.arange(1200, len(labels))[replica::replicas]
+    size = -(-(len(labels) - 1200) // replicas)
+    counts = np.arange(size) < len(rows)
+    rows = np.resize(rows, size)
+    return {"image": images[rows], "label": labels[rows], "counts": counts}
+
+
+def sums_over(variables, share):
+    """What one replica finds in its share."""
+    is_right = apply(variables, share["image"]).argmax(-1) == share["label"]
+    found = {"loss": losses_of(variables, share), "accuracy": is_right, "rows": 1}
+    return jax.tree.map(lambda values: jnp.sum(values * share["counts"]), found)
+
+
+def validate(variables):
+    """The means over the shares of all replicas, the same on every instance; a collective call."""
+    shares = strategy.per_replica(share_of)
+    total = strategy.reduce("sum", strategy.run(sums_over, args=(variables, shares)))
+    return {name: float(total[name] / total["rows"]) for name in ("loss", "accuracy")}
+
+
+patience = 3
+best, best_loss, best_epoch = None, np.inf, 0
+for epoch in range(100):
+    steps = []
+    for batch in dataset.epoch(epoch):
+        state, metrics = trainer.step(state, batch)
+        steps.append(metrics)
+    validated = validate(state.variables)
+    if strategy.instance_index == 0:
+        loss = np.mean([metrics["loss"] for metrics in steps])
+        print(f"epoch {epoch}: loss {loss:.4f}, validated {validated['loss']:.4f}, {validated['accuracy']:.1%} right")
+    if validated["loss"] < best_loss:
+        best, best_loss, best_epoch = jax.tree.map(np.array, state.variables), validated["loss"], epoch
+    elif epoch - best_epoch >= patience:
+        break
+
+if strategy.instance_index == 0:
+    np.savez("best.npz", **{f"{layer}/{name}": best[layer][name] for layer in best for name in best[layer]})
+    predicted = jax.jit(apply)(best, digits.test_images).argmax(-1)
+    accuracy = np.mean(predicted == digits.test_labels)
+    print(f"epoch {best_epoch} was best: {accuracy:.1%} of other digits right, {strategies.fingerprint(best)}")

@@ -1,0 +1,173 @@
+"""The values that local replicas have enqueued, put together iteration by iteration."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from strategies.errors import FeedError
+
+Iteration = tuple[int, ...]
+"""The numbers of the iterations of the loops around an `enqueue`, from the outermost one; empty without any."""
+
+Value = list[np.ndarray]
+
+KEPT = 8
+"""Of the replicas that are ahead of others so many values are kept where only the last round is."""
+
+
+class Rounds(ABC):
+    """What replicas have enqueued; a round is a value of each of them, all from one iteration.
+
+    Args:
+        replicas: the global indices of the local replicas.
+    """
+
+    def __init__(self, replicas: range) -> None:
+        self._replicas = replicas
+
+    @property
+    @abstractmethod
+    def is_waiting(self) -> bool:
+        """Whether there are values that somebody has yet to take."""
+
+    @abstractmethod
+    def put(self, place: int, iteration: Iteration, value: Value) -> None:
+        """Take a value of the local replica at a place.
+
+        Raises:
+            FeedError: if another replica has enqueued its value in another iteration.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """All replicas have come to the end of their program: drop what some have enqueued and others have not.
+
+        Raises:
+            FeedError: if there is any.
+        """
+
+    def _difference(self, place: int, has: str, other: int, others: str) -> FeedError:
+        return FeedError(
+            f"replica {self._replicas[place]} has enqueued {has}, and replica {self._replicas[other]} {others}: what "
+            "has no partner is dropped; have all replicas enqueue an outfeed in the same iterations, and mark the "
+            "values that do not count"
+        )
+
+
+class AllRounds(Rounds):
+    """All rounds, until they are taken."""
+
+    def __init__(self, replicas: range) -> None:
+        super().__init__(replicas)
+        self._waiting: list[deque[tuple[Iteration, Value]]] = [deque() for _ in replicas]
+        self._has_failed = False  # since the program began
+
+    @property
+    def is_waiting(self) -> bool:
+        """See `Rounds`."""
+        return any(self._waiting)
+
+    def __len__(self) -> int:
+        """The rounds that are complete."""
+        return min(map(len, self._waiting))
+
+    def take(self) -> list[Value]:
+        """The first round."""
+        return [values.popleft()[1] for values in self._waiting]
+
+    def put(self, place: int, iteration: Iteration, value: Value) -> None:
+        """See `Rounds`."""
+        if self._has_failed:
+            return
+        number = len(self._waiting[place])
+        for other, values in enumerate(self._waiting):
+            if len(values) > number and values[number][0] != iteration:
+                theirs = values[number][0]
+                self._has_failed = True
+                self._keep(number)
+                raise self._difference(place, f"in {_named(iteration)}", other, f"in {_named(theirs)}")
+        self._waiting[place].append((iteration, value))
+
+    def end(self) -> None:
+        """See `Rounds`."""
+        counts = [len(values) for values in self._waiting]
+        most, least = counts.index(max(counts)), counts.index(min(counts))
+        rest = list(self._waiting[most])[min(counts) :]
+        self._keep(min(counts))
+        self._has_failed = False
+        if rest:
+            raise self._difference(most, f"in {_named(rest[0][0])}", least, "has not")
+
+    def _keep(self, count: int) -> None:
+        for values in self._waiting:
+            while len(values) > count:
+                values.pop()
+
+
+class LastRound(Rounds):
+    """The last round only."""
+
+    def __init__(self, replicas: range) -> None:
+        super().__init__(replicas)
+        self._whole: list[Value] | None = None
+        self._newest = [deque([_NONE], KEPT) for _ in replicas]
+
+    @property
+    def is_waiting(self) -> bool:
+        """See `Rounds`."""
+        return False
+
+    @property
+    def whole(self) -> list[Value] | None:
+        """The last one that was complete; None if none was."""
+        return self._whole
+
+    def put(self, place: int, iteration: Iteration, value: Value) -> None:
+        """See `Rounds`."""
+        newest = _Newest(self._newest[place][-1].count + 1, iteration, value)
+        self._newest[place].append(newest)
+        found = [one for values in self._newest for one in values if one.moment == newest.moment]
+        if len(found) == len(self._newest):
+            self._whole = [one.value for one in found]
+            for values in self._newest:
+                while values[0].moment != newest.moment:
+                    values.popleft()
+
+    def end(self) -> None:
+        """See `Rounds`."""
+        newest = [values[-1] for values in self._newest]
+        self._newest = [deque([_NONE], KEPT) for _ in self._replicas]
+        moments = [one.moment for one in newest]
+        most, least = moments.index(max(moments)), moments.index(min(moments))
+        if most != least:
+            raise self._difference(most, str(newest[most]), least, str(newest[least]))
+
+
+@dataclass(frozen=True)
+class _Newest:
+    """The value that a replica has enqueued last, and how many it has enqueued since its program began."""
+
+    count: int
+    iteration: Iteration
+    value: Value
+
+    @property
+    def moment(self) -> tuple[int, Iteration]:
+        return self.count, self.iteration
+
+    def __str__(self) -> str:
+        last = f", the last one in {_named(self.iteration)}" if self.count else ""
+        return f"{self.count} values{last}"
+
+
+_NONE = _Newest(0, (), [])
+
+
+def _named(iteration: Iteration) -> str:
+    if not iteration:
+        return "its program"
+    return f"iteration {iteration[0] if len(iteration) == 1 else iteration}"

@@ -1,0 +1,98 @@
+"""Instances that come to their end one after another, while one of them is killed.
+
+usage: ending_apart.py waiting|chief|at-work|duty
+
+waiting: instance 1 is killed while it waits at its end for instance 0.
+chief:   instance 0 is killed while the others wait at their end.
+at-work: instance 0 is killed while instance 1 waits at its end and instance 2 in a collective.
+duty:    instance 0 is killed in what `Strategy.on_chief` has it do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+import collectives
+import popdist
+from popdist import context
+
+POLL_S = 0.01
+
+
+def main(case: str) -> None:
+    popdist.init()
+    popdist.synchronize()
+    CASES[case](popdist.getInstanceIndex())
+
+
+def killed_waiting(instance: int) -> None:
+    if instance == 1:
+        threading.Thread(target=die_at_the_end, daemon=True).start()
+    elif instance == 0:
+        until(lambda: popdist.progress().is_released)
+        print("the result", flush=True)
+
+
+def killed_before_its_end(instance: int) -> None:
+    if instance == 0:
+        die()
+
+
+def killed_while_one_works(instance: int) -> None:
+    if instance == 0:
+        die()
+    if instance == 2:
+        try:
+            popdist.communicator().all_reduce(np.ones(1))
+        except collectives.PeerLostError:
+            now = popdist.carry_on()
+            total = popdist.communicator().all_reduce(np.ones(1))
+            print(f"instance {now.index} of {now.count}, chief: {popdist.is_chief()}, sum {total[0]:g}", flush=True)
+
+
+def killed_on_duty(instance: int) -> None:
+    import strategies
+
+    strategy = strategies.PopDistStrategy()
+
+    def report() -> None:
+        if instance == 0:
+            die()
+        print("reported", flush=True)
+
+    strategy.on_chief(report)
+    print("chief" if strategy.is_chief else "another one", flush=True)
+
+
+CASES = {
+    "waiting": killed_waiting,
+    "chief": killed_before_its_end,
+    "at-work": killed_while_one_works,
+    "duty": killed_on_duty,
+}
+
+
+def die_at_the_end() -> None:
+    """Kill this process once it waits for the others to end; a little later or earlier makes no difference."""
+    joined = popdist.communicator()
+    until(lambda: not context.isBackendInitialized() or joined.calls_made > 1)
+    die()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def until(is_so) -> None:
+    while not is_so():
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

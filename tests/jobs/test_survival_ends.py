@@ -1,0 +1,49 @@
+"""Under --on-failure shrink an instance is lost when others have come to their end already."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from poprun_jobs import Finished, start
+
+PROGRAM = Path(__file__).parent / "programs" / "ending_apart.py"
+LIMIT_S = 100.0
+
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(150)]
+
+
+def end_apart(case: str, instances: int) -> Finished:
+    shape = (f"--num-instances={instances}", f"--num-replicas={instances}", "--on-failure=shrink")
+    return start(*shape, sys.executable, str(PROGRAM), case).finish(LIMIT_S)
+
+
+@pytest.mark.parametrize("instances", [2, 3, 4])
+def test_one_that_waits_at_its_end_is_lost_while_the_chief_works(instances):
+    finished = end_apart("waiting", instances)
+    assert finished.status == 0, finished.stderr
+    assert finished.lines_of(0) == ["the result"]
+
+
+@pytest.mark.parametrize("instances", [2, 3])
+def test_the_job_fails_where_the_chief_is_lost_before_its_end_and_nobody_takes_its_place(instances):
+    finished = end_apart("chief", instances)
+    assert finished.status == 1
+    assert finished.stderr.count("instance 0 was lost when all others had come to their end") == 1
+    assert "let strategy.on_chief do that" in finished.stderr
+
+
+def test_who_is_at_work_carries_on_without_those_who_have_come_to_their_end():
+    finished = end_apart("at-work", 3)
+    assert finished.status == 0, finished.stderr
+    assert finished.lines_of(2) == ["instance 0 of 1, chief: True, sum 1"]
+
+
+@pytest.mark.parametrize("instances", [2, 3])
+def test_another_one_does_what_the_chief_was_doing(instances):
+    finished = end_apart("duty", instances)
+    assert finished.status == 0, finished.stderr
+    assert finished.lines_of(1) == ["reported", "chief"]
+    if instances == 3:
+        assert finished.lines_of(2) == ["another one"]

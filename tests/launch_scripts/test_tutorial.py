@@ -1,0 +1,120 @@
+"""The program of the tutorial does what docs/tutorial.md says, and is the one that stands there."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from digits_data import load_digits
+from jobs import poprun_jobs
+
+import strategies
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "launch_scripts" / "tutorial.py"
+LIMIT_S = 200.0
+PATIENCE = 3
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(2 * LIMIT_S + 20)]
+
+
+def lines_of(code):
+    return [line for line in code.splitlines() if line.strip()]
+
+
+def test_the_page_shows_the_whole_program_in_its_order():
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    shown = "\n".join(re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL))
+    code = PROGRAM.read_text(encoding="utf-8")
+    docstring = ast.parse(code).body[0].end_lineno
+    assert lines_of(shown) == lines_of("\n".join(code.splitlines()[docstring:]))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process prints, and the file that it writes."""
+    folder = tmp_path_factory.mktemp("alone")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=folder,
+        env=clean | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), folder / "best.npz"
+
+
+def validated(lines):
+    """The loss of each epoch on the digits that validate."""
+    return [float(re.search(r"validated (\d\.\d+)", line)[1]) for line in lines[:-1]]
+
+
+def test_it_stops_when_nothing_is_better_any_more_and_keeps_the_best(alone):
+    lines, file = alone
+    losses = validated(lines)
+    best = int(np.argmin(losses))
+    assert len(losses) == best + PATIENCE + 1 < 100
+    assert lines[-1].startswith(f"epoch {best} was best: ")
+    assert float(re.search(r"(\d+\.\d)% of other digits", lines[-1])[1]) > 95
+    with np.load(file) as kept:
+        variables = [kept[name] for name in sorted(kept)]
+    assert lines[-1].endswith(strategies.fingerprint(variables))
+
+
+def test_it_validates_each_row_once(alone):
+    """The mean of the best epoch is that of the rows themselves, by a network written with NumPy."""
+    lines, file = alone
+    with np.load(file) as kept:
+        best = dict(kept)
+    digits = load_digits("digits")
+    images = digits.train_images[1200:].reshape(-1, 64)
+    hidden = np.maximum(images @ best["hidden/kernel"] + best["hidden/bias"], 0)
+    logits = hidden @ best["logits/kernel"] + best["logits/bias"]
+    labels = digits.train_labels[1200:]
+    losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(labels)), labels]
+    assert min(validated(lines)) == pytest.approx(float(losses.mean()), abs=1e-4)
+
+
+def test_another_program_predicts_with_the_file(alone, monkeypatch, capsys):
+    _, file = alone
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"^```\n(with np.load.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    tree = ast.parse(PROGRAM.read_text(encoding="utf-8"))
+    [apply] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "apply"]
+    digits = load_digits("digits")
+    names = {"np": np, "jax": jax, "images": digits.test_images[:20]}
+    monkeypatch.chdir(file.parent)
+    exec(compile(f"{ast.unparse(apply)}\n{code}", "docs/tutorial.md", "exec"), names)
+    predicted = np.array(re.findall(r"\d", capsys.readouterr().out), int)
+    assert (predicted == digits.test_labels[:20]).mean() > 0.8
+
+
+@pytest.mark.cores(2)
+def test_two_instances_stop_at_the_same_step_with_the_same_bits(alone, tmp_path):
+    lines, file = alone
+    words = ("--num-instances=2", "--num-replicas=4", sys.executable, str(PROGRAM))
+    job = poprun_jobs.start(*words, cwd=tmp_path).finish(LIMIT_S)
+    assert job.status == 0, job.stderr
+    assert job.lines_of(0) == lines
+    assert job.lines_of(1) == []
+    assert (tmp_path / "best.npz").stat().st_size == file.stat().st_size
+
+
+@pytest.mark.complete
+@pytest.mark.cores(2)
+def test_it_goes_on_without_an_instance_that_is_lost_in_a_step(alone, tmp_path):
+    lines, _ = alone
+    shrinking = ("--on-failure=shrink", "--inject=kill:instance=1,step=30")
+    words = ("--num-instances=2", "--num-replicas=4", *shrinking, sys.executable, str(PROGRAM))
+    job = poprun_jobs.start(*words, cwd=tmp_path).finish(LIMIT_S)
+    assert job.status == 0, job.stderr
+    assert "the job completed without 1 instance" in job.stderr
+    assert job.lines_of(0) == lines

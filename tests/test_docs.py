@@ -1,0 +1,132 @@
+"""The pages of the documentation: how they hang together, and the programs in them that other tests do not run."""
+
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import poprun_jobs
+
+import collectives
+import popdist
+import strategies
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page):
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def links_of(page):
+    """The targets of its links into this project: a path, and the part of a page behind #."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
+    return [target.partition("#")[::2] for target in targets if "://" not in target]
+
+
+def anchors_of(page):
+    """The names that GitHub gives its headings."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.replace("`", "")) for heading in headings]
+    return {words.lower().replace(" ", "-") for words in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_its_links_lead_to_pages_and_headings_that_exist(page):
+    broken = []
+    for path, anchor in links_of(page):
+        target = (page.parent / path) if path else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(f"{path}#{anchor}" if anchor else path)
+    assert broken == []
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached = {ROOT / path for path, _ in links_of(ROOT / "README.md")}
+    assert set((ROOT / "docs").glob("*.md")) <= reached
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_ranges_of_hosts_are_quoted_where_a_shell_reads_them(page):
+    """Bare brackets are a pattern for the shell: it may put the name of a file in their place, or (zsh) refuse them."""
+    assert re.findall(r"^.*(?:--host|-H)[ =][\w,.-]*\[.*$", text_of(page), flags=re.MULTILINE) == []
+
+
+OWNERS = {
+    "collectives": collectives,
+    "popdist": popdist,
+    "strategies": strategies,
+    "strategy": strategies.Strategy,
+    "trainer": strategies.Trainer,
+}
+OF_OTHER_LIBRARIES = {  # docs/migrate.md says what takes their place
+    *("popdist.popart", "popdist.poptorch", "popdist.tensorflow", "strategy.experimental_local_results"),
+}
+
+
+def exists(owner, name):
+    module = f"{owner}.{name}"
+    return hasattr(OWNERS[owner], name) or (owner == OWNERS[owner].__name__ and importlib.util.find_spec(module))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_names_of_ours_that_it_mentions_exist(page):
+    mentioned = set(re.findall(rf"\b({'|'.join(OWNERS)})\.(?!md\b|py\b)([A-Za-z_]\w*)", text_of(page)))
+    assert {f"{owner}.{name}" for owner, name in mentioned if not exists(owner, name)} <= OF_OTHER_LIBRARIES
+
+
+def test_what_takes_the_place_of_other_libraries_arguments_are_arguments_of_ours():
+    rows = re.findall(r"^\|.*\|(.*)\|$", text_of(ROOT / "docs" / "migrate.md"), flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"\b(\w+)=", row)}
+    functions = [
+        *(strategies.IPUStrategy, strategies.PopDistStrategy, strategies.Trainer, strategies.Trainer.run),
+        *(strategies.Strategy.distribute_dataset, strategies.Strategy.variable, strategies.Strategy.run),
+    ]
+    assert len(named) > 10
+    assert named <= {name for function in functions for name in inspect.signature(function).parameters}
+
+
+def programs_of(page):
+    text = text_of(ROOT / "docs" / page)
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.job
+def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
+    (tmp_path / "cells.py").write_text("\n".join(programs_of("notebooks.md")))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "cells.py"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environ,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+\.\d+ [0-9a-f]{8}\n", done.stdout)
+
+
+@pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
+def test_a_training_loop_of_ones_own_has_the_same_bits_on_several_instances(instances, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(programs_of("migrate.md")[0])
+    words = ("--num-replicas=4", sys.executable, str(program))
+    one, several = (poprun_jobs.run(f"--num-instances={n}", *words) for n in (1, instances))
+    assert one.status == several.status == 0, one.stderr + several.stderr
+    [line] = one.lines_of(0)
+    assert re.fullmatch(r"loss 0\.00\d{4}, [0-9a-f]{64}", line)
+    assert several.lines_of(0) == [line]
