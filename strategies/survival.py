@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from collectives import BrokenError, PeerLostError
-from strategies.datasets import DistributedDataset
 
 if TYPE_CHECKING:
+    from strategies.datasets import DistributedDataset
     from strategies.strategy import Strategy
 
 T = TypeVar("T")
