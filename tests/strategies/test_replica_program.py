@@ -170,7 +170,7 @@ class TestMetricNames:
         ("metrics", "words"),
         [
             ({"each": jnp.zeros(2)}, r"metric 'each' is of shape \[2\]; metrics are scalars, .*: take jnp.mean of it"),
-            ({"loss": jnp.zeros(())}, "a metric is called 'loss'; metrics .* which is the loss itself"),
+            ({"loss": jnp.zeros(())}, "a metric is called 'loss', which is the name of the loss itself; give"),
         ],
     )
     def test_are_checked_before_anything_runs(self, strategy, metrics, words):
