@@ -135,9 +135,7 @@ def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
                 "replicas: take jnp.mean of it, and send whole arrays through a strategies.OutfeedQueue"
             )
         if name == "loss":
-            raise TypeError(
-                "a metric is called 'loss'; metrics are scalars not called 'loss', which is the loss itself"
-            )
+            raise TypeError("a metric is called 'loss', which is the name of the loss itself; give it another one")
     return tuple(metrics)
 
 
