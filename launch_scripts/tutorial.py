@@ -84,7 +84,7 @@ for epoch in range(100):
         state, metrics = trainer.step(state, batch)
         steps.append(metrics)
     validated = validate(state.variables)
-    if strategy.instance_index == 0:
+    if strategy.is_chief:
         loss = np.mean([metrics["loss"] for metrics in steps])
         print(f"epoch {epoch}: loss {loss:.4f}, validated {validated['loss']:.4f}, {validated['accuracy']:.1%} right")
     if validated["loss"] < best_loss:
@@ -92,8 +92,13 @@ for epoch in range(100):
     elif epoch - best_epoch >= patience:
         break
 
-if strategy.instance_index == 0:
+
+def report():
+    """Predict other digits with the best variables, and keep them."""
     np.savez("best.npz", **{f"{layer}/{name}": best[layer][name] for layer in best for name in best[layer]})
     predicted = jax.jit(apply)(best, digits.test_images).argmax(-1)
     accuracy = np.mean(predicted == digits.test_labels)
     print(f"epoch {best_epoch} was best: {accuracy:.1%} of other digits right, {strategies.fingerprint(best)}")
+
+
+strategy.on_chief(report)

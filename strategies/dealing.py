@@ -16,6 +16,7 @@ import jax
 from strategies.devices import ReplicaDevices
 from strategies.feed_program import Replication
 from strategies.per_replica import PerReplica, Shared, dealt
+from strategies.train_state import is_trained
 
 Fact = TypeVar("Fact")
 
@@ -132,7 +133,7 @@ class Dealing:
         rows, local = next(iter(getattr(leaf, "shape", ())), 0), len(self._replication.local)
         if local == 1 or not rows or rows not in [local * size for size in self._batch_sizes]:
             return
-        if replication_of(leaf) is None and not _mirrored.of(leaf):
+        if replication_of(leaf) is None and not _mirrored.of(leaf) and not is_trained(leaf):
             raise ValueError(
                 f"an array of shape {list(leaf.shape)} is as long as a batch for the {local} replicas of this "
                 "instance, but is none that a data set gave; write strategy.dealt(array) to give each replica its "

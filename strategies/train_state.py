@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,3 +35,19 @@ class TrainState:
     step: int
     loss_scale: LossScale | None = None
     residuals: Any = None
+
+    def __post_init__(self) -> None:
+        _alive[id(self)] = weakref.ref(self, partial(_forget, id(self)))
+
+
+_alive: dict[int, weakref.ref[TrainState]] = {}
+
+
+def _forget(identity: int, _: weakref.ref[TrainState]) -> None:
+    _alive.pop(identity, None)
+
+
+def is_trained(leaf: Any) -> bool:
+    """Whether an array is one of the variables, or of the optimizer state, of a state that the program still has."""
+    states = [state for reference in list(_alive.values()) if (state := reference()) is not None]
+    return any(leaf is other for state in states for other in jax.tree.leaves((state.variables, state.optimizer_state)))

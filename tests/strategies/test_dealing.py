@@ -165,6 +165,22 @@ class TestOtherArrays:
 
         assert on_instances(1, R, on_one, variables_on_host=on_host) == [[[2.0] * 12] * R]
 
+    def test_of_a_trainers_state_are_known_as_long_as_it_is_there(self, strategy):
+        def loss_fn(variables, batch, key):
+            return jnp.mean((batch["x"] @ jnp.ones(2) - variables["w"][batch["y"] % 12]) ** 2)
+
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+        state = trainer.init({"w": np.zeros(R * SIZE, np.float32)})
+        for step in range(2):
+            assert len(strategy.run(lambda w: w, args=(state.variables["w"],))[0]) == R * SIZE
+            state, _ = trainer.step(state, first_batch(strategy))
+            assert state.step == step + 1
+        left = state.variables["w"]
+        del state
+        gc.collect()
+        with pytest.raises(ValueError, match="as long as a batch"):
+            strategy.run(lambda w: w, args=(left,))
+
     def test_shared_and_dealt_may_stand_in_trees(self, strategy):
         batch = first_batch(strategy)
         tree = {"w": strategy.shared({"w": np.arange(12, dtype=np.int32)}), "y": strategy.dealt(batch["y"] + 0)}
