@@ -57,6 +57,7 @@ class _Process:
     others: list[Communicator] = field(default_factory=list)  # of the same instances, over something else
     with_leavers: Communicator | None = None  # of these and of those who have come to their end
     chief: Chief = Chief.AT_WORK
+    has_chief_left: bool = False  # at its end, while this instance carries on
     is_first_left: bool = True  # of those who are left
     at_end: Callable[[], None] | None = None  # ends what else runs on MPI
     at_failure: Callable[[], None] | None = None  # has this process end without it
@@ -293,7 +294,7 @@ def is_chief() -> bool:
     Where instances are lost it may be another one later, so ask when it matters. Where some carry on after the chief
     has come to its end, it is none of them.
     """
-    return instance().is_leader and _process.chief is not Chief.DONE
+    return instance().is_leader and not _process.has_chief_left
 
 
 def _connect_survivors(is_leaving: bool) -> None:
@@ -327,7 +328,7 @@ def _part_from_leavers(everybody: Communicator, is_leaving: bool) -> None:
     facts = everybody.all_gather(np.array([is_leaving, is_done]), name="who has come to the end")
     leaving, done = facts.T
     if done.any():
-        _process.chief = Chief.DONE
+        _process.chief, _process.has_chief_left = Chief.DONE, not is_leaving
     elif leaving.all():
         _process.chief, _process.is_first_left = Chief.LOST, everybody.rank == 0
     if not is_leaving and leaving.any():

@@ -378,11 +378,15 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What the operating system said; tensorstore puts it behind a long way through its layers."""
+    """What the operating system said; tensorstore puts it behind a long way through its layers.
+
+    Where one of its writes has failed, another one may find the lock of that one: that is not the reason.
+    """
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    code = re.search(r"\[os_error_code='(\d+)'\]", str(error))
-    return os.strerror(int(code[1])) if code else str(error)
+    codes = [int(code) for code in re.findall(r"\[os_error_code='(\d+)'\]", str(error))]
+    codes.sort(key=lambda code: code == errno.EEXIST)
+    return os.strerror(codes[0]) if codes else str(error)
 
 
 @contextmanager

@@ -13,6 +13,9 @@ import leftovers
 import pytest
 from leftovers import Lookout
 
+BEGUN = "import os; print(os.getpid(), flush=True); input()"
+"""Says that it has begun: a process has no environment yet when the one that starts it hears that it is there."""
+
 
 @pytest.fixture
 def lookout(monkeypatch: pytest.MonkeyPatch):
@@ -36,7 +39,9 @@ def test_nothing_is_found_where_nothing_is_left(lookout: Lookout):
 
 def test_a_process_is_found_until_it_has_ended(lookout: Lookout):
     before = lookout.present()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", BEGUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid
         [found] = lookout.left_since(before)
         assert found.startswith(f"process {process.pid}: ")
         process.communicate(b"\n")
@@ -45,7 +50,7 @@ def test_a_process_is_found_until_it_has_ended(lookout: Lookout):
 
 def test_a_process_whose_parent_has_ended_is_found(lookout: Lookout):
     before = lookout.present()
-    program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()']).pid)"
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {BEGUN!r}])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())

@@ -97,6 +97,7 @@ def test_another_program_predicts_with_the_file(alone, monkeypatch, capsys):
     assert (predicted == digits.test_labels[:20]).mean() > 0.8
 
 
+@pytest.mark.complete
 @pytest.mark.cores(2)
 def test_two_instances_stop_at_the_same_step_with_the_same_bits(alone, tmp_path):
     lines, file = alone

@@ -1,5 +1,6 @@
 """Checkpoints in a folder, without a training: what is written is read, and what is damaged is not."""
 
+import errno
 import hashlib
 import logging
 import os
@@ -12,7 +13,7 @@ pytest.importorskip("orbax.checkpoint")
 
 from strategies import CheckpointError, Position  # noqa: E402
 from strategies import checkpoint_folder as module  # noqa: E402
-from strategies.checkpoint_folder import CheckpointFolder, Training, fault_of  # noqa: E402
+from strategies.checkpoint_folder import CheckpointFolder, Training, _reason, fault_of  # noqa: E402
 from strategies.packing import Packing  # noqa: E402
 
 POSITION = Position(1, 2, seed=3, batch_size=4, total_replicas=2, length=50)
@@ -204,3 +205,14 @@ def test_large_arrays_are_cut_into_pieces_and_empty_ones_are_left_out(monkeypatc
     pieces = module._pieces(arrays)
     assert {dtype: [len(piece) for piece in of.values()] for dtype, of in pieces.items()} == {"float32": [3, 3, 1]}
     assert module._put_together(pieces)["float32"].tolist() == list(range(7))
+
+
+def test_the_reason_is_what_the_operating_system_said_first_but_for_locks_of_tensorstore():
+    def said(*codes):
+        return ValueError("; ".join(f"writing failed [os_error_code='{code}']" for code in codes) or "no reason")
+
+    assert _reason(said(errno.EFBIG)) == os.strerror(errno.EFBIG)
+    assert _reason(said(errno.EEXIST, errno.ENOSPC, errno.EFBIG)) == os.strerror(errno.ENOSPC)
+    assert _reason(said(errno.EEXIST)) == os.strerror(errno.EEXIST)
+    assert _reason(said()) == "no reason"
+    assert _reason(OSError(errno.EEXIST, "there it is")) == "there it is"

@@ -37,6 +37,8 @@ def killed_waiting(instance: int) -> None:
     elif instance == 0:
         until(lambda: popdist.progress().is_released)
         print("the result", flush=True)
+        popdist.finalizeBackend()
+        print("chief" if popdist.is_chief() else "another one", flush=True)
 
 
 def killed_before_its_end(instance: int) -> None:
