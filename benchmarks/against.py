@@ -25,7 +25,7 @@ import control
 import jax
 import optax
 import training_task
-from replicas import MODELS, TASKS
+from replicas import TASKS, add_cases, row_of_one
 from timing import ROOT, OtherLoad, describe_machine, environment, write_figures
 
 WAYS = ("before", "now")
@@ -60,13 +60,9 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("commit", nargs="?", default="HEAD", help="of this repository; without one HEAD, for changes to be committed")
-    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help="(%(default)s)")
-    add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="of one instance (%(default)s)")
-    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
-    add("--rounds", type=int, default=40, metavar="N", help="turns of each version (%(default)s)")
+    add_cases(parser)
     add("--turn-s", type=float, default=0.1, metavar="S", help="how long a turn takes, about (%(default)s)")
     add("--limit-s", type=float, default=600.0, metavar="S", help="how long a turn may take (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     add("--worker", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -96,7 +92,7 @@ def row_of(
         for turn in range(options.rounds):
             for way in WAYS if turn % 2 else reversed(WAYS):
                 rounds_ms[way].append(1e3 * versions[way].ask(do="train", steps=steps)[0]["seconds"] / steps)
-    of_one = next((row for row in rows if row["model"] == model and row["replicas"] == 1), None)
+    of_one = row_of_one(rows, model)
     compile_s = {way: answer["compile_s"] for way, answer in first.items()}
     return {
         "model": model,

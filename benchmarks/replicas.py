@@ -63,21 +63,31 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_cases(parser)
+    parser.add_argument("--measure", nargs="+", choices=WAYS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is measured, how often, and where it is written."""
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help="(%(default)s)")
     add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="of one instance (%(default)s)")
     add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
     add("--rounds", type=int, default=40, metavar="N", help="turns of each way (%(default)s)")
     add("--json", metavar="PATH", help="write the figures to this file")
-    add("--measure", nargs="+", choices=WAYS, help=argparse.SUPPRESS)
-    return parser.parse_args()
+
+
+def row_of_one(rows: Sequence[dict[str, Any]], model: str) -> dict[str, Any] | None:
+    """The row of the same model with one replica, where there is one already."""
+    return next((row for row in rows if row["model"] == model and row["replicas"] == 1), None)
 
 
 def row_of(model: str, replicas: int, options: argparse.Namespace, before: Sequence[dict[str, Any]]) -> dict[str, Any]:
     together = in_new_process(model, replicas, options, *WAYS)
     alone = {way: in_new_process(model, replicas, options, way) for way in WAYS}
     first_s = {way: found["first_s"][way] for way, found in alone.items()}
-    of_one = next((row for row in before if row["model"] == model and row["replicas"] == 1), None)
+    of_one = row_of_one(before, model)
     pairs = zip(together["rounds_ms"]["threads"], together["rounds_ms"]["shard_map"], strict=True)
     return {
         "model": model,

@@ -214,14 +214,17 @@ def _end_with_who_is_left() -> None:
     One that completes the last collective may not know yet that another one is lost, for which the others give it up.
     They wait then for all who are left to carry on, so it does not leave before it has looked.
     """
+    from collectives import BrokenError, PeerLostError
+
     while True:
         try:
             for communicator in _communicators():
                 communicator.close()
-        except Exception as error:
-            if not _is_loss(error):
-                _forget_backend()
-                raise
+        except (PeerLostError, BrokenError):
+            pass
+        except Exception:
+            _forget_backend()
+            raise
         else:
             if _process.chief is Chief.AT_WORK:
                 _process.chief = Chief.DONE
@@ -230,12 +233,6 @@ def _end_with_who_is_left() -> None:
         _connect_survivors(is_leaving=True)
     _forget_backend()
     _process.progress.finished()
-
-
-def _is_loss(error: Exception) -> bool:
-    from collectives import BrokenError, PeerLostError
-
-    return isinstance(error, PeerLostError | BrokenError)
 
 
 def isBackendInitialized() -> bool:
