@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from timing import OtherLoad, as_strategies_do, describe_machine, environment, medians, write_figures
 from training_jax import first_variables, loss_of
 
-from strategies.devices import choose_devices
+from strategies.replicas.devices import choose_devices
 
 WAYS = ("shard_map", "threads")
 MODELS = (*training_task.MODELS, "transformer")

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from popdist.environments import right_sums_setting, thread_pool_setting  # noqa: E402
-from poprun.cores import divide_cores, usable_cores  # noqa: E402
-from poprun.lookup import find_mpirun  # noqa: E402
+from popdist.xla import right_sums_setting, thread_pool_setting  # noqa: E402
+from poprun.asking.lookup import find_mpirun  # noqa: E402
+from poprun.hosts.cores import divide_cores, usable_cores  # noqa: E402
 
 PINNED = Path(__file__).with_name("pinned.py")
 ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

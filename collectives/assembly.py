@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from collectives.communicator import Communicator
-from collectives.link import Link
 from collectives.named import NamedQueue
-from collectives.ring import RingTransport
-from collectives.segment import SHARED_MEMORY_DIR, share_segment
+from collectives.ring.link import Link
+from collectives.ring.transport import RingTransport
 from collectives.transport import Transport
 from collectives.waiting import SPINS, Clock, Limits, NoProgress, Progress, Watch
-from collectives.window import WindowTransport
-from collectives.window_layout import channel_bytes
+from collectives.window.layout import channel_bytes
+from collectives.window.shared_memory import SHARED_MEMORY_DIR, share_segment
+from collectives.window.transport import WindowTransport
 
 logger = logging.getLogger(__name__)
 

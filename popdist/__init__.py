@@ -19,7 +19,6 @@ from popdist.context import (
     registerBackend,
     registerDefaultBackend,
 )
-from popdist.environments import thread_pool_size
 from popdist.errors import EnvironmentMismatchError, InstanceError, LifeCycleError, NotInitializedError, PopDistError
 from popdist.groups import defaultCommunicatorId, execute_on_instances, registerCommunicator, synchronize
 from popdist.instance import Instance
@@ -37,6 +36,7 @@ from popdist.queries import (
 )
 from popdist.tensors import allgather, allreduce, broadcast
 from popdist.version import __version__
+from popdist.xla import thread_pool_size
 
 __all__ = [
     "EnvironmentMismatchError",

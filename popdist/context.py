@@ -15,19 +15,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from popdist.environments import (
-    Cluster,
-    NoProgress,
-    ProgressPage,
-    detect_instance,
-    read_cluster,
-    show_stack_when_asked,
-    with_faults,
-)
+from popdist.environments import Cluster, detect_instance, read_cluster
 from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
 from popdist.exit_status import end_with
 from popdist.instance import Instance
+from popdist.records import NoProgress, ProgressPage, show_stack_when_asked, with_faults
 from popdist.spawned import refuse_while_spawned
 
 if TYPE_CHECKING:
@@ -68,6 +61,7 @@ class _Process:
 
 
 _process = _Process()
+_at_renumbering: list[Callable[[], None]] = []
 _group: ContextVar[Communicator | None] = ContextVar("popdist_group", default=None)
 
 
@@ -173,6 +167,7 @@ def initializeBackend() -> None:
     instance = _detect()
     _process.progress = with_faults(ProgressPage.from_environ(os.environ), os.environ, instance.index)
     show_stack_when_asked(os.environ)
+    _check_packages(instance)
     _process.communicator = _process.connect(_settings(), instance)
     _process.progress.leave()  # from here on the record says since when
     _process.instance = instance
@@ -259,7 +254,12 @@ def communicator() -> Communicator:
 
 def can_carry_on() -> bool:
     """Whether the instances that are left when others are lost can go on: poprun --on-failure shrink, over MPI."""
-    return _process.is_default and SHRINKS_VARIABLE in os.environ and not _process.others
+    return _process.is_default and is_to_carry_on() and not _process.others
+
+
+def is_to_carry_on() -> bool:
+    """Whether the user has started the job to go on without instances that are lost, whether or not it can."""
+    return SHRINKS_VARIABLE in os.environ
 
 
 def carry_on() -> Instance:
@@ -277,12 +277,16 @@ def carry_on() -> Instance:
     """
     if _process.communicator is None or _process.instance is None or not can_carry_on():
         raise LifeCycleError("the job cannot go on without an instance; start it with poprun --on-failure shrink")
-    from popdist import groups
-
     _connect_survivors(is_leaving=False)
-    groups.forget()
+    for forget in _at_renumbering:
+        forget()
     _process.instance = _process.instance.renumbered(_process.communicator.rank, _process.communicator.size)
     return _process.instance
+
+
+def at_renumbering(forget: Callable[[], None]) -> None:
+    """Have `forget` called when the instances get other numbers."""
+    _at_renumbering.append(forget)
 
 
 def is_chief() -> bool:
@@ -389,6 +393,13 @@ def _detect() -> Instance:
     return detect_instance(os.environ, _process.num_replicas)
 
 
+def _check_packages(instance: Instance) -> None:
+    """Before the first import of what belongs to this package; poprun warns too, so one warning is enough."""
+    from popdist.hidden_packages import check_packages
+
+    check_packages(says_so=instance.is_leader and not _process.progress.is_supervised)
+
+
 def _register(connect: ConnectBackend) -> None:
     if _process.communicator is not None:
         raise LifeCycleError("a backend is in use; register another one before init")
@@ -419,6 +430,7 @@ def _connect_default(settings: Settings, instance: Instance) -> Communicator:
     import mpi4py
 
     mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
+    _process.progress.joining()
     communicator = collectives.connect("mpi", settings)
     _process.is_default = True
     _check_rank(communicator, instance, _MPI_WAYS_OUT.get(instance.launcher, _MPI_WAYS_OUT["mpirun"]))

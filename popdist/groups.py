@@ -27,6 +27,9 @@ def forget() -> None:
     _of_instances.clear()
 
 
+context.at_renumbering(forget)
+
+
 def defaultCommunicatorId() -> str:
     """The id of the group of all instances."""
     return _DEFAULT

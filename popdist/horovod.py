@@ -262,8 +262,8 @@ def allreduce(
 
     Args:
         tensor: the same shape and dtype in all processes: floats of 16 to 64 bits or integers.
-        op: Average by default. The average of integers is truncated towards zero. Adasum is Horovod's own: for
-            floats, and only where the number of processes is a power of two.
+        op: Average by default. The average of integers is truncated towards zero; their sum need not fit into their
+            dtype. Adasum is Horovod's own: for floats, and only where the number of processes is a power of two.
         prescale_factor: by which each value is multiplied before it is reduced. Integers are multiplied in float64
             and truncated towards zero, both times.
         postscale_factor: and afterwards.
@@ -277,7 +277,8 @@ def allreduce(
         NotInitializedError: before `init`.
         NotImplementedError: Adasum, where Horovod does not offer it.
         UnsupportedBufferError: a dtype that Horovod does not reduce so, as uint32 and uint64 with factors.
-        ValueError: an unknown operation, or a factor that is not a number.
+        ValueError: an unknown operation, or a factor that is not a number; in all processes, an average of integers
+            with factors that does not fit into their dtype.
     """
     return grouped_allreduce([tensor], op, prescale_factor, postscale_factor, name=name)[0]
 

@@ -7,7 +7,7 @@ import os
 from popdist.context import instance
 from popdist.environments.environment import read_whole_number
 from popdist.environments.poprun import DEVICE, TOTAL
-from popdist.environments.recording import note_question
+from popdist.records.recording import note_question
 
 
 def isPopdistEnvSet() -> bool:

@@ -8,18 +8,20 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from poprun.answers import show
-from poprun.command import Launch, build_command
-from poprun.command_line import CommandLine, read_command_line
-from poprun.config import check_export, export_config, import_config
-from poprun.dry_run import describe_plan, draw_placement
+from poprun.asking.command_line import CommandLine, read_command_line
+from poprun.asking.config import check_export, export_config, import_config
+from poprun.asking.lookup import check_user, quote_words
+from poprun.asking.options import describe_options
+from poprun.asking.settings import settings_from
 from poprun.errors import PopRunError
 from poprun.log import Level, Log, fault_of_level, level_from
-from poprun.lookup import check_user, quote_words
 from poprun.notes import Circumstances, note_without_effect, warn_of_deprecated, warn_of_output
-from poprun.options import describe_options
-from poprun.plan import plan_launch
-from poprun.settings import settings_from
-from poprun.topology import draw_topology
+from poprun.pages import USUAL_COLUMNS, columns_of
+from poprun.planning.command import Launch, build_command
+from poprun.planning.dry_run import describe_plan, draw_placement
+from poprun.planning.hidden_packages import warn_of_hidden
+from poprun.planning.plan import plan_launch
+from poprun.planning.topology import draw_topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,8 +61,8 @@ def _open_missing_streams() -> None:
 
 def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     line = read_command_line(words)
-    if line.values.get("help"):
-        show(describe_options())
+    if line.values.get("help") or line.values.get("help-all"):
+        show(describe_options(columns_of(environ) or USUAL_COLUMNS, with_rare=bool(line.values.get("help-all"))))
         return 0
     if line.values.get("version"):
         from poprun.version import describe_version  # reads the metadata of every package
@@ -76,26 +78,28 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         log.warn(fault)
     check_export(line)
     launch = plan_launch(settings, environ, log)
-    _comment(line, launch, log)
+    _comment(line, launch, environ, log)
     exported = export_config(line)
     if exported is not None:
         log.info(f"wrote the options in force to {exported}")
     command = build_command(launch)
     if settings.dry_run:
-        _show_plan(launch, command)
+        _show_plan(launch, command, environ)
         return 0
     if settings.shows_topology:
-        show(draw_topology(launch.places))
+        show(draw_topology(launch.places, columns_of(environ)))
     from poprun.job import run_job
 
     return run_job(launch, environ, log).exit_status
 
 
-def _comment(line: CommandLine, launch: Launch, log: Log) -> None:
-    """Say which options have no effect, and with --debug which are in force."""
+def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log: Log) -> None:
+    """Say which files hide packages, which options have no effect, and with --debug which are in force."""
     for text in warn_of_deprecated(line.values):
         log.warn(text)
     settings = launch.settings
+    for text in warn_of_hidden(settings.program, environ):
+        log.warn(text)
     for text in warn_of_output(settings.all_mpi_args):
         log.warn(text)
     circumstances = Circumstances(
@@ -111,15 +115,16 @@ def _comment(line: CommandLine, launch: Launch, log: Log) -> None:
             log.debug(f"option --{name}: {value}")
 
 
-def _show_plan(launch: Launch, command: Sequence[str]) -> None:
+def _show_plan(launch: Launch, command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Print the command on standard output, as it would be run; what explains it goes to standard error."""
     if launch.settings.json:
         import json  # costs some milliseconds, needed only by those who ask for it
 
         show(json.dumps(describe_plan(launch, command), indent=2))
         return
-    show(draw_topology(launch.places), 1 if launch.settings.shows_topology else 2)
-    show(draw_placement(launch), 2)
+    topology_to = 1 if launch.settings.shows_topology else 2
+    show(draw_topology(launch.places, columns_of(environ, topology_to)), topology_to)
+    show(draw_placement(launch, columns_of(environ, 2)), 2)
     show(quote_words(command))
 
 

@@ -11,21 +11,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from popdist.environments import complain_of_sums, right_sums_setting
-from popdist.environments.sums import OVERRULE, VARIABLE, adds_up_wrongly, is_measured, is_overruled
 from popdist.instance import this_host
+from popdist.xla import complain_of_sums, right_sums_setting
+from popdist.xla.sums import OVERRULE, VARIABLE, adds_up_wrongly, is_measured, is_overruled
 from poprun.answers import show
-from poprun.before_launch import find_network, with_this_machine
+from poprun.asking.lookup import find_mpirun
 from poprun.errors import PopRunError, UsageError
-from poprun.host_checks import Finding, Wanted, findings_of
-from poprun.host_facts import Fault, HostFacts, question_about
-from poprun.hosts import parse_hosts
-from poprun.interfaces import Network
-from poprun.links import HostMeasurements, Link, all_reduce_bound_s, measure
-from poprun.lookup import find_mpirun
-from poprun.ssh import ssh_words, user_arguments
-from poprun.survey import limit_from, survey
-from poprun.this_machine import is_this_machine
+from poprun.hosts.allocation import find_allocation
+from poprun.hosts.before_launch import LET_PASS, addresses_in, find_network, with_this_machine
+from poprun.hosts.host_checks import Finding, Wanted, findings_of
+from poprun.hosts.host_facts import Fault, HostFacts, question_about
+from poprun.hosts.hosts import parse_hosts
+from poprun.hosts.interfaces import Network
+from poprun.hosts.links import Blocked, HostMeasurements, Link, all_reduce_bound_s, find_blocked, measure
+from poprun.hosts.ssh import by_hand, ssh_words, user_arguments
+from poprun.hosts.survey import limit_from, survey
+from poprun.hosts.this_machine import is_this_machine
+from poprun.pages import USUAL_COLUMNS, columns_of, draw_rows, wrap
 from poprun.wording import count
 
 USAGE = "usage: poprun doctor [--host HOST[,HOST...]] [--host-subnet INTERFACE|MASK] [--json]"
@@ -87,11 +89,11 @@ def main(words: Sequence[str]) -> int:
         UsageError: the words are wrong.
     """
     if set(words) & {"-h", "--help"}:
-        show(USAGE)
+        show(wrap(USAGE, columns_of(os.environ) or USUAL_COLUMNS))
         return 0
     asked = read_words(words)
     report = examine(asked, os.environ)
-    show(report.as_json() if asked.as_json else draw_table(report.findings))
+    show(report.as_json() if asked.as_json else draw_table(report.findings, columns_of(os.environ)))
     return 0 if report.is_well else 1
 
 
@@ -131,13 +133,17 @@ def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
     Raises:
         UsageError: `host_subnet` is nothing that this machine has.
     """
-    hosts = asked.hosts or (this_host(),)
-    ssh = ssh_words(environ)
+    allocation = None if asked.hosts else find_allocation(environ)
+    hosts = asked.hosts or (tuple(host.name for host in allocation.hosts) if allocation else (this_host(),))
+    ssh = allocation.shell if allocation is not None and allocation.shell else ssh_words(environ)
     mpirun, finding = _find_mpirun(environ)
     question = question_about(sys.executable, mpirun, environ)
     facts = survey(with_this_machine(hosts), question, ssh, limit_from(environ))
     here = next(each for host, each in facts.items() if is_this_machine(host))
-    findings = [finding, *_check_ssh(environ)]
+    findings = [finding, *_check_path(mpirun, hosts), *(_check_ssh(environ) if ssh[0] == "ssh" else ())]
+    if allocation is not None:
+        findings.append(Finding("hosts", here.host, f"those of {allocation.source}, asked by {ssh[0]}"))
+        findings += _check_warning(environ, here.host)
     if isinstance(here, Fault):
         return Report((*findings, Finding("this machine", here.host, here.fact, here.way_out, is_fault=True)))
     good = {host: each for host in hosts if isinstance(each := facts[host], HostFacts)}
@@ -148,18 +154,23 @@ def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
     findings += [
         *check_load(good),
         *check_sums(good, environ),
-        *check_measurements(measured, good),
+        *check_measurements(measured, good, ssh),
         *check_mtu(good, network),
     ]
     findings += check_links(links)
+    everyone = {host: each for host, each in facts.items() if isinstance(each, HostFacts)}
+    reached = _addresses(everyone, network) if network is not None else {}
+    findings += check_connections(len(reached), find_blocked(reached, sys.executable, ssh, limit_from(environ)))
     return Report(_in_order(findings), network, tuple(links))
 
 
-def check_measurements(measured: Sequence[HostMeasurements], facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
+def check_measurements(
+    measured: Sequence[HostMeasurements], facts: Mapping[str, HostFacts], ssh: Sequence[str] = ("ssh",)
+) -> Iterator[Finding]:
     """Cross-memory attach, clocks and names, from what the helpers found."""
     for each in measured:
         if each.fault:
-            yield Finding("measuring", each.host, each.fault, f"try `ssh {each.host} true` by hand", is_fault=True)
+            yield Finding("measuring", each.host, each.fault, f"try `{by_hand(ssh, each.host, 'true')}`", is_fault=True)
             continue
         if each.attach_fault:
             way_out = "faster with `sysctl kernel.yama.ptrace_scope=0`, in a container with --cap-add SYS_PTRACE"
@@ -222,8 +233,7 @@ def check_links(links: Sequence[Link]) -> Iterator[Finding]:
     for link in links:
         name = f"{link.source} -> {link.target}"
         if link.fault:
-            way_out = "let all TCP ports pass between the hosts, or name another network with --host-subnet"
-            yield Finding("link", name, link.fault, way_out, is_fault=True)
+            yield Finding("link", name, link.fault, LET_PASS, is_fault=True)
         else:
             trip, rate = link.round_trip_s * 1e3, link.bytes_per_s * 8e-6
             yield Finding("link", name, f"round trip {trip:.2f} ms, {rate:.1f} Mbit/s")
@@ -232,13 +242,34 @@ def check_links(links: Sequence[Link]) -> Iterator[Finding]:
         yield Finding("all-reduce", "all", bound)
 
 
-def draw_table(findings: Sequence[Finding]) -> str:
-    """The rows, columns aligned, hosts with the same result in one row; a last line says how it stands."""
+def check_connections(hosts: int, blocked: Sequence[Blocked]) -> Iterator[Finding]:
+    """Whether every host, this machine included, can connect to every other one."""
+    for each in blocked:
+        yield Finding("connections", each.target, each.fact, LET_PASS, is_fault=True)
+    if hosts > 1 and not blocked:
+        yield Finding("connections", "all", f"each of {count(hosts, 'host')} reaches every other one by TCP")
+
+
+def draw_table(findings: Sequence[Finding], columns: int | None = None) -> str:
+    """The rows, columns aligned, hosts with the same result in one row; a last line says how it stands.
+
+    Args:
+        findings: what was found.
+        columns: of the page; where they are too few a way out stands below its result. None: as many as it takes.
+    """
     rows = [_COLUMNS, *((_state(each), each.check, each.host, each.fact, each.way_out) for each in _folded(findings))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
-    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+    table = draw_rows(rows)
+    if columns is not None and max(map(len, table.splitlines())) > columns:
+        heading = (*_COLUMNS[:3], "result -> way out")
+        table = draw_rows([heading, *(row for each in rows[1:] for row in _in_two(each))], columns)
     faults = sum(each.is_fault for each in findings)
-    return "\n".join([*lines, "", count(faults, "fault")])
+    return "\n".join([table, "", count(faults, "fault")])
+
+
+def _in_two(row: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """A row of four columns, and one more where there is a way out."""
+    *first, way_out = row
+    return [tuple(first), *([("", "", "", f"-> {way_out}")] if way_out else [])]
 
 
 def _folded(findings: Sequence[Finding]) -> list[Finding]:
@@ -270,8 +301,7 @@ def _addresses(facts: Mapping[str, HostFacts], network: Network | None) -> dict[
     """Each host's address in the network; without one, links cannot be measured, but the hosts can."""
     if network is None:
         return dict.fromkeys(facts, "")
-    found = {host: network.address_among(each.addresses) for host, each in facts.items()}
-    return {host: address for host, address in found.items() if address}
+    return addresses_in(network, facts)
 
 
 def _judge_clock(each: HostMeasurements) -> Finding:
@@ -302,6 +332,20 @@ def _find_mpirun(environ: Mapping[str, str]) -> tuple[str, Finding]:
     except PopRunError as error:
         return "mpirun", Finding("mpirun", this_host(), *_split(str(error)), is_fault=True)
     return mpirun, Finding("mpirun", this_host(), mpirun)
+
+
+def _check_path(mpirun: str, hosts: Sequence[str]) -> Iterator[Finding]:
+    """Whether Open MPI can start its daemons on other hosts from where it is."""
+    if " " in mpirun and not all(map(is_this_machine, hosts)):
+        fact = f"{mpirun} has a space in its path, and Open MPI cannot start its daemons on other hosts from there"
+        yield Finding("mpirun", this_host(), fact, "make the environment in a folder without one", is_fault=True)
+
+
+def _check_warning(environ: Mapping[str, str], here: str) -> Iterator[Finding]:
+    """What a signal before the end of a Slurm job has to look like; what this job was given is not to be seen."""
+    if "SLURM_JOB_ID" in environ:
+        fact = "a warning before the end of the job is for poprun: `sbatch --signal=B:USR1@60`, and `exec poprun ...`"
+        yield Finding("signals", here, f"{fact}; without `B:` only instances on other hosts than poprun's get it")
 
 
 def _check_ssh(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
-from popdist.environments.faults import ATTEMPT_VARIABLE
-from poprun.across import Across
-from poprun.command import Launch, build_command
-from poprun.job_actions import Ended
+from popdist.records.faults import ATTEMPT_VARIABLE
+from poprun.asking.lookup import quote_words
 from poprun.log import Log
-from poprun.lookup import quote_words
-from poprun.output import Output
-from poprun.output_style import OutputStyle, style_from
-from poprun.supervision import LAST_WORDS_LIMIT_S, Supervisor
+from poprun.planning.across import Across
+from poprun.planning.command import Launch, build_command
+from poprun.watching.job_actions import Ended
+from poprun.watching.output import Output, is_piped
+from poprun.watching.output_style import OutputStyle, style_from
+from poprun.watching.supervision import LAST_WORDS_LIMIT_S, Supervisor
 from poprun.wording import list_ranges
 
 
@@ -46,7 +47,7 @@ def _run_once(launch: Launch, output: Output, environ: Mapping[str, str], log: L
         log.debug(f"instance {place.index} runs on cores {list_ranges(place.cpus) or 'of any kind'}")
     command = build_command(launch)
     log.info(f"running command: {quote_words(command)}")
-    output.style = _style(launch, environ)
+    output.style = replace(output.style, hosts=_hosts(launch))
     if launch.extra.get(ATTEMPT_VARIABLE, "0") != "0":
         end_standard_input()
     supervisor = Supervisor(command, len(launch.places), output, log, _across(launch))
@@ -61,7 +62,11 @@ def end_standard_input() -> None:
 
 
 def _style(launch: Launch, environ: Mapping[str, str]) -> OutputStyle:
-    return style_from(launch.settings, [place.host for place in launch.places], environ)
+    return style_from(launch.settings, _hosts(launch), environ, is_piped())
+
+
+def _hosts(launch: Launch) -> tuple[str, ...]:
+    return tuple(place.host for place in launch.places)
 
 
 def _across(launch: Launch) -> Across:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from poprun.wording import without_controls
+
 LEVEL_VARIABLE = "POPRUN_LOG_LEVEL"
 
 
@@ -71,9 +73,9 @@ class Log:
 
 
 def format_line(level: Level, text: str) -> str:
-    """One log line, with its newline; line breaks inside the text begin new log lines."""
+    """One log line, with its newline; line breaks inside the text begin new log lines, and terminals obey nothing."""
     head = f"{clock_text(time.time())} {os.getpid()} POPRUN [{level.name[0]}] "
-    return "".join(f"{head}{line}\n" for line in text.splitlines() or [""])
+    return "".join(f"{head}{without_controls(line)}\n" for line in text.splitlines() or [""])
 
 
 def clock_text(now_s: float) -> str:

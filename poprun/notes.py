@@ -35,6 +35,9 @@ _ALWAYS: Mapping[str, tuple[str, ...]] = {
     ),
     "there is no Poplar SDK": ("synchronise-poplar-sdk",),
 }
+IDLE = frozenset(name for names in _ALWAYS.values() for name in names) | DEPRECATED.keys()
+"""The options that never have an effect."""
+
 _WITHOUT_PARTITION = ("update-partition",)
 _WITHOUT_SURVIVAL = ("max-restarts", "restart-backoff-s", "min-instances")
 _ON_ONE_HOST = ("host-subnet", "synchronise-python-venv", "distribute-ssh-key", "host-timeout-s", "skip-checks")

@@ -7,20 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from popdist.environments.faults import ATTEMPT_VARIABLE
-from poprun.allocation import spread
-from poprun.command import Launch
-from poprun.command_line import read_fault
-from poprun.diagnosis import Verdict
-from poprun.errands import Errand, run_errands
+from popdist.records.faults import ATTEMPT_VARIABLE
+from poprun.asking.command_line import read_fault
+from poprun.asking.settings import Settings
 from poprun.errors import PopRunError
-from poprun.hosts import Host
-from poprun.job_actions import Ended
+from poprun.hosts.allocation import spread
+from poprun.hosts.errands import Errand, run_errands
+from poprun.hosts.hosts import Host
+from poprun.hosts.ssh import remote_words
+from poprun.hosts.survey import limit_from
 from poprun.log import Log
-from poprun.plan import available_hosts, plan_launch
-from poprun.settings import Settings
-from poprun.ssh import remote_words
-from poprun.survey import limit_from
+from poprun.planning.command import Launch
+from poprun.planning.plan import available_hosts, plan_launch
+from poprun.watching.diagnosis import Verdict
+from poprun.watching.job_actions import Ended
 from poprun.wording import count
 
 MOST_FAILURES = 2

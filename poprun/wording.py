@@ -21,9 +21,25 @@ def list_ranges(numbers: Iterable[int], separator: str = ",") -> str:
     return separator.join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
 
 
+def cut_off(text: str, most: int = 300) -> str:
+    """A text that somebody else has written, without its end where it is longer than a line of ours should be."""
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
+
+
 def name_nearest(written: str, known: Iterable[str]) -> str:
     """The known names that are nearest to an unknown one, as a question to append to a message; often empty."""
     import difflib  # costs some milliseconds, needed only on the way out
 
     nearest = difflib.get_close_matches(written.replace("_", "-"), list(known), n=3, cutoff=0.6)
     return f", did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
+def without_controls(text: str) -> str:
+    """The text with all escaped that a terminal obeys; tabs, and bytes that are no UTF-8, stay."""
+    if text.isprintable():
+        return text
+    return "".join(each if _is_harmless(each) else each.encode("unicode_escape").decode() for each in text)
+
+
+def _is_harmless(character: str) -> bool:
+    return character.isprintable() or character == "\t" or "\udc80" <= character <= "\udcff"

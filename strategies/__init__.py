@@ -1,12 +1,13 @@
 """What distribution means to a training program: replicas, steps, data and reductions."""
 
 from strategies import cross_replica_ops, loops, within_replica_ops
-from strategies.accumulation import GradientAccumulationReductionMethod
-from strategies.best import Best
-from strategies.casts import Cast, casting
-from strategies.checkpoints import Checkpoints
-from strategies.clipping import clip_by_global_norm
-from strategies.datasets import DistributedDataset, Masked, Position
+from strategies.checkpoints.best import Best
+from strategies.checkpoints.checkpoints import Checkpoints
+from strategies.checkpoints.loading import load_variables
+from strategies.data.casts import Cast, casting
+from strategies.data.datasets import DistributedDataset, Masked, Position
+from strategies.data.grain_source import GrainSource
+from strategies.data.input_context import InputContext
 from strategies.errors import (
     CheckpointError,
     DeviceError,
@@ -17,27 +18,30 @@ from strategies.errors import (
     NonFiniteGradientError,
     StrategyError,
 )
-from strategies.feed_streams import InfeedMode
-from strategies.fingerprints import fingerprint
-from strategies.grain_source import GrainSource
+from strategies.feeds.feed_streams import InfeedMode
+from strategies.feeds.infeed import InfeedQueue
+from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.horovod_strategy import IPUHorovodStrategy
-from strategies.infeed import InfeedQueue
-from strategies.input_benchmarks import dataset_benchmark, infeed_benchmark
-from strategies.input_context import InputContext
 from strategies.ipu import IPUStrategy
-from strategies.loading import load_variables
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.metrics import Metrics
+from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchmark
 from strategies.multi_worker import IPUMultiWorkerStrategy
-from strategies.outfeed import OutfeedMode, OutfeedQueue
-from strategies.own_loop import OwnLoop
 from strategies.per_replica import PerReplica
 from strategies.popdist_strategy import PopDistStrategy
 from strategies.recomputation import recomputation_checkpoint
-from strategies.replica_context import ReplicaContext, get_replica_context
+from strategies.replicas.replica_context import ReplicaContext, get_replica_context
+from strategies.replicas.variables import MirroredVariable, SyncOnReadVariable
+from strategies.signposts import put_up_signposts
+from strategies.step.accumulation import GradientAccumulationReductionMethod
+from strategies.step.clipping import clip_by_global_norm
+from strategies.step.fingerprints import fingerprint
+from strategies.step.metrics import Metrics
+from strategies.step.options import StepOptions
+from strategies.step.own_loop import OwnLoop
+from strategies.step.trainer import Trainer, TrainState
 from strategies.strategy import Strategy, get_strategy
-from strategies.trainer import Trainer, TrainState
-from strategies.variables import MirroredVariable, SyncOnReadVariable
+
+put_up_signposts()
 
 __all__ = [
     "Best",
@@ -71,6 +75,7 @@ __all__ = [
     "PopDistStrategy",
     "Position",
     "ReplicaContext",
+    "StepOptions",
     "Strategy",
     "StrategyError",
     "SyncOnReadVariable",

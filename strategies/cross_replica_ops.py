@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from strategies.collective_equations import Exchange, Gather, Kind, Reduce, without_gradient
-from strategies.reduction_ops import DIFFERENTIABLE, base_of, check_dtype, operand, parse_op, reduce_in_order
-from strategies.replica_context import ReplicaContext, get_replica_context
-from strategies.replica_groups import ReplicaGroups
-from strategies.sharding import at_least
+from strategies.numbers import at_least
+from strategies.replicas.collective_equations import Exchange, Gather, Kind, Reduce, without_gradient
+from strategies.replicas.reduction_ops import DIFFERENTIABLE, base_of, check_dtype, operand, parse_op, reduce_in_order
+from strategies.replicas.replica_context import ReplicaContext, get_replica_context
+from strategies.replicas.replica_groups import ReplicaGroups
 
 
 def replication_index() -> jax.Array:

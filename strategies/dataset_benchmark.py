@@ -1,6 +1,6 @@
 """The command `python -m strategies.dataset_benchmark`; for programs the package has a function of that name."""
 
-from strategies.bottleneck import main
+from strategies.measure.bottleneck import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collectives import connect
 from popdist.instance import Instance
-from strategies.sharding import positive
+from strategies.numbers import positive
 from strategies.strategy import Strategy
 
 

@@ -15,10 +15,10 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.feed_program import FeedProgram, Replication, current_program, is_in_program, tracing
-from strategies.float64 import refuse_float64
-from strategies.infeed import InfeedQueue
-from strategies.iterations import Iteration, differentiable
+from strategies.feeds.infeed import InfeedQueue
+from strategies.feeds.iterations import Iteration, differentiable
+from strategies.programs.feed_program import FeedProgram, Replication, current_program, is_in_program, tracing
+from strategies.programs.float64 import refuse_float64
 
 PROGRAMS_KEPT = 64
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from strategies.sharding import positive
+from strategies.numbers import positive
 
 MOST = 2.0**24
 """No loss is scaled by more."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import popdist
 from popdist.context import join_cluster
 from popdist.environments import Cluster
-from strategies.sharding import positive
+from strategies.numbers import positive
 from strategies.strategy import Strategy
 
 

@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from strategies.dependencies import behind, is_true
-from strategies.feed_program import current_program
-from strategies.segments import Equation, Graph
+from strategies.programs.dependencies import behind, is_true
+from strategies.programs.feed_program import current_program
+from strategies.programs.segments import Equation, Graph
 
 Tree = TypeVar("Tree")
 Policy = Callable[..., Any]

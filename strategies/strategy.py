@@ -16,25 +16,25 @@ import numpy as np
 from collectives import Communicator
 from collectives.buffers import refuse_masked
 from collectives.reduction import normalise_op
-from popdist.environments import NoProgress, ProgressPage
-from popdist.environments.faults import DATA
-from popdist.environments.recording import note_question
 from popdist.instance import Instance
-from strategies.casts import DTypes
-from strategies.datasets import DistributedDataset
-from strategies.dealing import Dealing
-from strategies.devices import borrow, claim_devices, is_key
+from popdist.records import NoProgress, ProgressPage
+from popdist.records.faults import DATA
+from popdist.records.recording import note_question
+from strategies.data.casts import DTypes
+from strategies.data.datasets import DistributedDataset
+from strategies.data.input_context import InputContext
+from strategies.data.layout import Remainder
+from strategies.data.lockstep import Lockstep
 from strategies.errors import StrategyError
 from strategies.extended import Extended
-from strategies.float64 import refuse_cut_integers, refuse_float64
-from strategies.input_context import InputContext
-from strategies.lockstep import Lockstep
+from strategies.membership import surviving, warn_where_none_goes_on
 from strategies.per_replica import PerReplica, Shared
-from strategies.programs import Program
-from strategies.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
-from strategies.sharding import Remainder
-from strategies.survival import surviving
-from strategies.variables import MirroredVariable, Synchronization, SyncOnReadVariable, make_variable
+from strategies.programs.float64 import refuse_cut_integers, refuse_float64
+from strategies.programs.program import Program
+from strategies.replicas.dealing import Dealing
+from strategies.replicas.devices import borrow, claim_devices, is_key
+from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
+from strategies.replicas.variables import MirroredVariable, Synchronization, SyncOnReadVariable, make_variable
 
 Tree = TypeVar("Tree")
 
@@ -81,6 +81,7 @@ class Strategy:
         self._duties = 0
         self._batch_sizes: set[int] = set()
         self._claim_replicas()
+        warn_where_none_goes_on(self)
 
     def _claim_replicas(self) -> None:
         """Find devices for the local replicas; programs for others are of no use any more."""

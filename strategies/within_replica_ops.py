@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.errors import DeviceError
-from strategies.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
+from strategies.replicas.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
 
 
 def all_gather(shards: Sequence[Any], axis: int = 0) -> list[jax.Array]:

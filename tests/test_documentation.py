@@ -90,6 +90,7 @@ def test_what_takes_the_place_of_other_libraries_arguments_are_arguments_of_ours
     named = {name for row in rows for name in re.findall(r"\b(\w+)=", row)}
     functions = [
         *(strategies.IPUStrategy, strategies.PopDistStrategy, strategies.Trainer, strategies.Trainer.run),
+        strategies.StepOptions,
         *(strategies.Strategy.distribute_dataset, strategies.Strategy.variable, strategies.Strategy.run),
     ]
     assert len(named) > 10

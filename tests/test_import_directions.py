@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import draw_rooms
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -28,14 +30,18 @@ TRANSPORTS = {
     "collectives/backends/horovod.py": {"horovod", "mpi4py", "torch"},
     "collectives/backends/mpi.py": {"mpi4py"},
     "collectives/network/__init__.py": {"grpc"},
+    "collectives/network/admission.py": {"grpc"},
     "collectives/network/meeting.py": {"grpc"},
     "collectives/network/node.py": {"grpc"},
     "collectives/network/peer.py": {"grpc"},
     "collectives/network/wire.py": {"grpc"},
-    "strategies/checkpoint_folder.py": {"orbax"},
-    "strategies/grain_source.py": {"absl", "grain"},
+    "collectives/network/worker.py": {"grpc"},
+    "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
+    "strategies/data/grain_source.py": {"absl", "grain"},
 }
-POPRUN_MAY_KNOW = ("popdist.environments", "popdist.instance", "popdist.errors", "popdist.version")
+POPRUN_MAY_KNOW = tuple(
+    f"popdist.{name}" for name in ("environments", "errors", "instance", "records", "version", "xla")
+)
 PUBLIC = {"popdist", "strategies", "collectives"}
 
 
@@ -119,7 +125,7 @@ def loaded_by(module: str) -> set[str]:
 HEAVY = {"numpy", "jax", "jaxlib", "mpi4py", "ml_dtypes", "optax"}
 
 
-@pytest.mark.parametrize("module", ["poprun.__main__", "poprun.shim", "popdist", "popdist.environments"])
+@pytest.mark.parametrize("module", ["poprun.__main__", "poprun.shim.guard", "popdist", "popdist.environments"])
 def test_what_starts_instances_loads_no_numeric_library(module: str) -> None:
     assert loaded_by(module) & HEAVY == set()
 
@@ -136,3 +142,26 @@ def test_no_other_packages_are_imported_by_name() -> None:
     """Every package of the project has a rule above."""
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages <= OURS
+
+
+def test_what_travels_between_instances_knows_no_framework() -> None:
+    """So any engine that has gradients in host memory may use it."""
+    forbidden = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules_of("strategies/exchange")
+        for name in imports_of(path)
+        if name.partition(".")[0] in MACHINE_LEARNING - NUMERIC
+        or (name.startswith("strategies.") and not name.startswith("strategies.exchange."))
+    ]
+    assert forbidden == []
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_no_files_import_each_other_in_a_circle(package: str) -> None:
+    """For types only, or inside of a function, is in a circle too: neither file can be understood without the other."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules_of(package)}
+    graph = {
+        name: {imported for imported in draw_rooms.imports_of(path) if imported in names}
+        for name, path in names.items()
+    }
+    TopologicalSorter(graph).prepare()

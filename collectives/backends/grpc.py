@@ -12,13 +12,13 @@ import numpy as np
 
 from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
-from collectives.link import Fetch, Link, Sizes, Transfer
 from collectives.network.addresses import Address
 from collectives.network.lanes import Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
 from collectives.network.security import Security
 from collectives.network.wire import MESSAGE_BYTES
-from collectives.ring_passes import EXCHANGE
+from collectives.ring.link import Fetch, Link, Sizes, Transfer
+from collectives.ring.passes import EXCHANGE
 
 SIZES = Sizes(
     direct_bytes=2 * MESSAGE_BYTES,  # two workers exchange halves

@@ -23,6 +23,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,7 @@ from collectives.errors import (
 from collectives.memory import aligned_empty
 from collectives.named import NamedQueue
 from collectives.open_mpi import open_mpi_prepared
-from collectives.reduction import Reduction
+from collectives.reduction import Reduction, join, shares
 from collectives.transport import Contributions, Parts, Transport
 from collectives.waiting import Watch
 
@@ -79,6 +80,7 @@ _CARRIERS = {
 }
 """As what Horovod adds partial sums; integers wrap around alike in both."""
 
+_FITS = 2.0**63 - 2.0**40  # into 64 bits, with room for the roundings of float64
 _HEAD_BYTES = 24  # of a message: the fingerprint, the number of contributions, the bytes that follow
 _LEFT_AT_HOME = (1 << 64) - 1  # instead of the last
 _SUBGROUP_TAG = 8
@@ -339,25 +341,26 @@ class Operations:
             arrays: of any shapes and reducible dtypes.
             op: "Average", or a reduction of `hvd`.
             factors: by which each value is multiplied before and after; integers in float64, and truncated.
+
+        Raises:
+            ValueError: on all ranks, an average of integers with factors does not fit into their dtype.
         """
         for array in arrays:
             _check_reducible(array, op, factors)
         layouts = tuple(Call("array", dtype=array.dtype.name, shape=array.shape) for array in arrays)
         facts = f"{op}, factors {factors[0]:g} and {factors[1]:g}"
         self._agree(Call("allreduce", self._name, facts, group=layouts))
-        totals = [array.astype(accumulator_dtype(array.dtype, "sum")) for array in arrays]
-        carriers = [_carrier(total) for total in totals]
-        tensors = [tensor_of(carrier) for carrier in carriers if carrier.size]
+        pending = [_pending(array, op, factors, self._transport.size) for array in arrays]
+        reduce = hvd.Sum if op == "Average" else getattr(hvd, op)
+        self._run([one for one in pending if not one.is_scaled], reduce, factors, "allreduce")
+        self._run([one for one in pending if one.is_scaled], reduce, (1.0, 1.0), "allreduce of integers")
+        return [one.finish().reshape(array.shape) for one, array in zip(pending, arrays, strict=True)]
+
+    def _run(self, pending: Sequence[_Pending], reduce: Any, factors: tuple[float, float], name: str) -> None:
+        tensors = [tensor_of(carrier) for one in pending for carrier in one.carriers if carrier.size]
         if tensors:
-            reduce = hvd.Sum if op == "Average" else getattr(hvd, op)
             scales = {"prescale_factor": factors[0], "postscale_factor": factors[1]}
-            self._transport.run(partial(hvd.grouped_allreduce_async_, tensors, op=reduce, **scales), "allreduce")
-        results = [np.empty_like(array) for array in arrays]
-        for total, carrier, result in zip(totals, carriers, results, strict=True):
-            _take(carrier, total)
-            reduction = Reduction("mean" if op == "Average" else "sum", result.dtype)
-            reduction.finish(total.reshape(-1), result.reshape(-1), self._transport.size)
-        return results
+            self._transport.run(partial(hvd.grouped_allreduce_async_, tensors, op=reduce, **scales), name)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         """The arrays of all ranks one after another along their first axis, which may differ."""
@@ -385,6 +388,81 @@ class Operations:
     def _agree(self, call: Call, count: int = 1) -> Parts:
         self._watch.call = call
         return agree(self._transport, call, (), count)
+
+
+@dataclass
+class _Pending:
+    """A reduction under way.
+
+    Attributes:
+        carriers: what Horovod is to reduce, in place.
+        finish: gives the result of what they have become, in one dimension.
+        is_scaled: whether factors have no more to be applied by Horovod.
+    """
+
+    carriers: Sequence[np.ndarray]
+    finish: Callable[[], np.ndarray]
+    is_scaled: bool = False
+
+
+def _pending(array: np.ndarray, op: str, factors: tuple[float, float], size: int) -> _Pending:
+    flat = array.reshape(-1)
+    if op != "Average" or array.dtype.kind not in "iu":
+        return _plain(flat, Reduction("mean" if op == "Average" else "sum", flat.dtype), "sum", size)
+    if factors != (1.0, 1.0):
+        return _scaled_mean(flat, factors, size)
+    reduction = Reduction("mean", flat.dtype)
+    return _divided_mean(flat, size) if reduction.divides_first else _plain(flat, reduction, "mean", size)
+
+
+def _plain(flat: np.ndarray, reduction: Reduction, accumulated_as: str, size: int) -> _Pending:
+    total = flat.astype(accumulator_dtype(flat.dtype, accumulated_as))
+    carrier = _carrier(total)
+
+    def finish() -> np.ndarray:
+        _take(carrier, total)
+        result = np.empty_like(flat)
+        reduction.finish(total, result, size)
+        return result
+
+    return _Pending([carrier], finish)
+
+
+def _divided_mean(flat: np.ndarray, size: int) -> _Pending:
+    """The mean of 64-bit integers, whose sum need not fit."""
+    ((quotients,), (remainders,)) = shares([flat], size)
+    carriers = [_carrier(quotients), _carrier(remainders)]
+
+    def finish() -> np.ndarray:
+        result = np.empty_like(flat)
+        join(quotients, remainders, result, size)
+        return result
+
+    return _Pending(carriers, finish)
+
+
+def _scaled_mean(flat: np.ndarray, factors: tuple[float, float], size: int) -> _Pending:
+    """The mean of integers with factors, which is refused where it, or the sum behind it, does not fit."""
+    before, after = factors
+    with np.errstate(all="ignore"):  # what does not fit is noticed by the sum of the absolute values
+        scaled = flat if before == 1 else np.trunc(flat.astype(np.float64) * before)
+        total, bound = scaled.astype(np.int64), np.abs(scaled.astype(np.float64))
+
+    def finish() -> np.ndarray:
+        with np.errstate(all="ignore"):
+            product = np.trunc(total.astype(np.float64) * after)
+            mean = np.empty_like(total)
+            join(0, total if after == 1 else product.astype(np.int64), mean, size)
+        limits = np.iinfo(flat.dtype)
+        fits = (bound < _FITS) & (np.abs(product) < _FITS) & (mean >= limits.min) & (mean <= limits.max)
+        if not fits.all():
+            raise ValueError(
+                f"the average of {flat.dtype} with the factors {before:g} and {after:g} does not fit into "
+                f"{flat.dtype}; convert it to float64 before"
+            )
+        return mean.astype(flat.dtype)
+
+    return _Pending([total, bound], finish, is_scaled=True)
 
 
 def _check_reducible(array: np.ndarray, op: str, factors: tuple[float, float]) -> None:

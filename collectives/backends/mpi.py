@@ -13,8 +13,8 @@ import numpy as np
 from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
-from collectives.link import Link, Sizes, Transfer
 from collectives.open_mpi import open_mpi_prepared
+from collectives.ring.link import Link, Sizes, Transfer
 
 try:
     with open_mpi_prepared():  # MPI starts with the import

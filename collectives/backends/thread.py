@@ -17,7 +17,7 @@ import numpy as np
 from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
-from collectives.link import Link, Transfer
+from collectives.ring.link import Link, Transfer
 
 Result = TypeVar("Result")
 

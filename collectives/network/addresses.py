@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 UNIX = "unix:"
 
@@ -82,12 +83,14 @@ class Address:
         host: the name or number before the port; "" for a Unix-domain socket.
         port: 1 to 65535; 0 for a Unix-domain socket.
         path: of a Unix-domain socket, otherwise "".
+        found: what it was found to stand for; empty if it is to be looked up.
     """
 
     text: str
     host: str = ""
     port: int = 0
     path: str = ""
+    found: tuple[Endpoint, ...] = field(default=(), compare=False)
 
     @classmethod
     def parse(cls, text: str) -> Address:
@@ -116,12 +119,21 @@ class Address:
         """The name that a certificate of this worker has to carry."""
         return self.host or "localhost"
 
+    def looked_up(self) -> Address:
+        """The same address, which stands from now on for what it stands for now; unchanged if its name is unknown."""
+        try:
+            return replace(self, found=tuple(self.endpoints()))
+        except OSError:
+            return self
+
     def endpoints(self) -> list[Endpoint]:
-        """What the address stands for, looked up now.
+        """What the address stands for, looked up now unless it was found before.
 
         Raises:
             OSError: if the name is unknown.
         """
+        if self.found:
+            return list(self.found)
         if self.path:
             return [Endpoint(socket.AF_UNIX, self.path)]
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
@@ -157,7 +169,7 @@ class Address:
         """The endpoints where this machine can listen.
 
         Raises:
-            OSError: if there is none, e.g. because another process listens there.
+            OSError: if there is none, or another process listens at one of them.
         """
         free: list[Endpoint] = []
         refusal: OSError = OSError(f"{self.text} stands for no address")
@@ -166,6 +178,8 @@ class Address:
                 self._try_to_bind(endpoint)
                 free.append(endpoint)
             except OSError as error:
+                if error.errno == errno.EADDRINUSE:  # who has one of them would be taken for this worker
+                    raise
                 refusal = error
         if not free:
             raise refusal

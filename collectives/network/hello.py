@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 from collectives.foreign import foreign
+from collectives.network.identity import Runner
 
-PROTOCOL = 1
-_LARGEST = 1 << 31
+PROTOCOL = 2
+_LARGEST = 1 << 32
+_LONGEST = 100  # characters of a text
+_LONGEST_LANE = 4096  # which names all members of its group
 CONTROL = ""  # the lane of the stream that says no more than that its sender lives
 
 
@@ -23,8 +26,14 @@ class Hello:
         cluster: digest of the cluster as the sender sees it.
         source: its rank.
         to: the rank that it means to reach.
-        incarnation: drawn at random by each process, so that two that claim one rank can be told apart.
+        incarnation: drawn at random by its process for the one that it means to reach, and told to nobody else.
         lane: what the stream carries: CONTROL or "group/channel/lane".
+        heard: on a lane, what the receiver has drawn for the sender, and told only who listens at its address.
+        program: what the sender runs, see `Runner`.
+        user: who runs it.
+        user_id: and the number of that user.
+        process: its number.
+        host: where it runs.
     """
 
     protocol: int
@@ -33,6 +42,18 @@ class Hello:
     to: int
     incarnation: str
     lane: str = CONTROL
+    heard: str = ""
+    program: str = ""
+    user: str = ""
+    user_id: int = 0
+    process: int = 0
+    host: str = ""
+
+    @property
+    def runner(self) -> Runner:
+        """Who says it."""
+        texts = [foreign(text) for text in (self.program, self.user, self.host)]
+        return Runner(texts[0], texts[1], self.user_id, self.process, texts[2])
 
     def encode(self) -> str:
         """One line of text."""
@@ -56,7 +77,17 @@ class Hello:
                 raise ValueError(f"{entry.name} is not of type {expected.__name__}")
             if expected is int and abs(getattr(hello, entry.name)) > _LARGEST:
                 raise ValueError(f"{entry.name} is too large a number")
+            if expected is str:
+                _check_text(entry.name, getattr(hello, entry.name))
         return hello
+
+
+def _check_text(name: str, text: str) -> None:
+    longest = _LONGEST_LANE if name == "lane" else _LONGEST
+    if len(text) > longest:
+        raise ValueError(f"{name} has {len(text)} characters, and {longest} at most are allowed")
+    if any("\ud800" <= each <= "\udfff" for each in text):  # cannot be encoded
+        raise ValueError(f"{name} has half a character")
 
 
 @dataclass(frozen=True)
@@ -65,9 +96,11 @@ class Refusal(Exception):
 
     Attributes:
         reason: in words, for both sides.
+        is_final: whether it is useless to ask again soon.
     """
 
     reason: str
+    is_final: bool = True
 
 
 def digest_cluster(addresses: Sequence[str], description: str) -> str:

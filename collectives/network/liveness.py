@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from collectives.network.addresses import describe_os_error
 from collectives.network.peer import Peer
-
-if TYPE_CHECKING:
-    from collectives.network.node import Node
+from collectives.network.worker import Worker
 
 BEAT_S = 0.5  # how often each worker tells all the others that it is there
 LOST_AFTER_S = 6.0  # silent, and nobody answers at its address
@@ -26,7 +23,7 @@ class Liveness:
     the kernel of a stopped process accepts.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Worker) -> None:
         self._node = node
 
     def start(self) -> None:

@@ -6,18 +6,14 @@ import logging
 import ssl
 import threading
 import time
-from typing import TYPE_CHECKING, Any
-
-import grpc
+from typing import Any
 
 from collectives.errors import CollectiveTimeoutError, PeerRefusedError
 from collectives.foreign import foreign
 from collectives.network import wire
 from collectives.network.addresses import describe_os_error
 from collectives.network.peer import Peer
-
-if TYPE_CHECKING:
-    from collectives.network.node import Node
+from collectives.network.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +31,7 @@ class Meeting:
     says what it has seen, and waits for the right one.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Worker) -> None:
         self._node = node
         self._over = threading.Event()
         self._refusal: PeerRefusedError | None = None
@@ -118,20 +114,19 @@ class Meeting:
         call: Any = node.begin_control(peer)
         welcome = dict(call.initial_metadata() or ())
         if wire.WELCOME not in welcome:
-            if call.code() is grpc.StatusCode.PERMISSION_DENIED:
+            if call.code() is wire.REFUSED:
                 self._refused(peer, foreign(call.details() or ""))
+            elif call.code() is wire.NOT_YET:
+                peer.trouble = foreign(call.details() or "")
             else:
                 peer.trouble = f"what listens there does not answer as a worker: {foreign(call.details() or '')}"
             return
-        incarnation = str(welcome[wire.WELCOME])
-        if not node.security.is_proof(str(welcome.get(wire.PROOF, "")), f"{incarnation} welcomes {node.incarnation}"):
+        digest = str(welcome[wire.WELCOME])
+        if not node.security.is_proof(welcome.get(wire.PROOF, ""), f"{digest} welcomes {peer.drawn}"):
             call.cancel()
             self._refused(peer, "what listens there does not know our job token")
             return
-        with node.changed:
-            peer.control = call
-            peer.has_welcomed = True
-            node.changed.notify_all()
+        node.take_answer(peer, digest, call)
         node.watch_control(peer)
 
     def _refused(self, peer: Peer, reason: str) -> None:
@@ -155,4 +150,6 @@ def _describe(missing: list[Peer]) -> str:
 def _state(peer: Peer) -> str:
     if not peer.has_welcomed:
         return peer.trouble
+    if peer.is_here:
+        return "it answers, but another process has said hello in its name"
     return "it answers, but has not reached this worker yet"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,16 @@ from collectives.errors import PeerRefusedError
 from collectives.foreign import MOST_OF_PEERS, foreign
 from collectives.network import wire
 from collectives.network.addresses import Address, describe_os_error
-from collectives.network.hello import CONTROL, PROTOCOL, Hello, Refusal, digest_cluster
+from collectives.network.admission import Admission, channel_of
+from collectives.network.claims import digest_incarnation
+from collectives.network.hello import CONTROL, PROTOCOL, Hello
+from collectives.network.identity import other_users
 from collectives.network.lanes import Bell, Inbox, Outbox
 from collectives.network.liveness import BEAT_S, Liveness
 from collectives.network.meeting import Meeting
 from collectives.network.peer import Peer
-from collectives.network.security import Security
+from collectives.network.security import TOKEN, Security
+from collectives.network.worker import Worker
 from collectives.waiting import Limits
 
 logger = logging.getLogger(__name__)
@@ -32,12 +36,13 @@ _AWAY_S = 5.0  # nobody waits, when leaving, for a worker that has been silent f
 _CLOSE_LIMIT_S = 0.5  # how long the connections may take to close
 _FIRST_STREAMS_LIMIT_S = 1.0  # how long the first lanes are waited for, without which it goes on too
 _LANES_PER_PEER = 4096
+_USERS_NAMED = 3
 _FAREWELL_BYTES = 2048
-_REFUSALS_LOGGED = 100
-_STRANGERS = 64  # streams beyond those of the other workers, all of them soon refused
+_STRANGERS = 64  # streams, and connections, beyond those of the other workers, all of them soon refused
+_CONNECTIONS_PER_PEER = 4  # the one that stays, one that tries whether anybody is there, one for certificates, a probe
 
 
-class Node:
+class Node(Worker):
     """This worker.
 
     Args:
@@ -58,26 +63,13 @@ class Node:
         security: Security,
         limits: Limits,
     ) -> None:
-        self.rank = rank
-        self.names = names
-        self.address = addresses[rank]
-        self.security = security
-        self.limits = limits
-        self.incarnation = secrets.token_hex(8)
-        self.cluster = digest_cluster([address.text for address in addresses], description)
-        self.description = f"{', '.join(address.text for address in addresses)}{description and '; '}{description}"
-        self.peers = {
-            other: Peer(other, names[other], address) for other, address in enumerate(addresses) if other != rank
-        }
-        self.changed = threading.Condition()
-        self.is_met = False
-        self.is_leaving = threading.Event()
+        super().__init__(addresses, names, rank, description, security, limits)
         self.loss = ""
         self._bells: dict[str, Bell] = {}
         self._inboxes: dict[tuple[int, str], Inbox] = {}
-        self._refused: set[str] = set()
         self._server: grpc.Server | None = None
         self._liveness = Liveness(self)
+        self.admission = Admission(self)
 
     # ---- the beginning
 
@@ -89,7 +81,10 @@ class Node:
             PeerRefusedError: another worker refuses this one, or this machine refuses the address.
             CollectiveTimeoutError: not all have come within `connect_timeout_s`.
         """
-        self.security.check([self.address, *(peer.address for peer in self.peers.values())])
+        self.address, *others = self.security.check([self.address, *(peer.address for peer in self.peers.values())])
+        for peer, address in zip(self.peers.values(), others, strict=True):
+            peer.address = address
+        self._warn_of_others()
         try:
             self._listen()
             Meeting(self).hold()
@@ -98,10 +93,22 @@ class Node:
             raise
         self._liveness.start()
 
+    def _warn_of_others(self) -> None:
+        if self.peers and not self.address.path and self.admission.rests_on_words and (others := other_users()):
+            names = ", ".join(others[:_USERS_NAMED]) + (", ..." if len(others) > _USERS_NAMED else "")
+            logger.warning(
+                "%s listens where other users of this machine (%s) can connect, and could take the place of a worker "
+                "that has not come yet; set %s to the same secret in all workers",
+                self.names[self.rank],
+                names,
+                TOKEN,
+            )
+
     def _listen(self) -> None:
-        streams = _STRANGERS + _LANES_PER_PEER * len(self.peers)
+        count = len(self.peers)
+        room = wire.Room(_STRANGERS + _LANES_PER_PEER * count, _STRANGERS + _CONNECTIONS_PER_PEER * count)
         try:
-            self._server = wire.open_server(self.address, self.security.certificates, _Handlers(self), streams)
+            self._server = wire.open_server(self.address, self.security.certificates, _Handlers(self), room)
         except OSError as error:
             raise PeerRefusedError(
                 f"{self.names[self.rank]} cannot listen there: {describe_os_error(error)}; is another process using "
@@ -112,20 +119,21 @@ class Node:
     # ---- lanes
 
     def bell(self, channel: str) -> Bell:
-        """What is rung when something happens on any lane of a channel."""
+        """What is rung when something happens on any lane of a channel, which this worker uses from now on."""
         with self.changed:
+            self.channels.add(channel)
             return self._bells.setdefault(channel, Bell())
 
     def inbox(self, rank: int, lane: str) -> Inbox:
         """What comes from another worker on one lane."""
-        bell = self.bell(lane.rpartition("/")[0])
         with self.changed:
+            bell = self._bells.setdefault(channel_of(lane), Bell())
             return self._inboxes.setdefault((rank, lane), Inbox(bell))
 
     def outbox(self, rank: int, lane: str) -> Outbox:
         """What goes to another worker on one lane; its stream begins now."""
         peer = self.peers[rank]
-        outbox = Outbox(self.bell(lane.rpartition("/")[0]))
+        outbox = Outbox(self.bell(channel_of(lane)))
         call = self._begin(peer, wire.LANE_METHOD, outbox, lane)
         peer.outboxes[lane] = (outbox, call)
         call.add_done_callback(lambda done: self._outgoing_ended(peer, done))
@@ -142,7 +150,9 @@ class Node:
 
     def _begin(self, peer: Peer, method: str, messages: Iterable[bytes], lane: str) -> grpc.Future:
         assert peer.channel is not None
-        hello = Hello(PROTOCOL, self.cluster, self.rank, peer.rank, self.incarnation, lane).encode()
+        heard = "" if lane == CONTROL else peer.claim.incarnation
+        of_this = Hello(PROTOCOL, self.cluster, self.rank, peer.rank, peer.drawn, lane, heard, **asdict(self.runner))
+        hello = of_this.encode()
         metadata = ((wire.HELLO, hello), (wire.PROOF, self.security.prove(hello)))
         call: grpc.Future = peer.channel.stream_unary(method).future(iter(messages), metadata=metadata)
         return call
@@ -237,7 +247,7 @@ class Node:
         with self.changed:
             if peer.is_lost or peer.has_left or self.is_leaving.is_set():
                 return
-            peer.is_lost = True
+            peer.is_lost = peer.claim.is_over = True
             self.loss = self.loss or f"{peer.name} is lost: {why}"
             self.changed.notify_all()
         logger.debug("%s: %s is lost: %s", self.names[self.rank], peer.name, why)
@@ -245,51 +255,19 @@ class Node:
 
     # ---- what comes in
 
-    def admit(self, context: grpc.ServicerContext) -> Hello:
-        """Who begins this stream; ends it where that is nobody who may."""
-        try:
-            return self._identify(context)
-        except Refusal as refusal:
-            self._refuse(context, refusal)
-            raise
-
-    def _identify(self, context: grpc.ServicerContext) -> Hello:
-        metadata = dict(context.invocation_metadata())
-        text = metadata.get(wire.HELLO)
-        if not isinstance(text, str):
-            raise Refusal("it says no hello, so it is none of our workers")
-        if not self.security.is_proof(str(metadata.get(wire.PROOF, "")), text):
-            raise Refusal("its job token is not ours; set POPDIST_JOB_TOKEN to the same value everywhere")
-        try:
-            hello = Hello.decode(text)
-        except ValueError as error:
-            raise Refusal(f"its hello cannot be read: {error}") from error
-        self._check(hello)
-        return hello
-
-    def _check(self, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL:
-            raise Refusal(f"it speaks version {hello.protocol} and we speak {PROTOCOL}; install the same everywhere")
-        if hello.cluster != self.cluster:
-            raise Refusal(f"its cluster is not ours, which is {self.description}; describe the same one everywhere")
-        if hello.source not in self.peers or hello.to != self.rank:
-            raise Refusal(f"it is rank {hello.source} and looks for rank {hello.to}, but this is rank {self.rank}")
-        peer = self.peers[hello.source]
+    def take_answer(self, peer: Peer, digest: str, control: grpc.Future) -> None:
+        """The worker at the address of `peer` has welcomed this one; who has said hello in its name may be another."""
         with self.changed:
-            if hello.lane == CONTROL and not peer.incarnation and not peer.is_lost:
-                peer.incarnation = hello.incarnation
-            if peer.incarnation != hello.incarnation:
-                raise Refusal(f"rank {hello.source} is taken by another process; give each worker an index of its own")
-            if len(hello.lane) > 256 or len(self._inboxes) > _LANES_PER_PEER * len(self.peers):
-                raise Refusal("it opens too many lanes")
-
-    def _refuse(self, context: grpc.ServicerContext, refusal: Refusal) -> None:
-        """Tell both sides why; does not return."""
-        line = f"{self.names[self.rank]} refused {context.peer()}: {refusal.reason}"
-        is_new = refusal.reason not in self._refused and len(self._refused) < _REFUSALS_LOGGED
-        self._refused.add(refusal.reason) if is_new else None
-        logger.log(logging.WARNING if is_new else logging.DEBUG, "%s", line)
-        context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal.reason)
+            peer.control = control
+            is_wrong = peer.claim.answer(digest)
+            cancel, runner = peer.cancel, peer.runner
+            if is_wrong:
+                peer.is_here, peer.cancel, peer.runner = False, None, None
+            self.changed.notify_all()
+        if is_wrong and cancel is not None and runner is not None:
+            why = f"{runner.title} said hello as rank {peer.rank}, and another process listens at its address"
+            self.admission.log(why, f"{self.names[self.rank]} sent somebody away: {why}")
+            cancel()
 
     def listen_to(self, peer: Peer, incarnation: str, beats: Iterator[bytes], welcome: Callable[[], None]) -> None:
         """Welcome a worker, and hear that it lives until it does not."""
@@ -297,27 +275,36 @@ class Node:
         try:
             welcome()
             with self.changed:
-                peer.is_here = True
+                peer.is_here = peer.claim.is_held_by(incarnation)
                 peer.heard_at = time.monotonic()
                 self.changed.notify_all()
             for beat in beats:
+                if not peer.claim.is_held_by(incarnation):
+                    break  # it was sent away
                 peer.heard_at = time.monotonic()
                 last = beat
         except Exception as error:  # whatever gRPC raises when the connection breaks; sometimes it just ends
             logger.debug("%s: the stream of %s ended: %r", self.names[self.rank], peer.name, error)
-        if not self.is_met:
-            self._forget(peer, incarnation)
-        elif last.startswith(GOODBYE):
+        if not self._is_over(peer, incarnation):
+            return
+        if last.startswith(GOODBYE):
             self._take_leave(peer, last.removeprefix(GOODBYE))
         else:
             self.lose(peer, "its connection broke")
 
-    def _forget(self, peer: Peer, incarnation: str) -> None:
-        """Who goes before all have met leaves a free place."""
+    def _is_over(self, peer: Peer, incarnation: str) -> bool:
+        """Whether the worker itself has gone; who goes before all have met leaves a free place."""
         with self.changed:
-            if peer.incarnation == incarnation:
-                peer.is_here, peer.incarnation = False, ""
-            self.changed.notify_all()
+            is_worker = peer.claim.is_held_by(incarnation)
+            if is_worker and self.is_met:
+                peer.claim.is_over = True
+                return True
+            if is_worker:
+                peer.claim.leave(incarnation)
+                peer.is_here, peer.cancel, peer.runner = False, None, None
+                peer.incoming.clear()
+                self.changed.notify_all()
+            return False
 
     def _take_leave(self, peer: Peer, farewell: bytes) -> None:
         with self.changed:
@@ -346,7 +333,7 @@ class Node:
             self._outgoing_ended(peer, call)
             return
         with self.changed:
-            peer.has_welcomed = False
+            peer.claim.hang_up()
             self.changed.notify_all()
 
 
@@ -366,20 +353,20 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
 
     def _control(self, beats: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         node = self._node
-        hello = node.admit(context)
-        welcome = f"{node.incarnation} welcomes {hello.incarnation}"
-        proof = node.security.prove(welcome)
-        answer = partial(context.send_initial_metadata, ((wire.WELCOME, node.incarnation), (wire.PROOF, proof)))
-        node.listen_to(node.peers[hello.source], hello.incarnation, beats, answer)
+        hello = node.admission.admit(context)
+        peer = node.peers[hello.source]
+        digest = digest_incarnation(peer.drawn)
+        proof = node.security.prove(f"{digest} welcomes {hello.incarnation}")
+        answer = partial(context.send_initial_metadata, ((wire.WELCOME, digest), (wire.PROOF, proof)))
+        node.listen_to(peer, hello.incarnation, beats, answer)
         return b""
 
     def _lane(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         node = self._node
-        hello = node.admit(context)
+        hello = node.admission.admit(context)
         peer = node.peers[hello.source]
         inbox = node.inbox(peer.rank, hello.lane)
         with node.changed:
-            peer.incoming.add(hello.lane)
             node.changed.notify_all()
         try:
             for message in messages:

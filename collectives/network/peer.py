@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
 
 from collectives.network.addresses import Address, Endpoint
+from collectives.network.claims import Claim
+from collectives.network.identity import Runner
 from collectives.network.lanes import Outbox
 
 SILENCE_S = 2.0  # workers say that they live several times in this time
@@ -22,9 +26,11 @@ class Peer:
         rank: its rank.
         name: what it is called in messages, with its address.
         address: where it listens.
-        incarnation: of the process that holds this rank; "" while none does.
-        is_here: whether that process is connected to this one.
-        has_welcomed: whether this process is connected to that one.
+        drawn: the incarnation of this process for it alone, see `Claim`.
+        claim: which process it is.
+        cancel: ends the stream of who has said hello in its name.
+        runner: who that is.
+        is_here: whether that one was welcomed.
         trouble: why the last attempt to reach it came to nothing.
         was_there_first: whether it listened already when it was first called.
         endpoint: what of its address has accepted the connection to it.
@@ -39,9 +45,11 @@ class Peer:
     rank: int
     name: str
     address: Address
-    incarnation: str = ""
+    drawn: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    claim: Claim = field(default_factory=Claim)
+    cancel: Callable[[], None] | None = None
+    runner: Runner | None = None
     is_here: bool = False
-    has_welcomed: bool = False
     trouble: str = "not called yet"
     was_there_first: bool | None = None
     endpoint: Endpoint | None = None
@@ -67,5 +75,10 @@ class Peer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether streams lead both ways."""
-        return self.is_here and self.has_welcomed
+        """Whether streams lead both ways, to and from one process."""
+        return self.is_here and self.claim.is_settled
+
+    @property
+    def has_welcomed(self) -> bool:
+        """Whether what listens at its address has welcomed this process."""
+        return bool(self.claim.answered)

@@ -72,7 +72,7 @@ class Security:
         """What POPDIST_TLS_CERT, POPDIST_TLS_KEY, POPDIST_TLS_CA, POPDIST_JOB_TOKEN and POPDIST_GRPC_INSECURE say.
 
         Raises:
-            SecurityError: only some of the three files are named, or the last one is neither 0 nor 1.
+            SecurityError: only some of the files are named, the token is empty, or the last one is neither 0 nor 1.
         """
         named = [name for name in TLS_VARIABLES if environ.get(name)]
         if named and len(named) < len(TLS_VARIABLES):
@@ -85,20 +85,28 @@ class Security:
         if insecure not in ("0", "1"):
             raise SecurityError(f"{INSECURE}={insecure!r}; use 1 to allow plaintext between machines, or unset it")
         certificates = Certificates(*(Path(environ[name]) for name in TLS_VARIABLES)) if named else None
+        if not environ.get(TOKEN, "unset").strip():
+            raise SecurityError(f"{TOKEN} is set and empty, which keeps nobody out; give it a secret, or unset it")
         return cls(certificates, environ.get(TOKEN, ""), insecure == "1")
 
-    def check(self, addresses: Sequence[Address]) -> None:
+    def check(self, addresses: Sequence[Address]) -> list[Address]:
         """Refuse plaintext that would leave this machine.
+
+        Returns:
+            The addresses. Those that are safe because they stand for this machine will stand for it, whatever a
+            server of names says later; others are looked up when they are called, since a worker may yet move.
 
         Raises:
             SecurityError: an address is not on the loopback interface, and there are no usable certificates.
         """
         if self.certificates is not None:
             _ = self.certificates.client_context
-            return
-        remote = [address.text for address in addresses if not address.is_loopback()]
+            return list(addresses)
+        found = [address.looked_up() for address in addresses]
+        remote = [address.text for address in found if not address.is_loopback()]
+        used = [known if known.is_loopback() else address for known, address in zip(found, addresses, strict=True)]
         if not remote:
-            return
+            return used
         if not self.allows_plaintext:
             raise SecurityError(
                 f"{', '.join(remote)} {'is' if len(remote) == 1 else 'are'} not on this machine, and plaintext is only "
@@ -111,11 +119,24 @@ class Security:
             ", ".join(remote),
             "whoever reads them could replay the job token" if self.token else "whoever reaches this port can join",
         )
+        return used
 
     def prove(self, statement: str) -> str:
         """What shows that the writer of `statement` knows the token, without showing the token; "" without one."""
         return hmac.new(self.token.encode(), statement.encode(), "sha256").hexdigest() if self.token else ""
 
-    def is_proof(self, proof: str, statement: str) -> bool:
-        """Whether `proof` was made of `statement` with the same token; always true without one."""
-        return not self.token or hmac.compare_digest(self.prove(statement), proof)
+    def is_proof(self, proof: str | bytes, statement: str) -> bool:
+        """Whether `proof`, which is anything that somebody sends, was made of `statement` with the same token.
+
+        Always true without one.
+        """
+        return not self.token or is_same(self.prove(statement), proof)
+
+
+def is_same(known: str, given: str | bytes) -> bool:
+    """Whether somebody has given what we know, in a time that does not tell how much of it was right.
+
+    What is given may have any characters; gRPC makes bytes above 0x7f some of them.
+    """
+    sent = given if isinstance(given, bytes) else given.encode(errors="surrogatepass")
+    return bool(known) and hmac.compare_digest(known.encode(), sent)

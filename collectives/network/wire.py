@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +25,10 @@ SERVICE = "/popdist.Collectives/"
 CONTROL_METHOD, LANE_METHOD = f"{SERVICE}Control", f"{SERVICE}Lane"
 HELLO, PROOF, WELCOME = "popdist-hello", "popdist-proof", "popdist-welcome"
 
+REFUSED, NOT_YET = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION
+
+_HANDSHAKE_LIMIT_MS = 5000  # what has said nothing by then was no worker, or has to come again
+_IDLE_LIMIT_MS = 5000  # workers have a stream from their first moment
 _ROOM_FOR_HEADERS = 1 << 10
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
@@ -32,6 +39,19 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.lookahead_bytes", 1 << 18),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is announced is what it takes
 ]
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a server takes in.
+
+    Attributes:
+        streams: at once.
+        connections: at once; more are closed as they come, so that strangers do not use up all descriptors.
+    """
+
+    streams: int
+    connections: int
 
 
 class DaemonThreads(Executor):
@@ -69,16 +89,22 @@ def open_channel(endpoint: Endpoint, address: Address, certificates: Certificate
 
 
 def open_server(
-    address: Address, certificates: Certificates | None, handlers: grpc.GenericRpcHandler, streams: int
+    address: Address, certificates: Certificates | None, handlers: grpc.GenericRpcHandler, room: Room
 ) -> grpc.Server:
-    """A server that listens at `address` only and has room for `streams` at once; not started yet.
+    """A server that listens at `address` only; not started yet.
 
     Raises:
         OSError: if it cannot listen there.
     """
-    options = [*_OPTIONS, ("grpc.so_reuseport", 0)]  # a port belongs to one worker
+    options = [
+        *_OPTIONS,
+        ("grpc.so_reuseport", 0),  # a port belongs to one worker
+        ("grpc.max_allowed_incoming_connections", room.connections),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_LIMIT_MS),
+        ("grpc.max_connection_idle_ms", _IDLE_LIMIT_MS),
+    ]
     endpoints = address.check_free()
-    server = grpc.server(DaemonThreads(), (handlers,), options=options, maximum_concurrent_rpcs=streams)
+    server = grpc.server(DaemonThreads(), (handlers,), options=options, maximum_concurrent_rpcs=room.streams)
     for endpoint in endpoints:
         try:
             if certificates is None:
@@ -87,6 +113,8 @@ def open_server(
                 server.add_secure_port(endpoint.place, _server_credentials(certificates))
         except RuntimeError as error:
             raise OSError(str(error)) from error
+        if address.path:
+            Path(address.path).chmod(stat.S_IRUSR | stat.S_IWUSR)  # whoever may write to it can connect
     return server
 
 

@@ -8,40 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from popdist.environments.environment import Environment
-from popdist.environments.faults import with_faults
 from popdist.environments.open_mpi import OpenMPIEnvironment
 from popdist.environments.poprun import PopRunEnvironment
-from popdist.environments.progress import NoProgress, ProgressPage, ProgressRecord, parse_progress
 from popdist.environments.single import SingleEnvironment
 from popdist.environments.slurm import SlurmEnvironment, SlurmWithoutPMIxEnvironment
-from popdist.environments.stack import show_stack_when_asked
-from popdist.environments.sums import complain_of_sums, right_sums_setting
 from popdist.environments.tf_config import Cluster, TFConfigEnvironment, read_cluster
-from popdist.environments.threads import thread_pool_setting, thread_pool_size
 from popdist.instance import Instance
 
 __all__ = [
     "ENVIRONMENTS",
     "Cluster",
     "Environment",
-    "NoProgress",
     "OpenMPIEnvironment",
     "PopRunEnvironment",
-    "ProgressPage",
-    "ProgressRecord",
     "SingleEnvironment",
     "SlurmEnvironment",
     "SlurmWithoutPMIxEnvironment",
     "TFConfigEnvironment",
-    "complain_of_sums",
     "detect_instance",
-    "parse_progress",
     "read_cluster",
-    "right_sums_setting",
-    "show_stack_when_asked",
-    "thread_pool_setting",
-    "thread_pool_size",
-    "with_faults",
 ]
 
 ENVIRONMENTS: tuple[Environment, ...] = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from popdist.environments import open_mpi
 from popdist.environments.environment import Environment, quote, read_whole_number, require_all
+from popdist.environments.open_mpi import VARIABLES as OPEN_MPI_VARIABLES
+from popdist.environments.open_mpi import Process, read_process
+from popdist.environments.open_mpi import is_set as is_started_by_open_mpi
 from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
@@ -54,8 +56,8 @@ class PopRunEnvironment(Environment):
                 f"the program asks for {num_replicas} replicas, poprun started {replicas.total} "
                 f"({quote(environ, [TOTAL])}); give both the same number"
             )
-        if open_mpi.is_set(environ):
-            return _one_of_many(replicas, open_mpi.read_process(environ), environ)
+        if is_started_by_open_mpi(environ):
+            return _one_of_many(replicas, read_process(environ), environ)
         return _alone(replicas, environ)
 
 
@@ -70,7 +72,7 @@ def _read(environ: Mapping[str, str]) -> _Replicas:
     )
 
 
-def _one_of_many(replicas: _Replicas, process: open_mpi.Process, environ: Mapping[str, str]) -> Instance:
+def _one_of_many(replicas: _Replicas, process: Process, environ: Mapping[str, str]) -> Instance:
     agree = (
         replicas.offset + replicas.local <= replicas.total
         and replicas.local_instance == process.local_rank
@@ -79,12 +81,12 @@ def _one_of_many(replicas: _Replicas, process: open_mpi.Process, environ: Mappin
     if not agree:
         raise EnvironmentMismatchError(
             "the variables of poprun and of Open MPI contradict each other: "
-            f"{quote(environ, (*VARIABLES, *open_mpi.VARIABLES))}; start the program with poprun"
+            f"{quote(environ, (*VARIABLES, *OPEN_MPI_VARIABLES))}; start the program with poprun"
         )
     return _instance(replicas, process.rank, process.size)
 
 
-def _is_block(replicas: _Replicas, process: open_mpi.Process) -> bool:
+def _is_block(replicas: _Replicas, process: Process) -> bool:
     return process.size * replicas.local == replicas.total and process.rank * replicas.local == replicas.offset
 
 

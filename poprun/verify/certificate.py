@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poprun.command_line import CommandLine
+from poprun.asking.command_line import CommandLine
+from poprun.asking.config import open_own, read_trusted
+from poprun.asking.lookup import quote_words
 from poprun.errors import PopRunError, UsageError
 from poprun.verify.hints import differing_facts
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, PARTS, START, UPDATE, Process, Record, Step
@@ -84,10 +86,10 @@ def read_certificate(path: Path) -> Certificate:
     """A certificate from its file.
 
     Raises:
-        UsageError: it cannot be read, or is none.
+        UsageError: it cannot be read, or is none, or somebody else can decide what it says, which is run.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_trusted(path, "certificate"))
     except OSError as error:
         raise UsageError(f"certificate {path} cannot be read: {error.strerror}; check --against") from None
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -119,7 +121,9 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
     """
     written = path.with_name(f"{path.name}.incomplete")
     try:
-        written.write_text(certificate.as_json() + "\n", encoding="utf-8")
+        written.unlink(missing_ok=True)
+        with open(open_own(written, os.O_EXCL), "w", encoding="utf-8") as file:
+            file.write(certificate.as_json() + "\n")
         written.replace(path)
     except OSError as error:
         written.unlink(missing_ok=True)
@@ -151,6 +155,16 @@ def asked_again(asked: Asked, certificate: Certificate) -> Asked:
         against=asked.against,
         record_dir=asked.record_dir,
     )
+
+
+def describe_options_of(certificate: Certificate, asked: Asked) -> str:
+    """What is run because the certificate says so, as words of a command; without what the user says himself."""
+    words: list[str] = []
+    for name, value in certificate.options.items():
+        if name not in asked.line.values:
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}={str(each).lower() if isinstance(each, bool) else each}" for each in values]
+    return quote_words([*words, *(() if asked.line.program else certificate.program)])
 
 
 def changed_facts(certificate: Certificate, record: Record) -> list[tuple[str, str, str]]:

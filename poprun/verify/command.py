@@ -13,24 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from poprun.answers import show
-from poprun.cores import usable_cores
 from poprun.errors import PopRunError, UsageError
+from poprun.hosts.cores import usable_cores
 from poprun.job import end_standard_input
-from poprun.job_machine import INTERRUPTS
 from poprun.log import Log
+from poprun.pages import USUAL_COLUMNS, columns_of, draw_rows
 from poprun.verify.certificate import (
     Certificate,
     asked_again,
     certificate_of,
     changed_facts,
     check_writable,
+    describe_options_of,
     read_certificate,
     shortened,
     write_certificate,
 )
 from poprun.verify.comparison import earliest, first_difference, first_inside, first_of_metrics
 from poprun.verify.differences import describe_metrics, explain
-from poprun.verify.report import Outcome, align, describe_difference, describe_success, draw_table
+from poprun.verify.report import Outcome, describe_difference, describe_success, draw_table
 from poprun.verify.running import Interrupted, Laboratory, Result, hosts_of, plan_run, take_interrupts
 from poprun.verify.spreads import (
     Run,
@@ -41,6 +42,8 @@ from poprun.verify.spreads import (
     run_with_failure,
 )
 from poprun.verify.words import Asked, describe_verify, read_words
+from poprun.watching.job_machine import INTERRUPTS
+from poprun.wording import without_controls
 
 FEWEST_STEPS_TO_RESUME = 4
 _LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after which all have left
@@ -60,10 +63,12 @@ def main(words: Sequence[str]) -> int:
     """
     asked = read_words(words)
     if asked is None:
-        show(describe_verify())
+        show(describe_verify(columns_of(os.environ) or USUAL_COLUMNS))
         return 0
     certificate = None if asked.against is None else read_certificate(asked.against)
     if certificate is not None:
+        if words_of_file := describe_options_of(certificate, asked):
+            show(without_controls(f"poprun verify: {asked.against} says: {words_of_file}"), 2)
         asked = asked_again(asked, certificate)
     spreads, plain = prepare(asked)
     before = {number: signal.getsignal(number) for number in INTERRUPTS}
@@ -167,7 +172,7 @@ class Verification:
         if resumed is not None:
             self.laboratory = replace(self.laboratory, leave_at=steps // 2 - 1)
             self._make(resumed)
-        show(draw_table(self._outcomes))
+        show(draw_table(self._outcomes, columns_of(os.environ)))
         is_equal = self._explain()
         if self.against is not None:
             is_equal &= self._compare(self.against)
@@ -261,7 +266,7 @@ class Verification:
         changed = changed_facts(certificate, self._first.record)
         if changed:
             rows = [("  what", "then", "now"), *((f"  {name}", then, now) for name, then, now in changed)]
-            show(f"\nchanged since the certificate was written:\n{align(rows)}")
+            show(f"\nchanged since the certificate was written:\n{draw_rows(rows, columns_of(os.environ))}")
         difference = first_difference(certificate.record, shortened(self._first.record))
         if difference is None:
             show(

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from popdist.environments.recording import Question
+from popdist.records.recording import Question
 from poprun.errors import PopRunError
 from poprun.verify.comparison import STEPS, Difference, are_same, first_difference, first_inside
 from poprun.verify.hints import Evidence, hints

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from popdist.environments.recording import LOSS, OPTIMIZER, Question
+from popdist.records.recording import LOSS, OPTIMIZER, Question
 from poprun.verify.comparison import STEPS, Difference
 from poprun.verify.records import BATCH, GRADIENTS, START, UPDATE, Process, Record
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from popdist.environments import recording
-from popdist.environments.recording import Question
+from popdist.records import recording
+from popdist.records.recording import Question
 from poprun.errors import PopRunError
 
 START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (

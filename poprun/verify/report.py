@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from poprun.pages import draw_rows
 from poprun.verify.comparison import STEPS, Difference
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Place, Record
 from poprun.verify.spreads import Run
@@ -50,8 +51,8 @@ class Outcome:
         return self.difference is None and self.exit_status == 0
 
 
-def draw_table(outcomes: Sequence[Outcome]) -> str:
-    """One row for each run, columns aligned."""
+def draw_table(outcomes: Sequence[Outcome], columns: int | None = None) -> str:
+    """One row for each run, columns aligned, on a page of so many columns; None: as many as it takes."""
     has_trainings = any(training for outcome in outcomes for training, _ in outcome.record.steps)
     rows = [_COLUMNS]
     for number, outcome in enumerate(outcomes, start=1):
@@ -65,13 +66,7 @@ def draw_table(outcomes: Sequence[Outcome]) -> str:
                 _result(outcome, number, has_trainings),
             )
         )
-    return align(rows)
-
-
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they have to be."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
+    return draw_rows(rows, columns)
 
 
 def _result(outcome: Outcome, number: int, has_trainings: bool) -> str:
@@ -111,7 +106,7 @@ def describe_difference(
     lines = [f"{sides} differ first at {where} (counted from 0), in the {_words(difference)}:"]
     rows = [(f"  {name or 'all'}", *_cells(found)) for name, found in distances[:MOST_ROWS]]
     if any(found != "" for _, found in distances):
-        lines.append(align([("  name", "elements that differ", "largest difference"), *rows]))
+        lines.append(draw_rows([("  name", "elements that differ", "largest difference"), *rows]))
     else:
         lines += [name for name, *_ in rows]
     if len(distances) > MOST_ROWS:

@@ -14,20 +14,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
-from popdist.environments.recording import Recording
-from poprun.command import Launch
-from poprun.command_line import CommandLine, Value
+from popdist.records.recording import Recording
+from poprun.asking.command_line import CommandLine, Value
+from poprun.asking.lookup import check_user
+from poprun.asking.settings import Settings, settings_from
 from poprun.errors import PopRunError, UsageError
-from poprun.hosts import Host
+from poprun.hosts.hosts import Host
 from poprun.job import run_job
-from poprun.job_machine import INTERRUPTS
 from poprun.log import Log, level_from
-from poprun.lookup import check_user
-from poprun.plan import find_hosts, plan_launch
-from poprun.settings import Settings, settings_from
+from poprun.planning.command import Launch
+from poprun.planning.plan import find_hosts, plan_launch
 from poprun.verify.records import Place, Record, read_record, record_files
 from poprun.verify.spreads import Run
 from poprun.verify.words import GRPC, RING, Asked
+from poprun.watching.job_machine import INTERRUPTS
 
 WORKER_SCRIPT = Path(__file__).with_name("worker_script.py")
 SAVED_STATUS = 128 + signal.SIGTERM

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from poprun.command_line import CommandLine, Value, find_option, read_command_line
-from poprun.config import import_config
+from poprun.asking.command_line import CommandLine, Value, find_option, read_command_line
+from poprun.asking.config import import_config
+from poprun.asking.options import OPTIONS, Kind, Option, describe_section
 from poprun.errors import UsageError
-from poprun.options import OPTIONS, Kind, Option, describe_section
+from poprun.pages import USUAL_COLUMNS, wrap
 
 VERIFY = "Verify"
 SOME_FAULT = "some"
@@ -52,7 +53,7 @@ _NOT_OF_VERIFY = {
 _OPTIONS = (*(each for each in OPTIONS if each.name != "inject"), *OPTIONS_OF_VERIFY)
 
 USAGE = """\
-usage: poprun verify --num-replicas R [options] program [program arguments]
+usage: poprun verify --num-replicas R [options] program ...
        poprun verify --against FILE [options]"""
 
 
@@ -114,13 +115,13 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def describe_verify() -> str:
-    """The text of `poprun verify --help`."""
+def describe_verify(columns: int = USUAL_COLUMNS) -> str:
+    """The text of `poprun verify --help`, for a page of so many columns."""
     return "\n\n".join(
         [
             USAGE,
-            describe_section(VERIFY, OPTIONS_OF_VERIFY),
-            "Other options are those of poprun, see poprun --help; every run gets them.",
+            describe_section(VERIFY, OPTIONS_OF_VERIFY, columns),
+            wrap("Other options are those of poprun, see poprun --help; every run gets them.", columns),
         ]
     )
 
@@ -132,7 +133,7 @@ def read_words(words: Sequence[str]) -> Asked | None:
         UsageError: it cannot be understood, or is impossible.
     """
     line = read_command_line(words, _OPTIONS)
-    if line.values.get("help"):
+    if line.values.get("help") or line.values.get("help-all"):
         return None
     own = {each.name: line.values[each.name] for each in OPTIONS_OF_VERIFY if each.name in line.values}
     rest = import_config(
@@ -142,9 +143,10 @@ def read_words(words: Sequence[str]) -> Asked | None:
         if name in rest.values and find_option(f"--{name}"):
             raise UsageError(f"--{name} is not for poprun verify: {way_out}")
     steps = own.get("steps")
+    spreads = _numbers(str(own["spreads"])) if "spreads" in own else ()
     return Asked(
-        line=rest,
-        spreads=_numbers(str(own["spreads"])) if "spreads" in own else (),
+        line=_with_replicas(rest, spreads) if "against" not in own else rest,
+        spreads=spreads,
         transports=_transports(str(own["transports"])) if "transports" in own else (MPI,),
         steps=None if steps is None else int(str(steps)),
         faults=_faults(own.get("inject")),
@@ -153,6 +155,13 @@ def read_words(words: Sequence[str]) -> Asked | None:
         against=_path(own.get("against")),
         record_dir=_path(own.get("record-dir")),
     )
+
+
+def _with_replicas(line: CommandLine, spreads: tuple[int, ...]) -> CommandLine:
+    """The line, with one replica for each instance of the largest spread where it does not say how many."""
+    if not spreads or "num-replicas" in line.values:
+        return line
+    return CommandLine(line.values | {"num-replicas": max(spreads)}, line.program)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -10,16 +10,16 @@ import pytest
 from beds import ROOT, open_bed
 from stopwatch import Stopwatch
 
-from poprun.host_checks import COPY_IT
+from poprun.hosts.host_checks import COPY_IT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.complete]
 
 INSPECT = """
 import json, os, sys
 from dataclasses import asdict, replace
-from poprun.before_launch import Inspection, inspect_hosts
+from poprun.hosts.before_launch import Inspection, inspect_hosts
 from poprun.errors import PopRunError
-from poprun.host_facts import question_about
+from poprun.hosts.host_facts import question_about
 
 hosts, changes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 question = question_about(changes.pop("program", sys.executable), "mpirun", os.environ)
@@ -119,6 +119,26 @@ def test_a_host_whose_link_is_cut_is_named(fresh):
     assert line.startswith("host h3: ssh: connect to host h3 port 2222: ")
 
 
+@pytest.fixture
+def parted(fresh):
+    """Neither h1 nor h2 can connect to the other one; h0 reaches both."""
+    fresh.on("h1", "ip", "route", "add", "blackhole", "10.77.0.12/32")
+    yield fresh
+    fresh.on("h1", "ip", "route", "del", "blackhole", "10.77.0.12/32")
+
+
+def test_hosts_that_cannot_connect_to_each_other_are_named(parted):
+    """Also when they are asked again: what is remembered of hosts is remembered of those that can."""
+    for _ in range(2):
+        lines = inspect(parted, ["h0", "h1", "h2"])["lines"]
+        assert [line.partition(" by TCP: ")[0] for line in lines] == [
+            "host h1: cannot be reached from h2 at 10.77.0.11",
+            "host h2: cannot be reached from h1 at 10.77.0.12",
+        ]
+        assert all("; let all TCP ports pass between the hosts (firewalls), " in line for line in lines)
+    assert inspect(parted, ["h0", "h1", "h3"])["lines"] == []
+
+
 def test_an_interpreter_that_is_missing_on_a_host_is_named(fresh):
     """/tmp is each host's own."""
     fresh.on("h0", "ln", "-sf", sys.executable, "/tmp/python")
@@ -198,7 +218,9 @@ def test_hosts_with_ipv6_only_are_found(tmp_path):
 def test_without_checks_the_network_follows_from_names_and_ssh_aliases(fresh):
     config = fresh.shared / "aliases"
     config.write_text("Host far\n  HostName 10.77.0.12\n")
-    program = "import os, sys; from poprun.before_launch import *; print(guess_network(sys.argv[1:], None, os.environ))"
+    program = (
+        "import os, sys\nfrom poprun.hosts.before_launch import *\nprint(guess_network(sys.argv[1:], None, os.environ))"
+    )
     done = fresh.python("h0", program, "h0", "h1", "far", POPRUN_SSH_ARGS=f"-F {config}")
     assert done.stdout == "Network(cidr='10.77.0.0/24', address='10.77.0.10', interface='eth0')\n", done.stderr
     done = fresh.python("h0", program, "h1", "nowhere", POPRUN_SSH_ARGS=f"-F {config}")

@@ -32,6 +32,22 @@ def test_hosts_in_good_order_are_well(hosts):
     ]
     assert set(rows(report, "name service").values()) == {"knows all hosts"}
     assert "at least" in rows(report, "all-reduce")["all"]
+    assert rows(report, "connections") == {"all": "each of 4 hosts reaches every other one by TCP"}
+
+
+def test_hosts_that_cannot_connect_to_each_other_are_a_fault(hosts):
+    """Not only neighbours in the ring."""
+    hosts.on("h1", "ip", "route", "add", "blackhole", "10.77.0.13/32")
+    try:
+        status, report = examine(hosts, "--host", ",".join(hosts.names))
+    finally:
+        hosts.on("h1", "ip", "route", "del", "blackhole", "10.77.0.13/32")
+    assert status == 1
+    found = {host: fact.partition(" by TCP: ")[0] for host, fact in rows(report, "connections").items()}
+    assert found == {
+        "h1": "cannot be reached from h3 at 10.77.0.11",
+        "h3": "cannot be reached from h1 at 10.77.0.13",
+    }
 
 
 def test_the_slow_link_is_found(hosts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -59,6 +60,48 @@ def test_instances_are_spread_in_blocks_and_find_the_same_environment(hosts):
         flags = each[4]["XLA_FLAGS"].split()  # poprun may have added one of its own
         assert each[4] | {"XLA_FLAGS": flags[0]} == expected
     assert {each[5] for each in found} == {os.getcwd()}
+
+
+@pytest.mark.parametrize(("slots", "instances"), [((2, 1), 3), ((4, 1, 1), 6)])
+def test_hosts_take_instances_by_their_slots_with_the_same_bits(hosts, slots, instances):
+    file = hosts.shared / "hostfile"
+    file.write_text("".join(f"h{index} slots={number}\n" for index, number in enumerate(slots)))
+    job = ["--hostfile", str(file), "--num-instances", str(instances), "--num-replicas", "6"]
+    root = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
+    poprun = [sys.executable, "-m", "poprun", *job, "--process-placement", "disabled", *root, "--tag-host"]
+    who = hosts.on("h0", *poprun, "hostname")
+    wanted = [f"h{index}" for index, number in enumerate(slots) for _ in range(number)]
+    assert [line.rpartition(":")[2] for line in sorted(who.stdout.splitlines())] == wanted, who.stderr
+    arguments = [sys.executable, DIGITS, "--model", "mlp", "--max-steps", "3", "--json", "-", "--replicas", "6"]
+    alone = hosts.on("h0", *arguments, "--strategy", "ipu", limit_s=100.0)
+    done = hosts.on("h0", *poprun, *arguments, limit_s=120.0)
+    results = [re.search(r'"variables_sha256": "(\w+)"', each.stdout) for each in (alone, done)]
+    assert all(results), (alone.stderr, done.stderr)
+    assert results[0][1] == results[1][1]
+
+
+def test_what_a_login_prints_is_no_output_of_the_job(hosts):
+    hosts.on("h1", "mount", "-t", "tmpfs", "none", "/etc/ssh")
+    try:
+        hosts.on("h1", "sh", "-c", "echo 'echo Welcome to h1' > /etc/ssh/sshrc")
+        done = run(hosts, hosts.names[:2], 2, "hostname")
+    finally:
+        hosts.on("h1", "umount", "/etc/ssh")
+    assert sorted(done.stdout.splitlines()) == ["[1,0]<stdout>:h0", "[1,1]<stdout>:h1"]
+    assert "Welcome to h1" in done.stderr.splitlines()
+
+
+def test_hosts_that_cannot_connect_to_each_other_end_a_job_with_the_words_of_open_mpi(hosts):
+    """Where nobody has looked before; each of them reaches h0."""
+    program = "import popdist; popdist.init(); popdist.synchronize()"
+    hosts.on("h1", "ip", "route", "add", "blackhole", "10.77.0.12/32")
+    try:
+        done = run(hosts, hosts.names[:3], 3, sys.executable, "-c", program, options=("--skip-checks",))
+    finally:
+        hosts.on("h1", "ip", "route", "del", "blackhole", "10.77.0.12/32")
+    assert done.returncode not in (0, 1)
+    assert re.search(r"failed to TCP connect|Unable to connect to the peer", done.stderr), done.stderr
+    assert 'calling\n"abort"' in done.stderr  # what mpirun itself says
 
 
 def test_the_variables_are_those_of_one_process(hosts, tmp_path_factory):
@@ -150,7 +193,8 @@ def test_ctrl_c_leaves_nothing_on_any_host(hosts):
 def test_a_poprun_that_is_killed_leaves_nothing_on_any_host(hosts):
     job = looping_job(hosts, hosts.names, 4)
     job.await_start()
-    (poprun,) = [pid for pid, command in hosts.processes("h0").items() if " -m poprun " in command]
+    # The one between poprun and mpirun is a copy of poprun, and comes later.
+    poprun = min(pid for pid, command in hosts.processes("h0").items() if " -m poprun " in command)
     os.kill(poprun, signal.SIGKILL)
     job.process.communicate(timeout=60)
     assert job.left(5.0) == set()
@@ -188,3 +232,75 @@ def test_the_start_has_a_limit_and_nothing_is_left_behind_a_firewall(hosts):
         assert job.left(2.0) == set()
     finally:
         hosts.on("h0", "iptables", "-F", "INPUT")
+
+
+def test_words_of_mpiruns_reach_the_programs_on_other_hosts(hosts):
+    given = [":", "--", "-np", "3", "@file", "--hostfile", "/none", "-x", "A=1", "--mca", "a", "b c", "", "--prtemca"]
+    program = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    done = run(hosts, ["h0", "h1"], 2, sys.executable, "-c", program, *given)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line.partition(":")[2]) for line in done.stdout.splitlines()] == [given, given]
+
+
+PORTS = """
+import os, pathlib, sys, time, popdist
+popdist.init()
+popdist.synchronize()
+if popdist.getInstanceIndex() == 0:
+    tables = [pathlib.Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    print(*{int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}, flush=True)
+    for _ in range(600):
+        if os.path.exists(sys.argv[1]):
+            break
+        time.sleep(0.1)
+popdist.synchronize()
+"""
+CALLS = """
+import socket, sys
+for port in sys.argv[1:]:
+    try:
+        socket.create_connection(("h0", int(port)), timeout=10).close()
+        print(port)
+    except ConnectionRefusedError:
+        pass
+"""
+
+
+def test_nobody_on_the_network_can_connect_to_a_job_of_one_host(hosts):
+    """But to the sshd of the host."""
+    go_on = hosts.shared / "go-on"
+    command = [*words(["h0"], 2), sys.executable, "-c", PORTS, str(go_on)]
+    with hosts.start("h0", *command) as job:
+        ports = job.stdout.readline().partition(":")[2].split()
+        called = hosts.python("h1", CALLS, *ports, limit_s=100.0)
+        go_on.touch()
+        _, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    assert called.returncode == 0, called.stderr
+    assert len(ports) > 4
+    assert called.stdout.split() == ["2222"]
+
+
+@pytest.mark.parametrize("moment", ["unchecked", "after a good check"])
+def test_nothing_runs_elsewhere_where_the_working_directory_is_missing(hosts, moment):
+    folder = "/tmp/only here"
+    root = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
+    job = ["--host", "h0,h1", "--num-instances", "2", "--num-replicas", "2", *root]
+    unchecked = ["--skip-checks"] if moment == "unchecked" else []
+    command = shlex.join([sys.executable, "-m", "poprun", *job, *unchecked, "pwd"])
+    for host in ("h0", "h1"):
+        assert hosts.on(host, "mkdir", folder).returncode == 0
+    try:
+        if not unchecked:
+            done = hosts.on("h0", "sh", "-c", f"cd '{folder}' && {command}", limit_s=100.0)
+            assert sorted(done.stdout.splitlines()) == [f"[1,{index}]<stdout>:{folder}" for index in range(2)]
+        hosts.on("h1", "rmdir", folder)
+        done = hosts.on("h0", "sh", "-c", f"cd '{folder}' && {command}", limit_s=100.0)
+        assert done.returncode == 127
+        assert f"[1,0]<stdout>:{folder}" in done.stdout or done.stdout == ""
+        assert "<stdout>" not in done.stdout.replace(f"[1,0]<stdout>:{folder}", "")
+        assert f"poprun: cannot start pwd: the working directory {folder} of poprun cannot be used here" in done.stderr
+    finally:
+        for host in ("h0", "h1"):
+            hosts.on(host, "rmdir", folder)

@@ -14,8 +14,9 @@ import pytest
 from beds import ROOT
 from slurm_bed import Slurm
 
-from poprun.allocation import find_allocation
-from poprun.schedulers.slurm import expand_nodes
+from poprun.asking.lookup import find_mpirun
+from poprun.hosts.allocation import find_allocation
+from poprun.hosts.schedulers.slurm import expand_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(240)]
 
@@ -131,7 +132,7 @@ class TestShells:
         assert done.stdout == "single 0 1 0 h0 0 1 2 3 sum 1\n"
 
     def test_mpirun_in_an_allocation_counts_as_mpirun(self, slurm):
-        mpirun = [sys.executable.replace("python", "mpirun"), "--allow-run-as-root", "--bind-to", "none"]
+        mpirun = [find_mpirun(sys.executable, slurm.bed.environ), "--allow-run-as-root", "--bind-to", "none"]
         done = slurm.run("salloc", "--quiet", "-N2", "-n3", *mpirun, "-n", "3", sys.executable, "-c", WHO)
         assert sorted(done.stdout.splitlines()) == [
             "mpirun 0 3 0 h0 0 sum 6",
@@ -195,6 +196,35 @@ def said_by(done):
 
 
 class TestPopRun:
+    def test_a_job_that_exports_nothing_runs_all_the_same(self, slurm):
+        words = [*POPRUN, "--num-instances", "2", "--num-replicas", "2", "hostname"]
+        script = slurm.folder / "exports_nothing"
+        script.write_text(f"#!/bin/sh\nexport PYTHONPATH={shlex.quote(str(ROOT))}\nexec {shlex.join(words)}\n")
+        job = slurm.submit(script, options=("-N2", "-n2", "--export=NONE"))
+        assert said_by(job) == ["h0", "h1"], job.stdout
+
+    def test_doctor_asks_the_hosts_of_the_allocation_as_a_job_does(self, slurm):
+        doctor = [sys.executable, "-m", "poprun", "doctor", "--json"]
+        done = slurm.run("salloc", "--quiet", "-N2", "-n2", *doctor, POPRUN_SSH_ARGS="-p 1")
+        assert done.returncode == 0, done.stdout
+        report = json.loads(done.stdout)
+        assert {each["host"] for each in report["findings"] if each["check"] == "program"} == {"h0", "h1"}
+        assert not [each for each in report["findings"] if each["check"].startswith("ssh ")]
+
+    def test_the_network_is_the_one_by_which_srun_comes(self, slurm):
+        """Not the first that the hosts have, which leads nowhere."""
+        hosts = {"h0": "192.168.5.10/24", "h1": "192.168.5.11/24"}
+        for host, address in hosts.items():
+            slurm.bed.on(host, "ip", "address", "add", address, "dev", "lo")
+        try:
+            words = ["--num-instances", "2", "--num-replicas", "2", "hostname"]
+            cache = {"XDG_CACHE_HOME": str(slurm.folder / "cache")}
+            done = slurm.run("salloc", "--quiet", "-w", "h[0-1]", "-n2", *POPRUN, *words, **cache)
+        finally:
+            for host, address in hosts.items():
+                slurm.bed.on(host, "ip", "address", "del", address, "dev", "lo")
+        assert said_by(done) == ["h0", "h1"], done.stderr
+
     def test_hosts_come_from_the_allocation_and_need_no_ssh(self, slurm):
         words = ["--num-instances", "4", "--num-replicas", "8", sys.executable, "-c", WHO]
         nobody = {"POPRUN_SSH_ARGS": "-p 1"}
@@ -211,7 +241,7 @@ class TestPopRun:
             "salloc", "--quiet", "-N2", "-n3", *POPRUN, *("--num-instances", "4", "--num-replicas", "4"), "true"
         )
         assert done.returncode == 2
-        assert re.search(r"4 instances on the 3 slots of Slurm job \d+ \(h0: 2, h1: 1\): use at most 3", done.stderr)
+        assert re.search(r"4 instances on the 3 slots of Slurm job \d+ \(h0: 2, h1: 1\): use 2 ", done.stderr)
 
     def test_it_is_not_started_by_every_task(self, slurm):
         done = slurm.run("srun", "-N2", "-n2", *POPRUN, "true")
@@ -254,17 +284,18 @@ def test_the_main_job_has_the_same_bits_in_sbatch_and_srun_as_alone(slurm):
     assert wanted[0] in slurm.run("srun", "--mpi=pmix", "-N2", "-n2", *task, limit_s=120).stdout
 
 
-def test_the_warning_before_the_end_makes_the_main_job_save(slurm):
-    """What `sbatch --signal=B:USR1@60` sends, sent in the second epoch."""
+@pytest.mark.parametrize("whom", [("--batch",), ()], ids=["the_script", "all_steps"])
+def test_the_warning_before_the_end_makes_the_main_job_save(whom, slurm):
+    """What `sbatch --signal=B:USR1@60` sends, and what it sends without `B:`, in the second epoch."""
     pytest.importorskip("orbax.checkpoint")
-    output, folder = slurm.folder / "output", slurm.folder / "checkpoints"
+    output, folder = slurm.folder / "output", slurm.folder / f"checkpoints{len(whom)}"
     script, environment = ROOT / "launch_scripts" / "slurm.sbatch", installed(slurm)
 
     def warn():
         deadline = time.monotonic() + 120
         while "epoch 1: loss" not in output.read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
-        slurm.run("scancel", "--batch", "--signal=USR1", "--user=root")
+        slurm.run("scancel", *whom, "--signal=USR1", "--user=root")
 
     output.write_text("")
     warner = threading.Thread(target=warn)

@@ -134,7 +134,8 @@ def test_a_training_that_loses_an_instance_goes_on_to_the_same_bits(slurm):
 
 def found_by(stdout):
     """What the instances that are left have found."""
-    return [json.loads(line.partition("<stdout>:")[2]) for line in stdout.splitlines() if "<stdout>:{" in line]
+    lines = (line.rpartition("<stdout>:")[2] for line in stdout.splitlines())
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def test_a_job_is_started_again_in_its_allocation(slurm):

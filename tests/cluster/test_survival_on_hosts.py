@@ -21,8 +21,8 @@ def train(bed, hosts, instances, *options):
     options = ("--num-replicas", "8", *options)
     done = run(bed, hosts, instances, sys.executable, PROGRAM, "4", options=options)
     assert done.returncode == 0, done.stderr
-    lines = [line.partition("<stdout>:")[2] for line in done.stdout.splitlines() if "<stdout>:{" in line]
-    return [json.loads(line) for line in lines], done.stderr
+    lines = (line.rpartition("<stdout>:")[2] for line in done.stdout.splitlines())
+    return [json.loads(line) for line in lines if line.startswith("{")], done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ def good_hello(addresses: Iterable[str], method: str = "control", **changes: obj
     """What rank 1 of the cluster would say to rank 0, but for the changes."""
     lane = CONTROL if method == "control" else "all/0/0"
     hello = Hello(PROTOCOL, digest_cluster(list(addresses), ""), 1, 0, "0123456789abcdef", lane)
-    return replace(hello, **changes)
+    return replace(hello, **{"user_id": os.getuid(), **changes})
 
 
 def proven(hello: str, token: str) -> tuple[tuple[str, str], ...]:

@@ -12,11 +12,11 @@ import pytest
 
 from collectives import Limits
 from collectives.backends.thread import ThreadHub, ThreadLink
-from collectives.ring import RingTransport
+from collectives.ring.transport import RingTransport
 from collectives.transport import Transport
 from collectives.waiting import NoProgress, Watch
-from collectives.window import WindowTransport
-from collectives.window_layout import channel_bytes
+from collectives.window.layout import channel_bytes
+from collectives.window.transport import WindowTransport
 
 LIMIT_S = 60.0
 SIZE = 3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, Settings, run_on_threads
-from collectives.link import CHUNK_BYTES
+from collectives.ring.link import CHUNK_BYTES
 
 RANKS = 3
 LENGTH = CHUNK_BYTES // 4 * 2 + 7  # elements of float32

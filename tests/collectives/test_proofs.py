@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from collectives.errors import SecurityError
 from collectives.network.security import TOKEN, Security
 
 STATEMENT = "rank 1 looks for rank 0"
 
 
 def knowing(token: str) -> Security:
-    return Security.from_environ({TOKEN: token})
+    return Security.from_environ({TOKEN: token} if token else {})
 
 
 def test_who_knows_the_token_can_prove_a_statement() -> None:
@@ -33,3 +34,19 @@ def test_a_proof_holds_for_one_statement() -> None:
 def test_without_a_token_everybody_is_believed() -> None:
     assert knowing("").is_proof("", STATEMENT)
     assert knowing("").prove(STATEMENT) == ""
+
+
+@pytest.mark.parametrize("proof", ["\xff" * 64, "\u0661", "\ud800", b"\xff" * 64, b"", "x" * 10_000], ids=ascii)
+def test_a_proof_may_be_anything_that_somebody_sends(proof: str | bytes) -> None:
+    assert not knowing("right").is_proof(proof, STATEMENT)
+    assert knowing("").is_proof(proof, STATEMENT)
+
+
+def test_a_proof_may_come_as_bytes() -> None:
+    assert knowing("right").is_proof(knowing("right").prove(STATEMENT).encode(), STATEMENT)
+
+
+@pytest.mark.parametrize("value", ["", " ", "\n"])
+def test_a_token_that_is_set_and_empty_is_refused(value: str) -> None:
+    with pytest.raises(SecurityError, match=f"{TOKEN} is set and empty, .*; give it a secret, or unset it"):
+        Security.from_environ({TOKEN: value})

@@ -13,7 +13,7 @@ from statements import assert_same_bits
 from collectives import Communicator, Settings
 from collectives.assembly import Group, assemble
 from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
-from collectives.link import CHUNK_BYTES, Link, Sizes, Transfer
+from collectives.ring.link import CHUNK_BYTES, Link, Sizes, Transfer
 
 
 class CountingLink(Link):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -34,7 +36,7 @@ from workers import (
 from collectives import Limits
 from collectives.calls import Call
 from collectives.network.addresses import Address
-from collectives.network.hello import Hello
+from collectives.network.hello import PROTOCOL, Hello
 from collectives.network.node import Node
 from collectives.network.security import Security
 from collectives.network.wire import CONTROL_METHOD, HELLO, LANE_METHOD, MESSAGE_BYTES
@@ -405,8 +407,9 @@ class Impostor:
 
     def begin(self, lane: str, messages: Iterator[bytes]) -> grpc.Future:
         """Send messages on a lane, without any limit of our own."""
-        cluster, incarnation = self.node.cluster, self.node.incarnation
-        hello = Hello(1, cluster, 1, 0, incarnation, lane).encode()
+        peer = self.node.peers[0]
+        words = Hello(PROTOCOL, self.node.cluster, 1, 0, peer.drawn, lane, peer.claim.incarnation, user_id=os.getuid())
+        hello = words.encode()
         call = self.channel.stream_unary(LANE_METHOD).future(messages, metadata=proven(hello, ""), timeout=LIMIT_S)
         self.calls.append(call)
         return call
@@ -468,8 +471,8 @@ def test_a_peer_that_sends_more_than_was_asked_for_is_lost(impostor: Impostor) -
 
 @in_a_job
 def test_messages_of_a_peer_have_a_limit(impostor: Impostor) -> None:
-    for size in (MESSAGE_BYTES * 2, MESSAGE_BYTES * 50):
-        assert impostor.answer(EXCHANGE_LANE, bytes(size)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for lane, size in (("all/0/1", MESSAGE_BYTES * 2), ("all/0/2", MESSAGE_BYTES * 50)):
+        assert impostor.answer(lane, bytes(size)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     impostor.assert_has_not_grown()
     assert impostor.worker.process.poll() is None
 
@@ -477,9 +480,9 @@ def test_messages_of_a_peer_have_a_limit(impostor: Impostor) -> None:
 @in_a_job
 @pytest.mark.complete
 def test_messages_that_nobody_takes_stay_with_their_sender(impostor: Impostor) -> None:
-    """1 GiB for lanes that do not exist: a few messages of each are kept, the others wait."""
+    """1 GiB for lanes that are not used yet: a few messages of each are kept, the others wait."""
     large = bytes(MESSAGE_BYTES)
-    calls = [impostor.begin(f"all/0/{lane}", (large for _ in range(256))) for lane in (100, 101)]
+    calls = [impostor.begin(f"all/0/{lane}", (large for _ in range(256))) for lane in (1, 2)]
     for call in calls:
         with pytest.raises(grpc.FutureTimeoutError):
             call.exception(1.0)
@@ -492,19 +495,54 @@ def test_messages_that_nobody_takes_stay_with_their_sender(impostor: Impostor) -
 @pytest.mark.complete
 def test_a_peer_opens_no_more_lanes_than_it_may(impostor: Impostor) -> None:
     refused: list[grpc.Future] = []
-    for start in range(0, 4200, 100):
+    for start in range(0, 1100, 100):
         calls = [impostor.begin(f"x{number}/0/0", iter([])) for number in range(start, start + 100)]
         refused += [call for call in calls if call.exception(LIMIT_S) is not None]
-    assert 100 <= len(refused) <= 110
+    assert len(refused) == 1100 - 1024
     assert {call.code() for call in refused} <= REFUSALS
     impostor.assert_has_not_grown()
     impostor.worker.wait_for("WARNING", "it opens too many lanes")
 
 
 @in_a_job
-def test_names_of_lanes_are_short(impostor: Impostor) -> None:
-    assert impostor.answer("x" * 257, b"") in REFUSALS
-    assert impostor.answer("x" * 256) is grpc.StatusCode.OK
+@pytest.mark.parametrize(
+    ("lane", "reason"),
+    [
+        *((lane, "there is no such lane") for lane in ("x", "all/0/3", "all/0/-1", "all/0/00", "all/0/")),
+        (f"all+{'1' * 4096}/0/0", "lane has 4104 characters"),
+    ],
+    ids=["no channel", "fourth", "negative", "two digits", "none", "long"],
+)
+def test_a_lane_that_no_channel_has_is_refused(impostor: Impostor, lane: str, reason: str) -> None:
+    assert impostor.answer(lane, b"x") in REFUSALS
+    impostor.worker.wait_for("WARNING", reason)
+
+
+@in_a_job
+def test_a_lane_has_one_stream(impostor: Impostor) -> None:
+    """The messages of a second one would come between those of the first."""
+    may_end = threading.Event()
+    calls = [impostor.begin("all/0/1", until(may_end)) for _ in range(2)]
+    impostor.worker.wait_for("WARNING", "rank 1 has begun that lane already")
+    may_end.set()
+    assert sorted(call.exception(LIMIT_S) is None for call in calls) == [False, True]
+    assert impostor.answer("all/0/1", b"x") in REFUSALS
+
+
+def until(event: threading.Event) -> Iterator[bytes]:
+    yield b"x"
+    event.wait()
+
+
+@in_a_job
+def test_a_lane_is_begun_by_who_was_told_the_number_of_its_receiver(impostor: Impostor) -> None:
+    """The number of the sender alone would do for a lane of old; now it takes what the receiver has told the sender."""
+    peer = impostor.node.peers[0]
+    for heard in ("", peer.drawn, "0" * 32):
+        hello = Hello(PROTOCOL, impostor.node.cluster, 1, 0, peer.drawn, "all/0/1", heard, user_id=os.getuid())
+        code, _ = answer_to(impostor.channel, proven(hello.encode(), ""), "lane", [b"x"])
+        assert code in REFUSALS
+    impostor.worker.wait_for("WARNING", "rank 1 is taken by another process")
 
 
 @in_a_job

@@ -91,6 +91,15 @@ def test_an_address_in_use_is_an_error(addresses: Sequence[str], kind: str) -> N
     assert re.search("in use|another process listens", str(caught.value))
 
 
+def test_a_name_one_part_of_which_is_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `localhost` over IPv6: who listens there would be taken for this worker."""
+    (port,) = free_ports(1)
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.1", "127.0.0.2")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    with listening_at(f"127.0.0.2:{port}"), pytest.raises(PeerRefusedError, match="cannot listen there: .*in use"):
+        connect([f"two-places:{port}", "unix:/nowhere/1"], 0)
+
+
 def test_the_file_of_a_socket_that_nobody_listens_at_is_no_hindrance(addresses: Sequence[str]) -> None:
     with listening_at(addresses[0]):
         pass

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
+import stat
+import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -11,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import http2
 import pytest
 from certificates import SERVER, Authority, Files
 from grpc_jobs import socket_addresses
 from grpc_threads import WorkerThreads
-from strangers import answer_at, good_hello, proven
+from strangers import LIMIT_S, answer_at, channel_to, good_hello, proven
 from watching import Warnings, watched
 from workers import (
     Job,
@@ -24,14 +30,19 @@ from workers import (
     assert_still_right,
     disposed_of,
     free_ports,
+    is_root,
     last_line,
     port_addresses,
     running,
+    until_listening,
 )
 
 import collectives
 from collectives import Communicator, Limits, PeerRefusedError, SecurityError, Settings
+from collectives.network.addresses import Address
+from collectives.network.hello import CONTROL
 from collectives.network.security import AUTHORITY, CERTIFICATE, INSECURE, KEY, TLS_VARIABLES, TOKEN, Security
+from collectives.network.wire import CONTROL_METHOD, HELLO, PROOF, WELCOME
 
 ELSEWHERE = "192.0.2.1:3737"  # of TEST-NET-1, which nobody owns
 RIGHT_TOKEN = "the-right-token"
@@ -84,6 +95,52 @@ def test_plaintext_between_machines_is_possible_and_warned_of() -> None:
         group = WorkerThreads(addresses, Security.from_environ({INSECURE: "1"}))
         group.assert_end_well([group.join(rank) for rank in range(2)])
     assert len(warnings.containing(f"{INSECURE}=1", *addresses)) == 2
+
+
+@contextlib.contextmanager
+def somebody_else() -> Iterator[str]:
+    """Another user of this machine; what they are called."""
+    if not is_root():
+        pytest.skip("becoming another user needs root")
+    sleeper = subprocess.Popen(["sleep", "1000"], user=OTHER_USER)
+    try:
+        yield f"user {OTHER_USER}"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+OTHER_USER = 43_210
+LISTENS = "listens where other users of this machine ("
+
+
+def test_workers_without_token_warn_once_each_where_others_use_the_machine() -> None:
+    with somebody_else(), watched() as warnings:
+        group = WorkerThreads(port_addresses(2))
+        group.assert_end_well([group.join(rank) for rank in range(2)])
+    for rank in range(2):
+        (line,) = warnings.containing(f"rank {rank} at {group.addresses[rank]} {LISTENS}")
+        assert line.endswith(f"set {TOKEN} to the same secret in all workers")
+
+
+def test_workers_with_a_token_or_sockets_of_their_own_do_not_warn() -> None:
+    with somebody_else(), watched() as warnings, socket_addresses(2) as sockets:
+        for group in (WorkerThreads(port_addresses(2), Security(token=RIGHT_TOKEN)), WorkerThreads(sockets)):
+            group.assert_end_well([group.join(rank) for rank in range(2)])
+    assert warnings.containing(LISTENS) == []
+
+
+def test_the_socket_of_a_worker_is_for_its_user_alone(lonely: Waiting) -> None:
+    assert stat.S_IMODE(Path(lonely.address.removeprefix("unix:")).stat().st_mode) == 0o600
+    lonely.group.assert_end_well([lonely.first, lonely.group.join(1)])
+
+
+def test_a_name_that_stood_for_this_machine_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers could send gradients elsewhere, in plaintext."""
+    (address,) = Security().check([Address.parse("localhost:3737")])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it is looked up again"))
+    assert {endpoint.location[0] for endpoint in address.endpoints()} <= {"127.0.0.1", "::1"}
+    assert address.is_loopback()
 
 
 @pytest.mark.parametrize("value", ["yes", "2", "true"])
@@ -246,15 +303,22 @@ class Waiting:
         assert not self.first.done()
 
 
-def waiting_for_the_right_one(group: WorkerThreads) -> Iterator[Waiting]:
-    """Afterwards the right one comes, and all is well."""
+@contextlib.contextmanager
+def first_of(group: WorkerThreads) -> Iterator[Waiting]:
+    """The first of two workers, which waits for the second."""
     nobody = "no such file" if group.addresses[1].startswith("unix:") else "connection refused"
     with watched() as warnings:
         first = group.join(0, connect_timeout_s=600.0)
         words = f"rank 0 at {group.addresses[0]} has waited", f"for rank 1 at {group.addresses[1]} ({nobody}"
         warnings.wait_for(1, *words)  # so it was there first, and knows
         yield Waiting(group, warnings, first)
-        group.assert_end_well([first, group.join(1)])
+
+
+def waiting_for_the_right_one(group: WorkerThreads) -> Iterator[Waiting]:
+    """Afterwards the right one comes, and all is well."""
+    with first_of(group) as waiting:
+        yield waiting
+        group.assert_end_well([waiting.first, group.join(1)])
 
 
 @pytest.fixture(scope="module")
@@ -328,14 +392,22 @@ def test_an_expired_certificate_is_refused(with_certificates: Waiting, authority
     with_certificates.assert_refuses(wrong.environ, "certificate")
 
 
-@in_a_job
 def test_a_certificate_for_another_host_is_refused(with_certificates: Waiting, authority: Authority) -> None:
-    """By the worker that calls it; it cannot be seen by the one that is called."""
-    wrong = authority.issue("elsewhere", ["elsewhere.example"])
-    job = Job(with_certificates.group.addresses, environ=wrong.environ)
-    with disposed_of() as workers:
-        workers.append(job.start("rounds", 1))
-        with_certificates.warnings.wait_for(1, f"rank 1 at {job.addresses[1]}", "mismatch, certificate is not valid")
+    """By the worker that is called, which hears of it; the one that calls would not have it either."""
+    wrong = authority.issue("elsewhere", ["elsewhere.example", "192.0.2.7"])
+    reason = "its certificate is for elsewhere.example, 192.0.2.7, and rank 1 is at 127.0.0.1"
+    with_certificates.assert_refuses(wrong.environ, reason, reason)
+
+
+@pytest.mark.parametrize("method", ["control", "lane"])
+def test_a_certificate_for_another_host_is_no_right_to_a_free_rank(
+    with_certificates: Waiting, authority: Authority, method: str
+) -> None:
+    wrong = authority.issue("elsewhere-too", ["elsewhere.example"])
+    hello = good_hello(with_certificates.group.addresses, method).encode()
+    code, details = answer_at(with_certificates.address, proven(hello, ""), method, files=wrong)
+    assert code is grpc.StatusCode.PERMISSION_DENIED, details
+    assert details.startswith("its certificate is for elsewhere.example, and rank 1 is at 127.0.0.1")
 
 
 @in_a_job
@@ -351,7 +423,7 @@ def test_a_worker_without_certificate_is_refused(with_certificates: Waiting) -> 
 @pytest.mark.parametrize("token", ["another-token", ""], ids=["another", "none"])
 def test_a_worker_with_the_wrong_token_is_refused(with_token: Waiting, token: str) -> None:
     reason = "its job token is not ours"
-    with_token.assert_refuses({TOKEN: token}, reason, reason)
+    with_token.assert_refuses({TOKEN: token} if token else {}, reason, reason)
 
 
 def test_a_worker_with_a_token_does_not_join_those_without(without_token: Waiting) -> None:
@@ -367,6 +439,102 @@ def test_a_worker_of_another_cluster_is_refused(with_token: Waiting) -> None:
     addresses = with_token.group.addresses
     reason = f"its cluster is not ours, which is {', '.join(addresses)}"
     with_token.assert_refuses_with(reason, addresses=[*addresses, f"{addresses[0]}.more"])
+
+
+# ---- strangers without a token to keep them away, while a worker waits
+
+
+@pytest.fixture
+def lonely() -> Iterator[Waiting]:
+    """The first of two, without token and certificates."""
+    with socket_addresses(2) as addresses, first_of(WorkerThreads(addresses)) as waiting:
+        yield waiting
+
+
+def welcomed(channel: grpc.Channel, addresses: Sequence[str]) -> tuple[grpc.Future, str]:
+    """A stranger that a worker welcomes as rank 1, and with what words."""
+    hello = good_hello(addresses, program="rogue.py", user="eve", process=7, host="h1").encode()
+    call = channel.stream_unary(CONTROL_METHOD).future(until(threading.Event()), metadata=proven(hello, ""))
+    return call, str(dict(call.initial_metadata())[WELCOME])
+
+
+def until(event: threading.Event) -> Iterator[bytes]:
+    yield b""
+    event.wait()
+
+
+def test_who_says_hello_first_but_does_not_listen_does_not_keep_the_right_worker_away(lonely: Waiting) -> None:
+    with channel_to(lonely.address) as channel:
+        call, _ = welcomed(channel, lonely.group.addresses)
+        second = lonely.group.join(1)
+        lonely.warnings.wait_for(1, "sent somebody away: rogue.py of eve, process 7 on h1 said hello as rank 1")
+        assert call.exception(LIMIT_S) is not None
+        lonely.group.assert_end_well([lonely.first, second])
+
+
+def test_what_a_worker_answers_to_a_stranger_does_not_let_that_one_in_at_another_worker(lonely: Waiting) -> None:
+    """Who had asked worker 0 could add messages to its lanes at worker 1."""
+    with channel_to(lonely.address) as channel:
+        call, welcome = welcomed(channel, lonely.group.addresses)
+        call.cancel()
+    workers = [lonely.first, lonely.group.join(1)]
+    lonely.group.assert_reduce(workers)
+    for method, lane in (("control", CONTROL), ("lane", "all/1/1")):
+        hello = good_hello(lonely.group.addresses, source=0, to=1, incarnation=welcome, lane=lane)
+        code, details = answer_at(lonely.group.addresses[1], proven(hello.encode(), ""), method, [b"x" * 64])
+        assert code is grpc.StatusCode.PERMISSION_DENIED, details
+        assert "rank 0 is taken by another process" in details
+    lonely.group.assert_end_well(workers)
+
+
+def test_workers_that_run_two_programs_are_both_named(lonely: Waiting) -> None:
+    """They may be two jobs at the same addresses."""
+    with channel_to(lonely.address) as channel:
+        call, _ = welcomed(channel, lonely.group.addresses)
+        first, second = (f"rank {rank} at {lonely.group.addresses[rank]} is " for rank in range(2))
+        lonely.warnings.wait_for(1, first, f"process {os.getpid()} on", f"{second}rogue.py of eve", "two programs")
+        call.cancel()
+    lonely.group.assert_end_well([lonely.first, lonely.group.join(1)])
+
+
+def test_jobs_of_two_users_at_the_same_addresses_do_not_mix(lonely: Waiting) -> None:
+    """One of them has worker 0, the other one worker 1; both are named."""
+    stranger = good_hello(lonely.group.addresses, user_id=4711, user="eve", program="other.py", process=7, host="h1")
+    code, details = answer_at(lonely.address, proven(stranger.encode(), ""))
+    assert code is grpc.StatusCode.PERMISSION_DENIED
+    assert details.startswith("it is other.py of eve, process 7 on h1, and this worker is ")
+    assert f", process {os.getpid()} on " in details
+    assert f"take other ones, or set {TOKEN}" in details
+    lonely.warnings.wait_for(1, "refused", "other.py of eve", "jobs of two users")
+    lonely.group.assert_end_well([lonely.first, lonely.group.join(1)])
+
+
+def test_a_proof_with_bytes_above_127_is_refused_like_any_other() -> None:
+    with socket_addresses(2) as addresses:
+        group = WorkerThreads(addresses, Security(token=RIGHT_TOKEN))
+        with first_of(group) as waiting, http2.connected(waiting.address) as connection:
+            hello = good_hello(addresses).encode()
+            metadata = [(HELLO, hello), (PROOF, "\xe9" * 64)]
+            connection.sendall(http2.opening() + http2.call(CONTROL_METHOD, metadata, http2.message(b"")))
+            waiting.warnings.wait_for(1, "refused", "its job token is not ours")
+            group.assert_end_well([waiting.first, group.join(1)])
+
+
+@in_a_job
+def test_silent_connections_leave_room_for_the_right_worker() -> None:
+    """More of them than the worker may open files, all there before it comes."""
+    job = Job(port_addresses(2))
+    with disposed_of() as workers, contextlib.ExitStack() as stack:
+        workers.append(job.start("rounds", 0, prefix=["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh"]))
+        until_listening(job.addresses[0])
+        for _ in range(3 * FILES):
+            stack.enter_context(http2.connected(job.addresses[0]))
+        workers.append(job.start("rounds", 1))
+        workers[1].wait_for("round 1 was right")
+        assert_end_well(workers)
+
+
+FILES = 150
 
 
 # ---- strangers that come while a job runs
@@ -446,8 +614,8 @@ def test_a_proof_holds_for_one_hello_only(pair: Running, method: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"protocol": 0}, "it speaks version 0 and we speak 1"),
-        ({"protocol": 2}, "it speaks version 2 and we speak 1"),
+        ({"protocol": 0}, "it speaks version 0 and we speak 2"),
+        ({"protocol": 3}, "it speaks version 3 and we speak 2"),
         ({"cluster": "0" * 16}, "its cluster is not ours"),
         ({"source": 0}, "it is rank 0 and looks for rank 0, but this is rank 0"),
         ({"source": 2}, "it is rank 2 and looks for rank 0, but this is rank 0"),

@@ -31,7 +31,7 @@ comm.Barrier()
 """
 PROGRESS_HEAD = """\
 import os, signal, sys
-from popdist.environments import ProgressPage
+from popdist.records import ProgressPage
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 page = ProgressPage.from_environ(os.environ)
 """
@@ -46,8 +46,10 @@ class Finished:
     stderr: str
 
     def lines_of(self, instance: int) -> list[str]:
-        """What an instance wrote on its standard output."""
+        """What an instance wrote on its standard output; one alone in its job has no tags in a pipe."""
         tag = f"[1,{instance}]<stdout>:"
+        if not instance and not self.stdout.startswith("[1,"):
+            tag = ""
         return [line.removeprefix(tag).strip() for line in self.stdout.splitlines() if line.startswith(tag)]
 
     @property

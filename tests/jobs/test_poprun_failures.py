@@ -5,14 +5,18 @@ What follows from what, and when, is tested in tests/poprun/test_job_machine.py;
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
 import signal
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from poprun_jobs import MPI_HEAD, PROGRESS_HEAD, Finished, also, run, start, start_command, two
+from poprun_jobs import LIMIT_S, MPI_HEAD, PROGRESS_HEAD, Finished, also, run, start, start_command, two
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -70,7 +74,8 @@ class TestPlainPrograms:
         job.wait_for("failing")
         finished = job.finish()
         check(finished, 1, 1, "ended with exit status 1")
-        assert finished.stderr.count("ValueError: no such data") == 1
+        assert finished.stderr.count("<stderr>:ValueError: no such data") == 1
+        assert finished.own_lines[-1].endswith(": ValueError: no such data (exit status 1)")
         assert "[1,1]<stderr>:Traceback (most recent call last):" in finished.stderr
         assert "prterun" not in finished.stderr
 
@@ -161,7 +166,7 @@ class TestPlainPrograms:
 
     def test_children_that_a_successful_program_leaves_are_ended(self):
         finished = run("sh", "-c", "sleep 100 & setsid sleep 100 & echo done")
-        assert (finished.status, finished.stdout) == (0, "[1,0]<stdout>:done\n")
+        assert (finished.status, finished.stdout) == (0, "done\n")
 
 
 class TestProgramsThatKeepARecord:
@@ -235,7 +240,7 @@ class TestProgramsThatKeepARecord:
     @pytest.mark.cores(2)
     def test_one_that_fails_because_another_was_killed_is_a_victim(self):
         program = MPI_HEAD + (
-            "from popdist.environments import ProgressPage\n"
+            "from popdist.records import ProgressPage\n"
             "page = ProgressPage.from_environ(os.environ)\n"
             "page.enter(5, b'barrier')\n"
             "page.waiting_for([1 - rank])\n"
@@ -264,8 +269,9 @@ def test_a_killed_shim_takes_its_program_with_it_and_is_blamed():
 def test_a_killed_mpirun_is_a_failure():
     program = (
         "import os, signal\n"
+        "def parent(pid): return open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]\n"
         "shim = os.getppid()\n"
-        "print('mpirun', open(f'/proc/{shim}/stat').read().rpartition(')')[2].split()[1], flush=True)\n"
+        "print('mpirun', parent(parent(shim)), flush=True)\n"
         "signal.pause()\n"
     )
     job = start(sys.executable, "-c", program)
@@ -295,3 +301,38 @@ def test_output_of_the_others_is_dropped_once_one_has_failed():
     finished = run(*two(program))
     check(finished, 4, 0)
     assert finished.stderr.splitlines()[0] == "[1,0]<stderr>:last words"
+
+
+class TestTheControlSocket:
+    def test_a_job_starts_while_strangers_hold_more_connections_than_poprun_has_descriptors(self):
+        words = [sys.executable, "-m", "poprun", "--num-instances", "2", "--num-replicas", "2", "echo", "said"]
+        job = start_command("sh", "-c", f"ulimit -Sn 64; exec {shlex.join(words)}")
+        with contextlib.ExitStack() as held:
+            name = control_socket(job.process.pid)
+            for _ in range(300):
+                stranger = held.enter_context(socket.socket(socket.AF_UNIX))
+                stranger.connect(f"\0{name}")
+                with contextlib.suppress(OSError):  # it may have been turned away
+                    stranger.sendall(b"\1\xff\xff\xff\xff")
+            finished = job.finish()
+        assert finished.status == 0, finished.stderr
+        assert finished.lines_of(0) == finished.lines_of(1) == ["said"]
+        assert "Traceback" not in finished.stderr
+
+    def test_a_progress_page_that_was_overwritten_is_one_warning(self):
+        program = f"{PROGRESS_HEAD}page._words[2] = 99\n"
+        finished = run(*two(program))
+        assert finished.status == 0, finished.stderr
+        assert len(finished.said) == 2
+        assert all("its progress page was overwritten (its state is 99)" in line for line in finished.said)
+
+
+def control_socket(pid: int) -> str:
+    """The name of poprun's socket, as soon as it is there."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while True:
+        found = re.search(rf"@(poprun-{pid}-\w+)", Path("/proc/net/unix").read_text())
+        if found:
+            return found[1]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)

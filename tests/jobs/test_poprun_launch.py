@@ -23,7 +23,7 @@ def tell(*options: str, environ: dict[str, str] | None = None) -> list[dict]:
     finished = run(*options, sys.executable, "-c", TELL, environ=environ)
     assert finished.status == 0, finished.stderr
     lines = sorted(finished.stdout.splitlines())
-    return [json.loads(line.partition(":")[2]) for line in lines]
+    return [json.loads(line[line.index("{") :]) for line in lines]
 
 
 def popdist_variables(told: dict) -> dict[str, str]:
@@ -176,3 +176,78 @@ def test_what_cannot_be_shown_is_one_line_and_no_traceback(words):
     assert shown.returncode == 141
     assert "[E] standard output cannot be written: No space left on device" in shown.stderr.splitlines()[-1]
     assert "Traceback" not in shown.stderr
+
+
+MPIRUNS = (":", "--", "-np", "3", "--mca", "btl", "^all", "@file", "--hostfile", "/none", "-x", "A=1", "--bind-to", "x")
+TELL_WORDS = "import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ.get('A')]))\n"
+
+
+class TestWordsOfMpirun:
+    """What follows the program's name is the program's, whatever it means to mpirun."""
+
+    @pytest.mark.parametrize(
+        "words", [(*MPIRUNS, "--prtemca"), *(also([word]) for word in (*MPIRUNS, "", "+", "++a", "-gmca", "--pmixmca"))]
+    )
+    def test_reach_the_program(self, words):
+        finished = run(*two(TELL_WORDS), *words)
+        assert finished.status == 0, finished.stderr
+        for instance in range(2):
+            assert [json.loads(line) for line in finished.lines_of(instance)] == [[list(words), None]]
+
+    @pytest.mark.parametrize("name", [":", also("--mca"), also("+np"), also("@file")])
+    def test_may_name_it(self, name, tmp_path):
+        program = tmp_path / name
+        program.symlink_to("/bin/echo")
+        path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+        finished = run("--num-instances", "2", "--num-replicas", "2", "--", name, "said", environ={"PATH": path})
+        assert finished.status == 0, finished.stderr
+        assert [finished.lines_of(instance) for instance in range(2)] == [["said"]] * 2
+
+    def test_reach_the_program_of_a_configuration_file(self, tmp_path):
+        file = tmp_path / "job.toml"
+        file.write_text(f"program = {json.dumps([sys.executable, '-c', TELL_WORDS, ':', '-np', '2'])}\n")
+        finished = run("--import-config", str(file))
+        assert finished.status == 0, finished.stderr
+        assert [json.loads(line) for line in finished.lines_of(0)] == [[[":", "-np", "2"], None]]
+
+
+LISTENERS = """
+import os, socket
+import popdist
+popdist.init()
+devices = set()
+for name in os.listdir("/proc/self/fd"):
+    try:
+        with socket.socket(fileno=os.dup(int(name))) as each:
+            if each.family != socket.AF_UNIX and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                devices.add(each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16))
+    except OSError:
+        continue
+print(devices)
+"""
+SPAWN = """
+import sys
+import numpy as np
+from mpi4py import MPI
+is_child = len(sys.argv) > 1
+others = MPI.Comm.Get_parent() if is_child else MPI.COMM_WORLD.Spawn(sys.executable, [__file__, "child"], 2)
+everyone = others.Merge(is_child)
+total = np.zeros(1 << 20)
+everyone.Allreduce(np.ones(1 << 20), total)
+print(total[-1], flush=True)
+others.Disconnect()
+"""
+
+
+class TestOnOneHost:
+    def test_instances_listen_to_no_network(self):
+        finished = run(*two(LISTENERS))
+        assert finished.status == 0, finished.stderr
+        assert finished.lines_of(0) == finished.lines_of(1) == [r"{b'lo\x00'}"]
+
+    def test_instances_reach_what_they_spawn(self, tmp_path):
+        program = tmp_path / "program.py"
+        program.write_text(SPAWN)
+        finished = run("--num-instances", "2", "--num-replicas", "2", sys.executable, str(program))
+        assert finished.status == 0, finished.stderr
+        assert finished.stdout.count("4.0") == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ RANK = "import os, sys, time\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
 
 def test_any_program_can_be_run():
     finished = run("echo", "Hello World")
-    assert (finished.status, finished.stdout, finished.said) == (0, "[1,0]<stdout>:Hello World\n", [])
+    assert (finished.status, finished.stdout, finished.said) == (0, "Hello World\n", [])
 
 
 def test_both_streams_of_every_instance_are_tagged():
@@ -81,15 +82,43 @@ def test_a_line_of_8_mib_comes_through_in_one_piece():
 
 
 def test_the_last_line_needs_no_end():
-    finished = run("printf", "one\ntwo")
-    assert finished.stdout == "[1,0]<stdout>:one\n[1,0]<stdout>:two\n"
+    finished = run("--tag-host", "printf", "one\ntwo")
+    tag = f"[1,0][{os.uname().nodename}]<stdout>:"
+    assert finished.stdout == f"{tag}one\n{tag}two\n"
+
+
+def test_a_pipe_gets_what_one_instance_writes_to_the_byte_and_standard_error_stays_tagged():
+    finished = run("sh", "-c", """printf '{"a":\n1}'; echo note >&2""")
+    assert (finished.status, json.loads(finished.stdout)) == (0, {"a": 1})
+    assert (finished.stdout, finished.stderr) == ('{"a":\n1}', "[1,0]<stderr>:note\n")
+
+
+def test_a_pipe_that_has_standard_error_too_gets_tags():
+    words = [sys.executable, "-m", "poprun", "echo", "Hello World"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": LIMIT_S}
+    finished = subprocess.run(words, env=os.environ | ROOT_ALLOWED, check=False, **options)
+    assert (finished.returncode, finished.stdout) == (0, b"[1,0]<stdout>:Hello World\n")
+
+
+def test_a_file_gets_tags(tmp_path):
+    words = [sys.executable, "-m", "poprun", "echo", "Hello World"]
+    with (tmp_path / "log").open("wb") as log:
+        subprocess.run(words, env=os.environ | ROOT_ALLOWED, check=True, stdout=log, timeout=LIMIT_S)
+    assert (tmp_path / "log").read_text() == "[1,0]<stdout>:Hello World\n"
+
+
+def test_no_tags_are_shown_if_asked_and_lines_stay_whole():
+    program = RANK + "sys.stdout.write(f'out {rank}\\n'); sys.stderr.write(f'err {rank}\\n')"
+    finished = run(*two(program, "--no-tags"))
+    assert sorted(finished.stdout.splitlines()) == ["out 0", "out 1"]
+    assert sorted(finished.stderr.splitlines()) == ["err 0", "err 1"]
 
 
 def test_empty_lines_and_bytes_that_are_no_text_pass():
     job = start("printf", r"\n\303\050\n")
     job.process.wait()
     job.streams[0].close()
-    assert bytes(job.streams[0]._data) == b"[1,0]<stdout>:\n[1,0]<stdout>:\xc3\x28\n"
+    assert bytes(job.streams[0]._data) == b"\n\xc3\x28\n"
     job.streams[1].close()
 
 
@@ -103,9 +132,9 @@ def test_a_line_appears_as_soon_as_it_is_whole():
 
 def test_a_prompt_without_line_end_appears_too():
     job = start(sys.executable, "-c", "import signal; print('name? ', end=''); signal.pause()")
-    job.wait_for("[1,0]<stdout>:name? ")
+    job.wait_for("name? ")
     job.process.terminate()
-    assert job.finish().stdout == "[1,0]<stdout>:name? \n"
+    assert job.finish().stdout == "name? "
 
 
 @pytest.mark.complete
@@ -117,7 +146,7 @@ def test_a_progress_bar_is_shown_while_it_moves():
         "sys.stdin.close()\n"
     )
     finished = run(sys.executable, "-c", program)
-    states = re.findall(r"\r\[1,0\]<stdout>:( *\d+) %", finished.stdout)
+    states = re.findall(r"\r( *\d+) %", finished.stdout)
     assert [int(state) for state in states] == list(range(40))
 
 
@@ -195,7 +224,7 @@ def test_a_full_disk_costs_a_warning_but_not_the_job(tmp_path):
     )
     finished = run("--output-dir", str(tmp_path), sys.executable, "-c", program)
     assert finished.status == 0
-    assert finished.stdout == "".join(f"[1,0]<stdout>:{n}\n" for n in range(1000))
+    assert finished.stdout == "".join(f"{n}\n" for n in range(1000))
     (warning,) = finished.stderr.splitlines()
     assert "POPRUN [W] cannot write" in warning
     assert "No space left on device; the job goes on" in warning
@@ -247,7 +276,7 @@ def test_a_reader_that_comes_late_finds_everything():
     output, _ = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, output) == (
         0,
-        b"[1,0]<stdout>:" + b"x" * 1_000_000 + b"\n[1,0]<stdout>:end\n",
+        b"x" * 1_000_000 + b"\nend\n",
     )
 
 
@@ -260,5 +289,5 @@ def test_a_slow_reader_delays_the_output_but_loses_nothing():
     finished = job.finish()
     assert finished.status == 0
     lines = finished.stdout.splitlines()
-    assert lines[-1] == "[1,0]<stdout>:end"
-    assert [int(line[14:24]) for line in lines[:-1]] == list(range(megabytes * 1024))
+    assert lines[-1] == "end"
+    assert [int(line[:10]) for line in lines[:-1]] == list(range(megabytes * 1024))

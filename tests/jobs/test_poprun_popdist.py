@@ -8,8 +8,11 @@ import sys
 import pytest
 from poprun_jobs import also, start, two
 
+from popdist.instance import this_host
+
 pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(240)]
 
+RAISES = "raise ValueError('no such data')"
 HEAD = """\
 import os, signal, sys
 import numpy as np
@@ -29,7 +32,7 @@ for step in range(2):
 @pytest.mark.parametrize(
     ("event", "status", "how"),
     [
-        ("raise ValueError('no such data')", 1, "ended with exit status 1"),
+        (RAISES, 1, "ended with exit status 1"),
         also("sys.exit(3)", 3, "ended with exit status 3"),
         also("raise SystemExit(4)", 4, "ended with exit status 4"),
         also("os._exit(5)", 5, "ended with exit status 5"),
@@ -47,7 +50,12 @@ def test_an_instance_that_leaves_while_the_other_needs_it_is_blamed(event, statu
     assert how in finished.own_lines[0]
     # A barrier lets one go earlier than the other, and the other may be on its way from it to the all-reduce.
     waiting = ("instance 0 was in collective 2, all_reduce", "instance 0 was in collective 1, barrier")
-    assert [line.startswith(waiting) for line in finished.own_lines[1:]] in ([True], [])
+    _, *others = finished.own_lines
+    if event == RAISES:
+        assert (
+            others.pop() == f"first cause: instance 1 on host {this_host()}: ValueError: no such data (exit status 1)"
+        )
+    assert [line.startswith(waiting) for line in others] in ([True], [])
     assert finished.stderr.splitlines()[-1].endswith(finished.own_lines[-1])
 
 
@@ -108,6 +116,7 @@ def test_what_one_says_at_its_end_is_not_buried_under_what_follows_from_it():
     finished = start(*words).finish()
     assert finished.status == 1
     assert finished.own_lines[0].startswith("instance 1 on host ")
+    assert finished.own_lines[-1].endswith(" (exit status 1), which wrote last: this needs an extra: pip install it")
     first, *rest = finished.stderr.splitlines()
     assert first == "[1,1]<stderr>:this needs an extra: pip install it"
     assert [line.partition(" POPRUN [E] ")[2] for line in rest] == finished.own_lines

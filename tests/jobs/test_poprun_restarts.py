@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -30,7 +31,8 @@ def test_a_job_completes_after_failures_of_different_kinds():
     finished = run(*two(program, *RESTART))
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(0)[-1] == "attempt 2"
-    killed, failed = finished.own_lines
+    killed, failed, cause = finished.own_lines
+    assert re.fullmatch(r"first cause: instance 0 on host \S+: ValueError: bad \(exit status 1\)", cause)
     assert killed.startswith("instance 1 on host ")
     assert killed.endswith(" was killed by SIGKILL")
     assert failed.startswith("instance 0 on host ")
@@ -117,7 +119,7 @@ def test_an_instance_that_is_stuck_is_named_with_its_line(how, where, tmp_path):
     """The other one waits for it only when it is where it is to be found."""
     begun = str(tmp_path / "begun")
     program = PROGRESS_HEAD + (
-        "from popdist.environments import show_stack_when_asked\n"
+        "from popdist.records import show_stack_when_asked\n"
         "show_stack_when_asked(os.environ)\n"
         "def forever():\n"
         f"    open({begun!r}, 'x').close(); any(iter(int, 1))\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from poprun_jobs import MPI_HEAD, also, leftovers, run, start, start_command, two
 
-from poprun.command import SHIM
-from poprun.wire import CONTROL_VARIABLE
+from poprun.planning.command import SHIM
+from poprun.talking.wire import CONTROL_VARIABLE
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -76,7 +76,7 @@ def test_a_program_can_use_the_signal_to_end_well():
 
 NEEDS_TIME = (
     "import os, signal, sys, time\n"
-    "from popdist.environments import ProgressPage\n"
+    "from popdist.records import ProgressPage\n"
     "page = ProgressPage.from_environ(os.environ)\n"
     "rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
     "page.grace(20)\n"

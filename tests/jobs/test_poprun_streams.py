@@ -34,7 +34,7 @@ def test_standard_input_that_nobody_reads_is_no_hindrance():
         job.process.stdin.write(b"x" * 10_000_000)
     with contextlib.suppress(BrokenPipeError):
         job.process.stdin.close()
-    assert job.finish().stdout == "[1,0]<stdout>:x\n"
+    assert job.finish().stdout == "x"
 
 
 def test_input_arrives_while_it_is_typed():
@@ -56,7 +56,7 @@ def test_closed_streams_do_no_harm():
 
 def test_without_a_terminal_programs_see_none():
     finished = run(sys.executable, "-c", "import sys; print(sys.stdout.isatty(), sys.stderr.isatty())")
-    assert finished.stdout == "[1,0]<stdout>:False False\n"
+    assert finished.stdout == "False False\n"
 
 
 def test_a_stream_that_is_a_terminal_is_one_for_the_program():
@@ -70,6 +70,21 @@ def test_a_stream_that_is_a_terminal_is_one_for_the_program():
     tag = b"[1,0]<stderr>:"
     assert status == 0
     assert shown == tag + b"False True\r\n" + tag + b"".join(b"\r" + tag + b"%d" % n for n in range(3)) + b"\r\n"
+
+
+def test_a_line_tells_of_the_beginning_on_a_terminal_and_leaves_nothing_there():
+    program = "import popdist, time\npopdist.init()\ntime.sleep(2)\nprint('begins')\n"
+    null = subprocess.DEVNULL
+    environ = {"NO_COLOR": "1", "TERM": "xterm"}
+    status, shown = on_terminal(program, environ=environ, stdin=null, stdout="terminal", stderr="terminal")
+    erase = b"\r\x1b[K"
+    assert status == 0
+    assert erase + b"no step is completed yet: data are loaded, programs compiled (" in shown
+    assert shown.rpartition(erase)[2] == b"[1,0]<stdout>:begins\r\n"
+    status, shown = on_terminal(
+        program, environ=environ | {"POPRUN_LOG_LEVEL": "ERROR"}, stdin=null, stdout="terminal", stderr="terminal"
+    )
+    assert (status, shown) == (0, b"[1,0]<stdout>:begins\r\n")
 
 
 def test_a_signal_for_the_whole_process_group_is_one_for_poprun():

@@ -73,12 +73,12 @@ def test_two_seconds_after_sigkill_of_poprun(program):
     assert watch.seconds < 2.0
 
 
-@pytest.mark.parametrize("generation", ["shim", "mpirun"])
+@pytest.mark.parametrize("generation", ["shim", "keeper", "mpirun"])
 def test_one_and_a_half_seconds_after_the_end_of_what_has_started_a_program(generation):
     job = start(sys.executable, "-c", "import os, signal\nprint('shim', os.getppid(), flush=True)\nsignal.pause()\n")
     job.wait_for("\n")
     pid = job.streams[0].text.split()[-1]
-    if generation == "mpirun":
+    for _ in range(["shim", "keeper", "mpirun"].index(generation)):
         with open(f"/proc/{pid}/stat") as file:
             pid = file.read().rpartition(")")[2].split()[1]
     os.kill(int(pid), signal.SIGKILL)

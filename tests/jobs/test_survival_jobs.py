@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from poprun_jobs import ROOT, Finished, start
 
 import strategies
-from popdist.environments.faults import KINDS
+from popdist.records.faults import KINDS
 
 PROGRAM = Path(__file__).parent / "programs" / "surviving_training.py"
 sys.path.insert(0, str(PROGRAM.parent))
@@ -331,8 +332,9 @@ def digits(instances: int, steps: int, folder: Path, *options: str) -> Finished:
 
 
 def fingerprint_of(finished: Finished) -> str:
-    [line] = [line for line in finished.stdout.splitlines() if ">:variables " in line]
-    return line.rpartition(" ")[2]
+    """As it is shown by one instance, without a tag in a pipe, or by several."""
+    [fingerprint] = re.findall(r"^(?:\[1,\d+\]<stdout>:)?variables (?:.* )?(\S+)$", finished.stdout, re.MULTILINE)
+    return fingerprint
 
 
 @pytest.mark.complete

@@ -79,7 +79,8 @@ def raised(strategy: str, instances: int = 2) -> float:
     finished, seconds = finish(job)
     line = blamed(finished, 1)
     assert re.search(rf"ended with exit status 1,? in step \d, after collective \d+, {THE_REDUCTION}", line)
-    assert finished.stderr.count("ValueError: no such image") == 1
+    assert finished.stderr.count("<stderr>:ValueError: no such image") == 1
+    assert finished.own_lines[-1].endswith(": ValueError: no such image (exit status 1)")
     assert finished.stderr.count("Traceback (most recent call last)") == 1
     return seconds
 

@@ -28,21 +28,21 @@ IN_COLLECTIVES = (
     ),
     Fault(
         name="the ring divides a mean by the number of ranks, not of contributions",
-        path="collectives/ring_passes.py",
+        path="collectives/ring/passes.py",
         old="self._replicas = parts.total",
         new="self._replicas = ring.size",
         caught_by=("tests/collectives/test_long_arrays.py::test_every_rank_gets_the_ordered_mean",),
     ),
     Fault(
         name="the last chunk of a ring pass is dropped",
-        path="collectives/ring.py",
+        path="collectives/ring/transport.py",
         old="for first in range(start, stop, step)]",
         new="for first in range(start, max(stop - step, start + 1), step)]",
         caught_by=("tests/collectives/test_long_arrays.py::test_every_rank_gets_the_ordered_mean",),
     ),
     Fault(
         name="contributions of a rank lie over each other in the window",
-        path="collectives/window_reduction.py",
+        path="collectives/window/reduction.py",
         old="start += place * arrays * self._chunk * dtype.itemsize",
         new="start += place * self._chunk * dtype.itemsize",
         caught_by=("tests/collectives/test_long_arrays.py::test_every_rank_gets_the_ordered_mean",),
@@ -56,7 +56,7 @@ IN_COLLECTIVES = (
     ),
     Fault(
         name="layouts are not compared",
-        path="collectives/ring.py",
+        path="collectives/ring/transport.py",
         old="if theirs[_FINGERPRINT] != fingerprint:",
         new="if theirs[_FINGERPRINT] == 0:",
         caught_by=(
@@ -89,7 +89,7 @@ IN_COLLECTIVES = (
     Fault(
         name="the token of a job is not compared",
         path="collectives/network/security.py",
-        old="return not self.token or hmac.compare_digest(self.prove(statement), proof)",
+        old="return not self.token or is_same(self.prove(statement), proof)",
         new="return not self.token or bool(proof)",
         caught_by=("tests/collectives/test_proofs.py::test_only_who_knows_the_token_can_prove_a_statement",),
     ),

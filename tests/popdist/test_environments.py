@@ -8,21 +8,18 @@ import pytest
 
 from popdist.environments import (
     ENVIRONMENTS,
-    NoProgress,
     OpenMPIEnvironment,
     PopRunEnvironment,
-    ProgressPage,
     SingleEnvironment,
     SlurmEnvironment,
     SlurmWithoutPMIxEnvironment,
     TFConfigEnvironment,
     detect_instance,
-    parse_progress,
-    thread_pool_setting,
-    thread_pool_size,
 )
-from popdist.environments.progress import DESCRIPTOR_VARIABLE, PAGE_BYTES, ProgressRecord, State, new_page
 from popdist.errors import EnvironmentMismatchError
+from popdist.records import NoProgress, ProgressPage, parse_progress
+from popdist.records.progress import DESCRIPTOR_VARIABLE, PAGE_BYTES, ProgressRecord, State, new_page
+from popdist.xla import thread_pool_setting, thread_pool_size
 
 
 def mpirun_variables(rank=0, size=2, local_rank=None):
@@ -265,9 +262,7 @@ class TestProgress:
         page.finished()
 
     def test_a_page_belongs_to_one_living_process(self, page, descriptor):
-        program = (
-            "import os; from popdist.environments import *;print(type(ProgressPage.from_environ(os.environ)).__name__)"
-        )
+        program = "import os; from popdist.records import *;print(type(ProgressPage.from_environ(os.environ)).__name__)"
         environ = os.environ | {DESCRIPTOR_VARIABLE: str(descriptor)}
 
         def child():

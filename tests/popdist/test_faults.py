@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from popdist.environments import NoProgress
-from popdist.environments.faults import Fault, FaultyProgress, InjectedError, parse_fault, with_faults
+from popdist.records import NoProgress
+from popdist.records.faults import Fault, FaultyProgress, InjectedError, parse_fault, with_faults
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_only_those_of_this_attempt_and_instance_are_due():
 
 BREAKS_CONNECTIONS = """
 import os, socket, sys
-from popdist.environments.faults import Fault, FaultyProgress
-from popdist.environments import NoProgress
+from popdist.records.faults import Fault, FaultyProgress
+from popdist.records import NoProgress
 listening = socket.create_server(("127.0.0.1", 0))
 one, inside = socket.create_connection(listening.getsockname()), socket.socketpair()
 other = listening.accept()[0]

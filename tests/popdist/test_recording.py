@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import popdist
-from popdist.environments import recording
-from popdist.environments.recording import Question, Recording, note_question, questions
 from popdist.errors import EnvironmentMismatchError
+from popdist.records import recording
+from popdist.records.recording import Question, Recording, note_question, questions
 
 FOLDER = recording.FOLDER_VARIABLE
 
@@ -68,10 +68,13 @@ def test_what_our_own_packages_ask_is_not_the_programs(nothing_asked, monkeypatc
     assert questions() == ()
 
 
-@pytest.mark.parametrize(("module", "where"), [("replica_program", "loss"), ("updates", "optimizer"), ("flat", "")])
+@pytest.mark.parametrize(
+    ("module", "where"), [("step/replica_program", "loss"), ("step/updates", "optimizer"), ("exchange/flat", "")]
+)
 def test_it_is_noted_what_was_being_compiled(nothing_asked, monkeypatch, module, where):
     monkeypatch.setenv(FOLDER, "/f")
     ours = Path(popdist.__file__).parents[1] / "strategies" / f"{module}.py"
+    assert ours.exists()
     scope = {"note_question": note_question}
     exec(compile("def answer(): note_question('it')", "/somewhere/answer.py", "exec"), scope)
     exec(compile("def ask(): answer()", "/somewhere/program.py", "exec"), scope)

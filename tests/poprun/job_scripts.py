@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from popdist.environments.progress import ProgressRecord, State
-from poprun.across import Across
-from poprun.diagnosis import Verdict
-from poprun.facts import Ending, EndKind
-from poprun.job_actions import Action, Ask, Ended, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
-from poprun.job_events import (
+from popdist.records.progress import ProgressRecord, State
+from poprun.log import Level
+from poprun.planning.across import Across
+from poprun.watching.diagnosis import Verdict
+from poprun.watching.facts import Ending, EndKind
+from poprun.watching.job_actions import Action, Ask, Ended, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
+from poprun.watching.job_events import (
     Event,
     InstanceClosed,
     InstanceEnded,
@@ -25,8 +26,7 @@ from poprun.job_events import (
     SignalCame,
     Tick,
 )
-from poprun.job_machine import JobMachine, Phase
-from poprun.log import Level
+from poprun.watching.job_machine import JobMachine, Phase
 
 BEGIN_S = 1000.0
 ANSWER_S = 0.01
@@ -52,6 +52,11 @@ def inside(*waiting_for: int, number: int = 5, since_s: float = 0.0) -> Progress
     return ProgressRecord(3, number, "all_reduce", State.IN_COLLECTIVE, BEGIN_S + since_s, waiting_for)
 
 
+def joining(since_s: float = 0.0) -> ProgressRecord:
+    """In `popdist.init`, where it waits for the others."""
+    return ProgressRecord(state=State.JOINING, since_s=BEGIN_S + since_s)
+
+
 def leaving(number: int = 4, since_s: float = 0.0, **more: Any) -> ProgressRecord:
     """In its exit handlers."""
     return ProgressRecord(3, number, "barrier", State.LEAVING, BEGIN_S + since_s, **more)
@@ -65,6 +70,8 @@ class Instance:
         host: where it runs.
         record: what it answers.
         answers: whether it does so.
+        is_stopped: whether a signal has stopped it.
+        works: whether it uses CPU time before it has come to `popdist.init`.
         stops: whether it heeds `Stop`.
         after_signal: how it ends after a signal that is passed on, and how long later; None: not at all.
         state: what it shows when it is examined; "": nothing.
@@ -76,6 +83,8 @@ class Instance:
     host: str = "node0"
     record: ProgressRecord = field(default_factory=ProgressRecord)
     answers: bool = True
+    is_stopped: bool = False
+    works: bool = True
     stops: bool = True
     after_signal: tuple[float, Ending | None] = (ANSWER_S, None)
     state: str = ""
@@ -212,7 +221,7 @@ class Script:
         match action:
             case Ask(index):
                 if self.instances[index].answers and not self.instances[index].has_ended:
-                    self._later(lambda: self._tell(ProgressCame(index, self.instances[index].record)))
+                    self._later(lambda: self._answer(index))
             case Stop(index):
                 if self.instances[index].stops:
                     self._later(lambda: self._stop(index))
@@ -233,6 +242,10 @@ class Script:
                     self._end_mpirun(128 + number)
             case Finish():
                 self._is_over = True
+
+    def _answer(self, index: int) -> None:
+        each = self.instances[index]
+        self._tell(ProgressCame(index, each.record, each.is_stopped, self.now_s if each.works else 0.0))
 
     def _later(self, deed: Callable[[], None], after_s: float = ANSWER_S) -> None:
         self.at(self.now_s - BEGIN_S + after_s, deed)

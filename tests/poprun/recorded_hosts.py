@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from poprun.cores import Core
-from poprun.host_facts import HostFacts, Interface
-from poprun.interfaces import Network
+from poprun.hosts.cores import Core
+from poprun.hosts.host_facts import HostFacts, Interface
+from poprun.hosts.interfaces import Network
 
 VERSIONS = {
     "python": "3.11.7",

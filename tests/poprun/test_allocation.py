@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import slurm_records as records
 
-from poprun.allocation import choose_hosts, find_allocation
+from poprun.asking.settings import Settings
 from poprun.errors import UsageError
-from poprun.hosts import Host
-from poprun.schedulers.scheduler import Allocation
-from poprun.schedulers.slurm import expand_counts, expand_nodes
+from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
+from poprun.hosts.hosts import Host, check_hosts
+from poprun.hosts.schedulers.scheduler import Allocation
+from poprun.hosts.schedulers.slurm import expand_counts, expand_nodes
 
 PBS_FILE = "/var/spool/pbs/aux/1234.pbs-server"
 OPENPBS = {
@@ -125,7 +127,7 @@ class TestSlurm:
         assert slots_of(find(records.SUBMITTED_BY_A_TASK)) == {"h1": 1}
 
     def test_mpirun_may_share_a_step(self):
-        assert dict(find(records.TERMINAL_TASK).variables) == {"SLURM_OVERLAP": "1"}
+        assert dict(find(records.TERMINAL_TASK).variables) == {"SLURM_OVERLAP": "1", "SLURM_EXPORT_ENV": "ALL"}
 
     @pytest.mark.parametrize("environ", [records.TASK, records.PMIX_TASK])
     def test_poprun_does_not_run_once_for_each_task(self, environ):
@@ -340,6 +342,11 @@ class TestChoosingHosts:
             ((None, None), 8, "h0 h1"),
             ((1, None, None), 8, "h1 h2"),
             ((8,), 5, "h0"),
+            ((4, 1, 1), 4, "h0"),
+            ((4, 1, 1), 6, "h0 h1 h2"),
+            ((4, 2, 2, 1), 6, "h0 h1 h2"),
+            ((4, 2, 2, 1), 9, "h0 h1 h2 h3"),
+            ((2, 1), 3, "h0 h1"),
         ],
     )
     def test_instances_are_spread_evenly_over_as_many_hosts_as_possible(self, slots, instances, names):
@@ -351,15 +358,31 @@ class TestChoosingHosts:
         with pytest.raises(UsageError) as refused:
             choose_hosts(allocation_of(2, 1), 4)
         assert str(refused.value) == (
-            "4 instances on the 3 slots of Slurm job 12 (h0: 2, h1: 1): use at most 3 (--num-instances), "
+            "4 instances on the 3 slots of Slurm job 12 (h0: 2, h1: 1): use 3 (--num-instances), "
             "ask Slurm for more tasks (--ntasks), or name the hosts with --host, which counts no slots"
         )
 
-    def test_slots_over_which_nothing_divides_are_refused(self):
-        with pytest.raises(
-            UsageError, match=r"3 instances cannot be spread evenly .*h1: 1\): use 2 \(--num-instances\)"
-        ):
-            choose_hosts(allocation_of(2, 1), 3)
+    @pytest.mark.parametrize("slots", [(4, 1, 1), (4, 2, 2, 1), (1, 1, 1, 1, 1)])
+    def test_what_is_advised_is_not_refused(self, slots):
+        for replicas in range(1, 13):
+            with pytest.raises(UsageError) as refused:
+                choose_hosts(allocation_of(*slots), 60, replicas)
+            advised = int(re.search(r"use (\d+) \(--num-instances\)", str(refused.value))[1])
+            assert replicas % advised == 0
+            settings = Settings(("p",), num_instances=advised, num_replicas=replicas)
+            check_hosts(choose_hosts(allocation_of(*slots), advised, replicas).hosts, settings)
+
+    def test_what_is_not_used_is_said(self):
+        reserved = allocation_of(4, 2, 1)
+        used = choose_hosts(reserved, 4).hosts
+        assert describe_use(reserved, used, Settings(("p",), num_instances=4, num_replicas=12)) == (
+            "4 instances on the 7 slots of Slurm job 12 (h0: 2 of 4, h1: 2 of 2, h2: 0 of 1), "
+            "for equal shares go before more hosts, and 4 are equal on 2 at most; "
+            "6 is the most for 12 replicas (--num-instances)"
+        )
+        everything = choose_hosts(reserved, 7).hosts
+        assert describe_use(reserved, everything, Settings(("p",), num_instances=7, num_replicas=7)) == ""
+        assert describe_use(allocation_of(None), (Host("h0"),), Settings(("p",))) == ""
 
     def test_many_hosts_are_cut_short_in_messages(self):
         with pytest.raises(UsageError, match=r"\(h0: 1, h1: 1, h2: 1, h3: 1, ... 64 hosts in all\)"):
@@ -368,7 +391,7 @@ class TestChoosingHosts:
 
 def test_reading_an_allocation_costs_no_heavy_import():
     heavy = "{'numpy', 'mpi4py', 'jax', 'collectives', 'ClusterShell'}"
-    program = f"import sys, poprun.allocation; sys.exit(repr({heavy} & set(sys.modules) or ''))"
+    program = f"import sys, poprun.hosts.allocation; sys.exit(repr({heavy} & set(sys.modules) or ''))"
     finished = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=dict(os.environ)
     )

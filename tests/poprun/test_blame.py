@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from popdist.environments.progress import ProgressRecord, State
-from poprun.diagnosis import find_stuck, first_cause, judge, judge_missing, vain_waits
-from poprun.facts import Ending, EndKind, Facts
+from popdist.records.progress import ProgressRecord, State
+from poprun.watching.diagnosis import find_stuck, first_cause, judge, judge_missing, vain_waits
+from poprun.watching.facts import Ending, EndKind, Facts
 
 HERE = "node0"
 UNUSED = ProgressRecord()

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.command import SHIM, Launch, build_command, extra_variables
-from poprun.cores import Core
-from poprun.hosts import Host
-from poprun.placement import place_instances
-from poprun.settings import Settings
+from poprun.asking.settings import Settings
+from poprun.hosts.cores import Core
+from poprun.hosts.hosts import Host
+from poprun.planning.command import SHIM, Launch, build_command, extra_variables
+from poprun.planning.placement import place_instances
 
 TWO_CORES = [Core(0, 0, 0, 0), Core(0, 0, 1, 1)]
 
@@ -57,7 +57,7 @@ def test_the_order_is_that_of_the_original():
         *("-x", "PATH", "-x", "LD_LIBRARY_PATH", "-x", "PYTHONPATH", "-x", "POPRUN_CONTROL"),
         *("-x", "A=1"),
         *("/opt/python", "-I", "-S", str(SHIM), "any"),
-        *("python3", "train.py", "--lr=0.1"),
+        *("python3", "train.py", "+--lr=0.1"),
     ]
 
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from poprun.command_line import CommandLine, find_option, read_command_line, read_instance_arguments
+from poprun.asking.command_line import CommandLine, find_option, read_command_line, read_instance_arguments
+from poprun.asking.options import OPTIONS, VIPU, Kind, describe_options
+from poprun.asking.settings import Settings, settings_from
 from poprun.errors import UsageError
-from poprun.options import OPTIONS, Kind, describe_options
-from poprun.settings import Settings, settings_from
+from poprun.notes import IDLE
 
 
 def read(text: str) -> CommandLine:
@@ -110,7 +111,17 @@ def test_the_last_of_several_values_holds():
         ("--num_instances 2 p", "unknown option --num_instances, did you mean --num-instances"),
         ("--nonsense p", "unknown option --nonsense; poprun --help lists all options"),
         ("-q p", "unknown option -q;"),
-        ("-np 4 p", "unknown option -np, did you mean --num-instances"),
+        ("--n 4 p", "unknown option --n, did you mean --num-instances"),
+        ("-c 4 p", "unknown option -c, did you mean --num-instances"),
+        ("-n2 p", "unknown option -n2"),
+        ("-np2 p", "unknown option -np2"),
+        ("-n python x.py", "--num-instances needs a whole number, got 'python'"),
+        (
+            "--nproc-per-node 2 p",
+            r"--nproc-per-node; --num-instances \(-n\) counts the processes of all hosts together",
+        ),
+        ("--nproc_per_node=2 p", r"--nproc_per_node; --num-instances \(-n\) counts"),
+        ("--nnodes=2 p", "--nnodes; .*, and --host names the hosts"),
         ("-x A=1 p", "unknown option -x, did you mean --mpi-local-args"),
         ("--output-dir --timestamps p", "needs a path, got '--timestamps'; write --output-dir=--timestamps if that is"),
         ("-H --num-instances 2 p", "--host needs a list of hosts .*, got '--num-instances'"),
@@ -171,7 +182,39 @@ def test_an_exact_name_wins_over_longer_ones():
 def test_every_option_is_found_by_all_its_spellings_and_is_in_the_help(option):
     for spelling in (f"--{option.name}", *option.spellings):
         assert find_option(spelling) is option
-        assert spelling in describe_options()
+        assert spelling in describe_options(with_rare=True)
+        assert option.is_rare or spelling in describe_options()
+
+
+@pytest.mark.parametrize("columns", [60, 72, 80, 133])
+@pytest.mark.parametrize("with_rare", [False, True])
+def test_the_help_fits_its_page(columns, with_rare):
+    lines = describe_options(columns, with_rare).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_options_without_effect_are_left_to_the_whole_help_and_say_so_there():
+    for option in OPTIONS:
+        assert option.is_rare or option.name not in IDLE
+        assert option.section != VIPU or option.is_rare
+    assert "(default 8090; without effect)" in describe_options(with_rare=True)
+    assert "V-IPU" not in describe_options()
+
+
+def test_the_help_begins_with_an_example():
+    usage = describe_options().split("\n\n")[1]
+    example = usage.splitlines()[-1].split()
+    assert example[0] == "poprun"
+    assert settings_from(read_command_line(example[1:])).replicas_per_instance == 4
+
+
+@pytest.mark.parametrize("spelling", ["-n", "-np", "--np", "--num-instances"])
+def test_users_of_other_launchers_find_their_option(spelling):
+    for words in ([spelling, "2"], [f"{spelling}=2"]):
+        settings = settings_from(read_command_line([*words, "python", "x.py", "-n", "3"]))
+        assert (settings.num_instances, settings.num_replicas) == (2, 2)
+        assert settings.program == ("python", "x.py", "-n", "3")
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
@@ -185,6 +228,8 @@ def test_the_defaults_in_the_help_are_those_of_the_settings():
     settings = Settings(program=("p",))
     for option in OPTIONS:
         default = getattr(settings, option.name.replace("-", "_"), None)
+        if option.name == "num-replicas":  # depends on --num-instances
+            continue
         if option.kind in (Kind.NUMBER, Kind.SECONDS) and default is not None:
             assert option.default == str(default)
         if option.kind is Kind.BOOLEAN and default is not None:
@@ -205,7 +250,17 @@ EXAMPLES = {
     Kind.INSTANCE_ARGUMENTS: ("0:-x A",),
 }
 UNUSED = {  # by this version; config.py, notes.py and __main__.py look at the command line itself
-    *("help", "version", "version-format", "verbose", "vv", "import-config", "export-config", "overwrite-config"),
+    *(
+        "help",
+        "help-all",
+        "version",
+        "version-format",
+        "verbose",
+        "vv",
+        "import-config",
+        "export-config",
+        "overwrite-config",
+    ),
     *("vipu-server-host", "vipu-server-port", "vipu-server-timeout", "vipu-partition-attempts", "vipu-cluster"),
     *("vipu-allocation", "reset-partition", "remove-partition", "sync-type", "numa-aware", "synchronise-poplar-sdk"),
 }
@@ -244,6 +299,13 @@ class TestSettings:
         with pytest.raises(UsageError, match="the job has 2 instances; use 0 to 1"):
             Settings(program=("p",), num_replicas=2, num_instances=2, only_output_from=shown)
 
+    def test_without_replicas_there_is_one_for_each_instance(self):
+        assert settings_from(read("--num-instances 3 p")).num_replicas == 3
+        assert settings_from(read("p")).num_replicas == 1
+        assert settings_from(read("--num-replicas 4 p")).num_instances == 1
+        with pytest.raises(UsageError, match="asked for 1 replica on 2 instances"):
+            settings_from(read("--num-instances 2 --num-replicas 1 p"))
+
     def test_a_program_is_needed(self):
         with pytest.raises(UsageError, match="no program given"):
             settings_from(read("--num-replicas 2"))
@@ -257,6 +319,7 @@ class TestSettings:
         ("given", "message"),
         [
             ({"host": ("a",), "hostfile": "f"}, "--host and --hostfile are both given"),
+            ({"no_tags": True, "tag_host": True}, "--no-tags and --tag-host are both given"),
             ({"json": True}, "--json is given without --dry-run"),
             ({"num_ilds": 0}, "--num-ilds is 0; use 1 or more"),
             ({"num_ilds": 2}, "asked for 1 instance on 2 ILDs; instances must divide evenly: use 2 "),

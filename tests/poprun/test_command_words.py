@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from poprun.command import Launch, build_command
-from poprun.hosts import Host
-from poprun.placement import place_instances
-from poprun.remote import Remote
-from poprun.settings import Settings
+from dataclasses import replace
+
+from poprun.asking.settings import Settings
+from poprun.hosts.hosts import Host
+from poprun.hosts.remote import Remote
+from poprun.planning.command import Launch, build_command
+from poprun.planning.placement import place_instances
 
 HERE = (Host("h", is_this_machine=True),)
 BOTH = (*HERE, Host("other"))
@@ -62,3 +64,13 @@ def test_faults_on_purpose_reach_every_instance() -> None:
     words = command(inject=("kill:instance=0", "stop:instance=1"))
     assert words.count("POPDIST_INJECT=kill:instance=0;stop:instance=1") == 2
     assert not [word for word in command() if "INJECT" in word]
+
+
+def test_each_shim_is_told_the_name_of_the_host_for_which_it_is_meant() -> None:
+    words = command(BOTH, replace(REMOTE, names={"h": "h.east", "other": "other.east"}))
+    assert [word for word in words if word.startswith("POPRUN_HOST")] == [
+        "POPRUN_HOST=h.east",
+        "POPRUN_HOST=other.east",
+    ]
+    for known in ({}, {"h": "h.east"}):  # mpirun gives all what the first context exports
+        assert not [word for word in command(BOTH, replace(REMOTE, names=known)) if "POPRUN_HOST" in word]

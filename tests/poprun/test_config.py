@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import os
 import tomllib
 
 import pytest
 
-from poprun.command_line import CommandLine, read_command_line
-from poprun.config import export_config, format_config, import_config, merge, parse_config
+from poprun.asking.command_line import CommandLine, read_command_line
+from poprun.asking.config import export_config, format_config, import_config, merge, parse_config
+from poprun.asking.options import OPTIONS, Kind
+from poprun.asking.settings import settings_from
 from poprun.errors import UsageError
-from poprun.options import OPTIONS, Kind
-from poprun.settings import settings_from
 
 EVERYTHING = [
     *("-v", "--vv", "-H", "node[00-03],b", "--num-replicas", "8", "--num-instances=4", "--ipus-per-replica", "2"),
@@ -171,3 +172,46 @@ def test_a_file_alone_starts_its_program(tmp_path):
     (tmp_path / "f").write_text('num-replicas = 2\nprogram = ["p", "--x"]')
     settings = settings_from(import_config(read_command_line(["--import-config", str(tmp_path / "f")])))
     assert (settings.program, settings.num_replicas) == (("p", "--x"), 2)
+
+
+class TestWhoseItIs:
+    """A configuration says what is run, with all rights of the user."""
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        path = tmp_path / "job.toml"
+        path.write_text('program = ["true"]\n')
+        return path
+
+    def test_one_that_others_can_write_to_is_refused_with_the_way_out(self, path):
+        path.chmod(0o666)
+        with pytest.raises(UsageError, match=rf"{path} says what is run, and others can write .*0666.*chmod go-w"):
+            import_config(CommandLine({"import-config": str(path)}))
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+    def test_one_of_somebody_else_is_refused_with_the_way_out(self, path):
+        os.chown(path, 65534, 65534)
+        with pytest.raises(UsageError, match="belongs to user 65534, and this is user 0; .* copy it"):
+            import_config(CommandLine({"import-config": str(path)}))
+
+    def test_a_pipe_will_do(self):
+        reading, writing = os.pipe()
+        os.write(writing, b'program = ["true"]\n')
+        os.close(writing)
+        line = import_config(CommandLine({"import-config": f"/dev/fd/{reading}"}))
+        os.close(reading)
+        assert line.program == ("true",)
+
+    @pytest.mark.parametrize("mode", [None, 0o666])
+    def test_one_that_poprun_writes_is_closed_to_others(self, tmp_path, mode):
+        path = tmp_path / "written.toml"
+        if mode is not None:
+            path.touch()
+            path.chmod(mode)
+        before = os.umask(0)
+        try:
+            export_config(CommandLine({"export-config": str(path), "overwrite-config": True}, ("true",)))
+        finally:
+            os.umask(before)
+        assert path.stat().st_mode & 0o777 == 0o644
+        assert import_config(CommandLine({"import-config": str(path)})).program == ("true",)

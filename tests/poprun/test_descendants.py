@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from poprun.processes import descendants, state_of
+from poprun.talking.processes import descendants, state_of
 
 FAMILY = """
 import os, sys, time
@@ -53,3 +53,27 @@ def test_who_has_ended_and_is_not_yet_waited_for_is_no_descendant() -> None:
     assert ended.pid not in descendants(os.getpid())
     ended.communicate()
     assert state_of(ended.pid) == b"X"
+
+
+FIRST_THREAD_ENDS = """
+import ctypes, subprocess, threading, time
+child = subprocess.Popen(["sleep", "600"])
+print(child.pid, flush=True)
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+"""exit(2), which ends only the calling thread; a process is like that, too, while it is being killed."""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of exit(2) is that of x86-64")
+def test_children_of_a_process_whose_first_thread_has_ended_are_found() -> None:
+    with subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout is not None
+        child = int(dying.stdout.readline())
+        try:
+            while state_of(dying.pid) != b"Z":
+                os.sched_yield()
+            assert child in descendants(os.getpid())
+        finally:
+            os.kill(child, signal.SIGKILL)
+            dying.kill()

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from popdist.environments.progress import ProgressRecord, State
-from poprun.diagnosis import (
+from popdist.records.progress import ProgressRecord, State
+from poprun.watching.diagnosis import (
     MOST_LINES,
     find_stuck,
     first_cause,
@@ -16,7 +16,7 @@ from poprun.diagnosis import (
     list_instances,
     vain_waits,
 )
-from poprun.facts import Ending, EndKind, Facts
+from poprun.watching.facts import Ending, EndKind, Facts
 
 HERE = "node0"
 
@@ -49,6 +49,24 @@ def job(*instances: tuple[Ending | None, ProgressRecord]) -> list[Facts]:
     return [
         Facts(index, f"node{index}", 100 + index, ending, record) for index, (ending, record) in enumerate(instances)
     ]
+
+
+class TestWhatOpenMPIEnds:
+    """As where one host cannot connect to another: mpirun alone knows why."""
+
+    @pytest.mark.parametrize(
+        ("record", "status", "needs_mpirun"),
+        [
+            (ProgressRecord(0, 0, "", State.RUNNING, 0.0), 14, True),
+            (ProgressRecord(0, 0, "", State.JOINING, 1.0), 14, True),
+            (ProgressRecord(3, 5, "barrier", State.IN_COLLECTIVE, 1.0, (0,)), 14, True),
+            (ProgressRecord(3, 4, "barrier", State.RUNNING, 1.0), 14, False),
+            (ProgressRecord(0, 0, "", State.JOINING, 1.0), 1, False),
+        ],
+    )
+    def test_is_told_with_the_words_of_mpirun_where_it_may_have_been_open_mpi(self, record, status, needs_mpirun):
+        facts = job((None, running()), (exited(status), record))
+        assert judge(facts, HERE).is_unexplained is needs_mpirun
 
 
 class TestAHostThatHasLostItsDaemon:
@@ -88,14 +106,14 @@ class TestAHostThatHasLostItsDaemon:
         ids=["the only one", "the first one", "at once with mpirun", "after mpirun"],
     )
     def test_is_the_one_whose_shims_say_so_first_whatever_has_become_of_others(self, orphaned_at_s, host):
-        """mpirun runs on host a."""
+        """mpirun runs on host a; where it has gone first, who fails in a collective then does so because of that."""
         facts = [
             Facts(index, "abc"[index], 100 + index, killed(told=True), inside(), 9.0, at_s)
             for index, at_s in enumerate(orphaned_at_s)
         ]
         verdict = judge([*facts, Facts(3, "a", 103, exited(14, 8.5), inside())], "a")
         line = f"host {host} has lost its daemon of Open MPI, and with it instance {'abc'.find(host)}"
-        assert verdict.lines[0].startswith(line if host else "instance 3 on host a")
+        assert verdict.lines[0].startswith(line) if host else verdict is None
 
 
 class TestAJobThatABatchSystemEnds:
@@ -212,6 +230,20 @@ class TestVerdict:
             "instance 1 on host node1 (pid 101) ended with exit status 3 in step 3, after collective 4, barrier",
             "instances 0, 2 were in collective 5, all_reduce 'gradients', step 3, waiting for instance 1",
         )
+
+    def test_what_open_mpi_ended_needs_its_own_words(self):
+        """Before the program has a record, or in a collective, on one of several hosts, with no exception's status."""
+        there = ((None, inside(1)), (None, ProgressRecord()))
+        for ending, record, is_aborted in (
+            (exited(14), ProgressRecord(), True),
+            (exited(14), inside(0), True),
+            (exited(3), running(), False),
+            (exited(1), ProgressRecord(), False),
+            (killed(11), ProgressRecord(), False),
+        ):
+            facts = job(*there, (ending, record))
+            assert judge(facts, HERE).is_unexplained is is_aborted
+            assert not judge([replace(each, host="node0") for each in facts], HERE).is_unexplained
 
     def test_a_signal(self):
         verdict = judge(job((killed(11), inside()), (None, ProgressRecord())), HERE)

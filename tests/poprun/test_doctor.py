@@ -23,15 +23,16 @@ from poprun.doctor import (
     read_words,
 )
 from poprun.errors import UsageError
-from poprun.host_checks import Finding
-from poprun.host_facts import Interface
-from poprun.links import (
+from poprun.hosts.host_checks import Finding
+from poprun.hosts.host_facts import Interface
+from poprun.hosts.links import (
     Clock,
     Helper,
     HelperError,
     HostMeasurements,
     Link,
     all_reduce_bound_s,
+    find_blocked,
     measure,
     ring_of,
     rounds_of,
@@ -167,6 +168,21 @@ def test_hosts_with_the_same_result_share_a_row():
     ]
 
 
+@pytest.mark.parametrize("columns", [80, 60])
+def test_on_a_narrow_page_the_way_out_stands_below_the_result(columns):
+    fact, way_out = (
+        "jaxlib 0.10.2 adds up wrongly on CPUs, and SUMS is 1",
+        "take that out of the environment of all hosts",
+    )
+    findings = [Finding("sums", "h0,h1", fact, way_out), Finding("memory attach", "h0", "allowed")]
+    lines = draw_table(findings, columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert lines[0] == "      check          host   result -> way out"
+    assert " ".join(line[28:].strip() for line in lines[1:-3]).startswith(f"{fact} -> {way_out}")
+    assert lines[-1] == "0 faults"
+    assert max(map(len, draw_table(findings).splitlines())) > columns
+
+
 def test_advice_is_no_fault():
     assert Report((Finding("load", "h0", "load 9", "others compute there"),)).is_well
     assert not Report((Finding("ssh", "h0", "is down", "start it", is_fault=True),)).is_well
@@ -179,6 +195,11 @@ def test_two_helpers_measure_the_link_between_them():
     assert all(abs(each.clock.offset_s) <= each.clock.uncertainty_s + 0.01 for each in measured)
     assert [(link.source, link.target, link.fault) for link in links] == [("a", "b", ""), ("b", "a", "")]
     assert all(link.round_trip_s > 0 and link.bytes_per_s > 0 for link in links)
+
+
+def test_hosts_that_reach_each_other_are_not_blocked():
+    assert find_blocked({"a": "127.0.0.1", "b": "127.0.0.2"}, sys.executable, LOCAL, 60.0) == []
+    assert find_blocked({}, sys.executable, LOCAL, 60.0) == []
 
 
 def test_a_link_to_an_address_that_nobody_has_is_a_fault():

@@ -6,7 +6,7 @@ import pytest
 from recorded_hosts import VERSIONS, host
 
 from poprun.doctor import check_sums
-from poprun.host_checks import Finding
+from poprun.hosts.host_checks import Finding
 
 
 def says(jaxlib: str, **environ: str) -> Finding:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from poprun.errands import Errand, run_errands
+from poprun.hosts.errands import Errand, run_errands
 
 LIMIT_S = 60.0
 
@@ -58,7 +58,7 @@ def test_a_feeder_ends_when_nobody_reads():
 def test_what_takes_too_long_is_killed_with_all_that_it_has_started(monkeypatch, tmp_path):
     """The limit is over when the other one has ended and the child has been started, however long that takes here."""
     now_s = 0.0
-    monkeypatch.setattr("poprun.errands.time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
+    monkeypatch.setattr("poprun.hosts.errands.time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
     child = tmp_path / "child"
     slow = Errand(sh("sleep 300 & echo $! >$1.new; mv $1.new $1; wait", str(child)))
     iteration = run_errands({"a": slow, "b": Errand(("true",))}, os.environ, LIMIT_S)

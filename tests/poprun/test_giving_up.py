@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from popdist.environments.progress import ProgressRecord, State
-from poprun.facts import Ending, EndKind, Facts
-from poprun.job_actions import Action, Ask, Release, Say, Stop
-from poprun.job_events import InstanceEnded, MemberConnected, MemberLost, ProgressCame
-from poprun.members import Members
-from poprun.survival import Survival
+from popdist.records.progress import ProgressRecord, State
+from poprun.watching.facts import Ending, EndKind, Facts
+from poprun.watching.job_actions import Action, Ask, Release, Say, Stop
+from poprun.watching.job_events import InstanceEnded, MemberConnected, MemberLost, ProgressCame
+from poprun.watching.members import Members
+from poprun.watching.survival import Survival
 
 WAITS = ProgressRecord(3, 5, "barrier", State.IN_COLLECTIVE, 1.0)
 

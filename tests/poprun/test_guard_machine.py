@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import poprun.guard_machine
-from poprun import wire
-from poprun.guard_machine import (
+import poprun.shim.guard_machine
+from poprun.shim.guard_machine import (
     ABORT_GRACE_S,
     CUT_SIGNAL,
     LINGER_S,
@@ -27,6 +26,7 @@ from poprun.guard_machine import (
     Do,
     GuardMachine,
 )
+from poprun.talking import wire
 
 KILL = (Do.SEND, signal.SIGKILL)
 SWEEP = (Do.SWEEP, 0)
@@ -239,6 +239,9 @@ def test_whatever_happens_it_is_over_soon_after_it_was_dismissed(seed):
         assert kinds.count(Do.TELL_TOLD) <= 1, number
 
 
+PURE = ("job_machine", "members", "survival", "lookout", "last_words", "standstill", "last_lines", "status_line")
+
+
 class TestItIsQuickToLoad:
     """The shim starts before each program."""
 
@@ -246,17 +249,20 @@ class TestItIsQuickToLoad:
 
     def test_the_shim_loads_nothing_slow(self):
         program = (
-            "import sys; before = set(sys.modules); import poprun.guard; print(*sorted(set(sys.modules) - before))"
+            "import sys; before = set(sys.modules); import poprun.shim.guard; print(*sorted(set(sys.modules) - before))"
         )
         words = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {ROOT!r}); {program}"]
         loaded = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
         assert not self.SLOW & set(loaded)
 
-    @pytest.mark.parametrize("name", ["guard_machine", "job_machine", "members", "survival", "lookout", "last_words"])
+    @pytest.mark.parametrize(
+        "name",
+        ["shim/guard_machine", *(f"watching/{name}" for name in PURE)],
+    )
     def test_a_machine_knows_no_clock_and_no_process(self, name):
         tree = ast.parse(Path(ROOT, "poprun", f"{name}.py").read_text())
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert not imported & {"time", "os", "socket", "select", "threading", "subprocess"}
 
 
-ROOT = str(Path(poprun.guard_machine.__file__).parents[1])
+ROOT = str(Path(poprun.shim.guard_machine.__file__).parents[2])

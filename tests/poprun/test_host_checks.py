@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from recorded_hosts import NETWORK, VERSIONS, host
 
-from poprun.host_checks import COPY_IT, Wanted, faults_of, findings_of, warnings_of
-from poprun.host_facts import Fault, HostFacts, Interface, facts_from
+from poprun.hosts.host_checks import COPY_IT, Wanted, faults_of, findings_of, warnings_of
+from poprun.hosts.host_facts import Fault, HostFacts, Interface, facts_from
 
 
 def wanted(instances: int = 2, **changes) -> Wanted:
@@ -115,6 +115,14 @@ def test_every_host_needs_an_address_in_the_chosen_network():
 def test_two_hosts_with_the_same_name_are_refused_because_open_mpi_hangs():
     assert faults(host(1, name="h0")) == [
         "host h1: has the host name h0, as h0 has; Open MPI would hang: `hostnamectl set-hostname` a name of its own"
+    ]
+
+
+def test_so_is_one_with_the_name_of_the_machine_that_launches_and_takes_no_part():
+    facts = {"h1.west": host(1, host="h1.west", name="h0")}
+    assert faults_of(facts, wanted()) == [
+        "host h1.west: has the host name h0, as h0 has; "
+        "Open MPI would hang: `hostnamectl set-hostname` a name of its own"
     ]
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from poprun.asking.settings import Settings
 from poprun.errors import UsageError
-from poprun.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine
-from poprun.settings import Settings
-from poprun.this_machine import is_named
+from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine, shares_of
+from poprun.hosts.this_machine import is_named
 
 
 def names(*lists: str) -> list[str]:
@@ -120,8 +122,7 @@ class TestThisMachine:
         [
             ("node0", ["node0"], True),
             ("NODE0", ["node0"], True),
-            ("node0", ["node0.cluster.example"], True),
-            ("node0.cluster.example", ["node0"], True),
+            ("node0.east", ["node0.EAST"], True),
             ("node0", ["node01"], False),
             ("node", ["node0"], False),
             ("10.0.0.1", ["10"], False),
@@ -131,7 +132,20 @@ class TestThisMachine:
         ],
     )
     def test_it_is_recognised_by_its_names(self, name, own, is_this):
-        assert is_named(name, own) is is_this
+        assert is_named(name, own, lambda host: (), {"10.0.0.1"}.__contains__) is (is_this or name == "10.0.0.1")
+
+    @pytest.mark.parametrize("own", ["node0", "node0.east"])
+    @pytest.mark.parametrize("name", ["node0", "node0.east", "Node0.west", "node0.west.example"])
+    def test_names_that_agree_up_to_the_first_dot_are_its_own_only_where_the_addresses_are(self, name, own):
+        for address, is_own in (("10.0.0.1", True), ("fd77::1", True), ("10.0.0.2", False)):
+            found = is_named(
+                name, [own, "localhost"], {name: [address]}.__getitem__, {"10.0.0.1", "fd77::1"}.__contains__
+            )
+            assert found is (is_own or name == own)
+        assert is_named(name, [own], lambda host: (), {"10.0.0.1"}.__contains__) is (name == own)
+
+    def test_other_names_are_not_looked_up(self):
+        assert not is_named("node1.east", ["node0.east", "localhost", "127.0.0.1"], {}.__getitem__, {}.__getitem__)
 
     def test_it_is_marked(self):
         hosts = recognise_this_machine([Host("node0", 2), Host("node1", 2)], "node1".__eq__)
@@ -180,7 +194,44 @@ class TestConstraints:
 
     def test_no_host_gets_more_instances_than_it_has_slots(self):
         check_hosts([Host("a", 2), Host("b", 3)], job(4))
-        with pytest.raises(
-            UsageError, match=r"host a has 2 slots, 6 instances on 2 hosts need 3 on each: use at most 4 "
-        ):
+        check_hosts([Host("a", 2), Host("b", 3)], job(5))
+        with pytest.raises(UsageError, match=r"the hosts have 5 slots, 6 instances are asked for: use 3 \(--num-inst"):
             check_hosts([Host("b", 3), Host("a", 2)], job(6))
+        with pytest.raises(UsageError, match=r"have 3 slots, 4 .*: use 3 .* with a multiple of 3 replicas"):
+            check_hosts([Host("a", 1), Host("b", 1), Host("c", 1)], job(4))
+
+    def test_hosts_of_which_only_some_have_slots_get_equally_many(self):
+        with pytest.raises(
+            UsageError, match=r"host a has 2 slots, 6 instances on 2 hosts need 3 on each: use 2 \(--num-instances\)"
+        ):
+            check_hosts([Host("b"), Host("a", 2)], job(6))
+        with pytest.raises(UsageError, match="asked for 5 instances on 2 hosts; instances must divide evenly"):
+            check_hosts([Host("b"), Host("a", 2)], job(5))
+
+    @pytest.mark.parametrize(
+        ("slots", "instances", "shares"),
+        [
+            ((4, 1, 1), 6, (4, 1, 1)),
+            ((4, 1, 1), 5, (3, 1, 1)),
+            ((4, 1, 1), 3, (1, 1, 1)),
+            ((4, 1, 1), 7, ()),
+            ((4, 1, 1), 2, ()),
+            ((4, 2, 2, 1), 9, (4, 2, 2, 1)),
+            ((4, 2, 2, 1), 8, (3, 2, 2, 1)),
+            ((1, 3, 3), 6, (1, 3, 2)),
+            ((4, 4), 4, (2, 2)),
+            ((None, None), 4, (2, 2)),
+            ((None, None), 3, ()),
+            ((None, 2), 5, ()),
+        ],
+    )
+    def test_shares_are_equal_or_as_equal_as_slots_allow(self, slots, instances, shares):
+        assert shares_of([Host(f"h{index}", number) for index, number in enumerate(slots)], instances) == shares
+
+    def test_every_number_from_one_for_each_host_to_all_slots_has_shares(self):
+        for slots in itertools.product(range(1, 5), repeat=3):
+            hosts = [Host(f"h{index}", number) for index, number in enumerate(slots)]
+            for instances in range(3, sum(slots) + 1):
+                shares = shares_of(hosts, instances)
+                assert sum(shares) == instances
+                assert all(1 <= share <= number for share, number in zip(shares, slots, strict=True))

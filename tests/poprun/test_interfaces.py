@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from poprun.errors import PopRunError, UsageError
-from poprun.host_facts import Interface
-from poprun.interfaces import Network, choose_network, look_up, read_interfaces, source_address
+from poprun.hosts.host_facts import Interface
+from poprun.hosts.interfaces import Network, choose_network, look_up, read_interfaces, source_address
 
 OURS = (
     Interface("lo", "127.0.0.1", 8),
@@ -130,7 +130,7 @@ def test_one_limit_holds_for_all_names(monkeypatch):
     answer = threading.Event()
     clock = FakeClock()
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [answer.wait(60)][:0])
-    monkeypatch.setattr("poprun.interfaces.time", clock)
+    monkeypatch.setattr("poprun.hosts.interfaces.time", clock)
     monkeypatch.setattr(threading.Thread, "join", lambda _, limit_s: clock.pass_by(limit_s))
     names = [f"h{index}" for index in range(60)]
     assert look_up(names, limit_s=0.5) == dict.fromkeys(names, ())

@@ -9,9 +9,10 @@ import random
 import signal
 
 import pytest
-from job_scripts import ANSWER_S, BEGIN_S, Script, exited, inside, is_over, killed, leaving, running
+from job_scripts import ANSWER_S, BEGIN_S, Script, exited, inside, is_over, joining, killed, leaving, running
 
-from poprun.job_actions import (
+from poprun.log import Level
+from poprun.watching.job_actions import (
     Ask,
     CleanUp,
     Examine,
@@ -26,17 +27,18 @@ from poprun.job_actions import (
     Stop,
     StopListening,
 )
-from poprun.job_events import (
+from poprun.watching.job_events import (
     InstanceClosed,
     InstanceEnded,
     InstanceTold,
     MemberConnected,
+    MpirunStopped,
     OutputCame,
     OutputIsBehind,
     StandardOutputClosed,
     Tick,
 )
-from poprun.job_limits import (
+from poprun.watching.job_limits import (
     CLOSE_LIMIT_S,
     EXAMINE_S,
     INTERRUPT_GRACE_S,
@@ -48,8 +50,9 @@ from poprun.job_limits import (
     QUICK_LOOK_S,
     SETTLE_LIMIT_S,
     SETTLE_S,
+    TOLD_LIMIT_S,
 )
-from poprun.log import Level
+from poprun.watching.members import MOST_QUESTIONS
 
 SOON_S = 1.0
 """What docs/failures.md promises for most failures."""
@@ -171,6 +174,16 @@ class TestAnInstanceThatFails:
         kinds = [type(action) for at_s, action in script.done if at_s >= 2.0]
         assert kinds == [Ask, Stop, Stop, CleanUp, ShowHiddenErrors, Say, Say, Finish]  # only instance 0 is asked
         assert script.all_of(ShowHiddenErrors) == [ShowHiddenErrors(1)]
+
+    def test_what_it_said_comes_last_behind_all_that_the_others_say_of_it(self):
+        script = waiting_for(1, 3)
+        script.at(1.9, OutputCame(1, 2, b"Traceback (most recent call last):\n"))
+        script.at(1.91, OutputCame(1, 1, b"no error\n"), OutputCame(1, 2, b"  File\nImportError: no grain\n"))
+        script.at(1.92, OutputCame(0, 2, b"Traceback (most recent call last):\n  File\nLayoutMismatchError: differ\n"))
+        script.end(2.0, 1, exited(1))
+        script.run()
+        assert script.said()[-1] == "first cause: instance 1 on host node0: ImportError: no grain (exit status 1)"
+        assert len(script.said()) == 3
 
     def test_is_blamed_even_if_it_has_said_nothing_about_itself(self):
         script = Script(2)
@@ -351,6 +364,184 @@ class TestAnInstanceThatIsStuck:
         assert script.said(Level.WARN)[0].endswith(
             "it is stopped by a signal or a debugger; instance 0 goes on without it"
         )
+
+
+MODES = pytest.mark.parametrize("least", [0, 1], ids=["stop", "shrink"])
+
+
+class TestTheWholeLifeOfAnInstance:
+    """From the start of its program to its end, whether or not others wait for it."""
+
+    LIMIT_S = 20.0
+
+    def starting(self, **more) -> Script:
+        """The others wait in `popdist.init` for the last one, which has not come there yet."""
+        script = Script(3, stuck_timeout_s=self.LIMIT_S, **more)
+        for index in (0, 1):
+            script.note(2.0, index, joining(since_s=2.0))
+        return script
+
+    @MODES
+    def test_one_that_is_stopped_before_init_is_named(self, least):
+        script = self.starting(least=least)
+        script.instances[2].is_stopped, script.instances[2].state = True, "T"
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (124, 2)
+        assert script.said()[:2] == [
+            "instance 2 on host node0 (pid 102) has made no progress for 20 s (--stuck-timeout-s) before popdist.init: "
+            "it is stopped by a signal or a debugger",
+            "instances 0-1 were in popdist.init, waiting for instance 2",
+        ]
+        assert script.closed_s <= self.LIMIT_S + 3 * LOOK_S
+
+    @MODES
+    def test_one_that_is_blocked_before_init_is_named(self, least):
+        script = self.starting(least=least)
+        script.instances[2].works, script.instances[2].state = False, "D"
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (124, 2)
+        assert "before popdist.init: it is waiting for a disk or a file server" in script.said()[0]
+        assert script.closed_s <= 2.0 + self.LIMIT_S + 3 * LOOK_S
+
+    def test_one_that_works_before_init_has_ten_times_as_long(self):
+        script = self.starting()
+        script.run(until_s=2.0 + 10 * self.LIMIT_S)
+        assert script.all_of(Examine) == []
+        script.run()
+        assert script.exit_status == 124
+
+    def test_nobody_is_stuck_where_all_sleep_before_init(self):
+        script = Script(2, stuck_timeout_s=self.LIMIT_S)
+        for index in range(2):
+            script.instances[index].works = False
+            script.note(5000.0, index, running(since_s=5000.0))
+            script.end(5001.0, index, exited())
+        script.run()
+        assert (script.exit_status, script.closed_s) == (0, at(5001.0))
+
+    def test_one_that_ends_before_init_is_waited_for_in_vain(self):
+        script = self.starting()
+        script.end(3.0, 2, exited())
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (1, 2)
+        assert script.said()[0].endswith("ended with exit status 0 too early: instances 0-1 still needed it")
+        assert script.over_s < 3.0 + SOON_S
+
+    def alone(self, **more) -> Script:
+        """All others have ended well, so nobody waits for the last one."""
+        script = training(2, stuck_timeout_s=self.LIMIT_S, **more)
+        script.end(1.0, 0, exited())
+        return script
+
+    @MODES
+    def test_the_last_one_is_stopped(self, least):
+        script = self.alone(least=least)
+        script.at(5.0, lambda: setattr(script.instances[1], "is_stopped", True))
+        script.instances[1].state = "T"
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (124, 1)
+        assert 5.0 + self.LIMIT_S <= script.closed_s <= 5.0 + self.LIMIT_S + 3 * LOOK_S
+
+    def test_one_that_was_stopped_for_less_goes_on(self):
+        script = self.alone()
+        for at_s in (5.0, 30.0):
+            script.at(at_s, lambda: setattr(script.instances[1], "is_stopped", True))
+            script.at(at_s + self.LIMIT_S - 1, lambda: setattr(script.instances[1], "is_stopped", False))
+        script.end(60.0, 1, exited())
+        script.run()
+        assert (script.exit_status, script.closed_s) == (0, at(60.0))
+
+    def test_the_last_one_may_compute_or_sleep_for_hours(self):
+        script = self.alone()
+        script.end(9000.0, 1, exited())
+        script.run()
+        assert (script.exit_status, script.closed_s) == (0, at(9000.0))
+
+
+class TestAHalt:
+    LIMIT_S = 20.0
+
+    @MODES
+    def test_a_shim_that_does_not_answer(self, least):
+        """The others cannot go on: nobody ends its program."""
+        script = training(2, stuck_timeout_s=self.LIMIT_S, least=least)
+        script.at(5.0, lambda: setattr(script.instances[1], "answers", False))
+        script.instances[1].stops = False
+        script.run()
+        assert (script.exit_status, script.verdict.instance, script.verdict.is_of_hosts) == (124, 1, True)
+        assert "supervisor process has not answered for 20 s (--stuck-timeout-s)" in script.said()[0]
+        assert 5.0 + self.LIMIT_S - LOOK_S <= script.closed_s <= 5.0 + self.LIMIT_S + 2 * LOOK_S
+        assert script.over_s <= script.closed_s + CLOSE_LIMIT_S + 2 * MPIRUN_LIMIT_S + 1e-6
+
+    def test_a_shim_that_does_not_answer_is_not_asked_for_ever(self):
+        """Its socket takes so much and no more, and then poprun would wait."""
+        script = training(2)
+        script.instances[1].answers = False
+        script.run(until_s=100.0)
+        assert script.all_of(Ask).count(Ask(1)) == MOST_QUESTIONS
+        assert script.all_of(Ask).count(Ask(0)) > 400
+
+    def test_a_shim_that_answers_again_is_asked_again(self):
+        script = training(2, stuck_timeout_s=self.LIMIT_S)
+        script.instances[1].answers = False
+        script.run(until_s=10.0)
+        script.instances[1].answers = True
+        for _ in range(MOST_QUESTIONS):
+            script._answer(1)
+        script.run(until_s=100.0)
+        assert not is_over(script)
+        assert script.all_of(Ask).count(Ask(1)) > 400
+
+    def test_nobody_is_silent_while_output_waits_for_its_reader(self):
+        script = training(2, stuck_timeout_s=self.LIMIT_S)
+        script.instances[1].answers = False
+        script.at(1.0, OutputIsBehind(True))
+        script.run(until_s=500.0)
+        assert not is_over(script)
+
+    @MODES
+    def test_mpirun_that_is_stopped(self, least):
+        script = training(2, stuck_timeout_s=self.LIMIT_S, least=least)
+        script.at(5.0, MpirunStopped(True))
+        script.run()
+        assert (script.exit_status, script.verdict.instance, script.verdict.is_of_hosts) == (124, None, True)
+        assert script.said() == ["mpirun was stopped by a signal or a debugger for 20 s (--stuck-timeout-s)"]
+        assert 5.0 + self.LIMIT_S - LOOK_S <= script.closed_s <= 5.0 + self.LIMIT_S + 2 * LOOK_S
+
+    def test_mpirun_that_was_stopped_for_less(self):
+        script = training(2, stuck_timeout_s=self.LIMIT_S)
+        script.at(5.0, MpirunStopped(True))
+        script.at(5.0 + self.LIMIT_S - 1, MpirunStopped(False))
+        script.run(until_s=500.0)
+        assert not is_over(script)
+
+    def test_open_mpi_that_connects_nobody(self):
+        script = Script(2, stuck_timeout_s=self.LIMIT_S)
+        for index in range(2):
+            script.note(2.0 + index, index, joining(since_s=2.0 + index))
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (124, None)
+        assert script.said()[0].startswith("instances 0-1 have waited for 20 s (--stuck-timeout-s) in popdist.init")
+        assert 3.0 + self.LIMIT_S <= script.closed_s <= 3.0 + self.LIMIT_S + 2 * LOOK_S
+
+    def test_a_process_that_is_left_of_an_instance_is_not_waited_for_any_longer(self):
+        script = training(2, stuck_timeout_s=self.LIMIT_S)
+        script.end(1.0, 0, exited())
+        script.at(1.0, InstanceEnded(1, exited(at_s=BEGIN_S + 1.0)))
+        script.run()
+        assert (script.exit_status, script.closed_s) == (0, at(1.0 + self.LIMIT_S))
+        (line,) = script.said(Level.WARN)
+        assert line.startswith("instance 1 on host node0 (pid 101) has ended, and its supervisor process has not said")
+
+    def test_a_shim_that_is_told_to_stop_unlike_the_others_is_lost(self):
+        """By a user; mpirun would tell all, and end."""
+        script = waiting_for(1)
+        script.at(2.0, InstanceTold(1))
+        script.end(2.15, 1, killed(told=True))
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (137, 1)
+        assert "was lost" in script.said()[0]
+        assert script.closed_s <= 2.0 + TOLD_LIMIT_S + LOOK_S + SETTLE_S + 1e-6
 
 
 class TestGoingOnWithoutTheLost:
@@ -680,6 +871,13 @@ class TestMpirun:
         ]
         assert script.closed_s == at(60.0 + SETTLE_S)
 
+    @pytest.mark.parametrize("others", [(), ("node1",)])
+    def test_that_starts_nothing_on_other_hosts_may_be_kept_from_it_by_a_firewall(self, others):
+        script = Script(3, connected=1, start_timeout_s=60.0, others=others)
+        script.run()
+        assert ("firewall" in script.said()[-1]) is bool(others)
+        assert ("ip_local_port_range" in script.said()[-1]) is bool(others)
+
     def test_that_cannot_start_is_over_at_once(self):
         script = Script(1, connected=0)
         script.end_mpirun(0.1, 213)
@@ -693,6 +891,26 @@ class TestMpirun:
         script.run(until_s=100.0)
         assert not is_over(script)
         assert script.all_of(Stop) == []
+
+    def test_that_is_killed_lets_instances_fail_in_init_and_is_named_all_the_same(self):
+        """Its connections are closed before the shims learn that it is gone; and no host is to blame but the job's."""
+        script = Script(2, least=1)
+        script.note(0.1, 0, joining(since_s=0.1))
+        script.at(1.0, InstanceTold(0, is_orphaned=True), InstanceTold(1, is_orphaned=True))
+        script.end(1.02, 0, exited(14))
+        script.end_mpirun(1.03, 137)
+        script.run()
+        assert (script.exit_status, script.verdict.instance, script.verdict.is_of_hosts) == (137, None, True)
+        assert script.said()[0] == "mpirun ended with 137 before every instance had completed"
+
+    def test_that_kills_a_shim_before_it_has_said_how_its_program_ended_blames_the_missing_one(self):
+        script = Script(2, connected=1)
+        script.at(1.0, InstanceTold(0))
+        script.lose(1.1, 0)
+        script.end_mpirun(1.2, 137)
+        script.run()
+        assert (script.exit_status, script.verdict.instance) == (137, None)
+        assert script.said()[1] == "instance 1 never started"
 
     def test_that_does_not_end_is_told_to_and_then_killed(self):
         script = training(2)
@@ -866,6 +1084,8 @@ class TestWhateverHappens:
             each.answers = generator.random() < 0.9
             each.stops = generator.random() < 0.9
             each.heeds = generator.random() < 0.5
+            each.is_stopped = generator.random() < 0.1
+            each.works = generator.random() < 0.9
             each.state = generator.choice(["", "T", "S"])
             each.after_signal = (generator.uniform(0, 3), generator.choice([None, exited(0), killed(15)]))
             each.after_release = (generator.uniform(0, 3), generator.choice([None, exited(0), exited(2)]))
@@ -883,6 +1103,8 @@ class TestWhateverHappens:
             script.interrupt(generator.uniform(1, 30), generator.choice([2, 15, 1, 10]))
         if generator.random() < 0.05:
             script.at(generator.uniform(1, 30), StandardOutputClosed())
+        if generator.random() < 0.1:
+            script.at(generator.uniform(1, 30), MpirunStopped(True))
         script.mpirun_heeds = {1: generator.random() < 0.8, 9: True}
         return script
 

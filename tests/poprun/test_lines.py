@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from poprun import wire
-from poprun.guard import CUT_SIGNAL, NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET
-from poprun.lines import LONGEST_LINE_BYTES, LONGEST_SILENCE_S, REDRAW_S, LineBuffer, silence_s
 from poprun.log import Level, format_line, level_from
+from poprun.shim.guard import CUT_SIGNAL, NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET
+from poprun.shim.lines import LONGEST_LINE_BYTES, LONGEST_SILENCE_S, REDRAW_S, LineBuffer, silence_s
+from poprun.talking import wire
 
 
 class TestLineBuffer:
@@ -66,7 +66,7 @@ class TestWire:
             wire.pack_hello(3, 77, 1.5, bytes(16), "höst"),
             wire.pack(wire.STDOUT, b"line\n"),
             wire.pack_ended(by_signal=True, told=False, lacked_memory=True, number=9, at_s=1.5),
-            wire.pack_progress(2.5, b"page"),
+            wire.pack_progress(2.5, b"page", True, 0.25),
             wire.pack_number(wire.SIGNAL, 15),
             wire.pack(wire.CLOSED),
         ]
@@ -78,13 +78,13 @@ class TestWire:
         assert wire.unpack_hello(contents[wire.HELLO]) == (3, 77, 1.5, bytes(16), "höst")
         assert contents[wire.STDOUT] == b"line\n"
         assert wire.unpack_ended(contents[wire.ENDED]) == (True, False, True, 9, 1.5)
-        assert wire.unpack_progress(contents[wire.PROGRESS]) == (2.5, b"page")
+        assert wire.unpack_progress(contents[wire.PROGRESS]) == (2.5, b"page", True, 0.25)
         assert wire.unpack_number(contents[wire.SIGNAL]) == 15
 
 
 def test_the_shim_and_popdist_agree_on_the_progress_page():
-    from popdist.environments import ProgressPage, parse_progress
-    from popdist.environments.progress import DESCRIPTOR_VARIABLE, new_page
+    from popdist.records import ProgressPage, parse_progress
+    from popdist.records.progress import DESCRIPTOR_VARIABLE, new_page
 
     assert new_page() == NEW_PAGE
     assert DESCRIPTOR_VARIABLE == PROGRESS_VARIABLE

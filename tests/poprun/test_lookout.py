@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from popdist.environments.progress import ProgressRecord, State
-from poprun.facts import Ending, EndKind, Facts
-from poprun.lookout import BLIND_S, Lookout
+from popdist.records.progress import ProgressRecord, State
+from poprun.watching.facts import Ending, EndKind, Facts
+from poprun.watching.lookout import BLIND_S, Lookout
 
 LIMIT_S = 10.0
 BEGIN_S = 1000.0
@@ -18,11 +20,16 @@ def lookout():
     return Lookout(LIMIT_S, "node0", BEGIN_S)
 
 
+def heard(facts: Facts, now_s: float) -> Facts:
+    """One whose shim has just answered."""
+    return replace(facts, answered_at_s=now_s)
+
+
 def stuck_after(lookout: Lookout, begin_s: float, end_s: float, pause_s: float = 1.0, is_behind: bool = False) -> bool:
     """Whether someone is found within that time, when one instance waits for another all along."""
     now_s = begin_s
     while now_s <= end_s and lookout.stuck is None:
-        lookout.look([WAITS, RUNS], now_s, is_behind)
+        lookout.look([heard(each, now_s) for each in (WAITS, RUNS)], now_s, is_behind)
         now_s += pause_s
     return lookout.stuck is not None
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from poprun.asking.lookup import check_program, check_working_directory, home_variables
 from poprun.errors import UsageError
-from poprun.lookup import check_program, check_working_directory, home_variables
 
 
 @pytest.fixture

@@ -2,10 +2,17 @@ from __future__ import annotations
 
 from job_scripts import exited, running
 
-from poprun.facts import EndKind
-from poprun.job_actions import Ask, Release, Stop
-from poprun.job_events import InstanceClosed, InstanceEnded, InstanceTold, MemberConnected, MemberLost, ProgressCame
-from poprun.members import Members
+from poprun.watching.facts import EndKind
+from poprun.watching.job_actions import Ask, Release, Stop
+from poprun.watching.job_events import (
+    InstanceClosed,
+    InstanceEnded,
+    InstanceTold,
+    MemberConnected,
+    MemberLost,
+    ProgressCame,
+)
+from poprun.watching.members import Members
 
 
 def members(count: int = 1) -> Members:

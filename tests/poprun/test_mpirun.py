@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from poprun.mpirun import Mpirun
+from poprun.watching.mpirun import Mpirun
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,10 @@ from poprun.mpirun import Mpirun
     ],
 )
 def test_its_complaint_is_made_of_whole_lines(said, complaint):
-    mpirun = Mpirun(["sh", "-c", f"printf '{said}' >&2"], os.environ)
-    os.waitpid(mpirun.pid, 0)
+    mpirun = Mpirun(["sh", "-c", f"printf '{said}' >&2"], os.environ, lambda _: None)
+    while mpirun.status is None:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        mpirun.reap()
     mpirun.read_rest()
     assert mpirun.complaint == complaint
     os.close(mpirun.stdout)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from poprun.output import TAIL_LINES, Output, Sink
-from poprun.output_lines import Cursor
-from poprun.output_style import OutputStyle, style_from
-from poprun.settings import Settings
+from poprun.asking.settings import Settings
+from poprun.watching.output import TAIL_LINES, Output, Sink
+from poprun.watching.output_lines import Cursor
+from poprun.watching.output_style import OutputStyle, style_from
 
 HOSTS = ("node0", "node0", "node1")
 
@@ -173,6 +173,19 @@ class TestStyle:
         settings = Settings(program=("p",), tag_host=True, timestamps=True, output_dir="out")
         assert style_from(settings, HOSTS, {}) == OutputStyle(True, True, None, Path("out"), HOSTS)
 
+    def test_one_instance_is_shown_as_it_is_in_a_pipe_and_several_are_not(self):
+        def untagged(is_piped=True, **options):
+            return sorted(style_from(Settings(program=("p",), **options), HOSTS, {}, is_piped).untagged)
+
+        assert untagged() == [1]
+        assert untagged(is_piped=False) == []
+        assert untagged(num_instances=2, num_replicas=2) == []
+        assert untagged(tag_host=True) == untagged(timestamps=True) == []
+        assert untagged(num_instances=2, num_replicas=2, no_tags=True) == [1, 2]
+
+    def test_without_tags_programs_have_all_columns(self):
+        assert OutputStyle(hosts=HOSTS, untagged=frozenset((1, 2))).columns == 0
+
     @pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
     def test_colours_can_be_forbidden(self, environ):
         assert style_from(Settings(program=("p",)), HOSTS, environ).colours is False
@@ -201,6 +214,21 @@ class TestOutput:
         only.close()
         for descriptor in saved:
             os.close(descriptor)
+
+    def test_lines_without_tags_stay_whole(self, capfdbinary):
+        output = Output(style=OutputStyle(hosts=HOSTS, untagged=frozenset((1, 2))))
+        for instance, data in ((0, b"on"), (1, b"two\n"), (0, b"three\n"), (1, b"last")):
+            output.show(instance, 1, data)
+        output.finish(1.0)
+        assert capfdbinary.readouterr().out == b"on\ntwo\nthree\nlast\n"
+
+    def test_a_plain_stream_has_what_was_written(self, capfdbinary):
+        output = Output(style=OutputStyle(hosts=HOSTS, untagged=frozenset((1,)), is_plain=True))
+        output.show(0, 1, b"a\rb\r\nla")
+        output.show(0, 1, b"st")
+        output.show(0, 2, b"err")
+        output.finish(1.0)
+        assert capfdbinary.readouterr() == (b"a\rb\r\nlast", b"[1,0]<stderr>:err\n")
 
     def test_style_holds_on_both_streams(self, capfdbinary):
         style = OutputStyle(tag_host=True, timestamps=True, hosts=HOSTS)

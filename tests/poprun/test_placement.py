@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from poprun.cores import Core, deal_cores, deal_sockets, divide_cores, usable_cores
-from poprun.guard import parse_cpus
-from poprun.placement import Place, place_instances
-from poprun.settings import Settings
+from poprun.asking.settings import Settings
+from poprun.hosts.cores import Core, deal_cores, deal_sockets, divide_cores, usable_cores
+from poprun.planning.placement import Place, place_instances
+from poprun.shim.guard import parse_cpus
 from poprun.wording import list_ranges
 
 
@@ -111,6 +111,14 @@ def test_hosts_get_equal_blocks_of_instances_in_their_order(instances, hosts, wa
     places = place(settings(instances), machine(1, 2), hosts)
     assert " ".join(f"{each.host}{each.local_index}" for each in places) == wanted
     assert [each.index for each in places] == list(range(instances))
+
+
+def test_hosts_may_get_blocks_of_different_lengths():
+    places = place(settings(6, 12), machine(1, 4), "abc", shares=(4, 1, 1))
+    assert " ".join(f"{each.host}{each.local_index}" for each in places) == "a0 a1 a2 a3 b0 c0"
+    assert [each.index for each in places] == list(range(6))
+    assert [replica for each in places for replica in each.replicas] == list(range(12))
+    assert [each.cpus for each in places] == [(0,), (1,), (2,), (3,), (), ()]
 
 
 @pytest.mark.parametrize("instances", [4, 6, 12])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import signal
 import socket
+import struct
 
 import pytest
 
-from popdist.environments.progress import PAGE_BYTES, ProgressRecord, State
-from poprun import wire
-from poprun.control import Member
-from poprun.facts import Ending, EndKind
-from poprun.guard import NEW_PAGE
-from poprun.job_actions import Ask, Examine, PassOn, Release, Stop
-from poprun.job_events import (
+from popdist.records.progress import PAGE_BYTES, ProgressRecord, State
+from poprun.shim.guard import NEW_PAGE
+from poprun.talking import wire
+from poprun.watching.control import Member
+from poprun.watching.facts import Ending, EndKind
+from poprun.watching.job_actions import Ask, Examine, PassOn, Release, Stop
+from poprun.watching.job_events import (
     InstanceClosed,
     InstanceEnded,
     InstanceExamined,
@@ -23,8 +24,8 @@ from poprun.job_events import (
     OutputCame,
     ProgressCame,
 )
-from poprun.reports import InputWanted, read_reports
-from poprun.supervision import pack_order
+from poprun.watching.reports import InputWanted, read_reports
+from poprun.watching.supervision import pack_order
 
 TOKEN = bytes(16)
 HELLO = wire.pack_hello(0, 77, 1.5, TOKEN, "node0")
@@ -107,6 +108,51 @@ def test_a_stranger_is_turned_away_without_a_word(pair, words):
     theirs.sendall(words + wire.pack(wire.CLOSED))
     assert list(read_reports(member, 1)) == []
     assert not member.is_open
+
+
+@pytest.mark.parametrize("kind", [wire.HELLO, wire.STDOUT])
+def test_of_a_stranger_no_more_is_collected_than_a_hello_has(pair, kind):
+    theirs, member = pair
+    theirs.sendall(struct.pack("!BI", kind, 1 << 32 - 1))
+    assert list(read_reports(member, 1)) == []
+    assert not member.is_open
+
+
+def test_an_instance_may_send_long_output_along_with_its_hello(pair):
+    theirs, member = pair
+    output = b"x" * 5000 + b"\n"
+    theirs.sendall(HELLO + wire.pack(wire.STDOUT, output))
+    assert list(read_reports(member, 1)) == [MemberConnected(0, 77, "node0"), OutputCame(0, 1, output)]
+
+
+def test_an_instance_that_announces_more_than_anything_has_is_lost_and_the_reason_known(pair):
+    theirs, member = pair
+    theirs.sendall(HELLO)
+    list(read_reports(member, 1))
+    theirs.sendall(struct.pack("!BI", wire.STDOUT, 1 << 31))
+    (lost,) = read_reports(member, 1)
+    assert lost == MemberLost(0, f"a message has {1 << 31} bytes, and {wire.MOST_BYTES} at most are taken")
+
+
+@pytest.mark.parametrize(("offset", "value"), [(16, 99), (16, (1 << 64) - 1)])
+def test_a_page_with_a_state_that_there_is_not_says_nothing_but_that(pair, offset, value):
+    theirs, member = pair
+    page = bytearray(NEW_PAGE)
+    page[offset : offset + 8] = value.to_bytes(8, "little")
+    theirs.sendall(HELLO + wire.pack_progress(2.0, bytes(page)))
+    _, progress = read_reports(member, 1)
+    assert progress == ProgressCame(0, ProgressRecord(fault=f"its state is {value}"))
+
+
+def test_what_a_page_says_is_one_line_that_no_terminal_obeys(pair):
+    theirs, member = pair
+    page = bytearray(NEW_PAGE)
+    label = b"sum 'a\n\x1b[2J'"
+    page[48:56] = len(label).to_bytes(8, "little")
+    page[3072 : 3072 + len(label)] = label
+    theirs.sendall(HELLO + wire.pack_progress(2.0, bytes(page)))
+    _, progress = read_reports(member, 1)
+    assert progress.record.label == r"sum 'a\n\x1b[2J'"
 
 
 def test_each_order_is_a_message():

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from popdist.environments.faults import ATTEMPT_VARIABLE
-from poprun.command import Launch
-from poprun.diagnosis import Verdict
+from popdist.records.faults import ATTEMPT_VARIABLE
+from poprun.asking.settings import Settings
 from poprun.log import Log
-from poprun.plan import plan_launch
+from poprun.planning.command import Launch
+from poprun.planning.plan import plan_launch
 from poprun.restarts import Ended, Restarts
-from poprun.settings import Settings
+from poprun.watching.diagnosis import Verdict
 
 GOOD = Ended(0, False, None)
 

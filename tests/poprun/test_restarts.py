@@ -1,8 +1,8 @@
 import pytest
 
-from poprun.hosts import Host
+from poprun.asking.settings import Settings
+from poprun.hosts.hosts import Host
 from poprun.restarts import fit, pause_s, with_instances
-from poprun.settings import Settings
 
 
 def job(**options):
@@ -20,7 +20,8 @@ def hosts(*slots):
         (8, 32, [None] * 3, (8, 2)),
         (6, 12, [None] * 3, (6, 3)),
         (3, 12, [None] * 2, (3, 1)),
-        (4, 12, [2, 1], (2, 2)),
+        (4, 12, [2, 1], (3, 2)),
+        (4, 8, [2, 1], (2, 2)),
         (8, 8, [2, 2, 2], (4, 2)),
         (4, 4, [1], (1, 1)),
     ],

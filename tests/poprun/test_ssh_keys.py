@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from poprun.errands import Ended
-from poprun.ssh_keys import (
+from poprun.hosts.errands import Ended
+from poprun.hosts.ssh_keys import (
     Target,
     allow_script,
     choose_key,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from popdist.environments.sums import WITHOUT_SUMS
-from poprun.plan import plan_launch
-from poprun.settings import Settings
-from poprun.sums import find_jaxlib, sums_setting
+from popdist.xla.sums import WITHOUT_SUMS
+from poprun.asking.settings import Settings
+from poprun.planning.plan import plan_launch
+from poprun.planning.sums import find_jaxlib, sums_setting
 
 
 @pytest.fixture

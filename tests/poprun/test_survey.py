@@ -14,14 +14,14 @@ import pytest
 
 from popdist.instance import this_host
 from popdist.version import __version__
-from poprun import survey_script
-from poprun.cores import Core, usable_cores
 from poprun.errors import UsageError
-from poprun.host_facts import Fault, HostFacts, Question, facts_from, question_about
-from poprun.ssh import name_behind, remote_words, ssh_words, way_out_of
-from poprun.survey import limit_from, survey
-from poprun.survey_cache import LONGEST_AGE_S, SurveyCache, cache_folder, stamp_of
-from poprun.this_machine import is_this_machine
+from poprun.hosts import survey_script
+from poprun.hosts.cores import Core, usable_cores
+from poprun.hosts.host_facts import Fault, HostFacts, Question, facts_from, question_about
+from poprun.hosts.ssh import name_behind, remote_words, ssh_words, way_out_of
+from poprun.hosts.survey import limit_from, survey
+from poprun.hosts.survey_cache import LONGEST_AGE_S, SurveyCache, cache_folder, stamp_of
+from poprun.hosts.this_machine import is_this_machine
 
 LIMIT_S = 60.0
 """Of surveys that end by themselves; the machines that run tests may be busy."""
@@ -115,7 +115,7 @@ def test_who_is_late_is_killed_with_all_it_has_started(question, tmp_path, monke
     pids = tmp_path / "pids"
     late = pretend(f"sleep 1000 & echo $$ $! >{pids}.new; mv {pids}.new {pids}; wait")
     clock = SimpleNamespace(monotonic=lambda: 9.0 * pids.exists(), sleep=time.sleep)
-    monkeypatch.setattr("poprun.errands.time", clock)
+    monkeypatch.setattr("poprun.hosts.errands.time", clock)
     fault = survey(["far"], question, late, 2.5)["far"]
     assert isinstance(fault, Fault)
     assert fault.fact == "did not answer within 2.5 s"
@@ -124,6 +124,28 @@ def test_who_is_late_is_killed_with_all_it_has_started(question, tmp_path, monke
     while not all(map(is_over, pids.read_text().split())):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_a_host_that_takes_long_is_waited_for_and_named_meanwhile(question, tmp_path, monkeypatch, capfd):
+    """It answers when somebody has looked at the clock ten times after it was late."""
+    started, seen = tmp_path / "started", tmp_path / "seen"
+    looks = iter(range(10))
+
+    def look() -> float:
+        if not started.exists():
+            return 0.0
+        if next(looks, None) is None:
+            seen.touch()
+        return 3.0
+
+    monkeypatch.setattr("poprun.hosts.errands.time", SimpleNamespace(monotonic=look, sleep=time.sleep))
+    busy = pretend(f'touch {started}; until [ -e {seen} ]; do sleep 0.01; done; eval "$3"')
+    assert isinstance(survey(["far"], question, busy)["far"], HostFacts)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.endswith(
+        "no answer from far after 2.5 s (a busy host, a slow network or name server); "
+        "waiting for 20 s at most (POPRUN_CHECK_TIMEOUT_S)"
+    )
 
 
 def is_over(pid: str) -> bool:
@@ -165,7 +187,7 @@ def test_the_users_arguments_come_first_because_they_win():
     words = ssh_words({"POPRUN_SSH_ARGS": "-F 'my config' -o ConnectTimeout=9"})
     assert words[:5] == ("ssh", "-F", "my config", "-o", "ConnectTimeout=9")
     assert "BatchMode=yes" in words
-    assert "ConnectTimeout=2" in words
+    assert "ConnectTimeout=5" in words
 
 
 def test_arguments_with_an_open_quote_are_refused():
@@ -173,12 +195,12 @@ def test_arguments_with_an_open_quote_are_refused():
         ssh_words({"POPRUN_SSH_ARGS": "-F 'my config"})
 
 
-@pytest.mark.parametrize(("text", "limit_s"), [("", 2.5), ("7", 7.0), ("0", 2.5), ("soon", 2.5), ("inf", 2.5)])
+@pytest.mark.parametrize(("text", "limit_s"), [("", 20), ("7", 7.0), ("0", 20), ("soon", 20), ("inf", 20)])
 def test_the_limit_can_be_set(text, limit_s):
     assert limit_from({"POPRUN_CHECK_TIMEOUT_S": text}) == limit_s
 
 
-@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "127.0.1.1", this_host(), f"{this_host()}.example"])
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "127.0.1.1", this_host()])
 def test_names_of_this_machine(name):
     assert is_this_machine(name)
     assert not is_this_machine(f"not-{name}")
@@ -262,6 +284,42 @@ class TestCache:
         cache.store(facts)
         (kept,) = tmp_path.iterdir()
         kept.write_text(damage)
+        assert cache.load("far") is None
+
+    def test_its_files_are_this_user_s_alone(self, question, facts, tmp_path):
+        SurveyCache(tmp_path / "a", question, LOCAL, "stamp").store(facts)
+        (path,) = (tmp_path / "a").iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+
+    def test_a_folder_to_which_others_can_write_is_neither_read_nor_added_to(self, question, facts, tmp_path):
+        cache = SurveyCache(tmp_path / "a", question, LOCAL, "stamp")
+        cache.store(facts)
+        (tmp_path / "a").chmod(0o777)
+        assert cache.load("far") is None
+        cache.store(replace(facts, host="near"))
+        assert len(list((tmp_path / "a").iterdir())) == 1
+        (tmp_path / "a").chmod(0o700)
+        assert cache.load("far") is not None
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+    @pytest.mark.parametrize("what", ["folder", "file"])
+    def test_nothing_of_another_user_is_read(self, question, facts, tmp_path, what):
+        cache = SurveyCache(tmp_path / "a", question, LOCAL, "stamp")
+        cache.store(facts)
+        (path,) = (tmp_path / "a").iterdir()
+        os.chown(path if what == "file" else path.parent, 65534, 65534)
+        assert cache.load("far") is None
+
+    @pytest.mark.parametrize("what", ["link", "pipe", "writable"])
+    def test_what_is_no_file_of_its_own_is_ignored(self, question, facts, tmp_path, what):
+        cache = SurveyCache(tmp_path / "a", question, LOCAL, "stamp")
+        cache.store(facts)
+        (path,) = (tmp_path / "a").iterdir()
+        if what == "writable":
+            path.chmod(0o666)
+        else:
+            path.rename(tmp_path / "elsewhere")
+            path.symlink_to(tmp_path / "elsewhere") if what == "link" else os.mkfifo(path)
         assert cache.load("far") is None
 
     def test_a_folder_that_cannot_be_written_is_no_fault(self, question, facts, tmp_path):

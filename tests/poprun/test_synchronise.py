@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from poprun.copying import (
+from poprun.errors import PopRunError
+from poprun.hosts.copying import (
     Claim,
     Copy,
     claim_faults,
@@ -18,14 +20,14 @@ from poprun.copying import (
     describe_copy,
     has_lost_reason,
     plan_copies,
+    probe_script,
     read_claim,
     release_script,
 )
-from poprun.environment_trees import MARKER, PythonEnvironment, Tree, describe_environment, digest_tree
-from poprun.errands import Ended
-from poprun.errors import PopRunError
+from poprun.hosts.environment_trees import MARKER, PythonEnvironment, Tree, describe_environment, digest_tree
+from poprun.hosts.errands import Ended
+from poprun.hosts.synchronise import synchronise
 from poprun.log import Log
-from poprun.synchronise import synchronise
 
 TOKEN = ".popdist-synchronise-1"
 LATE = "took too long"
@@ -178,6 +180,10 @@ class TestClaim:
         said = "Welcome mine 0\npoprun-synchronise mine 0 abc\npoprun-synchronise shared 1\npoprun-synchronise end\n"
         assert read_claim(said, ENV) == Claim(False, {Path("/e"): "abc"}, shared=(Path("/p/a"),))
 
+    @pytest.mark.parametrize("line", ["", "mine", "mine x", "shared 7", "foreign  ", "missing 1e9"])
+    def test_an_answer_that_our_program_did_not_give_is_none(self, line):
+        assert read_claim(f"poprun-synchronise {line}\npoprun-synchronise end\n", ENV) is None
+
     def test_an_answer_without_its_end_is_none(self):
         assert read_claim("poprun-synchronise mine 0\n", ENV) is None
 
@@ -206,6 +212,79 @@ class TestClaim:
         subprocess.run(["sh", "-s"], input=release_script([folder], TOKEN, {folder: "abc"}), text=True, check=True)
         assert [path.name for path in folder.iterdir()] == [MARKER]
         assert ask(environment)[0] == Claim(False, {folder: "abc"})
+
+
+ODD_NAMES = ["$(touch bad)", "`touch bad`", "it's", 'a "b"', "a  b", "; touch bad;", "-x", "a\\b", "*", "$HOME", "a:b"]
+AS_SSH = ("sh", "-c", '[ "$1" != -- ] || shift; shift; exec sh -c "$*"', "ssh")
+"""Does what ssh does, without another host: joins the words after the host for a shell."""
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+class TestOddPaths:
+    """No shell on either side takes a path for anything but a path."""
+
+    @pytest.fixture
+    def copied(self, name, tmp_path):
+        """A copy of a folder of that name, which is beside one of the same name on the host."""
+        (tmp_path / "here" / name / "lib").mkdir(parents=True)
+        (tmp_path / "here" / name / "lib" / name).write_text("data")
+        (tmp_path / "there").mkdir()
+        return tmp_path / "there" / name
+
+    def run(self, words, tmp_path, **options):
+        done = subprocess.run(
+            words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=os.environ, **options
+        )
+        assert not (tmp_path / "bad").exists()
+        return done
+
+    def test_are_claimed_and_released(self, name, copied, tmp_path):
+        script = claim_script(PythonEnvironment((Tree(copied),), (Path("/"),)), TOKEN, False)
+        done = self.run(["sh", "-s"], tmp_path, input=script)
+        assert done.stderr == ""
+        assert sorted(path.name for path in copied.iterdir()) == [TOKEN, MARKER]
+        self.run(["sh", "-s"], tmp_path, input=release_script([copied], TOKEN, {copied: "abc"}))
+        assert (copied / MARKER).read_text() == "abc\n"
+        assert not (copied / TOKEN).exists()
+
+    @pytest.mark.parametrize("way", ["rsync", "tar"])
+    def test_are_copied(self, name, way, copied, tmp_path):
+        if way == "rsync" and shutil.which("rsync") is None:
+            pytest.skip("no rsync (apt-get install rsync)")
+        copied.mkdir()
+        os.rename(tmp_path / "here" / name, tmp_path / "here" / "name")
+        moved = Copy("h1", Tree(copied), way == "rsync")
+        errand = copy_errand(moved, AS_SSH)
+        target, source = str(copied), str(tmp_path / "here" / "name")
+        swap = {target: source, f"{target}/": f"{source}/"}  # what would be the same path on another host
+        if way == "rsync":
+            done = self.run([swap.get(word, word) for word in errand.words], tmp_path)
+        else:
+            with subprocess.Popen(
+                [swap.get(word, word) for word in errand.feeder], cwd=tmp_path, stdout=subprocess.PIPE
+            ) as feeder:
+                done = self.run(errand.words, tmp_path, stdin=feeder.stdout)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (copied / "lib" / name).read_text() == "data"
+
+    def test_are_probed_and_nothing_is_left(self, name, copied, tmp_path):
+        copied.mkdir()
+        done = self.run(["sh", "-s"], tmp_path, input=probe_script(Copy("h1", Tree(copied), True), TOKEN))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert list(copied.iterdir()) == []
+
+
+def test_the_shell_of_a_host_never_sees_a_path_of_rsyncs():
+    assert "s" in copy_errand(Copy("h1", Tree(Path("/e")), True), ("ssh",)).words[1]
+
+
+def test_what_a_host_says_is_one_line_of_bearable_length_that_no_terminal_obeys(capfd):
+    said = "warning\n\x1b[2Jrefused" + "x" * 100_000
+    (line,) = claim_faults("h1", None, ended(1, said), LATE)
+    Log().error(line)
+    (shown,) = capfd.readouterr().err.splitlines()
+    assert r"host h1: \x1b[2Jrefusedx" in shown
+    assert len(shown) < 500
 
 
 class TestCopies:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
-from poprun.placement import Place
-from poprun.topology import draw_topology
+import pytest
+
+from poprun.planning.placement import Place
+from poprun.planning.topology import draw_topology
 
 
 def places(instances: int, replicas: int, host: str) -> list[Place]:
@@ -47,6 +49,20 @@ def test_cells_are_as_wide_as_the_widest_index():
     assert lines[9] == "| replicas  | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  | 8  | 9  | 10 | 11 |"
     assert lines[7] == "| instances |      0       |      1       |      2       |      3       |"
     assert {len(line) for line in lines[1:-1]} == {len(lines[0]) + 1}
+
+
+@pytest.mark.parametrize("columns", [80, 60, 20])
+def test_what_does_not_fit_the_page_stands_in_tables_below(columns):
+    lines = draw_topology(places(4, 40, "a-long-name" * 9), columns).splitlines()
+    assert max(map(len, lines[:-1])) <= max(columns, 20)
+    cells = [cell.strip() for line in lines if "replicas" in line for cell in line.split("|")[2:-1]]
+    assert cells == [str(replica) for replica in range(40)]
+    assert [line for line in lines if " = " in line] == [f" [0] = {'a-long-name' * 9}"]
+
+
+def test_tables_are_cut_between_instances_where_one_fits():
+    lines = draw_topology(places(4, 40, "node"), 80).splitlines()
+    assert [line.split("|")[2].strip() for line in lines if "instances" in line] == ["0", "1", "2", "3"]
 
 
 def test_hosts_span_their_replicas():

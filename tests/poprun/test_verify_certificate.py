@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from test_verify_records import layout, process, record, step, steps
 
-from poprun.command_line import CommandLine
+from poprun.asking.command_line import CommandLine
 from poprun.errors import PopRunError, UsageError
 from poprun.verify.certificate import (
     asked_again,
     certificate_of,
     changed_facts,
     check_writable,
+    describe_options_of,
     read_certificate,
     shortened,
     write_certificate,
@@ -144,3 +145,20 @@ class TestRepeating:
             asked_again(given, read_certificate(path))
         with pytest.raises(UsageError, match="3 instances for 4 replicas"):
             asked_again(Asked(CommandLine({}, ()), spreads=(3,), against=path), read_certificate(path))
+
+
+def test_one_that_others_can_write_to_is_not_run(path):
+    assert path.stat().st_mode & 0o777 == 0o644
+    path.chmod(0o622)
+    with pytest.raises(UsageError, match=rf"certificate {path} says what is run, and others can write .*chmod go-w"):
+        read_certificate(path)
+
+
+def test_what_is_run_because_a_certificate_says_so_is_shown(path):
+    certificate = read_certificate(path)
+    assert (
+        describe_options_of(certificate, Asked(CommandLine({}, ()), against=path))
+        == "--host=a python train.py --epochs 1"
+    )
+    given = Asked(CommandLine({"host": ("b",)}, ("python", "mine.py")))
+    assert describe_options_of(certificate, given) == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from popdist.environments.recording import LOSS, OPTIMIZER, Question
+from popdist.records.recording import LOSS, OPTIMIZER, Question
 from poprun.errors import PopRunError
 from poprun.verify.comparison import (
     STEPS,

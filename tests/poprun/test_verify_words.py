@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.command_line import CommandLine
+from poprun.asking.command_line import CommandLine
 from poprun.errors import UsageError
 from poprun.verify.words import SOME_FAULT, Asked, describe_verify, read_words
 
@@ -53,6 +53,14 @@ def test_which_failure_is_injected_need_not_be_said(following):
 
 def test_a_failure_may_be_a_word_of_its_own():
     assert read("--inject", "stop:instance=0").faults == ("stop:instance=0",)
+
+
+def test_without_replicas_there_is_one_for_each_instance_of_the_largest_spread():
+    asked = read_words(["--spreads=1,4,2", *PROGRAM])
+    assert asked == Asked(CommandLine({"num-replicas": 4}, PROGRAM), spreads=(1, 4, 2))
+    assert read_words(["--steps=1", *PROGRAM]).replicas == 1
+    with pytest.raises(UsageError, match="names 2 instances for 3 replicas"):
+        read_words(["--spreads=2,3", *PROGRAM])
 
 
 def test_help_is_all_about_verify():

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from poprun.asking.vipu import Demand, Partition, device_ids, fit_partition, parse_device_map
 from poprun.errors import UsageError
-from poprun.vipu import Demand, Partition, device_ids, fit_partition, parse_device_map
 
 
 def test_the_public_sample():

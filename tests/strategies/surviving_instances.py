@@ -14,8 +14,8 @@ import strategies
 from collectives import Communicator, PeerLostError, Settings, ThreadHub
 from collectives.backends.thread import connect_survivors
 from popdist import Instance
-from popdist.environments import NoProgress
-from popdist.environments.faults import Fault, FaultyProgress, InjectedError, parse_fault
+from popdist.records import NoProgress
+from popdist.records.faults import Fault, FaultyProgress, InjectedError, parse_fault
 
 Result = TypeVar("Result")
 
@@ -61,9 +61,9 @@ class SurvivingStrategy(strategies.Strategy):
 
     def __init__(self, instance: Instance, settings: Settings, job: Job) -> None:
         communicator = collectives.connect("thread", settings, hub=job.hub, rank=instance.index)
-        super().__init__(instance, communicator, settings.progress)
         self._settings = settings
         self._job = job
+        super().__init__(instance, communicator, settings.progress)
 
     @property
     def can_carry_on(self) -> bool:

@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from strategies.address_space import ROOM_BYTES, describe_lack
+from strategies.programs.address_space import ROOM_BYTES, describe_lack
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 import resource
 import strategies
-from strategies.address_space import ROOM_BYTES, _used_bytes
+from strategies.programs.address_space import ROOM_BYTES, _used_bytes
 resource.setrlimit(resource.RLIMIT_AS, (_used_bytes() + ROOM_BYTES - (300 << 20), resource.RLIM_INFINITY))
 strategy = strategies.IPUStrategy()
 """

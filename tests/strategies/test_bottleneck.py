@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies import bottleneck
+from strategies.measure import bottleneck
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,8 @@ import optax
 import pytest
 
 import strategies
-from strategies import CheckpointError, Checkpoints, Trainer, TrainState, checkpoint_folder
+from strategies import CheckpointError, Checkpoints, Trainer, TrainState
+from strategies.checkpoints import checkpoint_folder
 
 orbax = pytest.importorskip("orbax.checkpoint")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from collectives.reduction import OPERATIONS
-from strategies.collective_equations import Collective, Exchange, Gather, Reduce
-from strategies.replica_groups import ReplicaGroups
+from strategies.replicas.collective_equations import Collective, Exchange, Gather, Reduce
+from strategies.replicas.replica_groups import ReplicaGroups
 
 KINDS = [
     *map(Reduce, OPERATIONS),

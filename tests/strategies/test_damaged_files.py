@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from strategies.checkpoint_folder import STATE, SUMS, TRAINING, fault_of
+from strategies.checkpoints.checkpoint_folder import STATE, SUMS, TRAINING, fault_of
 
 
 @pytest.fixture

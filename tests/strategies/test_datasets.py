@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from strategies.datasets import DistributedDataset, InputContext, Masked, Position
+from strategies.data.datasets import DistributedDataset, InputContext, Masked, Position
 
 TOTAL = 8
 

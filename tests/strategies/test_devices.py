@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.devices import THREADS, ReplicaDevices, borrow, choose_devices, is_key
+from strategies.replicas.devices import THREADS, ReplicaDevices, borrow, choose_devices, is_key
 
 LIMIT_S = 60.0
 
@@ -147,7 +147,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np, optax
 count = int(sys.argv[1])
 import strategies
-from strategies import devices
+from strategies.replicas import devices
 if count:
     devices.choose_devices = lambda replicas, *_: devices.ReplicaDevices(tuple(jax.local_devices()), replicas)
 strategy = strategies.IPUStrategy(4)

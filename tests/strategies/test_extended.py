@@ -8,7 +8,7 @@ from surviving_instances import run_instances
 
 import strategies
 from strategies.extended import Extended
-from strategies.survival import surviving
+from strategies.membership import surviving
 
 
 def role(strategy):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.feed_program import (
+from strategies.programs.feed_program import (
     CHUNK,
     FAILED,
     FeedProgram,
@@ -15,7 +15,7 @@ from strategies.feed_program import (
     next_token,
     tracing,
 )
-from strategies.host_calls import PIECE_BYTES
+from strategies.programs.host_calls import PIECE_BYTES
 
 ONE = Replication(range(1), 1)
 SCALAR = [jax.ShapeDtypeStruct((), np.float32)]

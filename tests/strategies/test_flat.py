@@ -1,12 +1,15 @@
 """Where leaves lie in flat buffers."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from strategies.flat import LARGE_BYTES, FlatLayout
+from strategies.exchange.flat import LARGE_BYTES, FlatLayout
+from strategies.step.encoding import flatten
 
 LEAVES = [
     np.arange(1, 7, dtype=np.float32).reshape(2, 3),
@@ -18,7 +21,7 @@ LEAVES = [
 
 def written(layout, leaves, tail):
     into = [jnp.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
-    return [np.asarray(array) for array in jax.jit(layout.flatten)(leaves, tail, into)]
+    return [np.asarray(array) for array in jax.jit(partial(flatten, layout))(leaves, tail, into)]
 
 
 def test_leaves_of_a_dtype_begin_at_multiples_of_64_bytes_with_a_tail_behind_them():

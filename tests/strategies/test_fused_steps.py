@@ -7,10 +7,10 @@ import optax
 import pytest
 
 import strategies
-from strategies.fused_steps import FusedSteps
-from strategies.replica_program import Accumulation, Precision, ReplicaProgram, control_words
-from strategies.transfer import Transfer
-from strategies.updates import Update, UpdateSettings
+from strategies.exchange.transfer import Transfer
+from strategies.step.fused_steps import FusedSteps
+from strategies.step.replica_program import Accumulation, Precision, ReplicaProgram, control_words
+from strategies.step.updates import Update, UpdateSettings
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
 SEED, FIRST_STEP = 3, 5

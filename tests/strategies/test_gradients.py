@@ -22,7 +22,7 @@ LIMIT_S = 60.0
 @pytest.fixture(autouse=True)
 def _a_kib_is_large(monkeypatch):
     """So that small models are cut as large ones are."""
-    for name in ("gradients.LARGE_BYTES", "gradients.BUCKET_BYTES", "flat.LARGE_BYTES"):
+    for name in ("step.gradients.LARGE_BYTES", "step.gradients.BUCKET_BYTES", "exchange.flat.LARGE_BYTES"):
         monkeypatch.setattr(f"strategies.{name}", KIB)
 
 
@@ -210,7 +210,7 @@ def test_the_first_gradients_leave_before_the_last_are_computed(on_instances):
         for _ in range(3):
             state, _ = trainer.step(state, np.ones((2 * BATCH, INPUTS), np.float32))
             may_go_on.clear()  # but for the first step, before which programs are compared
-        (step,) = trainer._steps.values()
+        (step,) = trainer._single._engine._steps.values()
         return len(step.gradients.buckets), waited
 
     for buckets, waited in on_instances(2, 4, program, variables_on_host=True):
@@ -226,7 +226,7 @@ def test_a_loss_with_collectives_of_its_own_is_not_cut(on_instances):
         found = []
         for start, loss_fn in (normalised(), mlp()):
             trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-            step = trainer._compiled(trainer.init(start), np.ones((2 * BATCH, INPUTS), np.float32))
+            step = trainer._single._engine.prepare(trainer.init(start), np.ones((2 * BATCH, INPUTS), np.float32))
             found.append(len(step.gradients.buckets))
         return found
 
@@ -244,7 +244,7 @@ def test_without_host_variables_all_gradients_leave_at_the_end(on_instances):
 
 def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypatch):
     """Only on one of the instances; all of them stay together."""
-    from strategies import gradients
+    from strategies.step import gradients
 
     honest = gradients.GradientPrograms.leaves
     found_by = []
@@ -261,7 +261,7 @@ def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypat
     def program(strategy):
         start, loss_fn = mlp()
         trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-        step = trainer._compiled(trainer.init(start), np.ones((2 * BATCH, INPUTS), np.float32))
+        step = trainer._single._engine.prepare(trainer.init(start), np.ones((2 * BATCH, INPUTS), np.float32))
         return len(step.gradients.buckets)
 
     assert on_instances(2, 4, program, variables_on_host=True) == [1, 1]

@@ -18,7 +18,7 @@ import pytest
 import popdist
 from popdist.errors import LifeCycleError
 from strategies import GrainSource, IPUStrategy, Masked, Position
-from strategies.datasets import DistributedDataset
+from strategies.data.datasets import DistributedDataset
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 77
@@ -192,7 +192,7 @@ def test_a_program_that_its_workers_would_run_again_is_refused(monkeypatch):
 WORKERS = """
 import os, select, signal, sys
 import grain, numpy as np
-from strategies.datasets import DistributedDataset
+from strategies.data.datasets import DistributedDataset
 from strategies import GrainSource, Position
 
 class Records:

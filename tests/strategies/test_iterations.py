@@ -10,7 +10,8 @@ import pytest
 from feed_data import Increasing
 
 import strategies
-from strategies import EndOfDataError, InfeedQueue, OutfeedMode, OutfeedQueue, feed_program, get_replica_context, loops
+from strategies import EndOfDataError, InfeedQueue, OutfeedMode, OutfeedQueue, get_replica_context, loops
+from strategies.programs import feed_program
 
 LIMIT_S = 60
 FOR_EVER_S = 1e9
@@ -27,7 +28,7 @@ def calls(monkeypatch):
 @pytest.fixture
 def patient(monkeypatch):
     """Let loops hold values back for as long as they may, however slow this machine is."""
-    monkeypatch.setattr("strategies.iterations.HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr("strategies.feeds.iterations.HOLD_S", FOR_EVER_S)
 
 
 def enqueuing(outfeed):
@@ -86,7 +87,7 @@ class TestVisibility:
     """When another thread sees a value."""
 
     def test_slow_iterations_hand_over_one_by_one(self, monkeypatch):
-        monkeypatch.setattr("strategies.iterations.HOLD_S", 0.0)  # every iteration takes longer than that
+        monkeypatch.setattr("strategies.feeds.iterations.HOLD_S", 0.0)  # every iteration takes longer than that
         outfeed, seen = OutfeedQueue(), []
 
         def look(v):

@@ -202,7 +202,9 @@ def digits_alone(model, replicas, **changes):
     options = train_digits.read_options(["--model", model, "--max-steps", "20", "--replicas", str(replicas)])
     data = load_digits("digits")
     strategy = strategies.IPUStrategy(replicas)
-    return asdict(train_digits.train(strategy, train_digits.distribute(strategy, data, options), data, options))
+    dataset = train_digits.distribute(strategy, data, options)
+    training = train_digits.train(strategy, dataset, data, options)
+    return asdict(train_digits.result_of(training, strategy, dataset, data, options))
 
 
 def assert_equal_to_one_process(result, model, instances, replicas):

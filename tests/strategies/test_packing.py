@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from strategies.packing import Packing
+from strategies.checkpoints.packing import Packing
 
 ARRAYS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

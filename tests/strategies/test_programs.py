@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.programs import Program, compiler_options, jit
+from strategies.programs.program import Program, compiler_options, jit
 
 DEVICE = jax.local_devices()[0]
 

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from strategies.random_access import Elements, RandomAccessSource, Steps
-from strategies.sharding import Layout, epoch_order
+from strategies.data.layout import Layout, epoch_order
+from strategies.data.random_access import Elements, RandomAccessSource, Steps
 
 
 class Squares:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from strategies import StrategyError
-from strategies.datasets import DistributedDataset
+from strategies.data.datasets import DistributedDataset
 
 REPLICAS = 4
 ROWS = 3  # of each replica in a step

@@ -9,7 +9,7 @@ import pytest
 from collectives import UnsupportedBufferError
 from collectives.dtypes import INTEGERS
 from collectives.reduction import Reduction
-from strategies.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
+from strategies.replicas.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
 
 
 @pytest.mark.parametrize("op", ["sum", "Add", "COLLECTIVE_OP_ADD", "LOGICAL_and"])

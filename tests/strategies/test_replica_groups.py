@@ -2,7 +2,7 @@
 
 import pytest
 
-from strategies.replica_groups import ReplicaGroups
+from strategies.replicas.replica_groups import ReplicaGroups
 
 
 @pytest.mark.parametrize(

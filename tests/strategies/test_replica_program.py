@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.replica_program import (
+from strategies.exchange.transfer import Transfer
+from strategies.step.replica_program import (
     LOSS_SCALE,
     NOTICE,
     STEP,
@@ -16,7 +17,6 @@ from strategies.replica_program import (
     control_words,
     float_dtype,
 )
-from strategies.transfer import Transfer
 
 REPLICAS = 4
 VARIABLES = {"b": np.float32(0.5), "w": np.float32([1, -2, 4])}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from popdist.environments.sums import FUSIONS, WITHOUT_SUMS, adds_up_wrongly, is_measured
-from strategies.right_sums import jax_has_started
+from popdist.xla.sums import FUSIONS, WITHOUT_SUMS, adds_up_wrongly, is_measured
+from strategies.programs.right_sums import jax_has_started
 
 ROOT = Path(__file__).parents[2]
 JAXLIB = version("jaxlib")
@@ -88,7 +88,7 @@ def test_all_sums_are_right_once_there_is_a_strategy(run):
 
 @pytest.mark.skipif(not (adds_up_wrongly(JAXLIB) and is_measured(JAXLIB)), reason=f"jaxlib {JAXLIB} was not seen wrong")
 def test_they_are_wrong_otherwise(run):
-    """Where this fails, jaxlib has been mended: `popdist.environments.sums` and docs/bits.md have to say so."""
+    """Where this fails, jaxlib has been mended: `popdist.xla.sums` and docs/bits.md have to say so."""
     finished = run(
         "import logging\nlogging.basicConfig()\n" + MAKE_THE_STRATEGY * 2 + SUMS, POPDIST_ALLOW_WRONG_SUMS="1"
     )
@@ -131,5 +131,5 @@ def test_a_second_strategy_finds_the_flag_of_the_first(run):
 
 def test_whether_jax_has_started_is_known_and_asking_does_not_start_it(run):
     assert jax_has_started()  # the strategy of conftest.py
-    asks = "from strategies.right_sums import jax_has_started\nprint(jax_has_started())\n"
+    asks = "from strategies.programs.right_sums import jax_has_started\nprint(jax_has_started())\n"
     assert run(asks * 2 + USE_JAX + asks).stdout == "False\nFalse\nTrue\n"

@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import strategies
-from strategies import Best, CheckpointError, Checkpoints, OwnLoop, Trainer, TrainState, checkpoint_folder
+from strategies import Best, CheckpointError, Checkpoints, OwnLoop, Trainer, TrainState
+from strategies.checkpoints import checkpoint_folder
 
 pytest.importorskip("orbax.checkpoint")
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.segments import Part, cut
+from strategies.programs.segments import Part, cut
 
 WIDTH = 24  # a square matrix of float32 has 2.25 KiB, enough for two pieces
 KIB = 1 << 10

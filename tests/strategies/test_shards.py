@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from strategies.shards import Shards
+from strategies.step.shards import Shards
 
 
 def array(*shape):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from strategies.sharding import Layout
-from strategies.sources import ArraySource, Masked, common_length, stacked
+from strategies.data.layout import Layout
+from strategies.data.sources import ArraySource, Masked, common_length, stacked
 
 
 def read(arrays, layout, epoch=0, start=0, **options):

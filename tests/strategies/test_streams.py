@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from strategies.sharding import Layout
-from strategies.streams import from_iterable, from_shards, from_values
+from strategies.data.layout import Layout
+from strategies.data.streams import from_iterable, from_shards, from_values
 
 
 class Once:

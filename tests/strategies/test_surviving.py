@@ -351,6 +351,14 @@ def test_a_job_that_is_not_to_go_on_is_not_warned(caplog):
     assert not caplog.records
 
 
+def test_a_strategy_that_cannot_go_on_says_so_once_where_it_is_to(caplog, monkeypatch):
+    monkeypatch.setenv("POPDIST_SHRINKS", "1")
+    with caplog.at_level(logging.WARNING):
+        run_instances(3, 6, lambda strategy: strategy.num_replicas_in_sync, survives=False)
+    [warning] = caplog.records
+    assert "cannot go on without an instance, as --on-failure shrink wants it" in warning.message
+
+
 def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplog):
     def function(strategy):
         queue = strategies.OutfeedQueue()

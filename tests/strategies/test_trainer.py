@@ -291,6 +291,20 @@ class TestBatches:
         with pytest.raises(TypeError, match="the batch has a float; use arrays"):
             trainer.step(trainer.init(start()), [1.0, 2.0])
 
+    def test_integers_have_to_fit_into_32_bits(self, strategy):
+        """JAX would cut them off without a word: classes that are hashes, say, would become others."""
+        labels = np.full(24, 2**33 + 7)
+        trainer = Trainer(strategy, lambda variables, batch, key: variables["b"] * batch[0, 0], optax.sgd(0.1))
+        state = trainer.init(start())
+        with pytest.raises(
+            ValueError, match="numbers from 8589934599 to 8589934599, of which JAX would keep int32 only"
+        ):
+            trainer.step(state, labels[:, np.newaxis])
+        with pytest.raises(ValueError, match="of which JAX would keep int32 only"):
+            list(strategy.distribute_dataset(labels, batch_size=3, shuffle=False).epoch(0))
+        small = strategy.distribute_dataset(labels - 2**33, batch_size=3, shuffle=False)
+        assert next(small.epoch(0)).tolist() == [7] * 3 * len(strategy.local_replicas)
+
     def test_each_replica_sees_its_own_part(self, strategy):
         def loss_fn(variables, batch, key):
             own = strategies.get_replica_context().replica_id_in_sync_group

@@ -12,7 +12,8 @@ from test_ring_traffic import allowed, sent_by_each_rank
 
 import collectives
 import strategies
-from strategies.transfer import BLOCK, Int8Layout, Int8Reduction, Transfer
+from strategies.exchange.transfer import BLOCK, Int8Layout, Int8Reduction, Transfer
+from strategies.step.encoding import encode
 
 SHAPES = ((3, 50), (), (64,), (0, 4), (1000,), (7,))
 LAYOUT = Int8Layout(SHAPES)
@@ -26,7 +27,7 @@ def gradients(replica, step=0, layout=LAYOUT):
     ]
 
 
-COMPILED = jax.jit(Int8Layout.encode, static_argnums=0)
+COMPILED = jax.jit(encode, static_argnums=0)
 
 
 def encode(leaves, residuals=None, layout=LAYOUT):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import strategies
-from strategies.shards import PartOfArray
+from strategies.step.shards import PartOfArray
 from zoo.model import Model
 from zoo.optimizers import OPTIMIZERS
 

@@ -9,6 +9,7 @@
 # D               state; the folder that holds it is seen by all hosts (default ${TMPDIR:-/tmp}/testbed/hosts)
 # BED=bed         begins the names of network namespaces; several beds run side by side under different names
 # N=4 PFX=h       hosts
+# CALLED="n1.east n1.west"  what the hosts call themselves, and are called by others too, besides h0, h1, ...
 # NET=10.77.0     /24 network; host i has the address $NET.<10+i>
 # FAMILY=4        6: hosts have only the addresses fd77::<10+i>
 # PORT=2222 SSH_USER=root
@@ -22,6 +23,7 @@ set -u
 here=$(cd -- "$(dirname -- "$0")" && pwd -P)
 N=${N:-4} D=${D:-${TMPDIR:-/tmp}/testbed/hosts} NET=${NET:-10.77.0} PFX=${PFX:-h} PORT=${PORT:-2222} BED=${BED:-bed}
 FAMILY=${FAMILY:-4} SHARE=${SHARE:-} SSH_USER=${SSH_USER:-root} OVERLAY=${OVERLAY:-} LINK=${LINK:-} LIFELINE=${LIFELINE:-}
+read -r -a called <<<"${CALLED:-}"
 export D BED
 
 main() {
@@ -73,6 +75,11 @@ is_up() {
     done
 }
 
+# The name of host number $1 in its own eyes.
+name() {
+    echo "${called[$1]:-$PFX$1}"
+}
+
 address() {
     if [ "$FAMILY" = 6 ]; then echo "fd77::$((10 + $1))"; else echo "$NET.$((10 + $1))"; fi
 }
@@ -94,8 +101,8 @@ write_configuration() {
     for ((i = 0; i < N; i++)); do
         h=$PFX$i at=$(address "$i")
         [ -e "$D/key/host_$h" ] || ssh-keygen -q -t ed25519 -N '' -f "$D/key/host_$h" || die "ssh-keygen"
-        echo "[$at]:$PORT,[$h]:$PORT $(cut -d' ' -f1,2 "$D/key/host_$h.pub")" >>"$D/key/known_hosts"
-        echo "$at $h" >>"$D/etc/hosts"
+        echo "[$at]:$PORT,[$h]:$PORT,[$(name "$i")]:$PORT $(cut -d' ' -f1,2 "$D/key/host_$h.pub")" >>"$D/key/known_hosts"
+        echo "$at $(name "$i") $h" >>"$D/etc/hosts"
         cat >"$D/etc/sshd_$h" <<END
 Port $PORT
 HostKey $D/key/host_$h
@@ -166,7 +173,7 @@ start_host() {
     fi
     ip -n "$BED-$h" link set eth0 up
     switch link set "v$h" master br0 up
-    write_init "$h"
+    write_init "$h" "$(name "$i")"
     env -i PATH="$PATH" HOME="$HOME" LANG=C.UTF-8 setsid nsenter "--net=/run/netns/$BED-$h" \
         unshare -m -u -i -p -f --mount-proc bash "$D/etc/init_$h" </dev/null >"$D/log/init_$h" 2>&1 &
     outer=$!
@@ -182,10 +189,10 @@ start_host() {
 # Process 1 of the host. sysfs must be that of the new network (UCX reads /sys/class/net), with the old cgroups
 # (slurmd looks for them); a pid namespace needs a /tmp of its own.
 write_init() {
-    local h=$1
+    local h=$1 own=$2
     cat >"$D/etc/init_$h" <<END
 #!/bin/bash
-hostname $h
+hostname $own
 mount --make-rprivate /
 for d in usr etc; do
     [ -n "$OVERLAY" ] && [ -d "$OVERLAY/\$d" ] && mount -t overlay overlay -o "lowerdir=$OVERLAY/\$d:/\$d" "/\$d"
@@ -204,7 +211,7 @@ for s in "\${shared[@]}"; do
 done
 mount --move /run/t /tmp
 mount --bind "$D/etc/hosts" /etc/hosts
-echo $h >/run/hostname
+echo $own >/run/hostname
 mount --bind /run/hostname /etc/hostname
 cat /proc/sys/kernel/random/uuid >/run/boot_id
 mount --bind /run/boot_id /proc/sys/kernel/random/boot_id

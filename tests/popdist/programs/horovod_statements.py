@@ -108,6 +108,55 @@ def the_average_of_integers_is_truncated_towards_zero(hvd, dtype):
         assert_same_bits(mean, wanted * np.array(sign, dtype))
 
 
+def truncated_mean(values, after=1):
+    """Of Python's integers, which are as long as they need to be."""
+    total = sum(values) * after
+    return abs(total) // len(values) * (1 if total > 0 else -1)
+
+
+@SUITE.add_for_each(INTEGERS)
+def the_average_of_integers_is_right_where_their_sum_does_not_fit(hvd, dtype):
+    limits = np.iinfo(dtype)
+    columns = [
+        [limits.max - rank for rank in ranks(hvd)],
+        [limits.min + rank for rank in ranks(hvd)],
+        [limits.max if rank else limits.min for rank in ranks(hvd)],
+        [limits.max // 2 + rank for rank in ranks(hvd)],
+    ]
+    mean = hvd.allreduce(np.array([column[hvd.rank()] for column in columns], dtype))
+    assert_same_bits(mean, np.array([truncated_mean(column) for column in columns], dtype))
+
+
+@SUITE.add
+def averages_of_a_group_are_each_of_their_own_dtype(hvd):
+    tensors = [np.full(3, 250, np.uint8), np.full((2, 2), 1.5), np.array([(1 << 63) - 1]), np.ones(0, np.int16)]
+    for mean, tensor in zip(hvd.grouped_allreduce(tensors), tensors, strict=True):
+        assert_same_bits(mean, tensor)
+
+
+@SUITE.add_for_each(("int8", "int16", "int32", "int64", "uint8", "uint16"))
+def averages_of_integers_with_factors_are_right_where_their_sum_does_not_fit(hvd, dtype):
+    most = min(np.iinfo(dtype).max, 1 << 40)
+    value = np.array([most - hvd.rank(), most // 2], dtype)
+    halves = hvd.allreduce(value, prescale_factor=0.5)
+    assert_same_bits(halves, np.array([truncated_mean([(most - r) // 2 for r in ranks(hvd)]), most // 2 // 2], dtype))
+    doubled = hvd.allreduce(value, postscale_factor=0.5)
+    wanted = sum(most - rank for rank in ranks(hvd)) // 2 // hvd.size()
+    assert_same_bits(doubled, np.array([wanted, most // 2 * hvd.size() // 2 // hvd.size()], dtype))
+    grouped = hvd.grouped_allreduce([value, np.float32([3])], postscale_factor=0.5)
+    assert_same_bits(grouped[1], np.float32([1.5]))
+
+
+@SUITE.add_for_each(("int8", "int16", "int32", "int64", "uint8", "uint16"))
+def averages_of_integers_that_do_not_fit_are_refused_by_all(hvd, dtype):
+    most = np.iinfo(dtype).max
+    factors = [{"prescale_factor": 2.0}, {"postscale_factor": 2.0}, {"prescale_factor": 1e30}]
+    for each in (*factors, {"postscale_factor": float("inf")}):
+        with pytest.raises(ValueError, match=f"the average of {dtype} with the factors .* does not fit into {dtype}"):
+            hvd.allreduce(np.array([1, most], dtype), **each)
+    assert_usable(hvd)
+
+
 @SUITE.add_for_each(INTEGERS)
 def sums_of_integers_wrap_around(hvd, dtype):
     largest = np.array([np.iinfo(dtype).max], dtype)

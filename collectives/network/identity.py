@@ -1,0 +1,84 @@
+"""Who runs this worker, and who else uses this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import pwd
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_FIRST_OF_PEOPLE = 1000  # user numbers below are those of services, see login.defs(5)
+_NOBODY = 65534
+_WITHOUT_LOGIN = ("nologin", "false", "sync", "shutdown", "halt")
+_MOST = 60  # characters of a name
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A process as people know it.
+
+    Attributes:
+        program: the file's name, without its folder.
+        user: whose it is, by name.
+        user_id: and by number.
+        process: its number.
+        host: where it runs.
+    """
+
+    program: str
+    user: str
+    user_id: int
+    process: int
+    host: str
+
+    @property
+    def title(self) -> str:
+        """`train.py of alice, process 4711 on node-a`."""
+        return f"{self.program} of {self.user}, process {self.process} on {self.host}"
+
+
+def this_runner() -> Runner:
+    """This process."""
+    arguments = getattr(sys, "argv", None) or [""]
+    program, user_id = Path(arguments[0]).name or "python", os.getuid()
+    return Runner(program[:_MOST], _name_of(user_id)[:_MOST], user_id, os.getpid(), platform.node()[:_MOST])
+
+
+def _name_of(user_id: int) -> str:
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return f"user {user_id}"
+
+
+def other_users() -> list[str]:
+    """People besides the one who runs this process, by name: who has an account with a login here, or a process."""
+    return people(pwd.getpwall(), _owners(), os.getuid())
+
+
+def people(accounts: Sequence[pwd.struct_passwd], owners: Iterable[int], own: int) -> list[str]:
+    """The names of all people but one.
+
+    Args:
+        accounts: as in passwd(5); those without a login are of services.
+        owners: user numbers of running processes, which need not have an account here.
+        own: the one who does not count. The administrator never does, who may do anything anyway.
+    """
+    services = {account.pw_uid for account in accounts if Path(account.pw_shell).name in _WITHOUT_LOGIN}
+    names = {account.pw_uid: account.pw_name for account in accounts}
+    candidates = {*names, *owners} - services - {own, _NOBODY}
+    return [names.get(number, f"user {number}") for number in sorted(candidates) if number >= _FIRST_OF_PEOPLE]
+
+
+def _owners() -> set[int]:
+    owners = set()
+    with contextlib.suppress(OSError), os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    owners.add(entry.stat().st_uid)
+    return owners

@@ -1,0 +1,71 @@
+"""What the parts of a worker know of it, and ask it to do."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import grpc
+
+from collectives.network.addresses import Address
+from collectives.network.hello import digest_cluster
+from collectives.network.identity import this_runner
+from collectives.network.peer import Peer
+from collectives.network.security import Security
+from collectives.waiting import Limits
+
+
+class Worker(ABC):
+    """Who it is, who the others are, and how far they have got; `Node` is the whole of it.
+
+    Args: see `Node`.
+
+    Attributes:
+        peers: the others, by their ranks.
+        changed: held while what is known of them changes, and notified then.
+        channels: those that this worker uses.
+        is_met: whether all have met.
+        is_leaving: set when this worker leaves.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        names: Sequence[str],
+        rank: int,
+        description: str,
+        security: Security,
+        limits: Limits,
+    ) -> None:
+        self.rank = rank
+        self.names = names
+        self.address = addresses[rank]
+        self.security = security
+        self.limits = limits
+        self.runner = this_runner()
+        self.cluster = digest_cluster([address.text for address in addresses], description)
+        self.description = f"{', '.join(address.text for address in addresses)}{description and '; '}{description}"
+        self.peers = {
+            other: Peer(other, names[other], address) for other, address in enumerate(addresses) if other != rank
+        }
+        self.changed = threading.Condition()
+        self.channels: set[str] = set()
+        self.is_met = False
+        self.is_leaving = threading.Event()
+
+    @abstractmethod
+    def begin_control(self, peer: Peer) -> grpc.Future:
+        """Tell another worker that this one is there, from now on again and again."""
+
+    @abstractmethod
+    def take_answer(self, peer: Peer, digest: str, control: grpc.Future) -> None:
+        """The worker at the address of `peer` has welcomed this one; who has said hello in its name may be another."""
+
+    @abstractmethod
+    def watch_control(self, peer: Peer) -> None:
+        """Notice when the stream that tells another worker of this one breaks."""
+
+    @abstractmethod
+    def lose(self, peer: Peer, why: str) -> None:
+        """A worker is gone, or does what no worker does."""

@@ -1,0 +1,158 @@
+"""Draws docs/rooms.svg: the rooms of the packages, each above those that it imports from.
+
+    python docs/draw_rooms.py     after a room was added, or looks elsewhere
+
+A room is a folder. Files that lie in no room make two: what several rooms use and that uses none, and the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = Path(__file__).with_name("rooms.svg")
+COLUMNS = (("strategies",), ("poprun",), ("popdist", "collectives"))
+COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
+"""Started by `python -m`; nobody imports them."""
+
+GRADIENT = {
+    "strategies/step/trainer.py": "step",
+    "strategies/step/single_step.py": "make",
+    "strategies/step/jax_engine.py": "begin",
+    "strategies/step/gradients.py": "dispatch",
+    "strategies/exchange/means.py": "reduce",
+    "collectives/communicator.py": "grouped_ordered_all_reduce",
+    "collectives/window/transport.py": "reduce",
+    "strategies/step/updates.py": "apply",
+}
+"""The files through which a gradient goes, from `Trainer.step` to the new variables, over a shared window; and what is
+called there."""
+
+WIDTH, GAP, LINE, PADDING = 330, 14, 15, 10
+USED_BY_ALL = "used by all of these"
+
+
+def room_of(path: Path, package: str) -> str:
+    """The room in which a file of a package is; "" for a file in none."""
+    parts = path.relative_to(ROOT / package).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The full names of the modules, or of what is in them, that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def imported_by(package: str) -> dict[Path, set[Path]]:
+    """For each file of a package those of its own that it imports from."""
+    every = sorted((ROOT / package).rglob("*.py"))
+    files = [path for path in every if path.name != "__init__.py" and str(path.relative_to(ROOT)) not in COMMANDS]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    return {path: {names[name] for name in imports_of(path) if name in names} for path in files}
+
+
+@cache
+def home_of(path: Path, package: str) -> str:
+    """The room in which a file is; of those in no room, see above."""
+    return room_of(path, package) or (package if uses_a_room(path, package) else USED_BY_ALL)
+
+
+@cache
+def uses_a_room(path: Path, package: str) -> bool:
+    """Whether a file, or one that it imports from, imports from a room."""
+    return any(room_of(other, package) or uses_a_room(other, package) for other in imported_by(package)[path])
+
+
+def rooms_of(package: str) -> dict[str, set[str]]:
+    """For each room of a package those that it imports from."""
+    rooms: dict[str, set[str]] = {}
+    for path, others in imported_by(package).items():
+        home = home_of(path, package)
+        rooms.setdefault(home, set()).update(home_of(other, package) for other in others)
+    return {room: others - {room} for room, others in rooms.items()}
+
+
+def levels_of(rooms: dict[str, set[str]]) -> list[list[str]]:
+    """The rooms from the top one to those that import from none."""
+    height: dict[str, int] = {}
+    for room in TopologicalSorter(rooms).static_order():
+        height[room] = 1 + max((height[other] for other in rooms[room]), default=-1)
+    return [
+        sorted(room for room in rooms if height[room] == level) for level in sorted(set(height.values()), reverse=True)
+    ]
+
+
+def said_of(package: str, room: str) -> str:
+    """What a room is for: the first sentence of its docstring, or the names of its files."""
+    if room not in (package, USED_BY_ALL):
+        source = (ROOT / package / room / "__init__.py").read_text(encoding="utf-8")
+        return str(ast.get_docstring(ast.parse(source))).partition("\n\n")[0]
+    return ", ".join(path.stem for path in imported_by(package) if home_of(path, package) == room)
+
+
+def steps_in(package: str, room: str) -> str:
+    """The numbers of the files of the gradient's way that lie in a room."""
+    numbers = [
+        str(number)
+        for number, file in enumerate(GRADIENT, 1)
+        if file.startswith(f"{package}/") and home_of(ROOT / file, package) == room
+    ]
+    return " ".join(numbers)
+
+
+def draw() -> str:
+    """The picture, as SVG."""
+    parts: list[str] = []
+    bottom = 0
+    for column, packages in enumerate(COLUMNS):
+        left, top = GAP + column * (WIDTH + 2 * GAP), GAP
+        for package in packages:
+            parts.append(f'<text class="package" x="{left}" y="{top + LINE}">{package}</text>')
+            top += 2 * LINE
+            for level in levels_of(rooms_of(package)):
+                for room in level:
+                    top += _box(parts, left, top, package, room) + GAP / 2
+                top += GAP / 2
+            top += GAP
+        bottom = max(bottom, int(top))
+    width = GAP + len(COLUMNS) * (WIDTH + 2 * GAP)
+    style = (
+        "text{font:12px sans-serif;fill:#222}.package{font-weight:bold;font-size:16px}.name{font-weight:bold}"
+        "rect{fill:#f4f6f8;stroke:#8a97a5}.on{fill:#fff3d6;stroke:#c98a00}.number{font-weight:bold;fill:#a86f00}"
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" width="{width}" height="{bottom}">'
+    background = f'<rect width="{width}" height="{bottom}" style="fill:#fff;stroke:none"/>'
+    return "\n".join([head, f"<style>{style}</style>", background, *parts, "</svg>\n"])
+
+
+def _box(parts: list[str], left: float, top: float, package: str, room: str) -> float:
+    """Draw a room; returns its height."""
+    lines = textwrap.wrap(said_of(package, room).replace("`", ""), 46)
+    height = 2 * PADDING + LINE * (1 + len(lines)) - 4
+    numbers = steps_in(package, room)
+    kind = ' class="on"' if numbers else ""
+    parts.append(f'<rect{kind} x="{left}" y="{top:g}" width="{WIDTH}" height="{height}" rx="4"/>')
+    first = top + PADDING + LINE - 4
+    parts.append(f'<text class="name" x="{left + PADDING}" y="{first:g}">{escape(room)}</text>')
+    if numbers:
+        place = left + WIDTH - PADDING
+        parts.append(f'<text class="number" text-anchor="end" x="{place}" y="{first:g}">{numbers}</text>')
+    for number, line in enumerate(lines, 1):
+        parts.append(f'<text x="{left + PADDING}" y="{first + number * LINE:g}">{escape(line)}</text>')
+    return height
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw(), encoding="utf-8")

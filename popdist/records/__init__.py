@@ -1,0 +1,17 @@
+"""What an instance notes of itself for others, and what they ask of it.
+
+Nothing here imports numpy, MPI or JAX.
+"""
+
+from popdist.records.faults import with_faults
+from popdist.records.progress import NoProgress, ProgressPage, ProgressRecord, parse_progress
+from popdist.records.stack import show_stack_when_asked
+
+__all__ = [
+    "NoProgress",
+    "ProgressPage",
+    "ProgressRecord",
+    "parse_progress",
+    "show_stack_when_asked",
+    "with_faults",
+]

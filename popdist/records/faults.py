@@ -1,0 +1,239 @@
+"""Faults that a user injects into an instance, to see what becomes of the job.
+
+`kill:instance=2,step=7,phase=all_reduce` kills instance 2 by SIGKILL when it begins its all-reduce in step 7.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from popdist.records.progress import NoProgress, ProgressPage
+
+VARIABLE = "POPDIST_INJECT"
+"""The faults of all instances, separated by semicolons."""
+ATTEMPT_VARIABLE = "POPDIST_RESTART_COUNT"
+"""How often the job has been started again."""
+
+KINDS = ("kill", "exit", "raise", "stop", "delay", "cut", "flip-bit")
+DATA, FORWARD, WAITING, UPDATE, CHECKPOINT = "data", "forward", "waiting", "update", "checkpoint"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+PHASES = (DATA, FORWARD, *COLLECTIVES, WAITING, UPDATE, CHECKPOINT)
+_EXIT_STATUS = 3
+CUT_LIMIT_S = 10.0
+"""How long an instance that is cut off waits for its supervisor to end it."""
+
+
+class InjectedError(RuntimeError):
+    """What `raise` raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is to go wrong once.
+
+    Attributes:
+        kind: `kill` (SIGKILL), `exit` (at once, with status 3), `raise` (an exception), `stop` (SIGSTOP), `delay`,
+            `cut` (its connections break, while it lives), or `flip-bit` (in a variable, before the step; its phase is
+            always `forward`).
+        instance: the one in which it happens.
+        phase: `data`, when a batch has been read; `forward`, when a step begins; a collective, when it begins;
+            `waiting`, when in one the wait for others has become long, some milliseconds; `update`, when the next
+            collective of a step is complete; `checkpoint`, when one is about to be saved.
+        step: in which it happens; None: in the first that comes to the phase.
+        attempt: how often the job has been started again before.
+        seconds: how long a delay takes.
+    """
+
+    kind: str
+    instance: int
+    phase: str = FORWARD
+    step: int | None = None
+    attempt: int = 0
+    seconds: float = 1.0
+
+    def strike(self) -> None:
+        """Let it happen."""
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "exit":
+            os._exit(_EXIT_STATUS)
+        elif self.kind == "raise":
+            raise InjectedError(f"injected into instance {self.instance} in phase {self.phase}")
+        elif self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "delay":
+            time.sleep(self.seconds)
+        elif self.kind == "cut":
+            break_connections()
+
+
+def break_connections() -> None:
+    """Shut down all TCP sockets of this process, those that listen too: the other ends see a connection that broke."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was open for this list only, or is not connected
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                _break_connection(int(name))
+
+
+def _break_connection(descriptor: int) -> None:
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        if copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6):
+            copy.shutdown(socket.SHUT_RDWR)
+
+
+def parse_fault(text: str) -> Fault:
+    """The fault in `KIND:instance=I[,step=S][,phase=P][,attempt=A][,seconds=X]`.
+
+    Raises:
+        ValueError: it is none; the message says what is wrong and what is possible.
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is not a kind of fault; use one of {', '.join(KINDS)}")
+    pairs = [part.partition("=")[::2] for part in rest.split(",") if part]
+    given = dict(pairs)
+    wrong = [name for name in given if name not in ("instance", "step", "phase", "attempt", "seconds")]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not understood; write KIND:instance=I,step=S,phase=P,attempt=A,seconds=X")
+    if len(given) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice}= is given twice; write one fault for each, --inject may be repeated")
+    if "instance" not in given:
+        raise ValueError("no instance is named; write KIND:instance=I")
+    phase = given.get("phase", FORWARD)
+    if phase not in PHASES:
+        raise ValueError(f"{phase!r} is not a phase; use one of {', '.join(PHASES)}")
+    if kind == "flip-bit" and phase != FORWARD:
+        raise ValueError(f"a bit is flipped before a step, its phase is {FORWARD} and not {phase}")
+    if kind != "delay" and "seconds" in given:
+        raise ValueError(f"seconds= is how long a delay takes, and this is {kind}; leave it out, or use delay")
+    step = given.get("step")
+    return Fault(
+        kind,
+        instance=_number(given, "instance"),
+        phase=phase,
+        step=None if step is None else _number(given, "step"),
+        attempt=_number(given, "attempt") if "attempt" in given else 0,
+        seconds=_seconds(given.get("seconds", "1")),
+    )
+
+
+def with_faults(
+    progress: ProgressPage | NoProgress, environ: Mapping[str, str], instance: int
+) -> ProgressPage | NoProgress:
+    """A record of progress whose notes let the faults happen that the environment names for an instance, if any."""
+    faults = [parse_fault(text) for text in environ.get(VARIABLE, "").split(";") if text]
+    attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
+    due = [fault for fault in faults if (fault.attempt, fault.instance) == (attempt, instance)]
+    return FaultyProgress(progress, due) if due else progress
+
+
+class FaultyProgress(NoProgress):
+    """Hands every note on, and lets faults happen at the notes that they are meant for."""
+
+    def __init__(self, progress: ProgressPage | NoProgress, faults: Sequence[Fault]) -> None:
+        self._progress = progress
+        self._faults = list(faults)
+        self._step = -1
+        self._flips_bit = False
+
+    def enter(self, number: int, label: bytes) -> None:
+        """Note that a collective begins."""
+        self._progress.enter(number, label)
+        operation = label.partition(b" ")[0].decode()
+        self._strike(*(phase for phase in COLLECTIVES if operation.endswith(phase)))
+
+    def leave(self) -> None:
+        """Note that it is complete."""
+        self._progress.leave()
+        if self._step >= 0:
+            self._strike(UPDATE)
+
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        """Note for whom it waits."""
+        self._progress.waiting_for(instances)
+        self._strike(WAITING)
+
+    def step(self, number: int) -> None:
+        """Note that a step begins."""
+        self._progress.step(number)
+        self._step = number
+        self._strike(FORWARD)
+
+    def begin(self, phase: str) -> None:
+        """Note that something else begins; data are read for the step that comes next."""
+        self._strike(phase, step=self._step + (phase == DATA))
+
+    def joining(self) -> None:
+        """Note that the program waits for the others to come to `popdist.init`."""
+        self._progress.joining()
+
+    def leaving(self) -> None:
+        """Note that the program is in its exit handlers."""
+        self._progress.leaving()
+
+    def finished(self) -> None:
+        """Note that all are done."""
+        self._progress.finished()
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether somebody reads the notes."""
+        return self._progress.is_supervised
+
+    @property
+    def is_released(self) -> bool:
+        """Whether waiting is of no use any more."""
+        return self._progress.is_released
+
+    def grace(self, seconds: float) -> None:
+        """Note how long it may take to end."""
+        self._progress.grace(seconds)
+
+    def carry_on(self, lost: int) -> None:
+        """Note that so many instances are lost."""
+        self._progress.carry_on(lost)
+
+    def cut_off(self) -> bool:
+        """Have the supervisor lose its connection."""
+        return self._progress.cut_off()
+
+    @property
+    def flips_bit(self) -> bool:
+        """Whether a bit is to be changed; said once."""
+        flips_bit, self._flips_bit = self._flips_bit, False
+        return flips_bit
+
+    def _strike(self, *phases: str, step: int | None = None) -> None:
+        step = self._step if step is None else step
+        for fault in [each for each in self._faults if each.phase in phases and each.step in (None, step)]:
+            self._faults.remove(fault)
+            self._flips_bit |= fault.kind == "flip-bit"
+            is_to_end = fault.kind == "cut" and self.cut_off()
+            fault.strike()
+            if is_to_end:  # shared memory cannot be cut: nothing more may come from here
+                time.sleep(CUT_LIMIT_S)
+                raise InjectedError(f"instance {fault.instance} is cut off, and nobody ended it")
+
+
+def _number(given: Mapping[str, str], name: str) -> int:
+    if not given[name].isdecimal():
+        raise ValueError(f"{name}={given[name]} is not a whole number")
+    return int(given[name])
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"seconds={text} is not a number of seconds")
+    return seconds

@@ -1,0 +1,327 @@
+"""The progress record: one page of shared memory in which an instance notes what it is doing.
+
+The page is a memory file that the supervisor of the instance makes and the instance inherits. Writing is a
+few stores to mapped memory, so it can be done around every collective; the supervisor reads the page without
+asking, also after the instance has died.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+_Clock = Callable[[], int]
+
+DESCRIPTOR_VARIABLE = "POPRUN_PROGRESS_FD"
+PAGE_BYTES = 4096
+MAGIC = 0x31_4E55_5250_4F50  # "POPRUN1" as it lies in little-endian memory
+CUT_SIGNAL = signal.SIGRTMIN + 1
+"""Asks the supervisor, whose process the page names, to lose its connection; that of an injected fault."""
+
+_LABEL_OFFSET = 3072
+_LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
+(_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
+_SUPERVISOR, _HEEDED, _WAITING = 10, 11, 12
+_WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
+
+
+class State(IntEnum):
+    """What an instance is doing."""
+
+    UNUSED = 0
+    """The program keeps no record."""
+    RUNNING = 1
+    """Between collectives."""
+    IN_COLLECTIVE = 2
+    """Inside the collective that the record names."""
+    LEAVING = 3
+    """In its exit handlers, waiting for the others."""
+    LEAVING_INSIDE = 4
+    """The same, but the collective that the record names was never completed."""
+    FINISHED = 5
+    """All instances have agreed that the work is done."""
+    JOINING = 6
+    """In `popdist.init`, where MPI connects it with the others as soon as all of them have come."""
+
+
+_STATES = frozenset(map(int, State))
+
+
+@dataclass(frozen=True)
+class ProgressRecord:
+    """What an instance noted last.
+
+    Attributes:
+        step: the training step, 0 before the first.
+        number: how many collectives it has entered; the number of the present or last one.
+        label: what that collective is, such as `all_reduce 'gradients'`.
+        state: what the instance is doing.
+        since_s: when it began that, on the clock of `time.monotonic` of its host.
+        waiting_for: the instances that a long wait is for.
+        grace_s: how long it may take to end after SIGTERM, because it has something to save.
+        heeded: what it has last seen to be said by the supervisor about waiting being of no use; 0: nothing.
+        fault: why nothing else is known: what the page says that nobody can have noted.
+    """
+
+    step: int = 0
+    number: int = 0
+    label: str = ""
+    state: State = State.UNUSED
+    since_s: float = 0.0
+    waiting_for: tuple[int, ...] = field(default=())
+    grace_s: float = 0.0
+    heeded: int = 0
+    fault: str = ""
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the instance is connected with the others."""
+        return self.since_s > 0 and not self.is_joining
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether it waits in `popdist.init` for the others."""
+        return self.state is State.JOINING
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a collective was entered and not completed."""
+        return self.state in (State.IN_COLLECTIVE, State.LEAVING_INSIDE)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the program is in its exit handlers."""
+        return self.state in (State.LEAVING, State.LEAVING_INSIDE)
+
+
+class NoProgress:
+    """Nobody supervises this process: every note is dropped."""
+
+    @property
+    def flips_bit(self) -> bool:
+        """Whether a bit of this instance's variables is to be changed on purpose, before the step that begins."""
+        return False
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether somebody reads the notes, and ends this process when another instance fails."""
+        return False
+
+    def joining(self) -> None:
+        """Do nothing."""
+
+    def enter(self, number: int, label: bytes) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def step(self, number: int) -> None:
+        """Do nothing."""
+
+    def begin(self, phase: str) -> None:
+        """Do nothing."""
+
+    def grace(self, seconds: float) -> None:
+        """Do nothing."""
+
+    def leaving(self) -> None:
+        """Do nothing."""
+
+    def finished(self) -> None:
+        """Do nothing."""
+
+    @property
+    def is_released(self) -> bool:
+        """Always false: nobody says so."""
+        return False
+
+    def carry_on(self, lost: int) -> None:
+        """Do nothing."""
+
+    def cut_off(self) -> bool:
+        """Whether there is a supervisor, who loses its connection: there is none."""
+        return False
+
+
+class ProgressPage:
+    """The writing side. Not for several threads at once; every method takes well under a microsecond."""
+
+    __slots__ = ("_label", "_label_at", "_lost", "_map", "_words")
+
+    flips_bit = False
+    is_supervised = True
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, PAGE_BYTES)
+        view = memoryview(self._map)
+        self._words = view.cast("Q")
+        self._label_at = view[_LABEL_OFFSET:]
+        self._label = b""
+        self._lost = 0
+        self._words[_OWNER] = os.getpid()
+        self._words[_STATE] = State.RUNNING.value
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> ProgressPage | NoProgress:
+        """The page that the supervisor handed to this process, or nothing to write to.
+
+        A page belongs to one process: a child of the program, which may inherit both variable and
+        descriptor, gets none.
+        """
+        descriptor = environ.get(DESCRIPTOR_VARIABLE, "")
+        if not descriptor.isdecimal() or not _is_free(int(descriptor)):
+            return NoProgress()
+        return cls(int(descriptor))
+
+    def enter(
+        self,
+        number: int,
+        label: bytes,
+        _now: _Clock = time.monotonic_ns,
+        _in_collective: int = State.IN_COLLECTIVE.value,
+    ) -> None:
+        """Note that the `number`-th collective begins.
+
+        Args:
+            number: counts the collectives of this instance, from 1.
+            label: what it is, in UTF-8. Keep the object: its bytes are copied only when it is another one.
+        """
+        words = self._words
+        if label is not self._label:
+            self._write_label(label)
+        words[_NUMBER] = number
+        words[_WAITING_COUNT] = 0
+        words[_SINCE_NS] = _now()
+        words[_STATE] = _in_collective
+
+    def leave(self, _now: _Clock = time.monotonic_ns, _running: int = State.RUNNING.value) -> None:
+        """Note that the collective is complete. Not for one that failed: then the record says where."""
+        words = self._words
+        words[_STATE] = _running
+        words[_WAITING_COUNT] = 0
+        words[_SINCE_NS] = _now()
+
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        """Note that the wait inside the collective has become long, and for whom; called seldom."""
+        words = self._words
+        instances = instances[:_WAITING_MOST]
+        for position, instance in enumerate(instances):
+            words[_WAITING + position] = instance
+        words[_WAITING_COUNT] = len(instances)
+
+    def step(self, number: int) -> None:
+        """Note that the `number`-th training step begins."""
+        self._words[_STEP] = number
+
+    def grace(self, seconds: float) -> None:
+        """Note how long the program may take to end by itself after SIGTERM; 0 is as long as any other."""
+        self._words[_GRACE_MS] = int(1000 * seconds)
+
+    def begin(self, phase: str) -> None:
+        """Note that something else than a collective or a step begins; the record has no place for it."""
+
+    def joining(self) -> None:
+        """Note that the program has come to `popdist.init` and waits for the others to come too."""
+        self._set_state(State.JOINING)
+
+    def leaving(self) -> None:
+        """Note that the program is in its exit handlers and waits for the other instances."""
+        inside = self._words[_STATE] in (State.IN_COLLECTIVE, State.LEAVING_INSIDE)
+        self._set_state(State.LEAVING_INSIDE if inside else State.LEAVING)
+
+    def finished(self) -> None:
+        """Note that every instance has agreed that the work is done, so that none waits for this one."""
+        self._words[_WAITING_COUNT] = 0
+        self._set_state(State.FINISHED)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the supervisor has said that waiting for the others is of no use any more.
+
+        It has if more instances are lost than those without which the others carry on already.
+        """
+        released = self._words[_RELEASED]
+        if released > self._lost:
+            self._words[_HEEDED] = released
+        return released > self._lost
+
+    def carry_on(self, lost: int) -> None:
+        """Note that so many instances are lost without which the others carry on."""
+        self._lost = lost
+
+    def cut_off(self) -> bool:
+        """Have the supervisor lose its connection, whereupon it ends this process; whether there is one."""
+        supervisor = self._words[_SUPERVISOR]
+        if supervisor:
+            os.kill(supervisor, CUT_SIGNAL)
+        return bool(supervisor)
+
+    def _set_state(self, state: State) -> None:
+        self._words[_SINCE_NS] = time.monotonic_ns()
+        self._words[_STATE] = state
+
+    def _write_label(self, label: bytes) -> None:
+        written = label[:_LABEL_BYTES]
+        self._label_at[: len(written)] = written
+        self._words[_LABEL_LENGTH] = len(written)
+        self._label = label
+
+
+def new_page() -> bytes:
+    """The content of a page that nobody has written to."""
+    return MAGIC.to_bytes(8, "little") + bytes(PAGE_BYTES - 8)
+
+
+def parse_progress(page: bytes) -> ProgressRecord:
+    """The record in a copy of a page; an empty record where there is no page."""
+    if len(page) < PAGE_BYTES:
+        return ProgressRecord()
+    words = memoryview(page)[:PAGE_BYTES].cast("Q")
+    if words[_MAGIC] != MAGIC:
+        return ProgressRecord()
+    if words[_STATE] not in _STATES:
+        return ProgressRecord(fault=f"its state is {words[_STATE]}")
+    waiting = min(words[_WAITING_COUNT], _WAITING_MOST)
+    label = page[_LABEL_OFFSET : _LABEL_OFFSET + words[_LABEL_LENGTH]]
+    return ProgressRecord(
+        step=words[_STEP],
+        number=words[_NUMBER],
+        label=_printable(label.decode(errors="replace")),
+        state=State(words[_STATE]),
+        since_s=words[_SINCE_NS] / 1e9,
+        waiting_for=tuple(words[_WAITING : _WAITING + waiting]),
+        grace_s=words[_GRACE_MS] / 1e3,
+        heeded=words[_HEEDED],
+    )
+
+
+def _printable(text: str) -> str:
+    """The text on one line, with nothing in it that a terminal obeys."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def _is_free(descriptor: int) -> bool:
+    """Whether the descriptor is a page that no other living process writes to."""
+    try:
+        head = os.pread(descriptor, 16, 0)
+    except OSError:
+        return False
+    if len(head) < 16 or int.from_bytes(head[:8], "little") != MAGIC:
+        return False
+    owner = int.from_bytes(head[8:], "little")
+    return owner in (0, os.getpid()) or not _is_alive(owner)
+
+
+def _is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")

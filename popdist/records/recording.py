@@ -1,0 +1,141 @@
+"""What `poprun verify` has the Trainer of each instance record, and how it asks for that.
+
+An instance writes lines of JSON into a file of its own in the folder that POPDIST_VERIFY_RECORD names: first what
+decides its bits besides the program, then one line for each step, at once, so that an instance that is killed leaves
+what it had.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from popdist.errors import EnvironmentMismatchError
+
+FOLDER_VARIABLE = "POPDIST_VERIFY_RECORD"
+"""The folder; set where steps are to be recorded."""
+STEPS_VARIABLE = "POPDIST_VERIFY_STEPS"
+"""How many steps the program makes: it ends, with status 0, when all of them are recorded."""
+VALUES_VARIABLE = "POPDIST_VERIFY_VALUES"
+"""`TRAINING:STEP`, of which the values are to be kept and not only their digests."""
+LEAVE_VARIABLE = "POPDIST_VERIFY_LEAVE"
+"""The step in which instance 0 gets SIGTERM."""
+
+SUFFIX = ".jsonl"
+CHECKPOINTS = "checkpoints"
+"""In the folder: where the checkpoints of a program go that is verified."""
+
+PROCESS, LAYOUT, STEP, VALUES, QUESTION, CHECKPOINT = "process", "layout", "step", "values", "question", "checkpoint"
+"""The kinds of lines."""
+
+LOSS, OPTIMIZER, ELSEWHERE = "loss", "optimizer", ""
+"""Where a program asks: while the loss function or the optimizer is compiled, or elsewhere."""
+
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("collectives", "popdist", "strategies"))
+_COMPILING = {
+    str(_ROOT / "strategies" / "step" / "replica_program.py"): LOSS,
+    str(_ROOT / "strategies" / "step" / "updates.py"): OPTIMIZER,
+    str(_ROOT / "strategies" / "step" / "sharded_update.py"): OPTIMIZER,
+}
+_MOST_QUESTIONS = 100
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is to be recorded.
+
+    Attributes:
+        folder: where.
+        steps: after so many the program ends; None: when it likes.
+        values_at: the training and the step of which values are kept; None: of none.
+        leave_at: the step in which instance 0 gets SIGTERM; None: none.
+    """
+
+    folder: Path
+    steps: int | None = None
+    values_at: tuple[int, int] | None = None
+    leave_at: int | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Recording | None:
+        """What the environment asks for; None if nothing.
+
+        Raises:
+            EnvironmentMismatchError: a variable holds no number.
+        """
+        if not environ.get(FOLDER_VARIABLE):
+            return None
+        steps, leave = (_numbers(environ, name, 1) for name in (STEPS_VARIABLE, LEAVE_VARIABLE))
+        values = _numbers(environ, VALUES_VARIABLE, 2)
+        return cls(
+            folder=Path(environ[FOLDER_VARIABLE]),
+            steps=steps[0] if steps else None,
+            values_at=(values[0], values[1]) if values else None,
+            leave_at=leave[0] if leave else None,
+        )
+
+    def as_variables(self) -> dict[str, str]:
+        """The variables that ask for it."""
+        wanted = {
+            STEPS_VARIABLE: self.steps,
+            VALUES_VARIABLE: None if self.values_at is None else "{}:{}".format(*self.values_at),
+            LEAVE_VARIABLE: self.leave_at,
+        }
+        given = {name: str(value) for name, value in wanted.items() if value is not None}
+        return {FOLDER_VARIABLE: str(self.folder)} | given
+
+
+def _numbers(environ: Mapping[str, str], name: str, count: int) -> tuple[int, ...]:
+    text = environ.get(name, "")
+    if not text:
+        return ()
+    words = text.split(":")
+    if len(words) != count or not all(word.isdecimal() for word in words):
+        raise EnvironmentMismatchError(f"{name}={text!r} is not what poprun verify sets; unset it")
+    return tuple(int(word) for word in words)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A program has asked which instance it is, or how many there are.
+
+    Attributes:
+        what: the name of what it used.
+        file: the program's file.
+        line: in that file.
+        where: LOSS, OPTIMIZER or ELSEWHERE.
+    """
+
+    what: str
+    file: str
+    line: int
+    where: str = ELSEWHERE
+
+
+_questions: dict[Question, None] = {}
+
+
+def note_question(what: str) -> None:
+    """Note that a program asks, if that is recorded; called by what answers. Our own packages may ask.
+
+    Args:
+        what: the name of what it uses.
+    """
+    if FOLDER_VARIABLE not in os.environ:
+        return
+    asking = sys._getframe(2)
+    if asking.f_code.co_filename.startswith(_OURS) or len(_questions) == _MOST_QUESTIONS:
+        return
+    where, frame = ELSEWHERE, asking.f_back
+    while frame is not None and not where:
+        where, frame = _COMPILING.get(frame.f_code.co_filename, ELSEWHERE), frame.f_back
+    _questions.setdefault(Question(what, asking.f_code.co_filename, asking.f_lineno, where))
+
+
+def questions() -> tuple[Question, ...]:
+    """What this process has been asked, in that order."""
+    return tuple(_questions)

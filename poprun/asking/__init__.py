@@ -1,0 +1,1 @@
+"""What the user wants: options, configuration files, settings."""

@@ -1,0 +1,107 @@
+"""The hosts of a job when nobody names them: what the batch system around poprun has reserved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from poprun.asking.settings import Settings
+from poprun.errors import UsageError
+from poprun.hosts.hosts import Host, most_instances, shares_of
+from poprun.hosts.schedulers.kubernetes import KubernetesScheduler
+from poprun.hosts.schedulers.lsf import LsfScheduler
+from poprun.hosts.schedulers.open_mpi_hostfile import OpenMPIHostfile
+from poprun.hosts.schedulers.pbs import PbsScheduler
+from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation, ReadText, Scheduler, describe_slots
+from poprun.hosts.schedulers.slurm import SlurmScheduler
+from poprun.wording import count
+
+BATCH_SYSTEMS: tuple[Scheduler, ...] = (SlurmScheduler(), PbsScheduler(), LsfScheduler())
+"""Those that reserve hosts for a job: where several seem to, they have to agree."""
+
+HOSTFILES: tuple[Scheduler, ...] = (KubernetesScheduler(), OpenMPIHostfile())
+"""Those that are asked where there is no batch system, as by mpirun; the first active one counts."""
+
+
+def _read_text(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")
+
+
+def find_allocation(environ: Mapping[str, str], read_text: ReadText = _read_text) -> Allocation | None:
+    """The hosts that were reserved for this process; None: nobody reserved any.
+
+    Args:
+        environ: the variables of the process.
+        read_text: returns the contents of a file that the variables name.
+
+    Raises:
+        UsageError: what is reserved cannot be read, or two batch systems contradict each other.
+    """
+    reserved = [system.allocation(environ, read_text) for system in BATCH_SYSTEMS if system.is_active(environ)]
+    for other in reserved[1:]:
+        if other.hosts != reserved[0].hosts:
+            raise UsageError(
+                f"{reserved[0].source} has {describe_slots(reserved[0].hosts)}, but {other.source} has "
+                f"{describe_slots(other.hosts)}; {NAME_HOSTS}, or unset the variables of one"
+            )
+    if reserved:
+        return reserved[0]
+    hostfile = next((file for file in HOSTFILES if file.is_active(environ)), None)
+    return hostfile.allocation(environ, read_text) if hostfile is not None else None
+
+
+def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int = 0) -> Allocation:
+    """The part of an allocation over which the instances are spread: as many hosts as take equally many each, or all.
+
+    Args:
+        allocation: what is reserved.
+        num_instances: how many there are to be.
+        num_replicas: those of all; what is advised divides them.
+
+    Raises:
+        UsageError: there are more instances than slots.
+    """
+    slots = allocation.slots
+    if slots is not None and num_instances > slots:
+        fits = most_instances(num_replicas, slots)
+        raise UsageError(
+            f"{count(num_instances, 'instance')} on the {count(slots, 'slot')} of {allocation.source} "
+            f"({describe_slots(allocation.hosts)}): use {fits} (--num-instances), {_ways_out(allocation)}"
+        )
+    return replace(allocation, hosts=spread(allocation.hosts, num_instances))
+
+
+def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: Settings) -> str:
+    """What of an allocation is used, and how more of it would be; empty where all is, or slots are not counted.
+
+    Args:
+        allocation: what is reserved.
+        hosts: those that are used.
+        settings: how many instances and replicas there are.
+    """
+    slots, instances = allocation.slots, settings.num_instances
+    if slots is None or instances == slots:
+        return ""
+    shares = dict(zip((host.name for host in hosts), shares_of(hosts, instances), strict=True))
+    used = ", ".join(f"{host.name}: {shares.get(host.name, 0)} of {host.slots}" for host in allocation.hosts)
+    said = f"{count(instances, 'instance')} on the {count(slots, 'slot')} of {allocation.source} ({used})"
+    if len(hosts) < len(allocation.hosts):
+        said += f", for equal shares go before more hosts, and {instances} are equal on {len(hosts)} at most"
+    more = most_instances(settings.num_replicas, slots)
+    return f"{said}; {more} is the most for {count(settings.num_replicas, 'replica')} (--num-instances)"
+
+
+def spread(hosts: Sequence[Host], num_instances: int) -> tuple[Host, ...]:
+    """The most hosts, the first of them, that take equally many instances each; all where only slots fit; or none."""
+    for number in range(min(len(hosts), num_instances), 0, -1):
+        if num_instances % number == 0:
+            share = num_instances // number
+            large_enough = [host for host in hosts if host.slots is None or host.slots >= share]
+            if len(large_enough) >= number:
+                return tuple(large_enough[:number])
+    return tuple(hosts) if hosts and shares_of(hosts, num_instances) else ()
+
+
+def _ways_out(allocation: Allocation) -> str:
+    return f"{allocation.way_to_more}, or {NAME_HOSTS}, which counts no slots"

@@ -1,0 +1,276 @@
+"""What hosts are told so that they get a copy of the Python environment, and what their answers mean. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from poprun.hosts.environment_trees import LEFT_OUT, MARKER, TOKEN_PREFIX, PythonEnvironment, Tree
+from poprun.hosts.errands import Ended, Errand
+from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, way_out_of
+from poprun.wording import count, cut_off
+
+OPTION = "--synchronise-python-venv"
+
+_SAYS = "poprun-synchronise "
+_VANISHED = 24  # rsync: files that were removed here meanwhile, such as somebody's temporary ones
+_FILE_IO = 11  # rsync: the host's own words about it get lost if the connection ends before they have come
+_STALLED_S = 60
+_PROBED_BYTES = 1 << 20
+
+# Two passes, so that a host that is refused is left as it was. Making a folder is atomic, on NFS too: of the machines
+# that share a file system exactly one makes the token, this one if it is among them.
+_CLAIM = f"""\
+export LC_ALL=C
+marker={MARKER}
+fault=
+say() {{ printf '%s\n' "{_SAYS}$*"; }}
+is_shared() {{ [ -e "$1/$token" ]; }}
+need() {{ [ -e "$2" ] || {{ say missing "$1"; fault=1; }}; }}
+look() {{
+    if [ ! -e "$2" ] || [ -e "$2/$marker" ] || is_shared "$2"; then return; fi
+    if [ -d "$2" ] && [ -z "$(ls -A "$2")" ]; then return; fi
+    is_shared "$2" || {{ say foreign "$1"; fault=1; }}
+}}
+claim() {{
+    if is_shared "$2"; then say shared "$1"; return; fi
+    mkdir -p "$2" && touch "$2/$marker" || exit 1
+    if ! said=$(mkdir "$2/$token" 2>&1); then
+        if is_shared "$2"; then say shared "$1"; return; fi
+        echo "$said" >&2
+        exit 1
+    fi
+    say mine "$1" "$(cat "$2/$marker")"
+    if [ -n "$rsync" ]; then : >"$2/$marker"; fi
+}}
+"""
+
+_WAYS_OUT = {
+    "no space left": "free some space there",
+    "quota exceeded": "free some space there, or have the quota raised",
+    "permission denied": "let the user write there, or use an environment in a folder that is writable on every host",
+    "read-only file system": "use an environment in a folder that is writable on every host",
+}
+_NUMBERS = {"files": r"regular files transferred: ([\d,.]+)", "bytes": r"transferred file size: ([\d,.]+)"}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a host has said about the folders.
+
+    Attributes:
+        has_rsync: whether it has, and this machine too.
+        mine: the folders to copy there, each with the digest of what tar has copied there last.
+        shared: those that it shares with this machine, or with a host that gets them.
+        foreign: those that somebody else has filled.
+        missing: paths that the environment refers to.
+    """
+
+    has_rsync: bool
+    mine: Mapping[Path, str]
+    shared: tuple[Path, ...] = ()
+    foreign: tuple[Path, ...] = ()
+    missing: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One tree for one host.
+
+    Attributes:
+        host: the host.
+        tree: only with the folders that it needs.
+        uses_rsync: whether only differences are sent.
+    """
+
+    host: str
+    tree: Tree
+    uses_rsync: bool
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"{self.tree.root}" + (f" ({', '.join(self.tree.names)})" if self.tree.names else "")
+
+
+def claim_script(environment: PythonEnvironment, token: str, has_rsync: bool) -> str:
+    """The shell program with which a host says which folders it needs, and makes them ready.
+
+    Args:
+        environment: what is copied.
+        token: the name of the empty folder that is in all folders here, so that it is seen where they are shared.
+        has_rsync: whether this machine has.
+    """
+    folders = environment.folders
+    lines = [f"token={token}", "rsync=" + ("$(command -v rsync)" if has_rsync else "")]
+    lines += [f"need {number} {shlex.quote(str(path))}" for number, path in enumerate(environment.needed)]
+    lines += [f"look {number} {shlex.quote(str(path))}" for number, path in enumerate(folders)]
+    lines += ['[ -z "$fault" ] || exit 1', 'if [ -n "$rsync" ]; then say rsync; fi']
+    lines += [f"claim {number} {shlex.quote(str(path))}" for number, path in enumerate(folders)]
+    return "\n".join([_CLAIM, *lines, "say end", ""])
+
+
+def read_claim(said: str, environment: PythonEnvironment) -> Claim | None:
+    """What a host answers to `claim_script`; None if that is no complete answer and no refusal either."""
+    words = [line.removeprefix(_SAYS).split() for line in said.splitlines() if line.startswith(_SAYS)]
+    try:
+        return _claim_from(words, environment)
+    except (IndexError, ValueError):  # whoever has said that, it was not our program
+        return None
+
+
+def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> Claim | None:
+    folders = environment.folders
+
+    def numbers(topic: str) -> list[int]:
+        return [int(each[1]) for each in words if each[0] == topic]
+
+    digests = [each[2] if len(each) > 2 else "" for each in words if each[0] == "mine"]
+    claim = Claim(
+        has_rsync=["rsync"] in words,
+        mine=dict(zip([folders[number] for number in numbers("mine")], digests, strict=True)),
+        shared=tuple(folders[number] for number in numbers("shared")),
+        foreign=tuple(folders[number] for number in numbers("foreign")),
+        missing=tuple(environment.needed[number] for number in numbers("missing")),
+    )
+    return claim if ["end"] in words or claim.foreign or claim.missing else None
+
+
+def claim_faults(host: str, claim: Claim | None, ended: Ended, late: str) -> list[str]:
+    """Why a host cannot get the environment: a line for each reason.
+
+    Args:
+        host: the host.
+        claim: its answer.
+        ended: how the ssh ended.
+        late: what to say where it did not end in time.
+    """
+    if claim is None:
+        return [f"host {host}: {_complain(host, ended, late)}"]
+    lines = [
+        f"host {host}: the Python environment refers to {path}, which is missing there; install the same Python there"
+        for path in claim.missing
+    ]
+    return lines + [
+        f"host {host}: {path} was not made by poprun and is not empty; if it may be replaced, remove it there, "
+        f"otherwise leave out {OPTION}"
+        for path in claim.foreign
+    ]
+
+
+def plan_copies(host: str, claim: Claim, environment: PythonEnvironment, digests: Mapping[Path, str]) -> list[Copy]:
+    """What has to be copied to a host.
+
+    Args:
+        host: the host.
+        claim: its answer.
+        environment: all that there is.
+        digests: of the folders as they are here; needed only for hosts without rsync.
+    """
+    needed = {path for path, known in claim.mine.items() if claim.has_rsync or known != digests[path]}
+    trees = [_without(tree, needed) for tree in environment.trees]
+    return [Copy(host, tree, claim.has_rsync) for tree in trees if tree is not None]
+
+
+def copy_errand(copy: Copy, ssh: Sequence[str]) -> Errand:
+    """The command that copies a tree.
+
+    rsync removes what is not here any more, in the tree's own folders only. tar removes nothing.
+    """
+    root = str(copy.tree.root)
+    if copy.uses_rsync:
+        # `s`: the shell of the host does not look at the path, whatever the version of rsync.
+        words = ["rsync", "-srlpt", "--omit-dir-times", "--delete", "--stats", f"--timeout={_STALLED_S}"]
+        # `p`: such a folder does not keep a package alive that was removed.
+        filters = [f"--filter=-p {name}" for name in LEFT_OUT] + [f"--filter=H {TOKEN_PREFIX}*"]
+        sources = [f"{root}/{name}" for name in copy.tree.names] or [f"{root}/"]
+        options = [*filters, f"--exclude={MARKER}", "-e", shlex.join(ssh)]
+        return Errand((*words, *options, "--", *sources, f"{copy.host}:{root}/"))
+    omitted = [f"--exclude={name}" for name in (*LEFT_OUT, MARKER, f"{TOKEN_PREFIX}*")]
+    words = ["tar", *omitted, "-cf", "-", "--", *(copy.tree.names or ["."])]
+    # tar itself, in `-C`, takes backslashes for more than that. 1: a file has changed meanwhile
+    feeder = ("sh", "-c", 'cd "$1" && shift && { "$@" || [ $? = 1 ]; }', "sh", root, *words)
+    unpack = ["sh", "-c", 'cd "$1" && LC_ALL=C exec tar -xpof -', "sh", root]
+    return Errand(tuple(remote_words(ssh, copy.host, unpack)), feeder=feeder)
+
+
+def has_lost_reason(copy: Copy, ended: Ended) -> bool:
+    """Whether rsync has failed to read or write files, but the reason has not come through."""
+    return copy.uses_rsync and ended.status == _FILE_IO and not _known_reasons(ended.err)
+
+
+def probe_script(copy: Copy, token: str) -> str:
+    """The shell program with which a host says why it cannot write files there, if it cannot."""
+    file = shlex.quote(f"{copy.tree.folders[0]}/{token}-probe")
+    return f"""\
+export LC_ALL=C
+file={file}
+trap 'rm -f -- "$file"' EXIT
+head -c {_PROBED_BYTES} /dev/zero >"$file"
+"""
+
+
+def copy_fault(copy: Copy, ended: Ended, late: str) -> str | None:
+    """The line about a copy that failed; None if it did not."""
+    if ended.status == 0 or (copy.uses_rsync and ended.status == _VANISHED):
+        return None
+    return f"host {copy.host}: cannot copy {copy.what}: {_complain(copy.host, ended, late)}"
+
+
+def describe_copy(copy: Copy, ended: Ended) -> str:
+    """The line about a copy that succeeded."""
+    if not copy.uses_rsync:
+        return f"host {copy.host}: copied all of {copy.what} with tar in {ended.seconds:.1f} s"
+    files, size = (_number(pattern, ended.out) for pattern in _NUMBERS.values())
+    if not files:
+        return f"host {copy.host}: nothing has changed in {copy.what}"
+    return f"host {copy.host}: copied {count(files, 'file')}, {size} bytes, of {copy.what} in {ended.seconds:.1f} s"
+
+
+def release_script(folders: Sequence[Path], token: str, digests: Mapping[Path, str]) -> str:
+    """The shell program that takes the tokens away and notes what tar has copied.
+
+    Args:
+        folders: of this host.
+        token: as in `claim_script`.
+        digests: of what tar has copied completely.
+    """
+    lines = [f"rmdir {shlex.quote(str(folder / token))}" for folder in folders]
+    lines += [f"echo {digest} >{shlex.quote(str(folder / MARKER))}" for folder, digest in digests.items()]
+    return "\n".join([*lines, ""])
+
+
+def _without(tree: Tree, needed: set[Path]) -> Tree | None:
+    if not tree.names:
+        return tree if tree.root in needed else None
+    names = tuple(name for name in tree.names if tree.root / name in needed)
+    return Tree(tree.root, names) if names else None
+
+
+def _complain(host: str, ended: Ended, late: str) -> str:
+    """Fact and way out of a command that has failed; the fact is in its own words."""
+    complaint = _reason(ended.err)
+    if ended.status is None:
+        return f"{late}; see what `ssh {host}` is busy with" + (f" ({complaint})" if complaint else "")
+    advice = next((advice for sign, advice in _WAYS_OUT.items() if sign in complaint.lower()), None)
+    if ended.status == SSH_FAILED:
+        advice = way_out_of(ended.err, host)
+    return f"{complaint or f'exit status {ended.status}'}; {advice or f'try `ssh {host} true` by hand'}"
+
+
+def _reason(text: str) -> str:
+    """The first line that names a known reason, because rsync and tar go on to sum up; otherwise the last one."""
+    own = "\n".join(line for line in text.splitlines() if not line.startswith("rsync error: "))
+    return next(iter(_known_reasons(text)), last_line(own))
+
+
+def _known_reasons(text: str) -> list[str]:
+    return [cut_off(line.strip()) for line in text.splitlines() if any(sign in line.lower() for sign in _WAYS_OUT)]
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(re.sub(r"\D", "", found[1])) if found else 0

@@ -1,0 +1,210 @@
+"""Chooses the network over which the hosts of a job talk, once, for daemons and data alike."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import reduce
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from poprun.errors import PopRunError, UsageError
+from poprun.hosts.host_facts import Interface
+from poprun.hosts.survey_script import interfaces
+
+_Net = IPv4Network | IPv6Network
+_FAMILIES = (4, 6)  # IPv4 first; Open MPI knows it better
+_ANY_PORT = 9  # connecting a UDP socket sends nothing
+
+
+@dataclass(frozen=True)
+class Network:
+    """What all hosts of a job talk over.
+
+    Attributes:
+        cidr: the addresses of all hosts lie in it, such as `10.77.0.0/24`; Open MPI's `if_include` takes it.
+        address: ours.
+        interface: the name of ours.
+    """
+
+    cidr: str
+    address: str
+    interface: str
+
+    def includes(self, address: str) -> bool:
+        """Whether an address lies in it."""
+        return ip_address(address) in ip_network(self.cidr)
+
+    def address_among(self, addresses: Sequence[str]) -> str:
+        """The first address that lies in it; empty if there is none."""
+        return next(filter(self.includes, addresses), "")
+
+
+def read_interfaces() -> tuple[Interface, ...]:
+    """The addresses of this machine."""
+    return tuple(Interface(*each) for each in interfaces())
+
+
+def source_address(destination: str) -> str | None:
+    """The address from which this machine sends to another one; None if there is no route. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in destination else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
+        asked.connect((destination, _ANY_PORT))
+        return str(asked.getsockname()[0])
+    return None
+
+
+def look_up(hosts: Sequence[str], limit_s: float = 1.0) -> dict[str, tuple[str, ...]]:
+    """The addresses of host names, all looked up at the same time.
+
+    Returns:
+        For each host its addresses; none where the name is unknown, or unknown within the limit.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    threads = [threading.Thread(target=_look_up, args=(host, found), daemon=True) for host in hosts]
+    deadline_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return {host: found.get(host, ()) for host in hosts}
+
+
+def choose_network(
+    ours: Sequence[Interface],
+    hosts: Mapping[str, Sequence[str]],
+    host_subnet: str | None = None,
+    route: Callable[[str], str | None] = source_address,
+) -> Network:
+    """Choose the network.
+
+    Args:
+        ours: the addresses of this machine.
+        hosts: for each other host its addresses, the one by which it is known first.
+        host_subnet: what the user says: the name of an interface, or an address mask; None: follow the routes.
+        route: tells which of our addresses a packet to another one leaves from.
+
+    Raises:
+        UsageError: `host_subnet` is nothing that this machine has.
+        PopRunError: no network, or more than one, leads to the hosts.
+    """
+    if host_subnet:
+        return _named_network(ours, hosts, host_subnet)
+    if not hosts:
+        return Network("127.0.0.0/8", "127.0.0.1", "lo")
+    targets = _targets(hosts)
+    sources = {host: route(address) for host, address in targets.items()}
+    for host, source in sources.items():
+        if source is None:
+            raise PopRunError(
+                f"no route to host {host} ({targets[host]}); this machine has {_list(ours)}; "
+                "check the network, or name one with --host-subnet"
+            )
+        if ip_address(targets[host]).is_loopback:
+            raise PopRunError(
+                f"host {host} stands for {targets[host]} here, which leads nowhere else; "
+                "give the name its address in the network (/etc/hosts)"
+            )
+    if len(set(sources.values())) > 1:
+        ways = ", ".join(f"{host} from {source}" for host, source in sources.items())
+        raise PopRunError(f"the hosts are reached over different networks: {ways}; name one with --host-subnet")
+    return _covering(_interface_with(ours, str(next(iter(sources.values())))), list(targets.values()))
+
+
+def parse_mask(text: str) -> IPv4Network | IPv6Network | None:
+    """The network that a mask such as `10.77.0.0/24`, or an address, stands for; None: it may be an interface.
+
+    Raises:
+        UsageError: it looks like a mask and is none.
+    """
+    if "/" not in text and not _is_address(text):
+        return None
+    try:
+        return ip_network(text, strict=False)
+    except ValueError as error:
+        raise UsageError(f"--host-subnet is {text}: {error}; use a mask such as 10.77.0.0/24, or eth0") from None
+
+
+def _named_network(ours: Sequence[Interface], hosts: Mapping[str, Sequence[str]], subnet: str) -> Network:
+    mask = parse_mask(subnet)
+    if mask is not None:
+        inside = [each for each in ours if each.ip.ip in mask]
+        if not inside:
+            raise UsageError(f"--host-subnet is {subnet}, where this machine has no address; it has {_list(ours)}")
+        return Network(str(mask), inside[0].address, inside[0].name)
+    named = [each for each in ours if each.name == subnet]
+    if not named:
+        raise UsageError(
+            f"--host-subnet is {subnet}, neither an address mask nor an interface of this machine; it has {_list(ours)}"
+        )
+    first = min(named, key=lambda each: each.ip.version)
+    return _covering(first, _addresses_near(first, hosts))
+
+
+def _addresses_near(interface: Interface, hosts: Mapping[str, Sequence[str]]) -> list[str]:
+    """For each host an address in the interface's network, else the one by which it is known."""
+    near = []
+    for addresses in hosts.values():
+        same = [address for address in addresses if ip_address(address).version == interface.ip.version]
+        inside = [address for address in same if ip_address(address) in interface.ip.network]
+        near += inside[:1] or same[:1]
+    return near
+
+
+def _is_address(text: str) -> bool:
+    with suppress(ValueError):
+        ip_address(text)
+        return True
+    return False
+
+
+def _targets(hosts: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """One address of each host, all of one family."""
+    for host, addresses in hosts.items():
+        if not addresses:
+            raise PopRunError(f"host {host} has no address; check its spelling, or give it one in /etc/hosts")
+    for version in _FAMILIES:
+        chosen = {
+            host: next((each for each in addresses if ip_address(each).version == version), "")
+            for host, addresses in hosts.items()
+        }
+        if all(chosen.values()):
+            return chosen
+    listed = ", ".join(f"{host} {addresses[0]}" for host, addresses in hosts.items())
+    raise PopRunError(f"some hosts have IPv4 addresses only, others IPv6 only: {listed}; give all of them one kind")
+
+
+def _interface_with(ours: Sequence[Interface], address: str) -> Interface:
+    found = next((each for each in ours if each.ip.ip == ip_address(address)), None)
+    if found is None:
+        raise PopRunError(
+            f"packets leave from {address}, which no interface has; name one of {_list(ours)} with --host-subnet"
+        )
+    return found
+
+
+def _covering(interface: Interface, addresses: Sequence[str]) -> Network:
+    """The interface's network, made as wide as needed: routed networks (and some clouds, with /32) are narrower."""
+    network: _Net = reduce(_widen, map(ip_address, addresses), interface.ip.network)
+    return Network(str(network), interface.address, interface.name)
+
+
+def _widen(network: _Net, address: IPv4Address | IPv6Address) -> _Net:
+    while address not in network:
+        network = network.supernet()
+    return network
+
+
+def _list(ours: Sequence[Interface]) -> str:
+    outside = [each for each in ours if not each.is_loopback]
+    return ", ".join(f"{each.name} {each.ip.network}" for each in outside) or "no network"
+
+
+def _look_up(host: str, found: dict[str, tuple[str, ...]]) -> None:
+    with suppress(OSError, UnicodeError):
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = dict.fromkeys(str(each[4][0]) for each in answers)
+        found[host] = tuple(sorted(addresses, key=lambda address: ":" in address))

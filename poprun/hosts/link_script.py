@@ -1,0 +1,215 @@
+"""Measures what lies between hosts; sent to each of them as a whole, so it imports nothing of ours.
+
+It takes commands from its standard input, one JSON object a line, and answers each with one line.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+MARK = "poprun-link "
+"""Begins every answer; what a login shell prints does no harm."""
+
+ROUND_TRIPS = 40
+_NAMES_LIMIT_S = 1.0
+_ECHO, _SINK = b"e", b"s"
+_WARM_UP = 0.3  # of the duration: TCP's slow start, and the bucket of a traffic shaper
+_RESULT = struct.Struct("!Qd")
+_BLOCK_BYTES = 1 << 16
+
+
+def serve(limit_s: int) -> None:
+    """Answer commands until standard input ends, at most for so long."""
+    signal.alarm(limit_s)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = _COMMANDS[command.pop("do")](**command)
+        except OSError as error:
+            answer = {"fault": error.strerror or str(error)}
+        print(MARK + json.dumps(answer), flush=True)
+
+
+def tell_clock() -> dict[str, Any]:
+    """The time here."""
+    return {"clock_s": time.time()}
+
+
+def look_up(names: list[str]) -> dict[str, Any]:
+    """The addresses of names; none where a name is unknown, or unknown within 1 s."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+
+    def find(name: str) -> None:
+        with contextlib.suppress(OSError):
+            found[name] = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None)})
+
+    threads = [threading.Thread(target=find, args=(name,), daemon=True) for name in names]
+    deadline_s = time.monotonic() + _NAMES_LIMIT_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return {"addresses": dict(found)}
+
+
+def attach() -> dict[str, Any]:
+    """Whether one process may read the memory of another of the same user, its sibling, as Open MPI does."""
+    data = ctypes.create_string_buffer(b"before")
+    ready, done = os.pipe(), os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        data.value = b"after!"
+        os.write(ready[1], b"x")
+        os.close(done[1])
+        os.read(done[0], 1)  # ends when the parent closes its end
+        os._exit(0)
+    os.read(ready[0], 1)
+    reader = os.fork()
+    if reader == 0:
+        os._exit(_read_memory(owner, data))
+    fault = os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1])
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    for descriptor in (*ready, *done):
+        os.close(descriptor)
+    return {"fault": os.strerror(fault)} if fault else {}
+
+
+def listen(address: str) -> dict[str, Any]:
+    """Wait for other hosts at an address of this one; the port."""
+    listening = socket.create_server((address, 0), family=_family(address), backlog=64)
+    threading.Thread(target=_accept, args=(listening,), daemon=True).start()
+    return {"port": listening.getsockname()[1]}
+
+
+def reach(places: list[tuple[str, int]], connect_s: float) -> dict[str, Any]:
+    """Connect to other hosts that listen, to all at the same time; for each why that failed, empty where it did not."""
+    faults = ["no connection within the limit"] * len(places)
+
+    def connect(number: int, address: str, port: int) -> None:
+        try:
+            socket.create_connection((address, port), timeout=connect_s).close()
+            faults[number] = ""
+        except OSError as error:
+            faults[number] = error.strerror or str(error)
+
+    threads = [
+        threading.Thread(target=connect, args=(number, *place), daemon=True) for number, place in enumerate(places)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(connect_s + 1)
+    return {"faults": list(faults)}
+
+
+def measure(address: str, port: int, duration_s: float, connect_s: float) -> dict[str, Any]:
+    """Round trip and bandwidth from here to another host that listens."""
+    with socket.create_connection((address, port), timeout=connect_s) as connection:
+        round_trip_s = _time_echo(connection)
+    with socket.create_connection((address, port), timeout=connect_s) as connection:
+        received_bytes, seconds = _send_for(connection, duration_s)
+    return {"round_trip_s": round_trip_s, "bytes_per_s": received_bytes / seconds}
+
+
+def _read_memory(pid: int, data: ctypes.Array[ctypes.c_char]) -> int:
+    """Read what another process has at the address of `data`; 0 or the error number."""
+
+    class Vector(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    size = len(data)
+    copy = ctypes.create_string_buffer(size)
+    here, there = (Vector(ctypes.addressof(each), size) for each in (copy, data))
+    try:
+        read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except AttributeError:
+        return 38  # ENOSYS
+    read.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
+    read.restype = ctypes.c_ssize_t
+    if read(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == size and copy.value == b"after!":
+        return 0
+    return ctypes.get_errno() or 5  # EIO
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _accept(listening: socket.socket) -> None:
+    while True:
+        connection = listening.accept()[0]
+        threading.Thread(target=_serve_one, args=(connection,), daemon=True).start()
+
+
+def _serve_one(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError), connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        kind = connection.recv(1)
+        if kind == _ECHO:
+            while data := connection.recv(64):
+                connection.sendall(data)
+        elif kind == _SINK:
+            connection.sendall(_RESULT.pack(*_receive_for(connection)))
+            while connection.recv(_BLOCK_BYTES):  # closing earlier could overtake the result
+                pass
+
+
+def _receive_for(connection: socket.socket) -> tuple[int, float]:
+    """Bytes and seconds after the warm-up, up to the end of the duration; what is still on its way does not count."""
+    (duration_s,) = struct.unpack("!d", connection.recv(8, socket.MSG_WAITALL))
+    buffer = bytearray(_BLOCK_BYTES)
+    began_s = last_s = time.perf_counter()
+    total, first_s = 0, 0.0
+    while last_s < began_s + duration_s and (count := connection.recv_into(buffer)):
+        last_s = time.perf_counter()
+        if first_s:
+            total += count
+        elif last_s - began_s >= _WARM_UP * duration_s:
+            first_s = last_s
+    return total, max(last_s - first_s, 1e-9)
+
+
+def _time_echo(connection: socket.socket) -> float:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(_ECHO)
+    times = []
+    for _ in range(ROUND_TRIPS):
+        began_s = time.perf_counter()
+        connection.sendall(b"8 bytes.")
+        connection.recv(8, socket.MSG_WAITALL)
+        times.append(time.perf_counter() - began_s)
+    return median(times)
+
+
+def _send_for(connection: socket.socket, duration_s: float) -> tuple[int, float]:
+    connection.sendall(_SINK + struct.pack("!d", duration_s))
+    block = bytes(_BLOCK_BYTES)
+    end_s = time.perf_counter() + duration_s
+    with contextlib.suppress(TimeoutError):  # a very slow link; what counts is what has arrived
+        while time.perf_counter() < end_s:
+            connection.sendall(block)
+    connection.shutdown(socket.SHUT_WR)
+    received_bytes, seconds = _RESULT.unpack(connection.recv(_RESULT.size, socket.MSG_WAITALL))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # drop what is not sent yet
+    return received_bytes, seconds
+
+
+_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "clock": tell_clock,
+    "look_up": look_up,
+    "attach": attach,
+    "reach": reach,
+    "listen": listen,
+    "measure": measure,
+}

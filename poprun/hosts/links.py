@@ -1,0 +1,314 @@
+"""Measures the links between hosts with a small process on each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from poprun.hosts.link_script import MARK
+from poprun.hosts.ssh import last_line, remote_words
+from poprun.hosts.this_machine import is_this_machine
+
+CONNECT_LIMIT_S = 2.0
+DURATION_S = 0.3
+"""How long the bandwidth of one link is measured."""
+
+_ANSWER_LIMIT_S = 5.0
+_LIFE_LIMIT_S = 120
+_GOODBYE_S = 1.0
+_SCRIPT = Path(__file__).with_name("link_script.py")
+_BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
+
+
+class HelperError(Exception):
+    """A helper gave no answer; the text says why."""
+
+
+class Helper:
+    """A process on a host that runs `link_script.py`, from here to the end of a `with`.
+
+    Args:
+        host: as the user wrote it; no ssh is needed for this machine.
+        python: the interpreter, at the same path there.
+        ssh: the words of ssh up to the host.
+    """
+
+    def __init__(self, host: str, python: str, ssh: Sequence[str]) -> None:
+        self.host = host
+        command = [python, "-I", "-u", "-c", _BOOTSTRAP]
+        self._process = subprocess.Popen(
+            command if is_this_machine(host) else remote_words(ssh, host, command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._said = b""
+        program = f"{_SCRIPT.read_text()}\n\nserve({_LIFE_LIMIT_S})\n".encode()
+        self._tell(b"%d\n%s" % (len(program), program))
+
+    def __enter__(self) -> Helper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin
+        assert self._process.stdout
+        assert self._process.stderr
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # which ends the process there
+        try:
+            self._process.wait(_GOODBYE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
+        self._process.stderr.close()
+
+    def ask(self, do: str, limit_s: float = _ANSWER_LIMIT_S, **arguments: object) -> dict[str, Any]:
+        """Have a command done there.
+
+        Raises:
+            HelperError: it gave no answer within the limit, or ended.
+        """
+        self._tell(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            line = self._read_line(deadline_s, limit_s).decode(errors="replace")
+            if line.startswith(MARK):
+                answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                return answer
+
+    def _tell(self, data: bytes) -> None:
+        assert self._process.stdin
+        with suppress(BrokenPipeError):  # why it has ended is found out when reading
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def _read_line(self, deadline_s: float, limit_s: float) -> bytes:
+        assert self._process.stdout
+        while b"\n" not in self._said:
+            rest_s = deadline_s - time.monotonic()
+            if rest_s <= 0 or not select.select([self._process.stdout], [], [], rest_s)[0]:
+                raise HelperError(f"gave no answer within {limit_s:g} s")
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise HelperError(self._why_it_ended())
+            self._said += data
+        line, _, self._said = self._said.partition(b"\n")
+        return line
+
+    def _why_it_ended(self) -> str:
+        assert self._process.stderr
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        os.set_blocking(self._process.stderr.fileno(), False)
+        complaint = last_line((self._process.stderr.read() or b"").decode(errors="replace"))
+        return complaint or f"ended with exit status {self._process.returncode}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """What was measured from one host to another.
+
+    Attributes:
+        source: the host that sends.
+        target: the host that receives.
+        round_trip_s: median time of 8 bytes there and back.
+        bytes_per_s: of one TCP stream.
+        fault: why nothing could be measured; empty otherwise.
+    """
+
+    source: str
+    target: str
+    round_trip_s: float = 0.0
+    bytes_per_s: float = 0.0
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How far the clock of a host is ahead of ours, give or take the uncertainty."""
+
+    offset_s: float
+    uncertainty_s: float
+
+
+@dataclass(frozen=True)
+class HostMeasurements:
+    """What one helper found.
+
+    Attributes:
+        host: as the user wrote it.
+        fault: why it found nothing; empty otherwise.
+        clock: compared with ours.
+        attach_fault: why a process may not read another one's memory; empty if it may.
+        addresses: for each name the addresses that this host knows.
+    """
+
+    host: str
+    fault: str = ""
+    clock: Clock = Clock(0.0, 0.0)
+    attach_fault: str = ""
+    addresses: Mapping[str, Sequence[str]] | None = None
+
+
+def measure(
+    addresses: Mapping[str, str], names: Sequence[str], python: str, ssh: Sequence[str]
+) -> tuple[list[HostMeasurements], list[Link]]:
+    """Measure what each host sees, then the links of the ring through all hosts in this order.
+
+    Args:
+        addresses: for each host its address in the chosen network.
+        names: looked up on every host.
+        python: the interpreter, at the same path everywhere.
+        ssh: the words of ssh up to the host.
+    """
+    with ExitStack() as stack:
+        helpers = [stack.enter_context(Helper(host, python, ssh)) for host in addresses]
+        with ThreadPoolExecutor(max(1, len(helpers))) as pool:
+            found = list(pool.map(lambda helper: _look_around(helper, names), helpers))
+        working = [helper for helper, each in zip(helpers, found, strict=True) if not each.fault]
+        return found, _measure_ring(working, addresses)
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A host to which others cannot connect, though they may all be reached from here.
+
+    Attributes:
+        target: the host that listens.
+        address: its address in the network.
+        sources: the hosts that tried.
+        fault: what the kernel said to the first of them.
+    """
+
+    target: str
+    address: str
+    sources: tuple[str, ...]
+    fault: str
+
+    @property
+    def fact(self) -> str:
+        """What happened, after the name of the host that listens."""
+        return f"cannot be reached from {', '.join(self.sources)} at {self.address} by TCP: {self.fault}"
+
+
+def find_blocked(addresses: Mapping[str, str], python: str, ssh: Sequence[str], limit_s: float) -> list[Blocked]:
+    """Have every host connect to every other one; those to which some cannot.
+
+    Args:
+        addresses: for each host its address in the chosen network.
+        python: the interpreter, at the same path everywhere.
+        ssh: the words of ssh up to the host.
+        limit_s: after which a host that does not answer is left out.
+    """
+    with ExitStack() as stack:
+        helpers = [stack.enter_context(Helper(host, python, ssh)) for host in addresses]
+        with ThreadPoolExecutor(max(1, len(helpers))) as pool:
+            ports = list(pool.map(lambda helper: _listen(helper, addresses[helper.host], limit_s), helpers))
+            places = {helper.host: port for helper, port in zip(helpers, ports, strict=True) if port}
+            faults = list(pool.map(lambda helper: _reach(helper, places, addresses), helpers))
+    tried = {helper.host: found for helper, found in zip(helpers, faults, strict=True)}
+    blocked = []
+    for target in places:
+        said = {source: found[target] for source, found in tried.items() if found.get(target)}
+        if said:
+            blocked.append(Blocked(target, addresses[target], tuple(said), next(iter(said.values()))))
+    return blocked
+
+
+def _reach(helper: Helper, ports: Mapping[str, int], addresses: Mapping[str, str]) -> dict[str, str]:
+    """For each of the other hosts why there is no connection from this one; nothing if this one does not answer."""
+    others = [host for host in ports if host != helper.host]
+    places = [(addresses[host], ports[host]) for host in others]
+    if helper.host not in ports or not places:
+        return {}
+    with suppress(HelperError):
+        answer = helper.ask("reach", 2 * CONNECT_LIMIT_S + _ANSWER_LIMIT_S, places=places, connect_s=CONNECT_LIMIT_S)
+        return dict(zip(others, answer["faults"], strict=True))
+    return {}
+
+
+def ring_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """The links of the ordered ring, in the direction in which it sends; none for one host."""
+    return list(zip(hosts, [*hosts[1:], *hosts[:1]], strict=True)) if len(hosts) > 1 else []
+
+
+def all_reduce_bound_s(links: Sequence[Link], size_bytes: int) -> float:
+    """The least time of an ordered all-reduce: 2S/B, every link carries the data twice (docs/collectives.md)."""
+    return 2 * size_bytes / min(link.bytes_per_s for link in links)
+
+
+def _look_around(helper: Helper, names: Sequence[str]) -> HostMeasurements:
+    try:
+        attach_fault = str(helper.ask("attach").get("fault", ""))
+        known = helper.ask("look_up", names=list(names))["addresses"]
+        return HostMeasurements(helper.host, "", _compare_clocks(helper), attach_fault, known)
+    except HelperError as error:
+        return HostMeasurements(helper.host, str(error))
+
+
+def _compare_clocks(helper: Helper) -> Clock:
+    """The offset as NTP estimates it, from the quickest of some round trips."""
+    clocks = []
+    for _ in range(8):
+        asked_s = time.time()
+        there_s = float(helper.ask("clock")["clock_s"])
+        answered_s = time.time()
+        clocks.append(Clock(there_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
+    return min(clocks, key=lambda clock: clock.uncertainty_s)
+
+
+def rounds_of(links: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """The links of a ring in two or three rounds; in each a host sends or receives, never both."""
+    paired = len(links) // 2 * 2
+    return [list(each) for each in (links[:paired:2], links[1:paired:2], links[paired:]) if each]
+
+
+def _measure_ring(helpers: Sequence[Helper], addresses: Mapping[str, str]) -> list[Link]:
+    by_host = {helper.host: helper for helper in helpers}
+    ports = {helper.host: _listen(helper, addresses[helper.host]) for helper in helpers}
+
+    def measure_one(link: tuple[str, str]) -> Link:
+        source, target = link
+        return _measure_link(by_host[source], target, addresses[target], ports[target])
+
+    ring = ring_of(list(by_host))
+    found: dict[tuple[str, str], Link] = {}
+    with ThreadPoolExecutor(max(1, len(helpers))) as pool:
+        for links in rounds_of(ring):
+            found |= zip(links, pool.map(measure_one, links), strict=True)
+    return [found[link] for link in ring]
+
+
+def _listen(helper: Helper, address: str, limit_s: float = _ANSWER_LIMIT_S) -> int:
+    with suppress(HelperError):
+        return int(helper.ask("listen", limit_s, address=address).get("port", 0))
+    return 0
+
+
+def _measure_link(helper: Helper, target: str, address: str, port: int) -> Link:
+    if not port:
+        return Link(helper.host, target, fault=f"{target} cannot listen at {address}")
+    try:
+        answer = helper.ask("measure", address=address, port=port, duration_s=DURATION_S, connect_s=CONNECT_LIMIT_S)
+    except HelperError as error:
+        return Link(helper.host, target, fault=str(error))
+    if "fault" in answer:
+        return Link(helper.host, target, fault=f"no connection to {address}: {answer['fault']}")
+    if not answer["bytes_per_s"]:
+        return Link(helper.host, target, fault=f"nothing arrives at {address} within {DURATION_S:g} s")
+    return Link(helper.host, target, float(answer["round_trip_s"]), float(answer["bytes_per_s"]))

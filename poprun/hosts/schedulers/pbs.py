@@ -1,0 +1,37 @@
+"""PBS: OpenPBS, PBS Professional and Torque, whose node file has one line for each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from poprun.hosts.schedulers.scheduler import (
+    Allocation,
+    ReadText,
+    Scheduler,
+    check_slots,
+    host_for_each_line,
+    read_file,
+)
+
+FILE = "PBS_NODEFILE"
+JOB = "PBS_JOBID"
+SLOTS = "PBS_NP"
+"""Set by Torque only."""
+
+
+class PbsScheduler(Scheduler):
+    """The hosts of `qsub -l select=2:mpiprocs=4`, or of Torque's `-l nodes=2:ppn=4`."""
+
+    def is_active(self, environ: Mapping[str, str]) -> bool:
+        """Whether there is a node file."""
+        return FILE in environ
+
+    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
+        """What the node file says."""
+        hosts = host_for_each_line(read_file(environ, FILE, read_text).splitlines())
+        check_slots(environ, "PBS", (FILE, SLOTS), hosts)
+        return Allocation(
+            hosts=hosts,
+            source=f"PBS job {environ.get(JOB, 'of unknown number')}",
+            way_to_more="ask PBS for more (-l select=N:mpiprocs=M, Torque: -l nodes=N:ppn=M)",
+        )

@@ -1,0 +1,107 @@
+"""The interface of a scheduler, what it hands over, and short readers for its variables."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from popdist.environments.environment import quote
+from poprun.errors import UsageError
+from poprun.hosts.hosts import Host, first_twice, is_host_name
+from poprun.wording import count
+
+ReadText = Callable[[str], str]
+"""Returns the contents of a file; raises OSError."""
+
+NAME_HOSTS = "name the hosts with --host"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The hosts that a scheduler has reserved for this job.
+
+    Attributes:
+        hosts: in the scheduler's order, each once, with the instances that it takes.
+        source: whose it is, for messages: `Slurm job 12`.
+        way_to_more: how a user asks for more slots.
+        variables: what mpirun needs in its environment besides.
+        shell: what runs a command on one of the hosts instead of ssh; empty: ssh does.
+    """
+
+    hosts: tuple[Host, ...]
+    source: str
+    way_to_more: str
+    variables: tuple[tuple[str, str], ...] = ()
+    shell: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [host.name for host in self.hosts]
+        if not names:
+            raise UsageError(f"{self.source} has no host; {NAME_HOSTS}")
+        wrong = [name for name in names if not is_host_name(name)]
+        if wrong:
+            raise UsageError(f"{self.source} names a host {wrong[0]!r}, which is not the name of one; {NAME_HOSTS}")
+        if (twice := first_twice(names)) is not None:
+            raise UsageError(f"{self.source} names the host {twice} twice; {NAME_HOSTS}")
+
+    @property
+    def slots(self) -> int | None:
+        """How many instances fit in all; None: any number."""
+        known = [host.slots for host in self.hosts if host.slots is not None]
+        return sum(known) if len(known) == len(self.hosts) else None
+
+
+class Scheduler(ABC):
+    """One place where the hosts of a job may be written down. Neither method changes anything."""
+
+    @abstractmethod
+    def is_active(self, environ: Mapping[str, str]) -> bool:
+        """Whether this scheduler started the process, or the shell around it."""
+
+    @abstractmethod
+    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
+        """The hosts of this job; called only where `is_active` is true for the same variables.
+
+        Raises:
+            UsageError: variables or files are missing, unreadable or contradict each other; they are quoted.
+        """
+
+
+def read_file(environ: Mapping[str, str], name: str, read_text: ReadText) -> str:
+    """The contents of the file that a variable names."""
+    try:
+        return read_text(environ[name])
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"{name}={environ[name]} cannot be read: {reason}; {NAME_HOSTS}, or unset {name}") from None
+
+
+def host_for_each_line(lines: Iterable[str]) -> tuple[Host, ...]:
+    """The hosts of a file that has one line for each slot, in the order in which they appear first."""
+    slots = Counter(line.strip() for line in lines if line.strip())
+    return tuple(Host(name, number) for name, number in slots.items())
+
+
+def check_slots(environ: Mapping[str, str], system: str, names: tuple[str, str], hosts: Sequence[Host]) -> None:
+    """Refuse hosts whose slots are not as many as another variable says, where it is set.
+
+    Args:
+        environ: the variables.
+        system: whose they are, for the message.
+        names: the variable from which the hosts are, and the one that holds how many slots there are.
+        hosts: all with slots.
+    """
+    slots = sum(host.slots or 0 for host in hosts)
+    if environ.get(names[1], str(slots)) != str(slots):
+        raise UsageError(
+            f"the variables of {system} contradict each other: {quote(environ, names)}, and the hosts have "
+            f"{count(slots, 'slot')}; {NAME_HOSTS}"
+        )
+
+
+def describe_slots(hosts: Sequence[Host]) -> str:
+    """The hosts and their slots, for messages; many are cut short."""
+    shown = ", ".join(host.name if host.slots is None else f"{host.name}: {host.slots}" for host in hosts[:4])
+    return shown if len(hosts) <= 4 else f"{shown}, ... {count(len(hosts), 'host')} in all"

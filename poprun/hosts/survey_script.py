@@ -1,0 +1,231 @@
+"""What a machine says about itself; sent as a whole to the Python of another host, so it imports nothing of ours."""
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+MARK = "poprun-survey "
+"""Begins the one line that is the answer; what a login shell prints before it does no harm."""
+
+CONNECTIONS = ("SSH_CONNECTION", "SLURM_SRUN_COMM_HOST")
+"""What sshd and srun say about where they were called from."""
+
+_ANY_PORT = 9
+_CPUS = Path("/sys/devices/system/cpu")
+SOURCES = ("collectives", "popdist", "poprun", "strategies")
+_GET_ADDRESSES, _NEW_ADDRESS, _END_OF_LIST = 22, 20, 3  # rtnetlink(7)
+_IS_DUMP_REQUEST = 0x301
+_LOCAL_ADDRESS = (2, 1)  # IFA_LOCAL, which point-to-point links and IPv4 have, else IFA_ADDRESS
+_GET_FLAGS, _GET_MTU = 0x8913, 0x8921  # netdevice(7)
+_IS_RUNNING = 0x41  # IFF_UP and IFF_RUNNING
+
+
+def answer(question: Mapping[str, object]) -> dict[str, object]:
+    """Every fact as plain JSON values; the attributes of `poprun.hosts.host_facts.HostFacts` say what they mean.
+
+    Args:
+        question: the fields of `poprun.hosts.host_facts.Question`.
+    """
+    program, program_fault = find_program(str(question["program"]), str(question["path"]), str(question["directory"]))
+    return {
+        "name": os.uname().nodename,
+        "identity": identity(),
+        "reached_at": reached_at(os.environ),
+        "versions": versions(question),
+        "sources": digest_sources(Path(str(question["project"]))),
+        "program": program,
+        "program_fault": program_fault,
+        "has_directory": os.path.isdir(str(question["directory"])),
+        "cores": [list(core) for core in cores()],
+        "shm_free_bytes": free_bytes("/dev/shm"),
+        "interfaces": [list(interface) for interface in interfaces()],
+        "load": os.getloadavg()[0],
+        "open_files": open_files(),
+    }
+
+
+def reached_at(environ: Mapping[str, str]) -> str:
+    """The address at which ssh has reached this machine, or from which it talks with the srun that has started us."""
+    connection, caller = (environ.get(name, "") for name in CONNECTIONS)
+    if not connection and caller:
+        with contextlib.suppress(OSError):
+            kind, _, _, _, place = socket.getaddrinfo(caller, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(kind, socket.SOCK_DGRAM) as asked:
+                asked.connect(place)  # sends nothing
+                return str(asked.getsockname()[0])
+    return (connection.split() + [""] * 3)[2]
+
+
+def identity() -> str:
+    """What no two machines share; containers of one machine are told apart by their network namespace."""
+    network = ""
+    with contextlib.suppress(OSError):
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    return f"{read('/proc/sys/kernel/random/boot_id')} {read('/etc/machine-id')} {network}"
+
+
+def versions(question: Mapping[str, object]) -> dict[str, str]:
+    """The versions of Python and of packages, as the program will find them; empty where there is none."""
+    import site
+
+    paths = [*_strings(question["python_path"]), *sys.path]
+    if question["has_user_site"]:
+        paths.append(site.getusersitepackages())
+    found = {name: _installed(name, paths) for name in _strings(question["packages"])}
+    found["python"] = ".".join(map(str, sys.version_info[:3]))
+    found["project"] = _project_version(Path(str(question["project"])))
+    if not found.get("openmpi", "?"):
+        found["openmpi"] = version_of_mpirun(str(question["mpirun"]))
+    return found
+
+
+def digest_sources(project: Path) -> str:
+    """A digest of the project's own sources, so that a stale copy is noticed; empty where there are none."""
+    import hashlib  # here and below: poprun imports this module too, and seldom needs these
+
+    files = [path for package in SOURCES for path in sorted((project / package).rglob("*.py"))]
+    digest = hashlib.sha256()
+    for path in files:
+        with contextlib.suppress(OSError):
+            digest.update(b"%s\0%s\0" % (path.relative_to(project).as_posix().encode(), path.read_bytes()))
+    return digest.hexdigest()[:16] if files else ""
+
+
+def find_program(program: str, path: str, directory: str) -> tuple[str, str]:
+    """Where a program is, and otherwise what is wrong with it: `missing`, `a directory` or `not executable`."""
+    folders = path.split(os.pathsep) if "/" not in program else [""]
+    fault = "missing"
+    for folder in folders:
+        found = os.path.join(directory, folder, program)
+        if os.path.isfile(found) and os.access(found, os.X_OK):
+            return found, ""
+        if "/" in program and os.path.exists(found):
+            fault = "a directory" if os.path.isdir(found) else "not executable"
+    return "", fault
+
+
+def cores() -> list[tuple[int, int, int, int]]:
+    """NUMA node, package, core and number of each CPU that this process may run on, sorted.
+
+    Where the machine tells nothing, every CPU is a core of its own on one node.
+    """
+    return sorted(_core(cpu) for cpu in os.sched_getaffinity(0))
+
+
+def interfaces() -> list[tuple[str, str, int, int]]:
+    """Name, address, length of the prefix and MTU of every interface that is up, without IPv6's link-local ones."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        found = []
+        for index, address, prefix in _addresses():
+            with contextlib.suppress(OSError):
+                name = socket.if_indextoname(index)
+                flags = _ask_interface(asked, _GET_FLAGS, name) & 0xFFFF
+                if flags & _IS_RUNNING == _IS_RUNNING and not address.startswith("fe80:"):
+                    found.append((name, address, prefix, _ask_interface(asked, _GET_MTU, name)))
+        return found
+
+
+def open_files() -> int:
+    """How many files a process may have open; -1 is unlimited."""
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def free_bytes(folder: str) -> int:
+    """The free bytes of a file system; 0 where there is none."""
+    try:
+        state = os.statvfs(folder)
+    except OSError:
+        return 0
+    return state.f_bavail * state.f_frsize
+
+
+def version_of_mpirun(mpirun: str) -> str:
+    """What an mpirun says about itself; empty where it does not."""
+    import subprocess
+
+    try:
+        ended = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=1, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (ended.stdout.split("\n")[0].split() or [""])[-1]
+
+
+def read(path: str) -> str:
+    """The text of a small file without the white space around it; empty if it cannot be read."""
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _strings(value: object) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list | tuple) else []
+
+
+def _installed(name: str, paths: list[str]) -> str:
+    from importlib.metadata import Distribution
+
+    return next((each.version for each in Distribution.discover(name=name, path=paths)), "")
+
+
+def _project_version(project: Path) -> str:
+    found = re.search(r'__version__ = "(.+)"', read(str(project / "popdist" / "version.py")))
+    return found[1] if found else ""
+
+
+def _core(cpu: int) -> tuple[int, int, int, int]:
+    folder = _CPUS / f"cpu{cpu}"
+    package, core = (read(f"{folder}/topology/{name}") for name in ("physical_package_id", "core_id"))
+    nodes = [path.name[4:] for path in folder.glob("node[0-9]*")]
+    return int(nodes[0] if nodes else 0), int(package or 0), int(core or cpu), cpu
+
+
+def _addresses() -> Iterator[tuple[int, str, int]]:
+    """The index of the interface, the address and the length of its prefix, from the kernel by rtnetlink(7)."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
+        kernel.settimeout(1)
+        kernel.send(struct.pack("=IHHIIB7x", 24, _GET_ADDRESSES, _IS_DUMP_REQUEST, 1, 0, socket.AF_UNSPEC))
+        while True:
+            data = kernel.recv(1 << 17)
+            while data:
+                length, kind = struct.unpack_from("=IH", data)
+                if kind != _NEW_ADDRESS:  # the end of the list, or an error
+                    return
+                yield from _parse_address(data[16:length])
+                data = data[(length + 3) & ~3 :]
+
+
+def _parse_address(message: bytes) -> Iterator[tuple[int, str, int]]:
+    family, prefix, _, _, index = struct.unpack_from("=BBBBI", message)
+    attributes, rest = {}, message[8:]
+    while len(rest) >= 4:
+        length, kind = struct.unpack_from("=HH", rest)
+        attributes[kind] = rest[4:length]
+        rest = rest[(length + 3) & ~3 :]
+    for kind in _LOCAL_ADDRESS:
+        if kind in attributes and family in (socket.AF_INET, socket.AF_INET6):
+            yield index, socket.inet_ntop(family, attributes[kind]), prefix
+            return
+
+
+def _ask_interface(asked: socket.socket, request: int, name: str) -> int:
+    reply = fcntl.ioctl(asked, request, struct.pack("16s24x", name.encode()))
+    return int(struct.unpack_from("=i", reply, 16)[0])
+
+
+def reply(question: str, limit_s: int) -> None:
+    """Print the answer to a question in JSON; end after the limit, whatever hangs."""
+    import json
+
+    signal.alarm(limit_s)
+    print(MARK + json.dumps(answer(json.loads(question))), flush=True)

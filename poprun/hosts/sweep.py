@@ -1,0 +1,70 @@
+"""Ends what a broken job may have left on other hosts: Open MPI's daemons, and with them all that they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection, Sequence
+
+from poprun.hosts.ssh import remote_words
+from poprun.hosts.survey import limit_from
+from poprun.talking.processes import die_with_parent, send, start
+
+SILENT_LIMIT_S = 0.7
+"""For a host that was silent just now: whoever waits for poprun would wait for nothing, most of the time."""
+
+
+def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job: str, environ: dict[str, str]) -> None:
+    """Kill the daemons of one job on all hosts that can be reached, all at the same time.
+
+    mpirun does it itself, unless it was killed or its connection to a daemon is gone. A shim whose daemon is gone ends
+    its instance.
+
+    Args:
+        hosts: without this machine.
+        silent: those to which the connection has broken; they end what they have by themselves.
+        ssh: the words of ssh before the host.
+        job: the host and the process of its mpirun, such as `node0.cluster.example-4711`.
+        environ: the environment, with POPRUN_CHECK_TIMEOUT_S for hosts on which a login takes long.
+    """
+    pattern = pattern_of(job)
+    began_s = time.monotonic()
+    running = {}
+    for host in hosts:
+        limit_s = SILENT_LIMIT_S if host in silent else limit_from(environ)
+        pid = start(remote_words(ssh, host, ["pkill", "-KILL", "-f", pattern]), environ, _prepare)
+        running[pid] = began_s + limit_s
+    while any(time.monotonic() < deadline_s for deadline_s in running.values()):
+        running = {pid: deadline_s for pid, deadline_s in running.items() if not _has_ended(pid)}
+        time.sleep(0.005)
+    for pid in running:
+        send(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def pattern_of(job: str) -> str:
+    """The regular expression that pkill finds in the command lines of a job's daemons, and only there.
+
+    PRRTE (3.0.14) cuts a host's name off at the first dot, unless `prte_keep_fqdn_hostnames` is set.
+    """
+    host, _, pid = job.rpartition("-")
+    short, _, domain = host.partition(".")
+    full = "".join(f"[.]{each}" for each in domain.split("."))
+    # The brackets keep pkill from finding the shell that has this very pattern in its command line.
+    return f"[p]rterun-{short}({full})?-{pid}@" if domain else f"[p]rterun-{short}-{pid}@"
+
+
+def _prepare() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    silence = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(silence, descriptor)
+    die_with_parent(signal.SIGKILL)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True

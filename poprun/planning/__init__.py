@@ -1,0 +1,1 @@
+"""What is to be started where: placement, and the command for it."""

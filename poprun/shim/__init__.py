@@ -1,0 +1,1 @@
+"""The process above each instance, on its host."""

@@ -1,0 +1,478 @@
+"""The shim: runs the program of one instance, forwards its output, and leaves no process of it behind.
+
+It answers to poprun over a socket. When that closes, poprun is gone and the instance is ended. It runs in an
+isolated interpreter and has to start fast, so it imports little, all of it from the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+from poprun.shim.activity import Activity
+from poprun.shim.guard_machine import CUT_SIGNAL, PASSED_ON, STACK_SIGNAL, STOPPING, Action, Do, GuardMachine
+from poprun.shim.keeper import put_keeper_above
+from poprun.shim.lines import LineBuffer, silence_s
+from poprun.shim.out_of_memory import OutOfMemory
+from poprun.shim.pace import Pace
+from poprun.talking import wire
+from poprun.talking.keep_alive import keep_alive
+from poprun.talking.processes import (
+    adopt_orphans,
+    catch_signals,
+    descendants,
+    die_with_parent,
+    end_descendants,
+    parent_of,
+    send,
+    start,
+    state_of,
+)
+from poprun.talking.standard_input import Feed
+from poprun.talking.terminals import PIPE_BYTES, enlarge, open_outputs
+
+TYPE_CHECKING = False  # that of `typing`, which takes too long to load
+if TYPE_CHECKING:
+    import socket
+
+PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
+STACK_VARIABLE = "POPRUN_STACK"
+PAGE_BYTES = 4096
+NEW_PAGE = b"POPRUN1\0" + bytes(PAGE_BYTES - 8)
+OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80
+
+STACK_BYTES = 1 << 16
+_NEVER = float("inf")
+
+
+def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
+    """Run a program until it and all its descendants have ended; the exit status is that of the shim, 0.
+
+    Args:
+        cpus: what to pin the program to, such as `0-3,8`, or `any`.
+        words: the program and its arguments.
+        environ: the environment; what is meant for the shim is not passed on.
+    """
+    daemon = os.getppid()
+    blocked = put_keeper_above(lambda was_orderly: _tidy(environ, was_orderly))
+    wakeup = catch_signals((*STOPPING, *PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    adopt_orphans()
+    place, token, terminals = environ.pop(wire.CONTROL_VARIABLE).rsplit(" ", 2)
+    directory, _, address = place.rpartition(" ")
+    rank = int(environ["OMPI_COMM_WORLD_RANK"])
+    meant_for = environ.pop(wire.HOST_VARIABLE, os.uname().nodename)
+    if meant_for != os.uname().nodename:
+        _refuse_host(meant_for, rank, Link(address), token)
+        return 1
+    page, stack = _new_page(environ), _new_stack(environ)
+    outputs = open_outputs(terminals)
+    stdin, feed = os.pipe() if rank == 0 else (os.open(os.devnull, os.O_RDONLY), -1)
+    parent = os.getpid()
+
+    def prepare() -> None:
+        os.setpgid(0, 0)  # out of the reach of what mpirun sends to its own group
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(127)
+        os.dup2(stdin, 0)
+        for target, (_, writer) in outputs.items():
+            os.dup2(writer, target)
+        if directory:
+            check_directory(directory)
+        if cpus != "any":
+            os.sched_setaffinity(0, parse_cpus(cpus))
+
+    pid = start(words, environ, prepare)
+    os.close(stdin)
+    for _, writer in outputs.values():
+        os.close(writer)
+    try:
+        link = Link(address)
+    except OSError:  # poprun is gone
+        end_descendants()
+        raise
+    link.send(wire.pack_hello(rank, pid, time.monotonic(), bytes.fromhex(token), os.uname().nodename))
+    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], Feed(feed)).run()
+    if link.is_cut and parent_of(os.getppid()) == daemon:
+        # It has told mpirun of our instance, and keep-alive ends no connection on which data wait to be confirmed.
+        send(daemon, signal.SIGTERM)
+    return 0
+
+
+def _refuse_host(meant_for: str, rank: int, link: Link, token: str) -> None:
+    """Tell poprun that Open MPI has brought us to another host, in place of the program, which is not started."""
+    here, now_s = os.uname().nodename, time.monotonic()
+    text = (
+        f"instance {rank} is meant for host {meant_for}, and Open MPI has started it on {here}, so it does not run; "
+        "give the hosts names that differ before the first dot, or name them by address (--host 10.0.0.1,10.0.0.2)\n"
+    )
+    link.send(wire.pack_hello(rank, os.getpid(), now_s, bytes.fromhex(token), here))
+    link.send(wire.pack(wire.STDERR, text.encode()))
+    link.send(wire.pack_ended(False, False, False, 1, now_s))
+    link.send(wire.pack(wire.CLOSED))
+    while link.is_open and not any(kind == wire.STOP for kind, _ in link.receive()):
+        pass
+
+
+class Link:
+    """The socket to poprun; once it has failed, everything sent is dropped.
+
+    Attributes:
+        is_open: whether poprun may still be there.
+        is_cut: whether it has ended because nothing came through any more, rather than by poprun's will or end.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.is_open = True
+        self.is_cut = False
+        self._socket = _connect(address)
+        self._reader = wire.MessageReader()
+
+    def fileno(self) -> int:
+        """For poll."""
+        return self._socket.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Send a message, waiting while poprun is behind with its reading."""
+        if self.is_open:
+            try:
+                self._socket.sendall(message)
+            except OSError as error:
+                self._fail(error)
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """The messages that have come; sets `is_open` to false at the end."""
+        try:
+            data = self._socket.recv(65536)
+        except OSError as error:
+            data = b""
+            self._fail(error)
+        self.is_open = self.is_open and bool(data)
+        return self._reader.feed(data)
+
+    def cut(self) -> None:
+        """Break the connection."""
+        import socket
+
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _fail(self, error: OSError) -> None:
+        self.is_open = False
+        self.is_cut = self.is_cut or not isinstance(error, ConnectionError)
+
+
+def _connect(address: str) -> socket.socket:
+    """The connection to poprun."""
+    import socket  # the program has been started by now, so this costs no time
+
+    scheme, _, place = address.partition(":")
+    if scheme == "unix":
+        from poprun.talking.local_sockets import connect
+
+        return connect(place)
+    if scheme != "tcp":
+        raise ValueError(f"the control address {address!r} is neither a unix: nor a tcp: address")
+    host, port, silence_s = place.rsplit(",", 2)
+    connection = socket.create_connection((host, int(port)), timeout=float(silence_s))
+    connection.settimeout(None)
+    keep_alive(connection, float(silence_s))
+    return connection
+
+
+class Guard:
+    """Tells the machine of one instance what happens, and does what it says; forwards output and input."""
+
+    def __init__(
+        self, pid: int, page: int, stack: int, link: Link, wakeup: int, outputs: list[int], feed: Feed
+    ) -> None:
+        self._pid = pid
+        self._page = page
+        self._stack = stack
+        self._machine = GuardMachine()
+        self._ended_at_s = _NEVER
+        self._link = link
+        self._wakeup = wakeup
+        self._feed = feed
+        self._memory = OutOfMemory()
+        self._activity = Activity(pid)
+        self._outputs = dict(zip(outputs, (wire.STDOUT, wire.STDERR), strict=True))
+        self._lines = {descriptor: LineBuffer(silence_s(os.isatty(descriptor))) for descriptor in outputs}
+        self._pace = Pace(min(map(enlarge, outputs)))
+        self._read_bytes = 0
+        self._read_at_s = _NEVER  # in a pause: when it is over
+        self._poll = select.poll()
+        for descriptor in outputs:
+            os.set_blocking(descriptor, False)
+        for descriptor in (wakeup, link.fileno(), *outputs):
+            self._poll.register(descriptor, select.POLLIN)
+        if feed.is_open:
+            os.set_blocking(feed.descriptor, False)
+            link.send(wire.pack(wire.WANT))
+
+    def run(self) -> None:
+        """Serve until the instance is gone and poprun, or its end, dismisses us."""
+        while not self._machine.is_over:
+            for descriptor, _ in self._poll.poll(self._timeout_ms()):
+                self._serve(descriptor)
+            self._hand_over_input()
+            now_s = time.monotonic()
+            self._keep_pace(now_s)
+            self._keep_time(now_s)
+
+    def _serve(self, descriptor: int) -> None:
+        if descriptor == self._wakeup:
+            for number in os.read(descriptor, 512):
+                self._do(self._machine.take_signal(number, time.monotonic()))
+        elif descriptor in self._outputs:
+            self._forward(descriptor)
+        elif descriptor == self._link.fileno():
+            self._obey()
+
+    def _hand_over_input(self) -> None:
+        """Write what the program takes of its standard input; ask for more when it has taken all."""
+        if not self._feed.is_full:
+            return
+        descriptor = self._feed.descriptor
+        self._feed.write()
+        if self._feed.is_full:
+            self._poll.register(descriptor, select.POLLOUT)
+            return
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(descriptor)
+        if self._feed.is_open:
+            self._link.send(wire.pack(wire.WANT))
+
+    def _obey(self) -> None:
+        for kind, content in self._link.receive():
+            if kind == wire.REPORT:
+                self._report()
+            elif kind == wire.SIGNAL:
+                self._do(self._machine.pass_on(wire.unpack_number(content)))
+            elif kind == wire.RELEASE and self._page >= 0:
+                os.pwrite(self._page, wire.unpack_number(content).to_bytes(8, "little"), RELEASED_OFFSET)
+            elif kind == wire.STDIN:
+                self._feed.put(content)
+            elif kind == wire.EXAMINE:
+                size = os.fstat(self._stack).st_size if self._stack >= 0 else 0
+                self._do(self._machine.examine(size, time.monotonic()))
+            elif kind == wire.STOP:
+                self._machine.dismiss()
+        if not self._link.is_open:
+            self._machine.dismiss()
+            self._poll.unregister(self._link.fileno())
+
+    def _do(self, actions: list[Action]) -> None:
+        for what, number in actions:
+            if what is Do.SEND:
+                send(self._worker() if number == STACK_SIGNAL else self._pid, number)
+            elif what is Do.SWEEP:
+                for pid in descendants(os.getpid()):
+                    send(pid, signal.SIGKILL)
+            elif what is Do.CUT:
+                self._link.cut()
+            elif what is Do.DRAIN:
+                self._drain()
+            elif what is Do.REPORT:
+                self._report()
+            elif what is Do.LOOK_AT_STACK:
+                self._look_at_stack()
+            else:
+                self._tell(what, number)
+
+    def _tell(self, what: Do, number: int) -> None:
+        if what is Do.TELL_TOLD:
+            self._link.send(wire.pack_number(wire.TOLD, number))
+        elif what is Do.TELL_ENDED:
+            self._tell_end(number)
+        elif what is Do.TELL_CLOSED:
+            self._link.send(wire.pack(wire.CLOSED))
+        elif what is Do.TELL_STACK:
+            stack = os.pread(self._stack, STACK_BYTES, number) if number >= 0 else b""
+            self._link.send(wire.pack(wire.EXAMINED, self._state() + stack))
+
+    def _tell_end(self, code: int) -> None:
+        lacked_memory = code == -signal.SIGKILL and self._memory.has_just_killed(self._ended_at_s)
+        was_told = bool(self._machine.told)
+        self._link.send(wire.pack_ended(code < 0, was_told, lacked_memory, abs(code), self._ended_at_s))
+
+    def _look_at_stack(self) -> None:
+        size = os.fstat(self._stack).st_size if self._stack >= 0 else 0
+        is_stopped = self._state() in (b"T", b"t")
+        self._do(self._machine.see_stack(size, is_stopped, time.monotonic()))
+
+    def _worker(self) -> int:
+        """The process that shows its stack: the program, unless it has started that."""
+        worker = self._activity.worker
+        return worker if worker in descendants(os.getpid()) else self._pid
+
+    def _state(self) -> bytes:
+        return b"T" if self._activity.is_stopped else state_of(self._activity.worker)
+
+    def _report(self) -> None:
+        page = b""
+        if self._page >= 0:
+            page, again = os.pread(self._page, PAGE_BYTES, 0), b""
+            for _ in range(3):  # a writer may be at it
+                again = os.pread(self._page, PAGE_BYTES, 0)
+                if again == page:
+                    break
+                page = again
+        now_s = time.monotonic()
+        self._memory.look(now_s)
+        self._link.send(wire.pack_progress(now_s, page, *self._look_at_program(page, now_s)))
+
+    def _look_at_program(self, page: bytes, now_s: float) -> tuple[bool, float]:
+        """Whether it is stopped, and its effort until it has come to `popdist.init`."""
+        has_begun = page[SINCE_OFFSET : SINCE_OFFSET + 8].strip(b"\0")
+        effort = 0.0 if has_begun else self._activity.effort(now_s)
+        if owner := int.from_bytes(page[OWNER_OFFSET : OWNER_OFFSET + 8], "little"):
+            self._activity.note_owner(owner)
+        return self._activity.is_stopped, effort
+
+    def _forward(self, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, PIPE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:  # a terminal whose last writer has gone
+            data = b""
+        if not data:
+            self._close_output(descriptor)
+            return
+        self._read_bytes += len(data)
+        self._send_output(descriptor, self._lines[descriptor].feed(data, time.monotonic()))
+
+    def _keep_pace(self, now_s: float) -> None:
+        """Read at the end of a pause, and begin one when readings follow each other fast."""
+        if now_s >= self._read_at_s:
+            for descriptor in list(self._outputs):
+                self._forward(descriptor)
+        elif not self._read_bytes:
+            return
+        pause_s = self._pace.pause_s(now_s, self._read_bytes) if self._read_bytes else 0.0
+        self._read_bytes = 0
+        if pause_s and self._read_at_s == _NEVER:
+            for descriptor in self._outputs:
+                self._poll.unregister(descriptor)
+        elif not pause_s and self._read_at_s != _NEVER:
+            for descriptor in self._outputs:
+                self._poll.register(descriptor, select.POLLIN)
+        self._read_at_s = now_s + pause_s if pause_s else _NEVER
+
+    def _let_go(self, descriptor: int, lines: LineBuffer, now_s: float) -> None:
+        """Send a piece that has waited long enough, unless more has come while we waited for poprun to read."""
+        self._forward(descriptor)
+        if descriptor in self._outputs:
+            self._send_output(descriptor, lines.expire(now_s))
+
+    def _close_output(self, descriptor: int) -> None:
+        self._send_output(descriptor, self._lines[descriptor].flush())
+        if self._read_at_s == _NEVER:
+            self._poll.unregister(descriptor)
+        os.close(descriptor)
+        del self._outputs[descriptor], self._lines[descriptor]
+
+    def _send_output(self, descriptor: int, data: bytes) -> None:
+        if data:
+            self._link.send(wire.pack(self._outputs[descriptor], data))
+
+    def _drain(self) -> None:
+        """Forward all output that is there now, and pieces of lines too."""
+        ready = select.poll()
+        for descriptor in list(self._outputs):
+            ready.register(descriptor, select.POLLIN)
+            while descriptor in self._outputs and any(fd == descriptor for fd, _ in ready.poll(0)):
+                self._forward(descriptor)
+                if descriptor not in self._outputs:
+                    ready.unregister(descriptor)
+            if descriptor in self._outputs:
+                ready.unregister(descriptor)
+                self._send_output(descriptor, self._lines[descriptor].flush())
+
+    def _keep_time(self, now_s: float) -> None:
+        for descriptor, lines in list(self._lines.items()):
+            if now_s >= lines.deadline_s():
+                self._let_go(descriptor, lines, now_s)
+        self._reap()
+        self._do(self._machine.tick(now_s))
+
+    def _reap(self) -> None:
+        try:
+            while self._machine.has_children:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self._pid:
+                    self._ended_at_s = time.monotonic()
+                    self._do(self._machine.note_end(os.waitstatus_to_exitcode(status), self._ended_at_s))
+        except ChildProcessError:
+            self._do(self._machine.note_none_left())
+
+    def _timeout_ms(self) -> int | None:
+        deadlines = [lines.deadline_s() for lines in self._lines.values()]
+        deadlines += [self._read_at_s, self._machine.deadline_s]
+        soonest = min(deadlines)
+        if soonest == _NEVER:
+            return None
+        return max(0, int((soonest - time.monotonic()) * 1000) + 1)
+
+
+def check_directory(directory: str) -> None:
+    """Refuse to run anywhere else than where poprun was started: Open MPI takes $HOME where there is no such directory.
+
+    Raises:
+        OSError: this is another one.
+    """
+    where = f"the working directory {directory} of poprun"
+    way_out = f"make it on {os.uname().nodename}, or start poprun in one that all hosts have"
+    try:
+        is_here = os.path.samestat(os.stat(directory), os.stat("."))
+    except OSError as error:
+        raise OSError(f"{where} cannot be used here: {error.strerror}; {way_out}") from None
+    if not is_here:
+        raise OSError(f"{where} is not where Open MPI has started this instance, {os.getcwd()}; {way_out}")
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """The CPU numbers in a list such as `0-3,8`."""
+    bounds = (part.partition("-")[::2] for part in text.split(","))
+    return tuple(cpu for low, high in bounds for cpu in range(int(low), int(high or low) + 1))
+
+
+def _tidy(environ: dict[str, str], was_orderly: bool) -> None:
+    """Remove what dead jobs have left on this host: the own one, or, once per host and job, those before."""
+    if not was_orderly or environ.get("OMPI_COMM_WORLD_LOCAL_RANK") == "0":
+        from poprun.talking.leavings import folder_of, remove_leavings
+
+        remove_leavings(folder_of(environ))
+
+
+def _new_page(environ: dict[str, str]) -> int:
+    """Make the memory file of the progress record and name it to the program; -1 where that is impossible."""
+    environ.pop(PROGRESS_VARIABLE, None)
+    try:
+        page = os.memfd_create("poprun-progress", 0)
+        os.write(page, NEW_PAGE)
+        os.pwrite(page, os.getpid().to_bytes(8, "little"), SUPERVISOR_OFFSET)
+    except OSError:
+        return -1
+    os.set_inheritable(page, True)
+    environ[PROGRESS_VARIABLE] = str(page)
+    return page
+
+
+def _new_stack(environ: dict[str, str]) -> int:
+    """Make the memory file of the program's stack and name it to the program; -1 where that is impossible."""
+    environ.pop(STACK_VARIABLE, None)
+    try:
+        stack = os.memfd_create("poprun-stack", 0)
+    except OSError:
+        return -1
+    os.set_inheritable(stack, True)
+    environ[STACK_VARIABLE] = f"{stack}:{STACK_SIGNAL}"
+    return stack

@@ -1,0 +1,1 @@
+"""A running job: what becomes of its instances, what is said of that, and when it ends."""

@@ -1,0 +1,89 @@
+"""How the output of instances is shown and kept: tags, clock and colours. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from poprun.asking.settings import Settings
+from poprun.log import clock_text
+
+STREAMS = {1: "stdout", 2: "stderr"}
+_PALETTE = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # cyan, green, yellow, magenta, blue; the same, bright
+_RED = 31
+
+
+@dataclass(frozen=True)
+class OutputStyle:
+    """What the user wants to see.
+
+    Attributes:
+        tag_host: whether tags name the host: `[1,0][node0]<stdout>:`, as mpirun's tag-detailed does.
+        timestamps: whether each line begins with the local time at which poprun got it.
+        colours: whether tags are coloured; None: on a terminal only.
+        directory: where output is kept in files too; None: nowhere.
+        hosts: the host of each instance; `tag_host` and `directory` need them.
+        untagged: the streams, 1 and 2, whose lines are shown without tags.
+        is_plain: whether standard output is that of one instance, as it is.
+    """
+
+    tag_host: bool = False
+    timestamps: bool = False
+    colours: bool | None = None
+    directory: Path | None = None
+    hosts: tuple[str, ...] = ()
+    untagged: frozenset[int] = frozenset()
+    is_plain: bool = False
+
+    def is_coloured(self, is_terminal: bool) -> bool:
+        """Whether tags are coloured on such a stream."""
+        return is_terminal if self.colours is None else self.colours
+
+    def tag(self, instance: int, descriptor: int, coloured: bool = False) -> bytes:
+        """What stands in front of a line: what mpirun's --tag-output puts there, with the job number 1."""
+        source = f"[1,{instance}]" + (f"[{self.hosts[instance]}]" if self.tag_host else "")
+        stream = f"<{STREAMS[descriptor]}>:"
+        if coloured:
+            colour = _PALETTE[instance % len(_PALETTE)]
+            middle = f"\x1b[{_RED}m" if descriptor == 2 else ""
+            return f"\x1b[0;{colour}m{source}{middle}{stream}\x1b[0m".encode()
+        return f"{source}{stream}".encode()
+
+    def clock(self, now_s: float) -> bytes:
+        """What stands in front of the tag.
+
+        Args:
+            now_s: seconds since 1970.
+        """
+        return f"{clock_text(now_s)} ".encode() if self.timestamps else b""
+
+    @property
+    def columns(self) -> int:
+        """How much of a line tag and clock take at most."""
+        tags = (self.tag(instance, 2) for instance in range(len(self.hosts)) if 2 not in self.untagged)
+        return len(self.clock(0.0)) + max((len(tag.decode()) for tag in tags), default=0)
+
+
+def style_from(
+    settings: Settings, hosts: Sequence[str], environ: Mapping[str, str], is_piped: bool = False
+) -> OutputStyle:
+    """What a command line asks for; NO_COLOR (https://no-color.org) and a dumb terminal forbid colours.
+
+    Args:
+        settings: of the launch.
+        hosts: the host of each instance.
+        environ: poprun's own.
+        is_piped: whether standard output is a pipe of its own; a program may read there what one instance writes.
+    """
+    is_plain = is_piped and settings.num_instances == 1 and not settings.tag_host and not settings.timestamps
+    untagged = {1, 2} if settings.no_tags else {1} if is_plain else set()
+    return OutputStyle(
+        tag_host=settings.tag_host,
+        timestamps=settings.timestamps,
+        colours=False if environ.get("NO_COLOR") or environ.get("TERM") == "dumb" else None,
+        directory=None if settings.output_dir is None else Path(settings.output_dir),
+        hosts=tuple(hosts),
+        untagged=frozenset(untagged),
+        is_plain=is_plain,
+    )

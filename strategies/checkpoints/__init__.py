@@ -1,0 +1,1 @@
+"""Checkpoints: what is saved, how, and how it comes back."""

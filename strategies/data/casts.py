@@ -1,0 +1,125 @@
+"""Batches that travel to the devices in a small dtype, and are cast there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.data.sources import Batch, Masked
+
+DTypes = Any
+"""A dtype (or `Cast`) for all leaves, or one for each entry of the batch: a mapping or tuple like the batch.
+
+Entries that a mapping lacks, or whose value is None, stay as they are.
+"""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What becomes of an array on the device: `array.astype(dtype) * scale`, the factor in that dtype.
+
+    Attributes:
+        dtype: of the result.
+        scale: a number, such as 1/255 for images of bytes.
+    """
+
+    dtype: Any
+    scale: float = 1.0
+
+    def __call__(self, array: jax.Array) -> jax.Array:
+        """The array as the program wants it."""
+        cast = jnp.asarray(array).astype(self.dtype)
+        return cast if self.scale == 1.0 else cast * jnp.asarray(self.scale, self.dtype)
+
+
+def casting(loss_fn: Callable[..., Any], dtypes: DTypes) -> Callable[..., Any]:
+    """The loss function for batches that are cast where they are used, inside the compiled step.
+
+    The bits of the training are those of a data set that was cast before: what is cast is kept apart from what the
+    compiler may merge.
+
+    Args:
+        loss_fn: `loss_fn(variables, batch, ...)`; also other functions whose second argument is a batch.
+        dtypes: see `DTypes`; of a `Masked` batch its `values` are meant.
+
+    Raises:
+        ValueError: when the function is called, if `dtypes` names what the batch lacks.
+    """
+    on_device = partial(_map_where, lambda to, name, leaf: (to if isinstance(to, Cast) else Cast(to))(leaf))
+
+    @wraps(loss_fn)
+    def with_casts(variables: Any, batch: Batch, *rest: Any, **named: Any) -> Any:
+        return loss_fn(variables, jax.lax.optimization_barrier(on_device(dtypes, batch)), *rest, **named)
+
+    return with_casts
+
+
+def converted(dtypes: DTypes, batch: Batch) -> Batch:
+    """The batch in the dtypes in which it shall travel.
+
+    Raises:
+        ValueError: if `dtypes` names what the batch lacks, or an integer does not fit.
+        TypeError: if numbers would become others altogether (floating point as integers).
+    """
+    return _map_where(_convert, dtypes, batch)
+
+
+def _convert(to: Any, name: str, leaf: Any) -> Any:
+    array, dtype = np.asarray(leaf), np.dtype(to)
+    if dtype.kind in "biu" and array.dtype.kind not in "biu":
+        raise TypeError(f"{name} is {array.dtype} and cannot travel as {dtype}; choose a dtype of floating point")
+    with np.errstate(over="ignore"):
+        small = array.astype(dtype)
+    is_integer = array.dtype.kind in "biu"
+    fits = np.array_equal(small.astype(array.dtype), array) if is_integer else _is_as_finite(small, array)
+    if not fits:
+        raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}, which {dtype} cannot hold")
+    return small
+
+
+def _is_as_finite(small: np.ndarray, array: np.ndarray) -> bool:
+    """Whether no number has become infinite."""
+    if small.dtype.itemsize >= array.dtype.itemsize:
+        return True
+    return bool((np.isfinite(small.astype(np.float64)) == np.isfinite(array.astype(np.float64))).all())
+
+
+def _map_where(change: Callable[[Any, str, Any], Any], dtypes: DTypes, batch: Batch, name: str = "the batch") -> Batch:
+    """`change(dtype, name, leaf)` of the leaves for which `dtypes` has one."""
+    if dtypes is None:
+        return batch
+    if isinstance(batch, Masked):
+        return batch._replace(values=_map_where(change, dtypes, batch.values, name))
+    if isinstance(dtypes, Mapping):
+        return _map_entries(change, dtypes, batch, name)
+    if isinstance(dtypes, tuple | list):
+        if not isinstance(batch, tuple | list) or len(batch) != len(dtypes):
+            raise ValueError(f"there are {len(dtypes)} dtypes for {name}, which is {_shape_of(batch)}")
+        parts = [
+            _map_where(change, to, part, f"{name}[{i}]") for i, (to, part) in enumerate(zip(dtypes, batch, strict=True))
+        ]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: change(dtypes, name + jax.tree_util.keystr(path), leaf), batch
+    )
+
+
+def _map_entries(change: Callable[[Any, str, Any], Any], dtypes: Mapping[Any, Any], batch: Batch, name: str) -> Batch:
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"dtypes are given for {', '.join(map(repr, dtypes))} of {name}, which is {_shape_of(batch)}")
+    unknown = [repr(key) for key in dtypes if key not in batch]
+    if unknown:
+        raise ValueError(f"{name} has no {', '.join(unknown)}; it has {', '.join(map(repr, batch))}")
+    return {key: _map_where(change, dtypes.get(key), part, f"{name}[{key!r}]") for key, part in batch.items()}
+
+
+def _shape_of(batch: Batch) -> str:
+    if isinstance(batch, tuple | list | Mapping):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"one array of shape {np.shape(batch)}"

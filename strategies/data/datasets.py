@@ -1,0 +1,320 @@
+"""Deals one data set out to the replicas of all instances, the same way on any number of instances."""
+
+import itertools
+import logging
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from collectives import Communicator
+from strategies.data.casts import DTypes, converted
+from strategies.data.grain_source import as_grain_source
+from strategies.data.input_context import InputContext
+from strategies.data.layout import Layout, Remainder
+from strategies.data.lockstep import in_lockstep
+from strategies.data.position import Position
+from strategies.data.prefetch import prefetched
+from strategies.data.random_access import Elements, RandomAccessSource, Steps
+from strategies.data.sources import ArraySource, Batch, Masked, Source
+from strategies.data.streams import from_iterable, from_shards, from_values
+from strategies.errors import StrategyError
+from strategies.numbers import at_least
+from strategies.programs.feed_program import Replication
+
+__all__ = ["Batch", "DistributedDataset", "InputContext", "Masked", "Position"]
+
+log = logging.getLogger(__name__)
+
+
+class DistributedDataset:
+    """The local replicas' share of a data set, as one batch per step.
+
+    What a replica reads depends on the source, the seed and the number of replicas, never on the number of
+    instances. A source is one of:
+
+    * A pytree of arrays with a common leading length (tuples and mappings; NumPy's memory maps are read as
+      needed). Every epoch is one permutation of the whole set drawn from (seed, epoch); replica r takes rows
+      `[r * B, (r + 1) * B)` of each global batch, B being `gradient_accumulation_count * batch_size`.
+    * A `grain.MapDataset`, a `strategies.GrainSource`, or any object with a length and `[i]` that is not iterable.
+      Elements are dealt out as the rows of arrays are; they are read one by one, and only those of the local
+      replicas.
+    * An object with `shard(n, i)`: replica r iterates `source.shard(total_replicas, r)`, anew every epoch.
+      The steps per epoch follow from the lengths of the shards, or else from `len(source)` dealt out evenly.
+    * An iterable of elements (a list is one): replica r takes elements r, r + R, r + 2R, ... Every instance
+      goes through the whole iterable.
+    * An object whose `values` holds one iterable per local replica (`strategies.PerReplica`).
+
+    Arrays and objects with `[i]` are shuffled here; the others come in their own order. Elements are pytrees of
+    arrays or scalars and are stacked. Without lengths, an epoch ends when one of the local replicas cannot fill a
+    batch (or, when padding, when all of them have ended).
+
+    The steps of an epoch over those two are computed, alike on all instances. For any other source the instances
+    agree before every batch whether all of them have one: **taking a batch is then a collective call**, and an epoch
+    ends for all at the step at which the first instance has none, with a warning (see `strategies.data.lockstep`).
+
+    Args:
+        source: see above.
+        batch_size: elements per replica and micro-batch.
+        total_replicas: replicas of all instances.
+        local_replicas: global indices of the replicas of this instance.
+        seed: seed of the shuffle, the same on all instances.
+        shuffle: whether to shuffle arrays and objects with `[i]`.
+        remainder: `"drop"` the elements that do not fill the last global batch, or `"pad"` it by repeating
+            elements; every batch is then a `Masked`.
+        gradient_accumulation_count: micro-batches that a replica takes in one step. It is no part of a position:
+            which elements a step takes depends on its product with `batch_size` only.
+        transfer_dtype: a smaller dtype in which arrays travel to the devices, or one for each entry of a batch:
+            `{"image": np.float16}`. `strategies.casting` casts them back in the compiled step.
+        prefetch: batches to prepare ahead in a background thread; 0 prepares them when they are asked for.
+        place: puts a batch of host arrays on the devices; runs in the prefetch thread.
+        communicator: connects the instances; None where there is only this one.
+        on_batch: called before each batch is yielded.
+
+    Raises:
+        TypeError: when the source is of no known kind, or an argument is of the wrong type.
+        ValueError: when the source is empty or inconsistent, or smaller than one global batch.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        batch_size: int,
+        total_replicas: int,
+        local_replicas: Sequence[int],
+        seed: int = 0,
+        shuffle: bool = True,
+        remainder: Remainder = "drop",
+        gradient_accumulation_count: int = 1,
+        transfer_dtype: DTypes = None,
+        prefetch: int = 2,
+        place: Callable[[Batch], Batch] = lambda batch: batch,
+        communicator: Communicator | None = None,
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._layout = Layout(batch_size, total_replicas, local_replicas, remainder, gradient_accumulation_count)
+        self._seed = at_least(0, "seed", seed)
+        self._shuffle = shuffle
+        self._prefetch = at_least(0, "prefetch", prefetch)
+        self._transfer_dtype = transfer_dtype
+        self._place = place
+        self._on_batch = on_batch
+        self._communicator = communicator if communicator is not None and communicator.size > 1 else None
+        self._given = source
+        self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
+        self._last: Batch = None
+        self._consumed = (0, 0)
+        self._resume: tuple[int, int] | None = None
+        if self.dropped:
+            log.info(
+                "%d of %s elements are dropped in every epoch: they do not fill a global batch of %d",
+                self.dropped,
+                self._source.length,
+                self._layout.global_batch_size,
+            )
+
+    def __len__(self) -> int:
+        """Steps per epoch; TypeError when the source does not tell."""
+        if self._source.steps is None:
+            raise TypeError("the data set's source does not tell how many elements it has")
+        return self._source.steps
+
+    @property
+    def gradient_accumulation_count(self) -> int:
+        """Micro-batches that a replica takes in one step."""
+        return self._layout.gradient_accumulation_count
+
+    @property
+    def global_batch_size(self) -> int:
+        """Elements that all replicas together take in one step: micro-batch x accumulation x R."""
+        return self._layout.global_batch_size
+
+    @property
+    def dropped(self) -> int | None:
+        """Elements that no replica sees in an epoch, None when the source does not tell its length."""
+        if self._source.length is None or self._source.steps is None:
+            return None
+        return max(0, self._source.length - self._source.steps * self._layout.global_batch_size)
+
+    def epoch(self, epoch: int) -> Generator[Batch, None, None]:
+        """Yields this instance's batch of every global step of an epoch.
+
+        Leaves have shape `[len(local_replicas) * gradient_accumulation_count * batch_size, ...]`: the local
+        replicas' elements in replica order, those of a replica's micro-batches one after another. Where the
+        source is a stream and there are several instances, each batch is a collective call.
+        """
+        at_least(0, "epoch", epoch)
+        start = 0
+        if self._resume is not None and self._resume[0] == epoch:
+            start, self._resume = self._resume[1], None
+        return self._read(epoch, start)
+
+    @property
+    def is_random_access(self) -> bool:
+        """Whether the batch of any step can be read, for any replicas: arrays and objects with `[i]`."""
+        return self._source.is_random_access
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether taking a batch is a collective call: there are several instances, and the source is a stream."""
+        return self._communicator is not None and not self._source.is_random_access
+
+    @property
+    def replication(self) -> Replication:
+        """The replicas among which the data set is dealt out."""
+        local = self._layout.local_replicas
+        return Replication(range(local[0], local[-1] + 1), self._layout.total_replicas)
+
+    def parts(self) -> Generator[list[Batch], None, None]:
+        """The host arrays of each local replica for every step of one epoch after another, without end.
+
+        Independent of `epoch` and of the position.
+
+        Raises:
+            StrategyError: with several instances, if the source is a stream: taking a batch is a collective call.
+        """
+        if self.is_collective:
+            raise StrategyError(
+                "with several instances only data sets of arrays and of random access can be fed, since taking a batch "
+                "of others is a collective call; give the infeed the iterable itself, and its mode"
+            )
+        local = len(self._layout.local_replicas)
+        for epoch in itertools.count():
+            is_empty = True
+            for batch in self._source.batches(epoch, 0):
+                is_empty = False
+                leaves, structure = jax.tree.flatten(converted(self._transfer_dtype, batch))
+                split = zip(*(np.split(leaf, local) for leaf in leaves), strict=True)
+                yield [jax.tree.unflatten(structure, part) for part in split]
+            if is_empty:
+                return
+
+    def position(self) -> Position:
+        """Where the program is: after the batch that was yielded last.
+
+        Once the loop over an epoch has ended this is the beginning of the next one.
+        """
+        epoch, step = self._consumed
+        return Position(epoch, step, **self._identity())
+
+    def restore(self, position: Position) -> None:
+        """Makes the next `epoch(position.epoch)` begin at that step; other epochs begin at 0.
+
+        Arrays and objects with `[i]` are read from there on; other sources are read and skipped up to there.
+
+        Raises:
+            ValueError: when the position belongs to a data set that is read differently.
+        """
+        own, saved = self._identity(), position.to_dict()
+        different = [name for name in own if own[name] != saved[name]]
+        if different:
+            theirs, ours = (", ".join(f"{name} {of[name]!r}" for name in different) for of in (saved, own))
+            raise ValueError(
+                f"the position was saved with {theirs} and this data set has {ours}; restore it with the same"
+            )
+        at_least(0, "epoch", position.epoch)
+        if at_least(0, "step", position.step) > (self._source.steps or position.step):
+            raise ValueError(f"the position is at step {position.step} of an epoch of {self._source.steps} steps")
+        self._consumed = self._resume = (position.epoch, position.step)
+
+    def redistribute(self, local_replicas: Sequence[int]) -> None:
+        """Make the batches from the next one on those of other replicas.
+
+        Raises:
+            StrategyError: if the source is a stream: taking a batch of it is a collective call.
+        """
+        if not self._source.is_random_access:
+            raise StrategyError(
+                "an instance is lost, and the others can only read data sets of arrays, grain.MapDataset and other "
+                "random access instead"
+            )
+        self._layout = replace(self._layout, local_replicas=local_replicas)
+        self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
+
+    def has_given(self, batch: Batch) -> bool:
+        """Whether this is the batch that was yielded last."""
+        return batch is self._last and batch is not None
+
+    def read_again(self) -> Batch:
+        """The batch of the step that was yielded last, for the present local replicas."""
+        epoch, step = self._consumed
+        batches = self._source.batches(epoch, step - 1)
+        self._last = self._moved(next(batches))
+        batches.close()
+        return self._last
+
+    def _identity(self) -> dict[str, Any]:
+        """The fields of a position that must agree for it to mean the same elements."""
+        return {
+            "seed": self._seed,
+            "batch_size": self._layout.elements_per_replica,
+            "total_replicas": self._layout.total_replicas,
+            "length": self._source.length,
+            "shuffle": self._shuffle,
+            "remainder": self._layout.remainder,
+        }
+
+    def _read(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        self._consumed = (epoch, start)
+        source = None
+        while source is not self._source:  # it is another one since the replicas were redistributed
+            source = self._source
+            start = self._consumed[1]
+            batches = prefetched(self._placed(epoch, start), self._prefetch)
+            try:
+                for step, batch in enumerate(self._agreed(batches, epoch, start), start + 1):
+                    self._consumed, self._last = (epoch, step), batch
+                    self._on_batch()
+                    yield batch
+                    if source is not self._source:
+                        break
+                else:
+                    self._consumed, self._last = (epoch + 1, 0), None
+            finally:
+                batches.close()
+
+    def _agreed(self, batches: Generator[Batch, None, None], epoch: int, start: int) -> Generator[Batch, None, None]:
+        """The batches of the steps that all instances make."""
+        if not self.is_collective or self._communicator is None:
+            return batches
+        return in_lockstep(batches, self._communicator, f"epoch {epoch}", start)
+
+    def _placed(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        for batch in self._source.batches(epoch, start):
+            yield self._moved(batch)
+
+    def _moved(self, batch: Batch) -> Batch:
+        """The batch on the devices."""
+        return self._place(converted(self._transfer_dtype, batch))
+
+
+def open_source(source: Any, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+    """Finds out what kind of data set `source` is (see `DistributedDataset`).
+
+    Raises:
+        TypeError: when it is none, or can only be gone through once.
+        ValueError: when it cannot be dealt out as `layout` says.
+    """
+    random_access = as_grain_source(source)
+    if random_access is not None:
+        return random_access.open(layout, seed=seed, shuffle=shuffle)
+    if callable(getattr(source, "shard", None)):
+        return from_shards(source, layout)
+    if isinstance(getattr(source, "values", None), list | tuple):
+        return from_values(source.values, layout)
+    if isinstance(source, Mapping) and jax.tree_util.all_leaves([source]):
+        source = dict(source)  # a mapping that JAX does not know to be one
+    if _is_pytree_of_arrays(source):
+        return ArraySource(source, layout, seed=seed, shuffle=shuffle)
+    if not isinstance(source, Iterable) and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return RandomAccessSource(Steps(Elements(source), layout, seed=seed, shuffle=shuffle))
+    return from_iterable(source, layout)
+
+
+def _is_pytree_of_arrays(source: Any) -> bool:
+    if isinstance(source, list):
+        return False
+    return not jax.tree_util.all_leaves([source]) or hasattr(source, "shape")

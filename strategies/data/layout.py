@@ -1,0 +1,119 @@
+"""Which elements each replica reads at each step: pure arithmetic, the same on every instance."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strategies.numbers import positive
+
+Remainder = Literal["drop", "pad"]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How elements are dealt to the replicas, and which of the replicas live here.
+
+    Step s takes positions `[s * B * R, (s + 1) * B * R)` of the epoch's order (B: `elements_per_replica`, R:
+    `total_replicas`); replica r takes positions `[r * B, (r + 1) * B)` of those. Instances play no part.
+
+    Attributes:
+        batch_size: elements per replica and micro-batch.
+        total_replicas: replicas of all instances.
+        local_replicas: global indices of the replicas of this instance.
+        remainder: what becomes of elements that do not fill a global batch: `"drop"`, or `"pad"` them.
+        gradient_accumulation_count: micro-batches that a replica takes in one step.
+
+    Raises:
+        TypeError: when a number is not an integer.
+        ValueError: when a number is out of range or `remainder` is unknown.
+    """
+
+    batch_size: int
+    total_replicas: int
+    local_replicas: Sequence[int]
+    remainder: Remainder = "drop"
+    gradient_accumulation_count: int = 1
+
+    def __post_init__(self) -> None:
+        positive("batch_size", self.batch_size)
+        positive("gradient_accumulation_count", self.gradient_accumulation_count)
+        positive("total_replicas", self.total_replicas)
+        if not self.local_replicas:
+            raise ValueError("local_replicas is empty; an instance drives at least one replica")
+        outside = [r for r in self.local_replicas if not 0 <= r < self.total_replicas]
+        if outside:
+            raise ValueError(
+                f"local replicas {outside} do not exist; replicas are numbered 0 to {self.total_replicas - 1}"
+            )
+        if self.remainder not in get_args(Remainder):
+            raise ValueError(f"remainder={self.remainder!r} is unknown; use 'drop' or 'pad'")
+
+    @property
+    def pads(self) -> bool:
+        """Whether an incomplete last batch is padded rather than dropped."""
+        return self.remainder == "pad"
+
+    @property
+    def elements_per_replica(self) -> int:
+        """Elements that one replica takes in one step: all its micro-batches, one after another."""
+        return self.batch_size * self.gradient_accumulation_count
+
+    @property
+    def global_batch_size(self) -> int:
+        """Elements that all replicas together take in one step."""
+        return self.elements_per_replica * self.total_replicas
+
+    def steps(self, length: int) -> int:
+        """Steps in an epoch over `length` elements."""
+        whole, rest = divmod(length, self.global_batch_size)
+        return whole + (self.pads and rest > 0)
+
+    def dropped(self, length: int) -> int:
+        """Elements of `length` that no replica sees in an epoch."""
+        return max(0, length - self.steps(length) * self.global_batch_size)
+
+    def positions(self, step: int) -> Indices:
+        """Positions in the epoch's order of the local replicas' elements, in replica order.
+
+        Positions past the last element only occur in the last step of a layout that pads.
+        """
+        first = step * self.global_batch_size
+        starts = first + self.elements_per_replica * np.asarray(self.local_replicas, np.int64)
+        return (starts[:, None] + np.arange(self.elements_per_replica, dtype=np.int64)).reshape(-1)
+
+    def check_length(self, length: int) -> None:
+        """Raises ValueError unless `length` elements make at least one step."""
+        if length == 0:
+            raise ValueError("the data set is empty; at least one element is needed")
+        if self.steps(length) > 0:
+            return
+        largest = length // (self.total_replicas * self.gradient_accumulation_count)
+        fewer = f"at most {length} {'replicas' if self.gradient_accumulation_count == 1 else 'micro-batches'}"
+        smaller = f"a batch_size of at most {largest}" if largest else fewer
+        raise ValueError(
+            f"one global batch takes {self.global_batch_size} elements (batch_size {self.described} on each "
+            f"of {self.total_replicas} replicas) and the data set has {length}; use {smaller}, or "
+            "remainder='pad'"
+        )
+
+    @property
+    def described(self) -> str:
+        """What one replica takes in one step, for messages."""
+        count = self.gradient_accumulation_count
+        return str(self.batch_size) if count == 1 else f"{self.batch_size} x {count} accumulated"
+
+
+def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> Indices:
+    """The order in which one epoch goes through the data set: a permutation of `range(length)`.
+
+    It sorts raw PCG64 words instead of calling `Generator.permutation`: NumPy keeps the former for ever and
+    may change the latter in any release (NEP 19), and instances may run different releases.
+    """
+    if not shuffle:
+        return np.arange(length, dtype=np.int64)
+    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(length)
+    return np.argsort(words, kind="stable").astype(np.int64, copy=False)

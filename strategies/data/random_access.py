@@ -1,0 +1,89 @@
+"""Data sets whose elements can be read one by one in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Protocol
+
+from strategies.data.layout import Indices, Layout, epoch_order
+from strategies.data.sources import Batch, Masked, Source, stacked
+
+
+class RandomAccess(Protocol):
+    """What has a length and can be asked for element i."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Elements:
+    """The elements of an object with `[i]`: the same ones in every epoch."""
+
+    def __init__(self, source: RandomAccess) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, epoch: int, index: int) -> Any:
+        """Element `index` as it is in an epoch."""
+        return self.source[index]
+
+
+class Steps:
+    """What the local replicas take at every step of all epochs, counted from step 0 of epoch 0.
+
+    It can be pickled; processes that read different steps of one data set need nothing else, and agree.
+
+    Args:
+        elements: the elements, and how they are read.
+        layout: how they are dealt to the replicas.
+        seed: of the shuffle.
+        shuffle: whether they are shuffled, as a whole and anew in every epoch.
+
+    Raises:
+        ValueError: if the elements do not fill one step.
+    """
+
+    def __init__(self, elements: Elements, layout: Layout, *, seed: int, shuffle: bool) -> None:
+        self.length = len(elements)
+        layout.check_length(self.length)
+        self.per_epoch = layout.steps(self.length)
+        self._elements = elements
+        self._layout = layout
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, Indices] | None = None
+
+    def read(self, number: int) -> Batch:
+        """The batch of step `number % per_epoch` of epoch `number // per_epoch`."""
+        epoch, step = divmod(number, self.per_epoch)
+        order = self._order_of(epoch)
+        positions = self._layout.positions(step)
+        values = stacked([self._elements.read(epoch, int(i)) for i in order[positions % self.length]])
+        return Masked(values, positions < self.length) if self._layout.pads else values
+
+    def _order_of(self, epoch: int) -> Indices:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle))
+        return self._order[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_order": None}
+
+
+class RandomAccessSource(Source):
+    """Elements that are read in this process, when their batch is asked for."""
+
+    is_random_access = True
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self.length: int = steps.length
+        self.steps: int = steps.per_epoch
+
+    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        """See `Source`."""
+        for step in range(start, self.steps):
+            yield self._steps.read(epoch * self.steps + step)

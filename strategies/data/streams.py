@@ -1,0 +1,190 @@
+"""Data sets whose elements come one after another, from shards or from one iterable."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from itertools import count, islice, zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from strategies.data.layout import Layout
+from strategies.data.sources import Batch, Masked, Source, stacked
+
+
+class Round(NamedTuple):
+    """One element for every local replica; where `valid` is False it only fills the place."""
+
+    elements: Sequence[Any]
+    valid: Sequence[bool]
+
+    def as_padding(self) -> "Round":
+        """The same elements, repeated only to fill places."""
+        return Round(self.elements, [False] * len(self.valid))
+
+
+class StreamSource(Source):
+    """Elements that come one after another; `elements_per_replica` rounds are stacked into a batch.
+
+    Order is the source's own: nothing is shuffled here.
+    """
+
+    def __init__(
+        self,
+        rounds: Callable[[], Iterator[Round]],
+        layout: Layout,
+        *,
+        length: int | None = None,
+        steps: int | None = None,
+    ) -> None:
+        self._rounds = rounds
+        self._layout = layout
+        self.length = length
+        self.steps = steps
+
+    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        """See `Source`."""
+        for step, rounds in enumerate(self._batches_of_rounds()):
+            if step >= start:
+                yield self._stack(rounds)
+
+    def _batches_of_rounds(self) -> Iterator[list[Round]]:
+        rounds = self._rounds()
+        latest: Round | None = None
+        for step in count():
+            if step == self.steps:
+                return
+            taken = list(islice(rounds, self._layout.elements_per_replica))
+            latest = taken[-1] if taken else latest
+            if len(taken) < self._layout.elements_per_replica:
+                if not self._can_fill(taken, latest, step):
+                    return
+                assert latest is not None
+                taken += [latest.as_padding()] * (self._layout.elements_per_replica - len(taken))
+            yield taken
+
+    def _can_fill(self, taken: list[Round], latest: Round | None, step: int) -> bool:
+        """Whether an incomplete batch is padded (True) or the epoch is over (False)."""
+        if self._layout.pads and latest is not None and (taken or self.steps is not None):
+            return True
+        if self.steps is None:
+            return False
+        replicas = ", ".join(map(str, self._layout.local_replicas))
+        raise ValueError(
+            f"the data of replicas {replicas} ended after {step} of {self.steps} steps; len() promised more: "
+            "make it exact, or leave it out"
+        )
+
+    def _stack(self, rounds: list[Round]) -> Batch:
+        per_replica = range(len(self._layout.local_replicas))
+        values = stacked([taken.elements[j] for j in per_replica for taken in rounds])
+        if not self._layout.pads:
+            return values
+        return Masked(values, np.array([taken.valid[j] for j in per_replica for taken in rounds], bool))
+
+
+def from_iterable(source: Any, layout: Layout) -> Source:
+    """Replica r reads elements r, r + R, r + 2R, ... of an iterable."""
+    _require_iterable("the data set", source)
+    length = _length(source)
+    if length is not None:
+        layout.check_length(length)
+    return StreamSource(
+        lambda: _interleaved(source, layout),
+        layout,
+        length=length,
+        steps=None if length is None else layout.steps(length),
+    )
+
+
+def from_shards(source: Any, layout: Layout) -> Source:
+    """Replica r reads `source.shard(R, r)`."""
+    replicas = layout.total_replicas
+    shards = [source.shard(replicas, r) for r in layout.local_replicas]
+    for replica, shard in zip(layout.local_replicas, shards, strict=True):
+        _require_iterable(f"shard {replica} of {replicas}", shard)
+    lengths = _shard_lengths(source, shards[0], replicas)
+    return StreamSource(
+        lambda: _side_by_side(shards, layout),
+        layout,
+        length=None if lengths is None else sum(lengths),
+        steps=None if lengths is None else _steps_of_shards(lengths, layout),
+    )
+
+
+def from_values(values: Sequence[Any], layout: Layout) -> Source:
+    """The local replicas read one iterable each."""
+    if len(values) != len(layout.local_replicas):
+        raise ValueError(f"got {len(values)} iterables for {len(layout.local_replicas)} local replicas; each needs one")
+    for replica, value in zip(layout.local_replicas, values, strict=True):
+        _require_iterable(f"the data set of replica {replica}", value)
+    return StreamSource(lambda: _side_by_side(values, layout), layout)
+
+
+def _interleaved(source: Iterable[Any], layout: Layout) -> Iterator[Round]:
+    """Deals elements out one by one to replica 0, 1, ..., in one pass however many replicas are local."""
+    elements = iter(source)
+    while dealt := list(islice(elements, layout.total_replicas)):
+        if len(dealt) < layout.total_replicas and not layout.pads:
+            return
+        valid = [replica < len(dealt) for replica in layout.local_replicas]
+        own = zip(layout.local_replicas, valid, strict=True)
+        yield Round([dealt[replica] if is_dealt else dealt[0] for replica, is_dealt in own], valid)
+
+
+_ENDED = object()
+
+
+def _side_by_side(shards: Sequence[Iterable[Any]], layout: Layout) -> Iterator[Round]:
+    """Takes one element from each local shard at a time, until one ends (when padding: until all have)."""
+    if not layout.pads:
+        for elements in zip(*shards, strict=False):
+            yield Round(elements, [True] * len(shards))
+        return
+    previous: list[Any] = [_ENDED] * len(shards)
+    for elements in zip_longest(*shards, fillvalue=_ENDED):
+        valid = [element is not _ENDED for element in elements]
+        previous = [new if ok else old for new, old, ok in zip(elements, previous, valid, strict=True)]
+        for replica, element in zip(layout.local_replicas, previous, strict=True):
+            if element is _ENDED:
+                raise ValueError(f"the data of replica {replica} is empty; padding repeats at least one element")
+        yield Round(previous, valid)
+
+
+def _shard_lengths(source: Any, own_shard: Any, replicas: int) -> list[int] | None:
+    """Lengths of all replicas' shards: their own where they tell, else an even split of the source's."""
+    if _length(own_shard) is not None:
+        return [len(source.shard(replicas, r)) for r in range(replicas)]
+    length = _length(source)
+    if length is None:
+        return None
+    return [length // replicas + (r < length % replicas) for r in range(replicas)]
+
+
+def _steps_of_shards(lengths: Sequence[int], layout: Layout) -> int:
+    """Steps until the shortest shard cannot fill a batch or, when padding, until the longest has ended."""
+    if layout.pads and min(lengths) > 0:
+        return -(-max(lengths) // layout.elements_per_replica)
+    if min(lengths) < layout.elements_per_replica:
+        replica = lengths.index(min(lengths))
+        raise ValueError(
+            f"batch_size is {layout.described} per replica and shard {replica} of {layout.total_replicas} "
+            f"has {min(lengths)} elements; use a smaller batch_size or fewer replicas"
+        )
+    return min(lengths) // layout.elements_per_replica
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except TypeError:  # no __len__, or one that says "unknown" or "infinite" as TensorFlow's data sets do
+        return None
+
+
+def _require_iterable(name: str, source: Any) -> None:
+    kind = type(source).__name__
+    if isinstance(source, str | bytes) or not isinstance(source, Iterable):
+        raise TypeError(f"{name} is a {kind}; use a pytree of arrays, an object with shard(n, i), or an iterable")
+    if isinstance(source, Iterator):
+        raise TypeError(
+            f"{name} is a {kind}, which can be gone through only once; use an object whose __iter__ starts "
+            "anew every epoch"
+        )

@@ -1,0 +1,1 @@
+"""Gradients as flat arrays, as they travel between instances."""

@@ -1,0 +1,123 @@
+"""Many arrays in one flat buffer per dtype, the large ones in buffers of their own, and views of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+FLOAT32 = np.dtype(np.float32)
+LARGE_BYTES = 1 << 20
+"""From this size on a leaf has its own buffer: copying it would cost more than another all-reduce. (The gradients of an
+MLP with 1.9 million variables, flattened as a whole: 1.1 ms of a step of 9.4.)"""
+_ALIGNMENT_BYTES = 64  # XLA reads host memory in place only from such addresses
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A flat buffer.
+
+    Attributes:
+        name: of its dtype, and of the leaf that has it alone.
+        dtype: of its elements.
+        size: in elements.
+        leaves: the numbers of the leaves that lie there.
+        starts: and where they begin.
+    """
+
+    name: str
+    dtype: np.dtype
+    size: int
+    leaves: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether it has been made for one large leaf."""
+        return self.name != self.dtype.name
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where each leaf lies: in the flat buffer of its dtype, or alone if it is large.
+
+    In a flat buffer leaves begin at multiples of 64 bytes; the gaps are zero. A tail of float32 values follows the
+    float32 leaves. A leaf alone is followed by zeros up to a multiple of `multiple` elements.
+
+    Attributes:
+        shapes: of the leaves, in tree order.
+        dtypes: of the leaves.
+        tail: how many float32 values follow.
+        multiple: see above.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+    tail: int
+    multiple: int = 1
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], tail: int, multiple: int = 1) -> FlatLayout:
+        """The layout of arrays like `leaves`."""
+        shapes, dtypes = tuple(leaf.shape for leaf in leaves), tuple(np.dtype(leaf.dtype) for leaf in leaves)
+        return cls(shapes, dtypes, tail, multiple)
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All buffers; the one of float32, which has the tail, comes first."""
+        return self._plan[1]
+
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """For each leaf the name of its buffer."""
+        return tuple(name for name, _ in self.places)
+
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """For each leaf the name of its buffer, and where it begins there."""
+        return self._plan[0]
+
+    @cached_property
+    def _plan(self) -> tuple[tuple[tuple[str, int], ...], tuple[Buffer, ...]]:
+        """For each leaf its buffer and where it begins there; and the buffers."""
+        dtypes, ends = {FLOAT32.name: FLOAT32}, {FLOAT32.name: 0}
+        lying: dict[str, list[tuple[int, int]]] = {FLOAT32.name: []}
+        places = []
+        for number, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
+            size = math.prod(shape)
+            name = f"{dtype.name}/{number}" if size * dtype.itemsize >= LARGE_BYTES else dtype.name
+            alignment = _ALIGNMENT_BYTES // dtype.itemsize
+            start = -(-ends.get(name, 0) // alignment) * alignment
+            places.append((name, start))
+            lying.setdefault(name, []).append((number, start))
+            dtypes[name], ends[name] = dtype, start + size
+            if name != dtype.name:
+                ends[name] = -(-size // self.multiple) * self.multiple
+        ends[FLOAT32.name] += self.tail
+        buffers = []
+        for name, end in ends.items():
+            leaves, starts = zip(*lying[name], strict=True) if lying[name] else ((), ())
+            buffers.append(Buffer(name, dtypes[name], end, leaves, starts))
+        return tuple(places), tuple(buffers)
+
+    def views(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The leaves in host buffers, nothing copied."""
+        return [self.view(leaf, arrays) for leaf in range(len(self.shapes))]
+
+    def view(self, leaf: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """The leaf of that number in host buffers, nothing copied."""
+        shape, (name, start) = self.shapes[leaf], self.places[leaf]
+        return arrays[self._numbers[name]][start : start + math.prod(shape)].reshape(shape)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """For each name the number of the buffer."""
+        return {buffer.name: number for number, buffer in enumerate(self.buffers)}
+
+    def tail_view(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """The tail in host buffers, nothing copied."""
+        return arrays[0][arrays[0].size - self.tail :]

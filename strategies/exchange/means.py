@@ -1,0 +1,70 @@
+"""The means over all replicas of all instances, bucket by bucket, in replica order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from collectives import Communicator
+from strategies.exchange.flat import FlatLayout
+from strategies.exchange.transfer import Int8Layout, Int8Reduction
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        name: of their collectives.
+        layout: how they lie in buffers.
+        results: where the means of the buffers go.
+        scattered: the numbers of the buffers of whose mean this instance gets its part only.
+    """
+
+    name: str
+    layout: FlatLayout
+    results: tuple[np.ndarray, ...]
+    scattered: frozenset[int]
+
+
+class Means:
+    """Has the means of buckets computed by the instances together.
+
+    Args:
+        communicator: connects the instances.
+        replicas: how many there are on all of them.
+        quantised: how gradients lie in the payload, the last buffer of a bucket; None where they are not quantised.
+
+    Attributes:
+        of_payload: where the means of quantised gradients are; None where they are not quantised.
+    """
+
+    def __init__(self, communicator: Communicator, replicas: int, quantised: Int8Layout | None) -> None:
+        self._communicator = communicator
+        self._quantised = None if quantised is None else Int8Reduction(quantised, communicator, replicas)
+        self.of_payload = None if quantised is None else quantised.new_result()
+
+    def reduce(self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]]) -> None:
+        """Have the means in the bucket's results, or in `of_payload`; collective calls.
+
+        Args:
+            bucket: what travels together.
+            contributions: for each buffer those of the local replicas, in their order.
+        """
+        buffers = bucket.layout.buffers
+        for number in sorted(bucket.scattered):
+            self._communicator.ordered_reduce_scatter(
+                contributions[number], bucket.results[number], "mean", name=f"{bucket.name}/{buffers[number].name}"
+            )
+        filled = [number for number, buffer in enumerate(buffers) if buffer.size and number not in bucket.scattered]
+        if self._quantised is not None:
+            assert self.of_payload is not None
+            self._quantised.reduce(contributions[filled.pop()], self.of_payload, name=f"{bucket.name}/payload")
+        self._communicator.grouped_ordered_all_reduce(
+            [contributions[number] for number in filled],
+            [bucket.results[number] for number in filled],
+            "mean",
+            names=[f"{bucket.name}/{buffers[number].name}" for number in filled],
+        )

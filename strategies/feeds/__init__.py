@@ -1,0 +1,1 @@
+"""Infeeds and outfeeds of the loops that run on the devices."""

@@ -1,0 +1,277 @@
+"""Values that leave a compiled program while it runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.errors import FeedError
+from strategies.feeds.outfeed_rounds import AllRounds, Iteration, LastRound, Rounds
+from strategies.programs.feed_program import Put, Replication, current_program, is_in_program
+from strategies.programs.float64 import refuse_float64
+from strategies.replicas.devices import is_key
+from strategies.replicas.variables import MirroredVariable
+
+
+class OutfeedMode(Enum):
+    """What an outfeed keeps.
+
+    Semantics: the original's `IPUOutfeedMode`.
+    """
+
+    ALL = "all"
+    LAST = "get_last"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What one program enqueues: the replicas that run it, and one value of each of them."""
+
+    replication: Replication
+    structure: jax.tree_util.PyTreeDef
+    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
+
+
+class OutfeedQueue:
+    """Takes values out of a compiled program while it runs.
+
+    `enqueue` is called in a function that `strategy.run`, a loss function or a loop of `strategies.loops` compiles, at
+    one place of it. `dequeue`, or iteration, gives what has come so far, also from another thread while the program
+    runs. Nothing that is enqueued is lost, and the program never waits: what nobody dequeues stays in host memory.
+
+    An instance's queue holds the values of its own replicas; where these are several, along an axis of their own. They
+    enqueue in the same iterations of the program: a value is complete when all of them have enqueued it, and one that
+    others have not enqueued when the program ends is dropped, and an error of `strategy.run` or the training step. A
+    program that is dequeued has to be the same for all of what waits in the queue.
+
+    Semantics: the original's `IPUOutfeedQueue`; `with` does what its `ScopedIPUOutfeedQueue` does.
+
+    Args:
+        mode: whether `dequeue` gives all values since it was called last, or the last value only.
+        buffer_depth: accepted for programs of the original; memory is the only limit here.
+
+    Raises:
+        ValueError: for another mode, or if `buffer_depth` is not a positive integer.
+    """
+
+    def __init__(self, mode: OutfeedMode | None = None, buffer_depth: int = 3) -> None:
+        mode = OutfeedMode.ALL if mode is None else mode
+        if not isinstance(mode, OutfeedMode):
+            raise ValueError(f"mode is {mode!r}; use OutfeedMode.ALL or OutfeedMode.LAST")
+        if isinstance(buffer_depth, bool) or not isinstance(buffer_depth, int) or buffer_depth <= 0:
+            raise ValueError(f"buffer_depth is {buffer_depth!r}; it must be an integer greater than zero")
+        self.mode: OutfeedMode = mode
+        self._owner = threading.get_ident()
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._layout: _Layout | None = None
+        self._all = AllRounds(range(1))
+        self._last = LastRound(range(1))
+
+    @property
+    def _rounds(self) -> Rounds:
+        return self._last if self.mode is OutfeedMode.LAST else self._all
+
+    # ---- in compiled programs
+
+    @property
+    def enqueued(self) -> bool:
+        """Whether the program that is being traced, or outside of programs any one, has enqueued a value."""
+        if is_in_program():
+            return id(self) in current_program().outfeeds
+        return self._layout is not None
+
+    def enqueue(self, tensors: Any) -> None:
+        """Enqueue one value per replica each time the program comes here.
+
+        Gradients do not flow through it.
+
+        Args:
+            tensors: an array, or a tuple, list, dictionary or other pytree of them; `dequeue` keeps the structure.
+
+        Raises:
+            TypeError: "Unsupported data type" for float64, and for random keys.
+            ValueError: if the program has enqueued this queue before, there is no array, or one has a dimension of
+                size 0.
+        """
+        program = current_program()
+        if id(self) in program.outfeeds:
+            raise ValueError("An outfeed can only be enqueued once in a program; enqueue a tuple or a dictionary")
+        program.outfeeds.add(id(self))
+        leaves, structure = jax.tree.flatten(jax.tree.map(_value_of, tensors, is_leaf=_is_variable))
+        values = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in refuse_float64(leaves, "outfeed")]
+        if not values:
+            raise ValueError("an outfeed got no array to enqueue; give it one, or a pytree with some")
+        for value in values:
+            if is_key(value):
+                raise TypeError("Unsupported data type for outfeed: a random key; enqueue jax.random.key_data of it")
+            if 0 in value.shape:
+                raise ValueError(
+                    f"an outfeed got an array of shape {list(value.shape)}, with a dimension of size 0; leave it out"
+                )
+        shapes = tuple((value.shape, np.dtype(value.dtype)) for value in values)
+        layout = _Layout(program.replication, structure, shapes)
+        with self._lock:
+            self._expect(layout)
+        program.put(self._receiver(layout, program.meets), [program.iteration, *values])
+
+    def _receiver(self, layout: _Layout, meets: Callable[[Any], None]) -> Put:
+        # A program may be kept for longer than the queue, and is not to keep what nobody can dequeue.
+        queue = weakref.ref(self)
+
+        def receive(replica: int, arrays: list[np.ndarray]) -> None:
+            receiver = queue()
+            if receiver is not None:
+                meets(receiver)
+                iteration, *values = arrays
+                receiver._put(layout, replica, tuple(iteration.tolist()), values)
+
+        return receive
+
+    def _put(self, layout: _Layout, replica: int, iteration: Iteration, values: list[np.ndarray]) -> None:
+        with self._lock:
+            self._expect(layout)
+            self._rounds.put(layout.replication.local.index(replica), iteration, values)
+
+    def end_program(self) -> None:
+        """Drop what not all replicas of the program that has ended have enqueued.
+
+        Raises:
+            FeedError: if there is any; it names replicas and iteration.
+        """
+        with self._lock:
+            self._rounds.end()
+
+    def _expect(self, layout: _Layout) -> None:
+        if layout == self._layout:
+            return
+        if self._rounds.is_waiting:
+            raise FeedError(
+                "another program has enqueued values of other shapes, or on other replicas, that still wait in the "
+                "outfeed; dequeue them before, or use one outfeed for each program"
+            )
+        self._layout = layout
+        self._all, self._last = AllRounds(layout.replication.local), LastRound(layout.replication.local)
+
+    # ---- on the host
+
+    def dequeue(self, wait_for_completion: bool = False) -> Any:
+        """What was enqueued.
+
+        Args:
+            wait_for_completion: the original's; programs have ended when `run` or a loop has returned.
+
+        Returns:
+            A pytree of NumPy arrays with the structure of what was enqueued. In mode ALL everything since the last
+            call, `[values, (local replicas, where these are several), *shape]`; it may be no value at all. In mode
+            LAST the last value, `[(local replicas), *shape]`, and the same one again until there is another. In
+            another thread than the one that made the queue `[]` before any program that enqueues was compiled.
+
+        Raises:
+            ValueError: if no program that enqueues was compiled.
+            FeedError: in mode LAST, if nothing was enqueued.
+        """
+        with self._lock:
+            if self._layout is None:
+                return self._nothing()
+            return self._take_last(self._layout) if self.mode is OutfeedMode.LAST else self._take_all(self._layout)
+
+    def _nothing(self) -> list[Any]:
+        if self.mode is OutfeedMode.LAST:
+            raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
+        if threading.get_ident() != self._owner:
+            return []
+        raise ValueError(
+            "an outfeed is dequeued that no program enqueues; call enqueue in a program, and run it before"
+        )
+
+    def _take_last(self, layout: _Layout) -> Any:
+        values = self._last.whole
+        if values is None:
+            raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
+        return _joined(layout, values)
+
+    def _take_all(self, layout: _Layout) -> Any:
+        count, local = len(self._all), len(layout.replication.local)
+        results = [
+            np.empty((count, local, *shape) if local > 1 else (count, *shape), dtype) for shape, dtype in layout.leaves
+        ]
+        for number in range(count):
+            for result, leaf in zip(results, _leaves(self._all.take()), strict=True):
+                result[number] = leaf
+        return jax.tree.unflatten(layout.structure, results)
+
+    def __iter__(self) -> Iterator[Any]:
+        """What was enqueued, value by value; ends when there is none, and may be gone through again later.
+
+        Raises:
+            FeedError: in mode LAST.
+        """
+        if self.mode is OutfeedMode.LAST:
+            raise FeedError("an outfeed in mode LAST cannot be iterated; call dequeue, or use OutfeedMode.ALL")
+        return _Values(self)
+
+    def _next(self) -> Any:
+        with self._lock:
+            if self._layout is None or not len(self._all):
+                raise StopIteration
+            return _joined(self._layout, self._all.take())
+
+    # ---- life
+
+    def delete(self) -> None:
+        """Drop what was not dequeued."""
+        with self._lock:
+            self._forget()
+
+    def __enter__(self) -> OutfeedQueue:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.delete()
+
+
+class _Values:
+    """Iterates over an outfeed, again after `StopIteration` too."""
+
+    def __init__(self, queue: OutfeedQueue) -> None:
+        self._queue = queue
+
+    def __iter__(self) -> _Values:
+        return self
+
+    def __next__(self) -> Any:
+        return self._queue._next()
+
+
+def _leaves(values: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """One value of each replica, leaf by leaf, with an axis for the replicas where there are several."""
+    if len(values) == 1:
+        return values[0]
+    return [np.stack(leaves) for leaves in zip(*values, strict=True)]
+
+
+def _joined(layout: _Layout, values: list[list[np.ndarray]]) -> Any:
+    leaves = [leaf[()] for leaf in _leaves(values)]  # scalars instead of arrays without dimensions
+    return jax.tree.unflatten(layout.structure, leaves)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, MirroredVariable)
+
+
+def _value_of(leaf: Any) -> Any:
+    return leaf.value if _is_variable(leaf) else leaf

@@ -1,0 +1,1 @@
+"""How fast data sets and infeeds are."""

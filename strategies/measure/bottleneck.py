@@ -1,0 +1,170 @@
+"""Says how fast a program's data set is, and whether data or compute holds its training up.
+
+python -m strategies.dataset_benchmark program.py:make_dataset [program.py:make_step] [options]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+
+from strategies.data.datasets import DistributedDataset
+from strategies.ipu import IPUStrategy
+from strategies.measure.input_benchmarks import EpochRate, endless, measured
+
+WARM_UP_BATCHES = 4
+WARM_UP_STEPS = 2
+TIMED_STEPS = 10
+COLUMNS = "{:>5}  {:>7}  {:>12}  {:>8}  {:>12}"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure and print; ends the process with one line on stderr if an argument is wrong."""
+    parser = _parser()
+    options = parser.parse_intermixed_args(words)
+    if options.make_step is not None and options.step_ms is not None:
+        parser.error("give --step-ms or a function that makes the step, not both")
+    try:
+        make_dataset, make_step = _function(options.make_dataset), options.make_step and _function(options.make_step)
+    except ValueError as error:
+        parser.error(str(error))
+    strategy = IPUStrategy(num_replicas=options.replicas)
+    with strategy.scope():
+        dataset = _called(make_dataset, strategy)
+        if options.batch_size is not None:
+            try:
+                dataset = _distributed(dataset, strategy, options.batch_size)
+            except (TypeError, ValueError) as error:
+                parser.error(f"argument --batch-size: {error}")
+        rates = _print_rates(dataset, options.epochs, options.batches)
+        data_ms = median(1e3 / rate.elements_per_second for rate in rates)
+        size = rates[0].rows_processed / rates[0].elements_processed
+        print(f"data: {data_ms:.3f} ms per batch of {size:g} elements (median of the epochs)")
+        if options.step_ms is not None:
+            _print_verdict(data_ms, options.step_ms)
+        elif make_step is not None:
+            _print_verdict(data_ms, _step_ms(_called(make_step, strategy), next(endless(dataset))))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m strategies.dataset_benchmark",
+        usage="%(prog)s PROGRAM.py:FUNCTION [PROGRAM.py:FUNCTION] [options]",
+        description="How fast a data set is, and whether data or compute holds the training up.",
+        epilog="The functions are called with the strategy if they take an argument, and within its scope.",
+    )
+    parser.add_argument("make_dataset", metavar="PROGRAM.py:FUNCTION", help="makes the data set")
+    parser.add_argument(
+        "make_step",
+        nargs="?",
+        metavar="PROGRAM.py:FUNCTION",
+        help="makes the step: a function of a batch that returns arrays; it is timed",
+    )
+    parser.add_argument("--step-ms", type=_positive(float), help="milliseconds of a step, where they are known")
+    parser.add_argument(
+        "--batch-size",
+        type=_positive(int),
+        help="elements per replica: distributes what FUNCTION returned, which otherwise yields batches itself",
+    )
+    parser.add_argument("--replicas", type=_positive(int), default=1, help="of the strategy (default: %(default)s)")
+    parser.add_argument("--epochs", type=_positive(int), default=3, help="times to measure (default: %(default)s)")
+    parser.add_argument(
+        "--batches", type=_positive(int), default=100, help="batches in each of them (default: %(default)s)"
+    )
+    return parser
+
+
+def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(word: str) -> Any:
+        try:
+            number = kind(word)
+        except ValueError:
+            number = 0
+        if not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{word!r} is no {kind.__name__} above 0")
+        return number
+
+    return parse
+
+
+def _distributed(made: Any, strategy: IPUStrategy, batch_size: int) -> DistributedDataset:
+    if isinstance(made, DistributedDataset):
+        raise TypeError("the function has distributed its data set already; leave the option out")
+    return strategy.distribute_dataset(made, batch_size)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """The function that PROGRAM.py:FUNCTION names; ValueError if there is none."""
+    file, _, function = name.rpartition(":")
+    path = Path(file)
+    if not file or not function or not path.is_file():
+        raise ValueError(f"{name!r} names no function: PROGRAM.py:FUNCTION is needed, PROGRAM.py being a file")
+    module = _module(path)
+    found = getattr(module, function, None)
+    if not callable(found):
+        own = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(f"{file} has no function {function!r}; it has {', '.join(own) or 'none'}")
+    return found  # type: ignore[no-any-return]
+
+
+def _module(path: Path) -> Any:
+    """The program, loaded once, and found by processes that it starts."""
+    folder = str(path.resolve().parent)
+    if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path.resolve()):
+        return sys.modules[path.stem]
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python program")
+    sys.path.insert(0, folder)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _called(function: Callable[..., Any], strategy: IPUStrategy) -> Any:
+    takes_strategy = any(
+        parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        for parameter in inspect.signature(function).parameters.values()
+    )
+    return function(strategy) if takes_strategy else function()
+
+
+def _print_rates(dataset: Any, epochs: int, batches: int) -> list[EpochRate]:
+    """The rates of the epochs, printed as they are over."""
+    print(COLUMNS.format("epoch", "batches", "elements/s", "GB/s", "ms per batch"))
+    rates = []
+    for epoch, rate in enumerate(measured(dataset, epochs, batches, warm_up=WARM_UP_BATCHES)):
+        columns = (rate.rows_processed / rate.time_elapsed, rate.bandwidth, 1e3 / rate.elements_per_second)
+        print(COLUMNS.format(epoch, rate.elements_processed, *(f"{column:.3f}" for column in columns)), flush=True)
+        rates.append(rate)
+    return rates
+
+
+def _step_ms(step: Callable[[Any], Any], batch: Any) -> float:
+    """The median time of the program's own step, on a batch that is there already."""
+    times = []
+    for _ in range(WARM_UP_STEPS + TIMED_STEPS):
+        begin = time.perf_counter()
+        jax.block_until_ready(step(batch))
+        times.append(1e3 * (time.perf_counter() - begin))
+    return median(times[WARM_UP_STEPS:])
+
+
+def _print_verdict(data_ms: float, step_ms: float) -> None:
+    print(f"compute: {step_ms:.3f} ms per step")
+    if data_ms > step_ms:
+        print(
+            f"Data is the bottleneck: the devices wait {100 * (1 - step_ms / data_ms):.0f} % of the time. Load with "
+            "more processes (strategies.GrainSource), or move fewer bytes (transfer_dtype, strategies.casting)."
+        )
+    else:
+        print(f"Compute is the bottleneck: the data are ready in {100 * data_ms / step_ms:.0f} % of a step's time.")

@@ -1,0 +1,245 @@
+"""How fast data sets and infeed queues deliver, in the original's figures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.data.datasets import DistributedDataset
+from strategies.data.prefetch import prefetched
+from strategies.feeds.infeed import InfeedQueue
+from strategies.loops import repeat
+from strategies.numbers import positive
+
+log = logging.getLogger(__name__)
+
+BUFFERED_ELEMENTS = 2
+
+
+@dataclass(frozen=True)
+class EpochRate:
+    """What an epoch of a benchmark delivered.
+
+    Attributes:
+        elements_processed: what the data set yielded; the elements of a distributed data set are its batches.
+        total_bytes_processed: the bytes of their arrays.
+        time_elapsed: seconds.
+        rows_processed: the elements inside batches: the leading length of their first arrays.
+    """
+
+    elements_processed: int
+    total_bytes_processed: int
+    time_elapsed: float
+    rows_processed: int
+
+    @property
+    def elements_per_second(self) -> float:
+        """Elements in a second."""
+        return self.elements_processed / self.time_elapsed
+
+    @property
+    def bandwidth(self) -> float:
+        """GB (10^9 bytes) in a second."""
+        return self.total_bytes_processed / (1e9 * self.time_elapsed)
+
+    def to_dict(self) -> dict[str, float]:
+        """The figures by the original's names, in single precision as there."""
+        names = (
+            "elements_processed",
+            "total_bytes_processed",
+            "time_elapsed",
+            "elements_per_second",
+            "bandwidth",
+        )
+        return {name: float(np.float32(getattr(self, name))) for name in names}
+
+
+def dataset_benchmark(
+    dataset: Any,
+    number_of_epochs: int,
+    elements_per_epochs: int | None = None,
+    print_stats: bool = True,
+    apply_debug_options: bool = True,
+    do_memcpy: bool = True,
+    *,
+    elements_per_epoch: int | None = None,
+) -> str:
+    """Read a data set as fast as it goes, without computing anything (`ipu.dataset_benchmark.dataset_benchmark`).
+
+    One thread reads ahead and one takes, as in training.
+
+    Args:
+        dataset: a `DistributedDataset`, which begins its next epoch when one has ended, or an iterable of pytrees of
+            arrays that is long enough. An element is what it yields.
+        number_of_epochs: how often the time is taken.
+        elements_per_epochs: elements in each of them.
+        print_stats: whether elements and GB per second are logged for each epoch.
+        apply_debug_options: the original's; nothing here depends on it.
+        do_memcpy: whether each array is copied, as to a device.
+        elements_per_epoch: another name of `elements_per_epochs`.
+
+    Returns:
+        JSON: `{"epochs": [{"elements_processed", "total_bytes_processed", "time_elapsed" (s), "elements_per_second",
+        "bandwidth" (GB/s)}, ...]}`, all of them floats.
+
+    Raises:
+        TypeError: if a number is no integer, or the data set cannot be iterated or has no arrays.
+        ValueError: if a number is less than 1, a dimension is 0, or the data set ends too early.
+    """
+    rates = measured(dataset, number_of_epochs, _one_of(elements_per_epochs, elements_per_epoch), do_memcpy)
+    return _report(rates, print_stats)
+
+
+def infeed_benchmark(
+    infeed_queue: InfeedQueue,
+    number_of_epochs: int,
+    elements_per_epochs: int | None = None,
+    print_stats: bool = True,
+    do_memcpy: bool = True,
+    *,
+    elements_per_epoch: int | None = None,
+) -> str:
+    """Dequeue an infeed as fast as it goes, in a compiled loop of one replica that computes nothing.
+
+    Args:
+        infeed_queue: it prefetches itself.
+        number_of_epochs: how often the time is taken.
+        elements_per_epochs: elements in each of them.
+        print_stats: whether elements and GB per second are logged for each epoch.
+        do_memcpy: whether the program keeps each element until the next one is there.
+        elements_per_epoch: another name of `elements_per_epochs`.
+
+    Returns:
+        The JSON of `dataset_benchmark`.
+
+    Raises:
+        TypeError: if a number is no integer, or there is no infeed.
+        ValueError: if a number is less than 1. A dimension of 0 is refused by the infeed.
+        EndOfDataError: if the infeed has fewer elements.
+    """
+    if not isinstance(infeed_queue, InfeedQueue):
+        raise TypeError(f"infeed_queue is a {type(infeed_queue).__name__}; use a strategies.InfeedQueue")
+    per_epoch = _one_of(elements_per_epochs, elements_per_epoch)
+    return _report(_dequeued(infeed_queue, number_of_epochs, per_epoch, do_memcpy), print_stats)
+
+
+def measured(dataset: Any, epochs: int, per_epoch: int, copies: bool = True, warm_up: int = 0) -> Iterator[EpochRate]:
+    """The rates of epochs of `per_epoch` elements each, as they are over; arguments and errors as above.
+
+    Of `warm_up` elements before them the time is not taken. What is a collective call is not read ahead: the data set
+    does so itself.
+    """
+    positive("number_of_epochs", epochs)
+    positive("elements_per_epochs", per_epoch)
+    consumer = _Consumer(copies)
+    buffered = 0 if getattr(dataset, "is_collective", False) else BUFFERED_ELEMENTS
+    with closing(prefetched(endless(dataset), buffered)) as ahead:
+        for element in islice(ahead, warm_up):
+            consumer.take(element)
+        for epoch in range(epochs):
+            consumer.taken_elements = consumer.taken_bytes = consumer.taken_rows = 0
+            begin = time.perf_counter()
+            for element in islice(ahead, per_epoch):
+                consumer.take(element)
+            elapsed = time.perf_counter() - begin
+            if consumer.taken_elements < per_epoch:
+                taken = epoch * per_epoch + consumer.taken_elements
+                raise ValueError(
+                    f"the data set ended after {taken} of {epochs * per_epoch} elements; repeat it, or ask for fewer "
+                    "epochs or elements"
+                )
+            yield EpochRate(per_epoch, consumer.taken_bytes, elapsed, consumer.taken_rows)
+
+
+def _dequeued(queue: InfeedQueue, epochs: int, per_epoch: int, copies: bool) -> Iterator[EpochRate]:
+    """The rates of epochs that a loop on the device dequeues."""
+    positive("number_of_epochs", epochs)
+    positive("elements_per_epochs", per_epoch)
+    kept = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in queue.spec.leaves] if copies else [jnp.int32(0)]
+
+    def body(*values: Any, **named: Any) -> list[Any]:
+        return jax.tree.leaves((values[len(kept) :], named)) if copies else [values[0] + 1]
+
+    element_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in queue.spec.leaves)
+    rows = next(iter(queue.spec.leaves[0].shape), 1)
+    repeat(0, body, kept, queue)  # compiles it
+    for _ in range(epochs):
+        begin = time.perf_counter()
+        repeat(per_epoch, body, kept, queue)
+        yield EpochRate(per_epoch, per_epoch * element_bytes, time.perf_counter() - begin, per_epoch * rows)
+
+
+def endless(dataset: Any) -> Generator[Any, None, None]:
+    """What a data set yields; of a `DistributedDataset` the batches of all epochs, one after another."""
+    if isinstance(dataset, DistributedDataset):
+        return (batch for epoch in count() for batch in dataset.epoch(epoch))
+    if not isinstance(dataset, Iterable):
+        raise TypeError(f"the data set is a {type(dataset).__name__}, which cannot be iterated; use an iterable")
+    return (element for element in dataset)
+
+
+class _Consumer:
+    """Takes elements as a device would; memory that they are copied to is used again."""
+
+    def __init__(self, copies: bool) -> None:
+        self.taken_elements = self.taken_bytes = self.taken_rows = 0
+        self._copies = copies
+        self._buffers: dict[int, np.ndarray] = {}
+
+    def take(self, element: Any) -> None:
+        """Wait for an element, and count it."""
+        arrays = [_checked(leaf) for leaf in jax.tree.leaves(jax.block_until_ready(element))]
+        if not arrays:
+            raise TypeError("an element of the data set has no arrays; at least one is needed")
+        if self._copies:
+            for number, array in enumerate(arrays):
+                np.copyto(self._buffer(number, array), array)
+        self.taken_elements += 1
+        self.taken_bytes += sum(array.nbytes for array in arrays)
+        self.taken_rows += arrays[0].shape[0] if arrays[0].ndim else 1
+
+    def _buffer(self, number: int, array: np.ndarray) -> np.ndarray:
+        buffer = self._buffers.get(number)
+        if buffer is None or (buffer.shape, buffer.dtype) != (array.shape, array.dtype):
+            buffer = self._buffers[number] = np.empty_like(array)
+        return buffer
+
+
+def _checked(leaf: Any) -> np.ndarray:
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OUS":
+        raise TypeError(f"an element of the data set is a {type(leaf).__name__}; arrays of numbers are needed")
+    if 0 in array.shape:
+        raise ValueError(
+            f"Detected a tensor in the dataset with a dimension of size 0: its shape is {array.shape}; take it out"
+        )
+    return array
+
+
+def _report(rates: Iterator[EpochRate], print_stats: bool) -> str:
+    figures = []
+    for epoch, rate in enumerate(rates):
+        if print_stats:
+            log.info("Processed: %g elements/second.", rate.elements_per_second)
+            log.info("Bandwidth: %g GB/s.", rate.bandwidth)
+        log.info("Dataset iterator completed epoch %d.", epoch)
+        figures.append(rate.to_dict())
+    return json.dumps({"epochs": figures})
+
+
+def _one_of(elements_per_epochs: int | None, elements_per_epoch: int | None) -> int:
+    """The number of elements, by whichever of its two names it was given."""
+    given = [number for number in (elements_per_epochs, elements_per_epoch) if number is not None]
+    if len(given) != 1:
+        raise TypeError("give the elements of an epoch once: as elements_per_epochs or as elements_per_epoch")
+    return given[0]

@@ -1,0 +1,1 @@
+"""Programs of JAX: how they are cut, compiled, and call the host."""

@@ -1,0 +1,192 @@
+"""Programs that are compiled once: a folder of executables, one instance per host that compiles, and reasons to log.
+
+`poprun --executable-cache-path` names the folder; JAX's compilation cache keeps what it compiles there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from popdist.records.private_folders import fault_of, fault_of_entries, make_private
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "POPDIST_EXECUTABLE_CACHE_PATH"
+WAIT_S = 600.0
+"""How long an instance waits for another one of its host to compile; then it compiles by itself."""
+_POLL_S = 0.02
+_CALLBACK = "python_cpu_callback"
+_NEVER_KEPT_BYTES = 1 << 62
+_waited_in_vain: set[Path] = set()
+"""Folders for whose lock this process has waited once for as long as it may."""
+
+
+def use_executable_cache(environ: Mapping[str, str]) -> Path | None:
+    """Have JAX keep all executables in a folder, where `VARIABLE` names one; before JAX compiles anything.
+
+    XLA compiles for the processor that it runs on, so each kind of processor has a folder of its own inside of it.
+    Whoever can write there decides what this process runs, so both are made for this user alone, and refused where
+    somebody else than this user and root can write. One that cannot be written to is only read.
+
+    Returns:
+        The folder, or None.
+
+    Raises:
+        ValueError: if it cannot be made, or others can write to it.
+    """
+    if not environ.get(VARIABLE):
+        return None
+    folder = _private_folder(environ[VARIABLE])
+    is_written = os.access(folder, os.W_OK, effective_ids=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1 if is_written else _NEVER_KEPT_BYTES)
+    return folder
+
+
+def _private_folder(named: str) -> Path:
+    folder = Path(os.path.realpath(os.path.expanduser(named)), _processor())
+    try:
+        make_private(folder)
+        fault = fault_of(folder.parent) or fault_of(folder) or fault_of_entries(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{VARIABLE} is {named}, where no folder can be made: {error.strerror}; "
+            "name another one (poprun --executable-cache-path)"
+        ) from None
+    if fault:
+        raise ValueError(f"{VARIABLE} is {named}, and programs that lie there are run, but {fault}")
+    return folder
+
+
+def _processor() -> str:
+    """A name for processors that run the same instructions, and for nothing else."""
+    features = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+
+
+def compile_in_turn(lowered: Any, folder: Path | None, wait_s: float = WAIT_S) -> Any:
+    """Compile a program; one instance of the host does it, and the others load what it made.
+
+    The instances take turns in the order in which they come. One that dies gives up its turn; one that has waited for
+    `wait_s` compiles by itself, and does not wait again for that folder. Programs that call back into Python are
+    compiled by all, since JAX does not keep them.
+
+    Args:
+        lowered: what `jax.jit(...).lower(...)` has returned.
+        folder: of the executables; None to compile at once.
+        wait_s: seconds.
+    """
+    is_kept = folder is not None and _CALLBACK not in lowered.as_text()
+    with turn(folder, wait_s) if is_kept and folder else contextlib.nullcontext():
+        return lowered.compile()
+
+
+def compiled_in_turn(program: Any, folder: Path | None, wait_s: float = WAIT_S) -> Callable[..., Any]:
+    """The same jitted program, which is compiled with `compile_in_turn` at its first call.
+
+    Args:
+        program: what `jax.jit` returned.
+        folder: of the executables; None to return `program`.
+        wait_s: seconds.
+    """
+    return program if folder is None else _InTurn(program, folder, wait_s)
+
+
+class _InTurn:
+    """See `compiled_in_turn`."""
+
+    def __init__(self, program: Any, folder: Path, wait_s: float) -> None:
+        self._program = program
+        self._folder = folder
+        self._wait_s = wait_s
+        self._is_compiled = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self._is_compiled and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+            self._is_compiled = True
+            compile_in_turn(self._program.lower(*arguments), self._folder, self._wait_s)
+        return self._program(*arguments)
+
+
+@contextlib.contextmanager
+def turn(folder: Path, wait_s: float = WAIT_S) -> Iterator[bool]:
+    """Hold what only one process of this host may hold for a folder at a time; yields whether it was got in time.
+
+    A process waits for `wait_s` once for each folder: who holds it for so long is stopped, or compiles something huge.
+    """
+    # The kernel gives it back when a process ends, however it does.
+    path = folder / f".compiling-on-{platform.node()}"
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:  # a folder that may only be read
+        logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
+        yield False
+        return
+    try:
+        yield _lock(descriptor, folder, wait_s)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, wait_s: float) -> bool:
+    deadline = time.monotonic() + (0 if folder in _waited_in_vain else wait_s)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            if folder not in _waited_in_vain:
+                _waited_in_vain.add(folder)
+                logger.warning("waited %g s for an instance that compiles in %s; not waiting again", wait_s, folder)
+            return False
+        except OSError as error:  # a file system without locks
+            logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
+            return False
+        return True
+
+
+def explain_recompilation(seen: Sequence[Any], new: Any) -> str | None:
+    """Why a program is compiled again, to be logged once; None where it is compiled for the first time.
+
+    Args:
+        seen: pytrees of arrays, or of shapes with dtypes, for which it was compiled, in that order.
+        new: the one for which it is compiled now.
+    """
+    if not seen:
+        return None
+    before, now = shapes_by_name(seen[-1]), shapes_by_name(new)
+    changes = [
+        f"{name or 'the batch'} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name)
+    ]
+    reason = "; ".join(changes) or "its structure has changed"
+    return f"compiled again, for the {_ordinal(len(seen) + 1)} time: {reason}; batches of one shape are compiled once"
+
+
+def shapes_by_name(tree: Any) -> dict[str, str]:
+    """Dtype and shape of each array of a tree, such as `float32[3, 2]`, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,109 @@
+"""Programs that do not know where they run: compiled for a single device, whatever runs beside them.
+
+How XLA compiles a program decides the last bits of what it computes. One for several devices is compiled otherwise than
+one for a single device (common expressions are merged earlier), and on CPUs a program is divided among the cores that
+the process may use when it is compiled. So no program of a replica, and no update, is compiled for more than one
+device, and all are compiled as if there were one core; what XLA's thread pool does inside of large operations depends
+on its size only, which is fixed (see `popdist.xla.threads`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from strategies.programs.compilation import compile_in_turn
+
+_PASSES = "xla_disable_hlo_passes"
+_LOOKS_AT_CORES = "cpu-parallel-task-assigner"
+
+
+def compiler_options(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """What `jax.jit` takes as `compiler_options`, so that cores do not decide bits; None on accelerators.
+
+    Args:
+        environ: of the process; passes of XLA that the user has disabled in `XLA_FLAGS` stay so.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    disabled = re.findall(rf"--{_PASSES}=(\S+)", environ.get("XLA_FLAGS", ""))[-1:]
+    return {_PASSES: ",".join([*disabled, _LOOKS_AT_CORES])}
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit`, with `compiler_options`."""
+    return jax.jit(function, compiler_options=compiler_options(os.environ), **options)
+
+
+class Program:
+    """A function that is compiled once for each device and shapes of arguments, and may run in several threads at once.
+
+    It is traced where it is compiled, and not where it runs.
+
+    Args:
+        function: traceable.
+        executables: the folder where compiled programs are kept, or None.
+        donated: the positions of arguments whose memory the results may take over.
+    """
+
+    def __init__(self, function: Callable[..., Any], executables: Path | None, donated: Sequence[int] = ()) -> None:
+        self._jitted = jit(function, donate_argnums=tuple(donated), keep_unused=bool(donated))
+        self._executables = executables
+        self._traced: dict[Hashable, Any] = {}
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+
+    def compiled(self, device: jax.Device, *arguments: Any) -> Callable[..., Any]:
+        """The executable for a device and for arguments like these; traced once for all devices.
+
+        Args:
+            device: where it runs.
+            arguments: pytrees of arrays on that device, of host arrays and numbers, or of shapes.
+        """
+        key = _key(arguments)
+        found = self._compiled.get((device, key))
+        if found is None:
+            with jax.default_device(device):
+                lowered = self._trace(key, arguments).lower()
+            found = self._compiled[device, key] = compile_in_turn(lowered, self._executables)
+        return found
+
+    def equations(self, *arguments: Any) -> core.ClosedJaxpr:
+        """What is compiled for arguments like these; see `compiled`."""
+        closed: core.ClosedJaxpr = self._trace(_key(arguments), arguments).jaxpr
+        return closed
+
+    def _trace(self, key: Hashable, arguments: Sequence[Any]) -> Any:
+        if key not in self._traced:
+            self._traced[key] = self._jitted.trace(*arguments)
+        return self._traced[key]
+
+
+def _key(arguments: Sequence[Any]) -> Hashable:
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple([_type(leaf) for leaf in leaves]), _settings()
+
+
+def _type(leaf: Any) -> Hashable:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, bool(leaf.weak_type)
+    aval = jax.typeof(leaf)
+    return aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
+
+
+def _settings() -> Hashable:
+    """Those of JAX's settings that decide how a function is traced, as they are in this thread."""
+    config: Any = jax.config
+    return (
+        config.jax_enable_x64,
+        config.jax_default_matmul_precision,
+        config.jax_numpy_dtype_promotion,
+        config.jax_default_prng_impl,
+        config.jax_threefry_partitionable,
+        config.jax_debug_nans,
+    )

@@ -1,0 +1,1 @@
+"""The replicas of an instance: their devices, values and collectives."""

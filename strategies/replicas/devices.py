@@ -1,0 +1,257 @@
+"""The devices on which an instance runs its replicas, and the threads that do it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from popdist.xla import thread_pool_setting, thread_pool_size
+from popdist.xla.threads import VARIABLE as POOL_VARIABLE
+from strategies.programs.address_space import warn_of_little_address_space
+from strategies.programs.compilation import use_executable_cache
+from strategies.programs.float64 import refuse_cut_integers
+from strategies.programs.program import Program
+from strategies.programs.right_sums import insist_on_right_sums, use_right_sums
+from strategies.replicas.callbacks import in_order
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+THREADS = "replica"
+"""The names of threads that run replicas begin with it."""
+_HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class ReplicaDevices:
+    """Where the local replicas run: `width` at a time, in as many waves as that takes.
+
+    A replica's program is compiled for a single device and knows neither its neighbours nor their number. On CPUs all
+    replicas share one device, and one executable, which a thread for each of them runs.
+
+    Attributes:
+        devices: one for each replica of a wave; on CPUs the same one for all.
+        replicas: the global indices of the local replicas.
+        executables: the folder where compiled programs are kept; None to compile them at every start.
+    """
+
+    devices: tuple[jax.Device, ...]
+    replicas: range
+    executables: Path | None = None
+
+    @property
+    def width(self) -> int:
+        """The replicas that run at once."""
+        return len(self.devices)
+
+    @property
+    def waves(self) -> int:
+        """How often `width` replicas run for one step of all local replicas."""
+        return len(self.replicas) // self.width
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether all local replicas run at once, so that they can wait for each other."""
+        return self.waves == 1
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether replicas run on the host's processor."""
+        return bool(self.devices[0].platform == "cpu")
+
+    def device_of(self, position: int) -> jax.Device:
+        """Where the local replica at this position runs."""
+        return self.devices[position % self.width]
+
+    @functools.cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.width, THREADS)
+
+    # ---- programs
+
+    def compile(self, function: Callable[..., Any], donated: Sequence[int] = ()) -> Program:
+        """The program of one replica, to be run by all of them.
+
+        Args:
+            function: what a replica computes.
+            donated: the arguments whose memory the results may take over.
+        """
+        return Program(in_order(function), self.executables, donated)
+
+    def begin(
+        self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None
+    ) -> list[Future[T]]:
+        """Have threads do something for each local replica, for `width` of them at once.
+
+        Args:
+            work: takes the position of a local replica.
+            failed: called at once with what `work` raises for one of them, for whom others may be waiting.
+        """
+
+        def attempt(position: int) -> T:
+            try:
+                return work(position)
+            except BaseException as error:
+                failed(error)
+                raise
+
+        return [self._threads.submit(attempt, position) for position in range(len(self.replicas))]
+
+    def each(self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None) -> list[T]:
+        """What `work` returns for each local replica; see `begin`. One replica alone runs in this thread.
+
+        Raises:
+            BaseException: what it has raised for the first of them, when all have ended.
+        """
+        if len(self.replicas) == 1:
+            return [work(0)]
+        futures = self.begin(work, failed)
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [future.result() for future in futures]
+
+    # ---- values
+
+    def place(self, tree: Any) -> Any:
+        """Put a host tree, with all local replicas along the first axis of its leaves, on the devices.
+
+        In several waves it stays on the host until its wave comes.
+
+        Raises:
+            ValueError: if JAX would cut off integers of NumPy.
+        """
+        refuse_cut_integers(tree)
+        if self.waves > 1:
+            return tree
+        if len(set(self.devices)) == 1:
+            return jax.device_put(tree, self.devices[0])
+        return jax.device_put(tree, NamedSharding(Mesh(np.array(self.devices), ("replica",)), PartitionSpec("replica")))
+
+    def parts(self, tree: Any) -> list[Any]:
+        """A tree whose leaves have all local replicas along the first axis, cut without a copy into one for each."""
+        if len(self.replicas) == 1:
+            return [tree]
+        leaves, structure = jax.tree.flatten(tree)
+        cut = [self._cut(leaf) for leaf in leaves]
+        return [jax.tree.unflatten(structure, [parts[position] for parts in cut]) for position in self._positions]
+
+    @property
+    def _positions(self) -> range:
+        return range(len(self.replicas))
+
+    def _cut(self, leaf: Any) -> Sequence[Any]:
+        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+            shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+            if len(shards) == len(self.replicas):
+                return [shard.data for shard in shards]
+            leaf = np.asarray(leaf)
+        rows = leaf.shape[0] // len(self.replicas)
+        host = borrow(leaf)
+        return [host[position * rows : (position + 1) * rows] for position in self._positions]
+
+    def replica_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """The shape of what one replica takes of a leaf that has all local replicas along its first axis.
+
+        Raises:
+            ValueError: if it cannot be divided among them.
+        """
+        local = len(self.replicas)
+        if not leaf.ndim or leaf.shape[0] % local:
+            raise ValueError(
+                f"a batch of shape {list(leaf.shape)} for {local} local replicas; "
+                "its first axis must be a multiple of their number"
+            )
+        shape = (leaf.shape[0] // local, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    def share(self, tree: Any) -> Sequence[Any]:
+        """A tree that lies on the first device as each of the devices sees it; on CPUs nothing is copied."""
+        return [tree if device == self.devices[0] else jax.device_put(tree, device) for device in self.devices]
+
+    def zeros(self, position: int, size: int, dtype: np.dtype) -> jax.Array:
+        """An array of `size` zeros of its own for the local replica at this position."""
+        zeros: jax.Array = jax.device_put(np.zeros(size, dtype), self.device_of(position), may_alias=False)
+        return zeros
+
+
+def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
+    """A read-only view of an array on one device, or of NumPy's; on CPU nothing is copied. Keys stay what they are."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array)
+    array.block_until_ready()
+    if is_key(array):
+        return array  # type: ignore[return-value]  # NumPy has no such dtype
+    is_exportable = array.dtype.kind in "fiu" and array.dtype.isbuiltin == 1
+    if array.size and is_exportable and next(iter(array.devices())).platform == "cpu":
+        # Unlike this one, a view that `np.asarray` returns stays cached in the array and keeps it from being donated.
+        view: np.ndarray = np.from_dlpack(array)  # type: ignore[arg-type]  # JAX declares an older form of the protocol
+        return view
+    return np.asarray(array)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a typed random key, or an array of them."""
+    return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) -> ReplicaDevices:
+    """Find a device for each local replica, and have JAX compute what is the same wherever they run.
+
+    On CPUs replicas run on the first of JAX's devices. That there are as many as local replicas is for programs that
+    put shards on devices of their own.
+
+    Args:
+        replicas: the local replicas.
+        total_replicas: the replicas of all instances; fixes the size of XLA's thread pool, so that replicas compute
+            the same bits wherever they run.
+        local_index: this instance's place on its host; with accelerators, whose turn begins there.
+
+    Raises:
+        DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
+    """
+    warn_of_little_address_space()
+    executables = use_executable_cache(os.environ)
+    os.environ.update(thread_pool_setting(os.environ, total_replicas))
+    use_right_sums(os.environ)
+    if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # else the user has said how many
+        try:
+            jax.config.update("jax_num_cpu_devices", len(replicas))
+        except RuntimeError:
+            logger.debug("JAX has started already, with %d devices", jax.local_device_count())
+    found = choose_devices(replicas, local_index, executables)
+    if found.is_cpu:
+        insist_on_right_sums(os.environ)
+        if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
+            logger.info("%s is %s: keep it the same everywhere", POOL_VARIABLE, os.environ[POOL_VARIABLE])
+    return found
+
+
+def choose_devices(replicas: range, local_index: int = 0, executables: Path | None = None) -> ReplicaDevices:
+    """Those of JAX's devices that `claim_devices` gives to local replicas, once JAX has started; changes nothing.
+
+    Args:
+        replicas: see `claim_devices`.
+        local_index: see `claim_devices`.
+        executables: the folder where compiled programs are kept.
+    """
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        return ReplicaDevices((devices[0],) * len(replicas), replicas, executables)
+    width = max(width for width in range(1, len(replicas) + 1) if len(replicas) % width == 0 and width <= len(devices))
+    start = local_index * len(replicas)
+    chosen = tuple(devices[(start + number) % len(devices)] for number in range(width))
+    return ReplicaDevices(chosen, replicas, executables)

@@ -1,0 +1,206 @@
+"""Variables of programs that do without `Trainer`: the same everywhere, or one per replica until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.per_replica import PerReplica
+from strategies.replicas.dealing import Dealing, mirrored
+
+Synchronization = Literal["on_write", "on_read"]
+AGGREGATIONS = ("sum", "mean", "only_first_replica")
+
+
+class Replicas(Protocol):
+    """What a variable asks of the strategy that has made it."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Of all instances."""
+
+    @property
+    def variables_on_host(self) -> bool:
+        """Whether variables are NumPy arrays."""
+
+    @property
+    def variables_device(self) -> jax.Device:
+        """Where variables are, otherwise."""
+
+    @property
+    def dealing(self) -> Dealing:
+        """Knows what of a value goes to which replica."""
+
+    def per_replica(self, function: Callable[[int], Any]) -> PerReplica:
+        """What a function returns for each local replica."""
+
+    def broadcast(self, tree: Any) -> Any:
+        """The tree of instance 0; a collective call."""
+
+    def reduce(self, op: str, value: Any) -> Any:
+        """The reduction over all replicas; a collective call."""
+
+
+class MirroredVariable:
+    """A pytree that is the same on all replicas; what replicas write is reduced on writing.
+
+    Semantics: the original's `IPUMirroredVariable` (synchronization ON_WRITE).
+
+    Attributes:
+        value: the current value; with `variables_on_host` NumPy arrays in host memory, else JAX arrays.
+    """
+
+    def __init__(self, strategy: Replicas, initial: Any, aggregation: str) -> None:
+        self._strategy = strategy
+        self._aggregation = _checked(aggregation)
+        self.value = self._placed(strategy.broadcast(initial))
+
+    def read_value(self) -> Any:
+        """The current value; asks nobody."""
+        return self.value
+
+    def assign(self, value: Any) -> None:
+        """Set the value.
+
+        Args:
+            value: `PerReplica`, reduced over all replicas of all instances (a collective call), or one tree that
+                is the same on all instances; converted to the variable's dtypes.
+
+        Raises:
+            ValueError: if it differs from the variable in structure or shapes, or an integer variable cannot hold it.
+        """
+        self.value = self._placed(_like(self.value, _reduced(self._strategy, self._aggregation, value)))
+
+    def _placed(self, value: Any) -> Any:
+        if self._strategy.variables_on_host:
+            return mirrored(jax.tree.map(_host_copy, value))
+        return mirrored(jax.device_put(value, self._strategy.variables_device, may_alias=False))
+
+
+class SyncOnReadVariable:
+    """A pytree of each replica's own, such as batch statistics; reduced when it is read.
+
+    Semantics: the original's `IPUSyncOnReadVariable` (synchronization ON_READ): it lives with the replicas, also with
+    `variables_on_host`. **All instances read at the same time**, so they also write checkpoints at the same time.
+
+    Attributes:
+        values: the local replicas' values; hand them to `strategy.run` as an argument.
+    """
+
+    def __init__(self, strategy: Replicas, initial: Any, aggregation: str) -> None:
+        self._strategy = strategy
+        self._aggregation = _checked(aggregation)
+        first = strategy.broadcast(initial)
+        self._layout = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), first)
+        self.values = strategy.per_replica(lambda _: first)
+
+    def read_value(self) -> Any:
+        """The values of all replicas of all instances, reduced; a collective call."""
+        return _reduced(self._strategy, self._aggregation, self.values)
+
+    def assign(self, value: Any) -> None:
+        """Set the replicas' values; asks nobody.
+
+        Args:
+            value: `PerReplica` with one tree for each local replica, or one tree to be read back: with "sum" each
+                replica then gets its part, the value divided by the number of all replicas. Converted to the variable's
+                dtypes.
+
+        Raises:
+            ValueError: if it differs from the variable in structure or shapes, or has not one tree for each replica; if
+                an integer variable cannot hold it, or its part of a sum.
+        """
+        value = self._strategy.dealing.deal(value)
+        if isinstance(value, PerReplica):
+            self.values = PerReplica(tuple(_like(self._layout, one) for one in value), value.replicas)
+            return
+        parts = self._strategy.num_replicas_in_sync if self._aggregation == "sum" else 1
+        share = jax.tree.map(lambda leaf: _part(leaf, parts), _like(self._layout, value))
+        self.values = self._strategy.per_replica(lambda _: share)
+
+
+def make_variable(
+    strategy: Replicas, initial: Any, synchronization: Synchronization, aggregation: str
+) -> MirroredVariable | SyncOnReadVariable:
+    """The variable that `strategy.variable` describes."""
+    kinds: dict[str, Callable[..., MirroredVariable | SyncOnReadVariable]] = {
+        "on_write": MirroredVariable,
+        "on_read": SyncOnReadVariable,
+    }
+    if synchronization not in kinds:
+        raise ValueError(f"synchronization is {synchronization!r}; use one of {', '.join(kinds)}")
+    return kinds[synchronization](strategy, initial() if callable(initial) else initial, aggregation)
+
+
+def _checked(aggregation: str) -> str:
+    lower = str(aggregation).lower()
+    if lower not in AGGREGATIONS:
+        raise ValueError(f"aggregation is {aggregation!r}; use one of {', '.join(AGGREGATIONS)}")
+    return lower
+
+
+def _reduced(strategy: Replicas, aggregation: str, value: Any) -> Any:
+    value = strategy.dealing.deal(value)
+    if not isinstance(value, PerReplica):
+        return value
+    if aggregation == "only_first_replica":
+        return strategy.broadcast(value.values[0])
+    return strategy.reduce(aggregation, value)
+
+
+def _like(variable: Any, value: Any) -> Any:
+    """`value` with the dtypes of `variable`, if it has its structure and shapes."""
+    given, wanted = (str(jax.tree.structure(tree)) for tree in (value, variable))
+    if given != wanted:
+        raise ValueError(f"a value of structure {given} for a variable of structure {wanted}; assign one like it")
+    return jax.tree.map(_leaf_like, variable, value)
+
+
+def _leaf_like(variable: Any, value: Any) -> Any:
+    if np.shape(value) != variable.shape:
+        raise ValueError(f"a value of shape {list(np.shape(value))} for a variable of {list(variable.shape)}")
+    if getattr(value, "dtype", None) == variable.dtype:
+        return value
+    _check_integers(variable.dtype, np.asarray(value))
+    return jnp.asarray(value, variable.dtype)
+
+
+def _check_integers(dtype: np.dtype, value: np.ndarray) -> None:
+    """Refuse what an integer dtype would make another number of: fractions, and what is too large."""
+    if dtype.kind not in "iu" or value.dtype.kind == "b":
+        return
+    with np.errstate(invalid="ignore"):  # NaN is no integer either
+        is_other = np.asarray(value.astype(dtype) != value)
+    if is_other.any():
+        raise ValueError(
+            f"{value[is_other].flat[0]} was assigned to a variable of {dtype}, which cannot hold it; round it, or make "
+            "the variable of floating point"
+        )
+
+
+def _part(leaf: Any, parts: int) -> jax.Array:
+    """What each of so many replicas gets of a sum."""
+    array = jnp.asarray(leaf)
+    if parts == 1:
+        return array
+    if array.dtype.kind not in "iu":
+        return (array / parts).astype(array.dtype)
+    values = np.asarray(array).astype(object)  # Python's integers
+    left = np.asarray(values % parts, bool)
+    if left.any():
+        number = np.extract(left, values)[0]
+        raise ValueError(
+            f"{number} was assigned to a sum of {array.dtype} over {parts} replicas, among which it cannot be divided; "
+            f"assign a multiple of {parts}, or PerReplica with a part for each replica"
+        )
+    return jnp.asarray(np.asarray(values // parts, array.dtype))
+
+
+def _host_copy(leaf: Any) -> np.ndarray:
+    array = np.array(leaf)
+    array.flags.writeable = False
+    return array

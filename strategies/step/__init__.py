@@ -1,0 +1,1 @@
+"""The training step: gradients, their means, updates, and the Trainer around them."""

@@ -1,0 +1,78 @@
+"""Whether two ways to compute the same have the same bits: tried out, not assumed.
+
+XLA fuses and contracts what lies in one program; cut elsewhere, some models round differently (seen with attention and
+dropout). Ways are compared for what is at hand, and for random values such as no training begins with, so that equal
+bits mean something: a last layer of zeros makes all other gradients zero, and a learning rate that warms up from zero
+changes no variable, and programs that round differently look alike then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import Communicator
+from strategies.train_state import TrainState
+
+Gradients = Sequence[Sequence[np.ndarray]]
+"""Those of each local replica."""
+ComputeGradients = Callable[[TrainState, Any], Gradients]
+
+
+def probe_of(state: TrainState, batch: Any, seed: int) -> tuple[TrainState, Any]:
+    """A state with random variables, and a random batch, like those that are given."""
+    return replace(state, variables=variables_like(state.variables, seed)), batch_like(batch, seed)
+
+
+def variables_like(variables: Any, seed: int) -> Any:
+    """Random variables of the same shapes and dtypes, where the given ones lie; of unit variance for each output."""
+    random = np.random.default_rng(seed)
+
+    def draw(leaf: jax.Array) -> jax.Array:
+        inputs = math.prod(leaf.shape[:-1]) if leaf.ndim > 1 else 1
+        drawn = (random.standard_normal(leaf.shape) / math.sqrt(max(inputs, 1))).astype(leaf.dtype)
+        placed: jax.Array = jax.device_put(drawn, leaf.sharding)
+        return placed
+
+    return jax.tree.map(draw, variables)
+
+
+def batch_like(batch: Any, seed: int) -> Any:
+    """A batch with other floating-point numbers, of unit variance; integers, such as labels, are the same."""
+    random = np.random.default_rng(seed)
+
+    def draw(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        drawn = random.standard_normal(leaf.shape).astype(leaf.dtype)
+        return jax.device_put(drawn, leaf.sharding) if isinstance(leaf, jax.Array) else drawn
+
+    return jax.tree.map(draw, batch)
+
+
+def have_same_gradients(
+    one: ComputeGradients, other: ComputeGradients, state: TrainState, batch: Any, seed: int
+) -> bool:
+    """Whether two ways to compute gradients have the same bits here, for a state and a batch and for random ones."""
+    cases = (probe_of(state, batch, seed), (state, batch))
+    return all(are_same(itertools.chain(*one(*case)), itertools.chain(*other(*case))) for case in cases)
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Whether arrays, or the leaves of two trees, are the same to the last bit."""
+    pairs = zip(jax.tree.leaves(list(one)), jax.tree.leaves(list(other)), strict=True)
+    return all(np.asarray(mine).tobytes() == np.asarray(theirs).tobytes() for mine, theirs in pairs)
+
+
+def is_so_everywhere(is_so: bool, communicator: Communicator, what: str) -> bool:
+    """Whether it is so on all instances; a collective call."""
+    flag = np.array([is_so], np.int8)
+    communicator.all_reduce(flag, "min", name=what)
+    return bool(flag[0])

@@ -1,0 +1,115 @@
+"""Several steps in one execution, if that has the same bits as one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from popdist.records.faults import FaultyProgress
+from strategies.step.arguments import check_state
+from strategies.step.engine import Prepared
+from strategies.step.exactness import are_same, batch_like, variables_like
+from strategies.step.fused_steps import FusedSteps
+from strategies.step.jax_engine import JaxEngine
+from strategies.step.metrics import Metrics
+from strategies.step.replica_program import ReplicaProgram
+from strategies.step.single_step import SingleStep
+from strategies.step.updates import Update
+from strategies.strategy import Strategy
+from strategies.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+Steps = Callable[[TrainState, Sequence[Any]], tuple[TrainState, Metrics]]
+
+
+class Executions:
+    """Makes steps in one program, after it has compared that with single steps.
+
+    Args:
+        strategy: where the replicas are.
+        engine: computes the gradients of single steps.
+        update: of the variables.
+        single: makes single steps.
+        may_fuse: whether steps may be made otherwise.
+    """
+
+    def __init__(
+        self, strategy: Strategy, engine: JaxEngine, update: Update, single: SingleStep, may_fuse: bool
+    ) -> None:
+        self._strategy = strategy
+        self._engine = engine
+        self._update = update
+        self._single = single
+        self._may_fuse = may_fuse
+        self._programs: dict[tuple[int, int], FusedSteps | None] = {}  # None where it has other bits
+
+    @property
+    def are_possible(self) -> bool:
+        """Whether there is one replica, and neither is a fault to happen in a step nor is each of them recorded."""
+        is_faulty = isinstance(self._strategy.progress, FaultyProgress)
+        is_single = is_faulty or self._single.is_recorded
+        return self._may_fuse and not is_single and self._strategy.num_replicas_in_sync == 1
+
+    def make(self, state: TrainState, batches: Sequence[Any], singly: Steps) -> tuple[TrainState, Metrics]:
+        """A step with each of the batches, in one program if that has the same bits; the state is used up.
+
+        Args:
+            state: see `Trainer.step`.
+            batches: see there.
+            singly: makes the steps one by one.
+        """
+        check_state(state)
+        step = self._engine.prepare(state, batches[0])
+        if len(batches) == 1 or not all(self._engine.prepare(state, batch) is step for batch in batches):
+            return singly(state, batches)
+        self._strategy.progress.step(state.step)
+        state, metrics = self._made(step, state, batches, singly)
+        self._single.take_over(metrics)
+        return state, metrics
+
+    def _made(
+        self, step: Prepared, state: TrainState, batches: Sequence[Any], singly: Steps
+    ) -> tuple[TrainState, Metrics]:
+        program = step.program
+        key = id(program), len(batches)
+        if key not in self._programs:
+            fused = FusedSteps(program, self._update)
+            if fused.has_effects(state.variables, self._update.on_device(state.optimizer_state), batches):
+                logger.info("steps are made one by one: the loss function calls back into Python, as feeds do")
+                self._programs[key] = None
+                return singly(state, batches)
+            seed = state.step
+            probe = replace(state, variables=variables_like(state.variables, seed))
+            others = [batch_like(batch, seed + number) for number, batch in enumerate(batches)]
+            wanted = self._engine.gradients_of(step.gradients, probe, others[-1])[-1]
+            in_loop = fused.last_gradients(probe.variables, others, probe.step)
+            is_same = are_same(wanted, in_loop)
+            on_device = replace(state, optimizer_state=self._update.on_device(state.optimizer_state))
+            copy = jax.tree.map(jnp.copy, on_device)
+            single, metrics = singly(state, batches)
+            is_same = is_same and are_same([single], [self._make(fused, program, copy, batches)[0]])
+            if not is_same:
+                logger.info("steps are made one by one: in one program they would have other bits")
+            self._programs[key] = fused if is_same else None
+            return single, metrics
+        found = self._programs[key]
+        return singly(state, batches) if found is None else self._make(found, program, state, batches)
+
+    def _make(
+        self, fused: FusedSteps, program: ReplicaProgram, state: TrainState, batches: Sequence[Any]
+    ) -> tuple[TrainState, Metrics]:
+        optimizer_state = self._update.on_device(state.optimizer_state)
+        variables, optimizer_state, tails = fused(state.variables, optimizer_state, batches, state.step)
+        after = replace(
+            state,
+            variables=variables,
+            optimizer_state=self._update.offloaded(optimizer_state),
+            step=state.step + len(batches),
+        )
+        return after, Metrics(program.names, tails[-1])

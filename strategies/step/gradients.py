@@ -1,0 +1,392 @@
+"""The compiled programs behind the gradients of the local replicas, and the buffers in which gradients leave them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from collectives.memory import aligned_empty
+from strategies.exchange.flat import LARGE_BYTES, FlatLayout
+from strategies.exchange.means import Bucket
+from strategies.programs.program import Program
+from strategies.programs.segments import Part, Segment, cut
+from strategies.replicas.devices import ReplicaDevices, borrow
+from strategies.step.encoding import flatten
+from strategies.step.shards import Shards
+
+logger = logging.getLogger(__name__)
+
+TAIL = 0  # the first result of a gradient function, before the gradients
+BUCKET_BYTES = LARGE_BYTES
+"""Gradients travel as soon as so many bytes are finished. (Over 200 Mbit/s a message of 1 MiB takes 42 ms, what
+precedes it 2 to 5 ms.)"""
+
+GradientFunction = Callable[..., Sequence[jax.Array]]
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
+
+class GradientPlan:
+    """The compiled programs behind the gradients, and how these will lie in buffers; has no such memory itself.
+
+    With one segment all gradients come at the end. With several, XLA computes the later ones while the earlier ones
+    are on their way.
+
+    Args:
+        devices: where replicas run; on as many others of the same kind the plan is the same.
+        function: `(variables, batch, replica index, control words, kept) -> (tail, *gradients, *kept)` of one replica;
+            what it keeps is for its next step.
+        shapes: of its arguments.
+        gradients: the shapes and dtypes in which they leave the function.
+        streams: whether to cut it into segments.
+        tail: how many values the tail has.
+        shards: how the means of gradients that have a buffer alone are cut, of which this instance gets its part only;
+            None for whole means. A gradient that travels in pieces is not cut, nor are others of its bucket.
+
+    Attributes:
+        gradients: see above.
+        shards: see above.
+        segments: the parts of the function.
+        layouts: for each segment how the gradients that it finishes lie in buffers.
+        programs: compute the segments.
+    """
+
+    def __init__(
+        self,
+        devices: ReplicaDevices,
+        function: GradientFunction,
+        shapes: Sequence[Any],
+        gradients: Sequence[jax.ShapeDtypeStruct],
+        streams: bool,
+        tail: int,
+        shards: Shards | None = None,
+    ) -> None:
+        self.gradients = list(gradients)
+        self.shards = shards
+        self._shapes = jax.tree.leaves(shapes)
+        self._executables: dict[jax.Device, list[Callable[..., Any]]] = {}
+        count = len(self.gradients)
+        self.segments = _cut(function, shapes, count) if streams else [_uncut(function, shapes, count)]
+        self.layouts = [
+            self._layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
+        ]
+        pairs = zip(self.segments, self.layouts, strict=True)
+        self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
+
+    def compiled(self, device: jax.Device) -> list[Callable[..., Any]]:
+        """The executables of the segments on a device; compiled when they are asked for first."""
+        if device not in self._executables:
+            self._executables[device] = list(self._compile(device))
+        return self._executables[device]
+
+    def equations(self) -> core.ClosedJaxpr:
+        """What the first segment computes; where there is no other one that is everything."""
+        return self.programs[0].equations(*self._arguments(0, {}))
+
+    def _compile(self, device: jax.Device) -> Iterator[Callable[..., Any]]:
+        residuals: dict[int, Any] = {}
+        for number, (segment, program) in enumerate(zip(self.segments, self.programs, strict=True)):
+            executable: Any = program.compiled(device, *self._arguments(number, residuals))
+            given = jax.tree.leaves(executable.out_info)[len(self.layouts[number].buffers) :]
+            shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in given]
+            residuals.update(zip(segment.gives, shapes, strict=True))
+            yield executable
+
+    def _arguments(self, number: int, residuals: Mapping[int, Any]) -> list[Any]:
+        """The shapes of what the program of a segment takes."""
+        segment = self.segments[number]
+        inputs = [self._shapes[place] for place in segment.inputs]
+        buffers = [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
+        return [*inputs, *[residuals[taken] for taken in segment.takes], *buffers]
+
+    def shards_of(self, parts: Sequence[Part]) -> Shards | None:
+        """How the means of gradients that travel together are cut."""
+        return None if any(part.rows for part in parts) else self.shards
+
+    def shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
+        """The shape of a gradient, or of the rows of it that are a part."""
+        leaf = self.gradients[part.result - TAIL - 1]
+        if part.rows is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        start, stop = part.rows
+        return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
+
+    def _layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
+        leaves = [self.shape_of(part) for part in _of_gradients(parts)]
+        shards = self.shards_of(parts)
+        return FlatLayout.of(leaves, tail, shards.replicas if shards else 1)
+
+    def _program(self, devices: ReplicaDevices, segment: Segment, layout: FlatLayout) -> Program:
+        first_buffer = len(segment.inputs) + len(segment.takes)
+
+        def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
+            results = segment.function(*values[:first_buffer])
+            finished = dict(zip(segment.parts, results, strict=False))
+            tail = finished.pop(Part(TAIL), None)
+            buffers = flatten(layout, list(finished.values()), tail, values[first_buffer:])
+            return (*buffers, *results[len(segment.parts) :])
+
+        return devices.compile(of_one_replica, range(first_buffer, first_buffer + len(layout.buffers)))
+
+
+class GradientPrograms:
+    """Computes the gradients of all local replicas, bucket by bucket.
+
+    Args:
+        devices: where the local replicas run.
+        plan: the programs that do it.
+        allocate: makes memory for results.
+        failed: called with what a replica's program raises, when others may be waiting for it.
+    """
+
+    def __init__(
+        self,
+        devices: ReplicaDevices,
+        plan: GradientPlan,
+        allocate: Allocate,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.plan = plan
+        self._devices = devices
+        self._failed = failed
+        self._means: dict[int, np.ndarray] = {}
+        pairs = zip(plan.segments, plan.layouts, strict=True)
+        self.buckets = [
+            self._bucket(segment.parts, layout, number, allocate) for number, (segment, layout) in enumerate(pairs)
+        ]
+        self._parts = [_of_gradients(segment.parts) for segment in plan.segments]  # what lies in each bucket
+        self._runs = [_Run(devices, plan, position) for position in range(len(devices.replicas))]
+        self._begun: list[Future[None]] = []
+
+    @property
+    def means(self) -> list[np.ndarray]:
+        """Where the mean gradients of the variables are, once all buckets have been reduced.
+
+        Of those that are cut this instance's part, in its shape.
+        """
+        return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self.plan.gradients))]
+
+    @property
+    def tail(self) -> np.ndarray:
+        """Where the mean tail is, once the last bucket has been reduced."""
+        return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
+
+    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]]) -> None:
+        """Begin to compute the gradients; does not wait for them.
+
+        Args:
+            variables: as they lie on the first device; not to be used up before all buckets are collected.
+            of_replicas: for each local replica the other arguments of the gradient function.
+        """
+        wait(self._begun)  # of a step that was given up
+        shared = [jax.tree.leaves(tree) for tree in self._devices.share(variables)]
+        for position, run in enumerate(self._runs):
+            arguments = [*shared[position % len(shared)], *jax.tree.leaves(of_replicas[position])]
+            run.prepare(arguments, self.plan.compiled(self._devices.device_of(position)))
+        if len(self._runs) == 1:
+            self._runs[0].dispatch()
+        else:
+            self._begun = self._devices.begin(lambda position: self._runs[position].compute(), self._failed)
+
+    def kept(self) -> list[list[jax.Array]]:
+        """What each local replica keeps for its next step, once all buckets are collected."""
+        return [run.kept for run in self._runs]
+
+    def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
+        """Each bucket when it is ready, with the local replicas' arrays for each of its buffers.
+
+        Raises:
+            BaseException: what the program of a replica has raised, when all have ended.
+        """
+        for number, bucket in enumerate(self.buckets):
+            contributions: list[list[np.ndarray]] = [[] for _ in bucket.results]
+            for run in self._runs:
+                for of_buffer, array in zip(contributions, self._finished(run, number), strict=True):
+                    of_buffer.append(borrow(array))
+            if bucket is self.buckets[-1]:
+                self._end()
+            yield bucket, contributions
+
+    def _finished(self, run: _Run, number: int) -> Sequence[jax.Array]:
+        """The buffers of a segment, when a replica has computed it."""
+        if not self._begun:
+            return run.wait(number)
+        run.finished[number].wait()
+        if run.is_broken:
+            self._end()
+        return run.buffers[number]
+
+    def _end(self) -> None:
+        """Wait until all replicas have ended; raises what the first of them has raised."""
+        begun, self._begun = self._begun, []
+        errors = [future.exception() for future in begun]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def leaves(self) -> list[list[np.ndarray]]:
+        """The gradients that were begun last, for each local replica."""
+        found: list[dict[Part, np.ndarray]] = [{} for _ in self._devices.replicas]
+        for of_bucket, (bucket, contributions) in zip(self._parts, self.collect(), strict=True):
+            for parts, buffers in zip(found, zip(*contributions, strict=True), strict=True):
+                parts.update(zip(of_bucket, bucket.layout.views(buffers), strict=True))
+        return [self._put_together(parts) for parts in found]
+
+    def _put_together(self, parts: Mapping[Part, np.ndarray]) -> list[np.ndarray]:
+        ordered = sorted(parts, key=lambda part: (part.result, part.rows or (0, 0)))
+        grouped = itertools.groupby(ordered, key=lambda part: part.result)
+        return [np.concatenate([parts[part].reshape(-1) for part in group]) for _, group in grouped]
+
+    # ---- memory
+
+    def _bucket(self, parts: Sequence[Part], layout: FlatLayout, number: int, allocate: Allocate) -> Bucket:
+        of_gradients = _of_gradients(parts)
+        shards = self.plan.shards_of(parts)
+        name = "gradients" if len(self.plan.segments) == 1 else f"gradients/{number}"
+        results: list[np.ndarray] = []
+        scattered: set[int] = set()
+        for place, buffer in enumerate(layout.buffers):
+            part = of_gradients[buffer.leaves[0]] if buffer.is_of_one else None
+            if part is not None and part.rows is not None:
+                results.append(self._piece(part, allocate))
+            elif part is not None and shards is not None and shards.divides(self.plan.shape_of(part)):
+                results.append(self._share(part, shards))
+                scattered.add(place)
+            else:
+                results.append(allocate((buffer.size,), buffer.dtype))
+        for leaf, part in enumerate(of_gradients):
+            if part.result not in self._means:
+                self._means[part.result] = layout.view(leaf, results)
+        return Bucket(name, layout, tuple(results), frozenset(scattered))
+
+    def _piece(self, part: Part, allocate: Allocate) -> np.ndarray:
+        """The place of some rows in the mean of the whole gradient."""
+        assert part.rows is not None
+        leaf = self.plan.gradients[part.result - TAIL - 1]
+        if part.result not in self._means:
+            self._means[part.result] = allocate(leaf.shape, np.dtype(leaf.dtype))
+        rows: np.ndarray = self._means[part.result][slice(*part.rows)].reshape(-1)
+        return rows
+
+    def _share(self, part: Part, shards: Shards) -> np.ndarray:
+        """Memory for this instance's part of the mean of a gradient."""
+        leaf = self.plan.gradients[part.result - TAIL - 1]
+        shape, dtype = shards.shape(leaf), np.dtype(leaf.dtype)
+        room: np.ndarray = aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
+        self._means[part.result] = room.reshape(shape)
+        return room
+
+
+def _of_gradients(parts: Sequence[Part]) -> tuple[Part, ...]:
+    return tuple(part for part in parts if part.result != TAIL)
+
+
+class _Run:
+    """The computations of one local replica.
+
+    Attributes:
+        buffers: of each segment; what one step has left there, the next one takes over.
+        finished: for each segment whether its buffers are ready, or never will be.
+        is_broken: whether its program has raised something, or has not run yet.
+        kept: for the next step.
+    """
+
+    def __init__(self, devices: ReplicaDevices, plan: GradientPlan, position: int) -> None:
+        self._devices = devices
+        self._plan = plan
+        self._position = position
+        self._arguments: Sequence[Any] = ()
+        self._executables: Sequence[Callable[..., Any]] = ()
+        self.buffers: list[Sequence[jax.Array]] = []
+        self.finished = [threading.Event() for _ in plan.segments]
+        self.is_broken = True
+        self.kept: list[jax.Array] = []
+
+    def prepare(self, arguments: Sequence[Any], executables: Sequence[Callable[..., Any]]) -> None:
+        """Take what is to be computed with.
+
+        Args:
+            arguments: of the gradient function, flat.
+            executables: of the segments.
+        """
+        self._arguments, self._executables = arguments, executables
+        for finished in self.finished:
+            finished.clear()
+        if self.is_broken:  # no buffers yet, or what is left of donated ones
+            self.buffers = [
+                tuple(self._devices.zeros(self._position, buffer.size, buffer.dtype) for buffer in layout.buffers)
+                for layout in self._plan.layouts
+            ]
+        self.is_broken = False
+
+    def dispatch(self) -> None:
+        """Have the device compute all segments; does not wait for it."""
+        for _ in self._segments():
+            pass
+
+    def wait(self, number: int) -> Sequence[jax.Array]:
+        """The buffers of a segment that was dispatched, when they are ready."""
+        try:
+            ready: Sequence[jax.Array] = jax.block_until_ready(self.buffers[number])
+        except BaseException:
+            self.is_broken = True
+            raise
+        return ready
+
+    def compute(self) -> None:
+        """Compute all segments, in this thread."""
+        try:
+            for number, results in enumerate(self._segments()):
+                jax.block_until_ready(results)
+                self.finished[number].set()
+        except BaseException:
+            self.is_broken = True
+            raise
+        finally:
+            for finished in self.finished:
+                finished.set()
+
+    def _segments(self) -> Iterator[Sequence[jax.Array]]:
+        """The results of each segment, when it is dispatched."""
+        arguments, self._arguments = self._arguments, ()
+        residuals: dict[int, jax.Array] = {}
+        for number, (segment, program) in enumerate(zip(self._plan.segments, self._executables, strict=True)):
+            inputs = [arguments[place] for place in segment.inputs]
+            results = program(*inputs, *[residuals[taken] for taken in segment.takes], *self.buffers[number])
+            count = len(self.buffers[number])
+            self.buffers[number], given = results[:count], results[count:]
+            residuals.update(zip(segment.gives, given, strict=True))
+            yield results
+        self.kept = list(given)
+
+
+def _uncut(function: GradientFunction, shapes: Sequence[Any], gradients: int) -> Segment:
+    """All of it as one segment."""
+    leaves, structure = jax.tree.flatten(tuple(shapes))
+
+    def flat(*values: jax.Array) -> Sequence[jax.Array]:
+        return function(*jax.tree.unflatten(structure, values))
+
+    kept = range(len(jax.tree.leaves(shapes[-1])))
+    parts = tuple(map(Part, range(TAIL + 1 + gradients)))
+    return Segment(flat, tuple(range(len(leaves))), (), tuple(kept), parts)
+
+
+def _cut(function: GradientFunction, shapes: Sequence[Any], gradients: int) -> list[Segment]:
+    """Segments, each of which finishes some gradients; only one where the function calls back into Python.
+
+    JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
+    """
+    closed = jax.make_jaxpr(function)(*shapes)
+    if closed.effects:
+        logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
+        return [_uncut(function, shapes, gradients)]
+    return cut(closed, range(TAIL + 1, TAIL + 1 + gradients), BUCKET_BYTES, LARGE_BYTES)

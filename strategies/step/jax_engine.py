@@ -1,0 +1,249 @@
+"""Gradients by programs of JAX: compiled once for the shapes of a replica's batch, and run by all local replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from strategies.exchange.means import Bucket, Means
+from strategies.membership import lost_with_an_instance, warn_of_loss
+from strategies.programs.compilation import explain_recompilation
+from strategies.programs.float64 import refuse_cut_integers
+from strategies.recomputation import recomputing
+from strategies.step.agreement import insist_on_agreement, terms_of
+from strategies.step.engine import Contributions, Prepared, StepEngine, control_of
+from strategies.step.exactness import Gradients, have_same_gradients, is_so_everywhere
+from strategies.step.gradients import Allocate, GradientPlan, GradientPrograms
+from strategies.step.options import StepOptions
+from strategies.step.program_text import lines_of
+from strategies.step.replica_program import LossFunction, ReplicaProgram, control_words
+from strategies.step.updates import Update
+from strategies.strategy import Strategy
+from strategies.train_state import TrainState
+
+logger = logging.getLogger("strategies.step")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What replicas compute in a step, however many of them are here; without memory for gradients.
+
+    Attributes:
+        program: of a replica.
+        gradients: the compiled programs that compute it.
+        lines: what they compute, for the comparison with other instances; none where there is none.
+    """
+
+    program: ReplicaProgram
+    gradients: GradientPlan
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The shapes and dtypes of what one replica takes.
+
+    Attributes:
+        variables: whole.
+        batch: its rows.
+        residuals: its own; none where nothing is quantised.
+    """
+
+    variables: Any
+    batch: Any
+    residuals: Any
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The same for the same shapes."""
+        return _key_of((self.variables, self.batch, self.residuals))
+
+
+class JaxEngine(StepEngine):
+    """See `StepEngine`.
+
+    Args:
+        strategy: where the replicas are.
+        loss_fn: see `Trainer`.
+        options: of the step.
+        update: of the variables, which follows.
+        is_recorded: whether steps are recorded, by `poprun verify`, which lets instances differ.
+    """
+
+    def __init__(
+        self, strategy: Strategy, loss_fn: LossFunction, options: StepOptions, update: Update, is_recorded: bool
+    ) -> None:
+        self._strategy = strategy
+        self._loss_fn = recomputing(loss_fn, options.recompute)
+        self._options = options
+        self._update = update
+        self._is_recorded = is_recorded
+        self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
+        self._has_warned = False  # of what is lost with an instance
+        self.claim_replicas()
+
+    def claim_replicas(self) -> None:
+        """See `StepEngine`."""
+        self._devices = self._strategy.devices
+        self._indices = [np.int32(replica) for replica in self._strategy.local_replicas]
+        self._steps: dict[Any, Prepared] = {}
+        self._seen: list[Any] = []  # the shapes of batches for which steps were made
+        # Collectives and feeds in a loss function belong to the instances for which it was traced.
+        self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
+
+    def begin(self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray) -> None:
+        """See `StepEngine`."""
+        self._begin(step.gradients, state, batch, control)
+
+    def _begin(self, gradients: GradientPrograms, state: TrainState, batch: Any, control: np.ndarray) -> None:
+        parts = zip(self._devices.parts(batch), self._indices, self._devices.parts(state.residuals or []), strict=True)
+        gradients.dispatch(state.variables, [(rows, index, control, residuals) for rows, index, residuals in parts])
+
+    def collect(self, step: Prepared) -> Iterator[tuple[Bucket, Contributions]]:
+        """See `StepEngine`."""
+        return step.gradients.collect()
+
+    def gradients_of(self, programs: GradientPrograms, state: TrainState, batch: Any) -> Gradients:
+        """The gradients of each local replica, by some programs."""
+        self._begin(programs, state, batch, control_of(state))
+        return programs.leaves()
+
+    # ---- preparing
+
+    def prepare(self, state: TrainState, batch: Any) -> Prepared:
+        """See `StepEngine`."""
+        self._strategy.dealing.refuse_others(batch)
+        refuse_cut_integers(batch)
+        try:
+            key = _key_of((state.variables, batch))
+        except AttributeError as error:
+            leaves = jax.tree.leaves((state.variables, batch))
+            others = {type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "dtype")}
+            raise TypeError(
+                f"the batch has a {' and a '.join(sorted(others))}; use arrays with the rows of all local replicas"
+            ) from error
+        found = self._steps.get(key)
+        if found is None:
+            reason = explain_recompilation(self._seen, batch)
+            if reason is not None:
+                logger.info(reason)
+            self._seen.append(_shapes(batch))
+            found = self._steps[key] = self._prepared(state, batch)
+        return found
+
+    def _prepared(self, state: TrainState, batch: Any) -> Prepared:
+        of_replica = self._devices.replica_shape
+        shapes = _Shapes(
+            _shapes(state.variables), jax.tree.map(of_replica, batch), jax.tree.map(of_replica, state.residuals or [])
+        )
+        plan = self._plans.get(shapes.key) or self._plan(shapes)
+        self._agree(state, batch, shapes, plan)
+        if shapes.key not in self._plans:
+            self._plans[shapes.key] = self._streaming(plan, shapes, state, batch)
+        plan = self._plans[shapes.key]
+        self._log_effective_batch(shapes.batch)
+        communicator = self._strategy.communicator
+        gradients = self._programs(plan.gradients, communicator.allocate)
+        quantised = plan.program.quantised
+        exchange = Means(communicator, self._strategy.num_replicas_in_sync, quantised)
+        if quantised is None:
+            means = gradients.means
+        else:
+            assert exchange.of_payload is not None
+            means = quantised.views(exchange.of_payload)
+        structure = jax.tree.structure(shapes.variables)
+        return Prepared(plan.program, gradients, jax.tree.unflatten(structure, means), exchange)
+
+    def _plan(self, shapes: _Shapes) -> _Plan:
+        """What a replica computes for such variables, rows of a batch, and residuals."""
+        options = self._options
+        program = ReplicaProgram(
+            self._strategy,
+            self._loss_fn,
+            shapes.variables,
+            shapes.batch,
+            options.seed,
+            options.accumulation,
+            options.precision,
+            options.transfer,
+            options.check_numerics,
+        )
+        gradients = self._planned(program, shapes, streams=False)
+        return _Plan(program, gradients, lines_of(gradients.equations()) if self._is_compared else [])
+
+    def _planned(self, program: ReplicaProgram, shapes: _Shapes, streams: bool) -> GradientPlan:
+        arguments = (shapes.variables, shapes.batch, np.int32(0), control_words(0, False, 1.0), shapes.residuals)
+        shards = None if program.quantised else self._update.mean_shards
+        return GradientPlan(self._devices, program, arguments, program.results, streams, program.tail_size, shards)
+
+    def _streaming(self, plan: _Plan, shapes: _Shapes, state: TrainState, batch: Any) -> _Plan:
+        """The plan, with gradients that are streamed if they may be; a collective call then."""
+        if plan.program.quantised is not None or not self._strategy.streams_gradients:
+            return plan
+        cut = self._planned(plan.program, shapes, streams=True)
+        if len(cut.segments) == 1:
+            return plan
+        streamed, at_once = self._programs(cut, np.empty), self._programs(plan.gradients, np.empty)
+        is_exact = have_same_gradients(
+            lambda *case: self.gradients_of(streamed, *case),
+            lambda *case: self.gradients_of(at_once, *case),
+            state,
+            batch,
+            self._options.seed,
+        )
+        communicator = self._strategy.communicator
+        if is_so_everywhere(is_exact, communicator, "streamed gradients have the same bits"):
+            return replace(plan, gradients=cut)
+        logger.info("gradients are not streamed: computed in parts they would have other bits")
+        return plan
+
+    def _programs(self, plan: GradientPlan, allocate: Allocate) -> GradientPrograms:
+        return GradientPrograms(self._devices, plan, allocate, self._strategy.reducer.fail)
+
+    @property
+    def _is_compared(self) -> bool:
+        """Whether there are others to agree with."""
+        return self._strategy.communicator.size > 1 and not self._is_recorded
+
+    def _agree(self, state: TrainState, batch: Any, shapes: _Shapes, plan: _Plan) -> None:
+        """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
+        dataset = self._strategy.dataset_of(batch)
+        if self._is_compared:
+            means = jax.tree.unflatten(jax.tree.structure(state.variables), plan.program.means)
+            update = self._update.equations(state.variables, state.optimizer_state, means, control_of(state))
+            programs = {"the loss function": plan.lines, "the update": lines_of(update)}
+            options = {**self._options.terms, "step": state.step}
+            terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
+            insist_on_agreement(self._strategy, terms)
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(self._strategy, lost_with_an_instance(plan.program.has_feeds, dataset))
+
+    def _log_effective_batch(self, of_one: Any) -> None:
+        leaves = jax.tree.leaves(of_one)
+        if not leaves:
+            return
+        rows = leaves[0].shape[0]
+        count, replicas = self._options.accumulation.count, self._strategy.num_replicas_in_sync
+        logger.info(
+            "effective batch %d = micro-batch %d x %d accumulated x %d replicas",
+            rows * replicas,
+            rows // count,
+            count,
+            replicas,
+        )
+
+
+def _key_of(tree: Any) -> tuple[Any, ...]:
+    """What is the same for trees of the same structure, shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

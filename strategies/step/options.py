@@ -1,0 +1,173 @@
+"""The options of a training step, and which of them exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypedDict
+
+from strategies.exchange.transfer import Transfer
+from strategies.loss_scaling import LossScaling
+from strategies.numbers import at_least, positive
+from strategies.step.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.step.replica_program import Accumulation, Precision, float_dtype
+from strategies.step.updates import UpdateSettings
+
+
+class Options(TypedDict, total=False):
+    """What `Trainer` takes by name; see `StepOptions`."""
+
+    gradient_accumulation_count: int
+    gradient_accumulation_dtype: AccumulationDtype
+    reduction_method: GradientAccumulationReductionMethod | str
+    replicated_optimizer_state_sharding: bool | None
+    min_elements_for_sharding: int
+    offload_optimizer_state: bool | None
+    compute_dtype: Any
+    loss_scaling: LossScaling | float | str | None
+    gradient_transfer_dtype: Any
+    stochastic_rounding: bool
+    recompute: str | Callable[..., Any]
+    compile_ahead: bool
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is made.
+
+    Attributes:
+        seed: of the keys.
+        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.
+        digest_every: compare the bits of variables and optimizer state between instances before every so many steps,
+            and raise `DivergenceError` where they differ; under `poprun --on-failure shrink` an instance that differs
+            from most gets theirs instead. 0: never. What instances have parts of is not compared: sharded optimizer
+            state, and residuals.
+        gradient_accumulation_count: micro-batches of each replica for one update. A replica's rows of the batch are
+            its micro-batches one after another (`distribute_dataset(gradient_accumulation_count=...)`), and instances
+            exchange gradients once per update.
+        gradient_accumulation_dtype: of the accumulators, and of the gradients that the optimizer gets: None for the
+            variable's, a dtype, or a function of the variable.
+        reduction_method: how micro-batches are reduced: SUM, MEAN or RUNNING_MEAN, see
+            `GradientAccumulationReductionMethod`. Over replicas gradients are always averaged.
+        replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that, and the
+            new variables are gathered; the same bits. For optimizers that compute element by element. None: as
+            `offload_optimizer_state`.
+        min_elements_for_sharding: the state of smaller variables stays whole.
+        offload_optimizer_state: keep optimizer state in host memory between updates (JAX's memory kind
+            `pinned_host`). None: as the runtime likes, which is False.
+        compute_dtype: bfloat16 or float16: variables and batches are cast to it for `loss_fn`; gradients, updates and
+            the variables themselves keep their dtype.
+        loss_scaling: None, "dynamic", a number for a scale that stays, or a `LossScaling`. A step with a gradient
+            that is not finite on any replica changes nothing on all of them but the scale; the metrics get
+            "loss_scale" and "skipped_steps".
+        gradient_transfer_dtype: float16 or bfloat16: gradients travel in it, half as many bytes as float32, and are
+            added in replica order in float32. int8: a quarter, with error feedback; see `strategies.exchange.transfer`.
+        stochastic_rounding: of the sum of a 16-bit variable and its change.
+        recompute: what of the forward pass is computed again for the backward pass: "none", "blocks" (what lies
+            between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
+        compile_ahead: changes nothing any more: programs of a replica are the same however many of them an instance
+            drives, so nothing is compiled after the loss of an instance.
+
+    Raises:
+        ValueError: if an option is out of range, or two of them exclude each other.
+    """
+
+    seed: int = 0
+    check_numerics: bool = False
+    digest_every: int = 0
+    gradient_accumulation_count: int = 1
+    gradient_accumulation_dtype: AccumulationDtype = None
+    reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.MEAN
+    replicated_optimizer_state_sharding: bool | None = False
+    min_elements_for_sharding: int = 32
+    offload_optimizer_state: bool | None = None
+    compute_dtype: Any = None
+    loss_scaling: LossScaling | float | str | None = None
+    gradient_transfer_dtype: Any = None
+    stochastic_rounding: bool = False
+    recompute: str | Callable[..., Any] = "none"
+    compile_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(0, "digest_every", self.digest_every)
+        if self.check_numerics and self.scaling is not None:
+            raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")
+        positive("min_elements_for_sharding", self.min_elements_for_sharding)
+        if self.replicated_optimizer_state_sharding and self.offload_optimizer_state is False:
+            raise ValueError(
+                "replicated_optimizer_state_sharding=True with offload_optimizer_state=False: the optimizer state must "
+                "be offloaded to be sharded, as in the original; leave offload_optimizer_state out or make it True"
+            )
+        _ = self.accumulation, self.precision, self.transfer  # each refuses what is out of range
+
+    @cached_property
+    def scaling(self) -> LossScaling | None:
+        """How losses are scaled; None where they are not."""
+        return LossScaling.parse(self.loss_scaling)
+
+    @cached_property
+    def accumulation(self) -> Accumulation:
+        """How micro-batches become one gradient."""
+        return Accumulation(
+            positive("gradient_accumulation_count", self.gradient_accumulation_count),
+            GradientAccumulationReductionMethod.parse(self.reduction_method),
+            self.gradient_accumulation_dtype,
+        )
+
+    @cached_property
+    def precision(self) -> Precision:
+        """In which dtypes replicas compute."""
+        return Precision(float_dtype("compute_dtype", self.compute_dtype), self.scaling is not None)
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        """In which dtype gradients travel."""
+        return Transfer.parse(self.gradient_transfer_dtype)
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether every replica keeps a part of the optimizer state."""
+        shards = self.replicated_optimizer_state_sharding
+        return bool(self.offload_optimizer_state if shards is None else shards)
+
+    @property
+    def of_update(self) -> UpdateSettings:
+        """What changes how variables are updated."""
+        return UpdateSettings(
+            seed=self.seed,
+            gradient_dtype=self.gradient_accumulation_dtype,
+            unscales=self.scaling is not None and not self.transfer.is_quantised,
+            rounds_stochastically=self.stochastic_rounding,
+            offloads_state=bool(self.offload_optimizer_state),
+        )
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether several steps may be one program."""
+        return self.scaling is None and not self.transfer.is_quantised and not self.check_numerics
+
+    @property
+    def terms(self) -> Mapping[str, Any]:
+        """The options as all instances have to have them."""
+        return {
+            "seed": self.seed,
+            "check_numerics": self.check_numerics,
+            "digest_every": self.digest_every,
+            "gradient_accumulation_count": self.gradient_accumulation_count,
+            "gradient_accumulation_dtype": _named(self.gradient_accumulation_dtype),
+            "reduction_method": self.accumulation.method.name,
+            "replicated_optimizer_state_sharding": self.shards_state,
+            "min_elements_for_sharding": self.min_elements_for_sharding,
+            "offload_optimizer_state": self.of_update.offloads_state,
+            "compute_dtype": self.precision.compute,
+            "loss_scaling": self.scaling,
+            "gradient_transfer_dtype": self.transfer.dtype,
+            "stochastic_rounding": self.stochastic_rounding,
+            "recompute": _named(self.recompute),
+        }
+
+
+def _named(option: Any) -> str:
+    """An option that may be a function, of which only the name is the same on all instances."""
+    return str(getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else option)

@@ -1,0 +1,282 @@
+"""What one replica computes in a step: the gradients of its micro-batches, in the precision that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.exchange.transfer import Int8Layout, Transfer
+from strategies.replicas.replica_context import replica_context
+from strategies.step.accumulation import (
+    AccumulationDtype,
+    GradientAccumulationReductionMethod,
+    accumulate,
+    accumulator_dtypes,
+    is_float,
+)
+from strategies.step.arguments import metric_names, naming_missing_keys
+from strategies.step.encoding import encode
+from strategies.strategy import Strategy
+
+LossFunction = Callable[[Any, Any, jax.Array], Any]
+
+STEP, NOTICE, LOSS_SCALE = range(3)  # the places in the control words of a step
+
+
+def float_dtype(name: str, dtype: Any) -> np.dtype | None:
+    """A floating-point dtype, or None for None.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if dtype is None:
+        return None
+    try:
+        found: np.dtype = np.dtype(dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if not is_float(found):
+        raise ValueError(f"{name} is {dtype!r}; use None, 'bfloat16', 'float16' or another floating-point dtype")
+    return found
+
+
+def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
+    """What changes with every step besides state and batch: int32 [3], the last one the bits of a float32."""
+    return np.array([step, notice, np.float32(loss_scale).view(np.int32)], np.int32)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtypes a replica computes.
+
+    Attributes:
+        compute: variables and batches of other floating-point dtypes are cast to it for the loss function; None
+            leaves them as they are.
+        scales_loss: whether the loss is multiplied with the scale in the control words.
+    """
+
+    compute: np.dtype | None = None
+    scales_loss: bool = False
+
+    def cast(self, tree: Any) -> Any:
+        """The floating-point arrays of a tree in the compute dtype."""
+        if self.compute is None:
+            return tree
+        return jax.tree.map(
+            lambda leaf: leaf.astype(self.compute) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree
+        )
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the micro-batches of a replica become one gradient; see `strategies.step.accumulation`."""
+
+    count: int = 1
+    method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.MEAN
+    dtype: AccumulationDtype = None
+
+
+class ReplicaProgram:
+    """The gradient function of a trainer, for variables and batches of some shapes.
+
+    Its tail is float32: the loss and the metrics, the notice, with loss scaling whether a gradient is not finite, and
+    with `check_numerics` for each variable and replica whether its gradient is not finite.
+
+    Args:
+        strategy: whose replicas run it.
+        loss_fn: see `Trainer`.
+        variables: their shapes and dtypes.
+        batch: the shapes and dtypes of what one replica gets.
+        seed: of the keys.
+        accumulation: of micro-batches.
+        precision: of what is computed.
+        transfer: how gradients leave the replica.
+        check_numerics: whether the tail says which gradients are not finite.
+
+    Attributes:
+        names: of the metrics; the first is "loss".
+        gradient_dtypes: in which the gradients are accumulated and applied, for each variable.
+        results: the shapes and dtypes of what leaves the replica besides the tail: gradients, or their payload.
+        quantised: how the gradients lie in the payload; None where they are not quantised.
+        flags: how many values at the end of the tail say which gradients are not finite.
+        has_feeds: whether, once it is traced, the loss function has feeds.
+        is_independent: whether, once it is traced, it may run on other instances and replicas than those for which it
+            was: the loss function has no collectives and no feeds.
+
+    Raises:
+        TypeError: if the loss or a metric is not a scalar.
+        ValueError: if the batch cannot be divided into micro-batches, or has not what the loss function asks it for.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        loss_fn: LossFunction,
+        variables: Any,
+        batch: Any,
+        seed: int,
+        accumulation: Accumulation,
+        precision: Precision,
+        transfer: Transfer,
+        check_numerics: bool,
+    ) -> None:
+        self._strategy = strategy
+        self._loss_fn = loss_fn
+        self._seed = seed
+        self._accumulation = accumulation
+        self._precision = precision
+        self._checks_numerics = check_numerics
+        self.gradient_dtypes = accumulator_dtypes(variables, accumulation.dtype)
+        leaves = jax.tree.leaves(variables)
+        self.quantised = Int8Layout.of(leaves) if transfer.is_quantised else None
+        if self.quantised is not None:
+            self.results = [jax.ShapeDtypeStruct((self.quantised.payload_size,), np.int8)]
+        else:
+            pairs = zip(leaves, self.gradient_dtypes, strict=True)
+            self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
+        self.is_independent = True
+        self.has_feeds = False
+        self.flags = len(self.gradient_dtypes) * strategy.num_replicas_in_sync if check_numerics else 0
+        self.names, self._has_metrics = self._metric_names(variables, batch)
+
+    @property
+    def means(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the mean gradients of all replicas, where they are whole."""
+        if self.quantised is None:
+            return self.results
+        return [jax.ShapeDtypeStruct(shape, np.float32) for shape in self.quantised.shapes]
+
+    @property
+    def tail_size(self) -> int:
+        """How many values the tail has."""
+        return self.finite_place + self._precision.scales_loss + self.flags
+
+    @property
+    def notice_place(self) -> int:
+        """Where the tail has the notice."""
+        return len(self.names)
+
+    @property
+    def finite_place(self) -> int:
+        """Where the tail says, with loss scaling, whether a gradient is not finite."""
+        return len(self.names) + 1
+
+    def __call__(
+        self, variables: Any, batch: Any, index: jax.Array, control: jax.Array, residuals: Sequence[jax.Array] = ()
+    ) -> tuple[jax.Array, ...]:
+        """The tail, what leaves the replica, and the new residuals; traceable.
+
+        Args:
+            variables: whole.
+            batch: of this replica, with the micro-batches one after another along the first axis.
+            index: of this replica, an int32 scalar.
+            control: see `control_words`.
+            residuals: what quantisation lost in the last step; empty where nothing is quantised.
+        """
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
+        context = self._strategy.new_context(index, "step")
+        with replica_context(context):
+            values, leaves = self._gradients(variables, batch, key, control)
+        self.is_independent &= context.is_independent
+        self.has_feeds |= context.has_feeds
+        results, residuals = self._on_the_way(leaves, control, residuals)
+        checked = leaves if self.quantised is not None else results
+        tail = [values, control[NOTICE, None].astype(jnp.float32)]
+        if self._precision.scales_loss:
+            is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in checked]).all()
+            tail.append((~is_finite)[None].astype(jnp.float32))
+        if self._checks_numerics:
+            total = self._strategy.num_replicas_in_sync
+            is_bad = jnp.stack([~jnp.isfinite(leaf).all() for leaf in checked])
+            tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
+        return (jnp.concatenate(tail), *results, *residuals)
+
+    def _on_the_way(
+        self, leaves: Sequence[jax.Array], control: jax.Array, residuals: Sequence[jax.Array]
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        """The gradients as they leave the replica, and the new residuals."""
+        if self.quantised is None:
+            return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.results, strict=True)], ()
+        if self._precision.scales_loss:  # residuals outlive the scale
+            scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+            leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
+        old = [one.reshape(shape) for one, shape in zip(residuals, self.quantised.shapes, strict=True)]
+        payload, new = encode(self.quantised, leaves, old, jnp.zeros(self.quantised.payload_size, jnp.int8))
+        return [payload], [jnp.atleast_1d(one) for one in new]
+
+    def _gradients(
+        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array
+    ) -> tuple[jax.Array, Sequence[jax.Array]]:
+        def of_micro_batch(part: Any, key: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+            (_, values), tree = jax.value_and_grad(self._loss, has_aux=True)(variables, part, key, control)
+            return values, jax.tree.leaves(tree)
+
+        settings = self._accumulation
+        if settings.count > 1:
+            pairs = zip(jax.tree.leaves(variables), self.gradient_dtypes, strict=True)
+            accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
+            return accumulate(
+                of_micro_batch, batch, key, settings.count, settings.method, accumulators, len(self.names)
+            )
+        values, leaves = of_micro_batch(batch, key)
+        return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)]
+
+    def _loss(self, variables: Any, batch: Any, key: jax.Array, control: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What is differentiated, and the loss and the metrics as float32."""
+        result = self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key)
+        loss, metrics = result if self._has_metrics else (result, {})
+        values = jnp.asarray([loss, *(metrics[name] for name in self.names[1:])], jnp.float32)
+        if self._precision.scales_loss:
+            loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+        return loss, values
+
+    # ---- shapes
+
+    def _metric_names(self, variables: Any, batch: Any) -> tuple[tuple[str, ...], bool]:
+        """What the loss function returns besides the loss; checks that all of it is scalar."""
+        micro_batch = jax.tree.map(self._micro_shape, batch)
+        with naming_missing_keys(variables, batch):
+            shapes = jax.eval_shape(self._loss_of_one, variables, micro_batch, np.int32(0))
+        loss, metrics = shapes if isinstance(shapes, tuple) and len(shapes) == 2 else (shapes, {})
+        if not isinstance(loss, jax.ShapeDtypeStruct) or not isinstance(metrics, Mapping):
+            returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", shapes)
+            raise TypeError(
+                f"the loss function returns {returned}; it must return the loss, or the loss and a dictionary of "
+                "metrics"
+            )
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(
+                f"the loss is {loss.dtype}{list(loss.shape)}; it must be a floating-point scalar: take jnp.mean of it"
+            )
+        return ("loss", *metric_names(metrics)), isinstance(shapes, tuple)
+
+    def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The shape of one micro-batch of a replica."""
+        count = self._accumulation.count
+        rows = leaf.shape[0]
+        if rows == 0:
+            raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs one at least")
+        if rows % count:
+            raise ValueError(
+                f"Detected a gradient accumulation operation with {count} micro-batches, and each replica has {rows} "
+                "rows of the batch; its rows must be a multiple: give gradient_accumulation_count to "
+                "distribute_dataset too"
+            )
+        return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
+
+    def _loss_of_one(self, variables: Any, batch: Any, index: jax.Array) -> Any:
+        """What the loss function returns, as arrays."""
+        with replica_context(self._strategy.new_context(index, "shapes")):
+            result = self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), jax.random.key(0))
+        try:
+            return jax.tree.map(jnp.asarray, result)
+        except TypeError as error:
+            raise TypeError(
+                f"the loss function returns {result}; it must return the loss, or the loss and a dictionary of "
+                "metrics, all of them arrays or numbers"
+            ) from error

@@ -1,0 +1,70 @@
+"""Hosts whose names differ behind the first dot only, where Open MPI does not look by itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from beds import open_bed
+from looping import own_lines
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(170)]
+
+BOTH = ("n1.east", "n1.west")
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory):
+    """h0 is n1.east, h1 is n1.west, h2 is n2.east."""
+    with open_bed(tmp_path_factory.mktemp("names"), 3, CALLED=f"{' '.join(BOTH)} n2.east") as hosts:
+        yield hosts
+
+
+def run(bed, where, hosts, *options):
+    """Where instances say that they run, and what poprun says; the tags have the names that it knows."""
+    job = ["--host", ",".join(hosts), "--num-instances", str(len(hosts)), "--num-replicas", str(len(hosts))]
+    root = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
+    words = [sys.executable, "-m", "poprun", *job, *root, "--process-placement", "disabled", "--tag-host", *options]
+    return bed.on(where, *words, "hostname", limit_s=120.0)
+
+
+def lines(*hosts):
+    return [f"[1,{index}][{host}]<stdout>:{host}" for index, host in enumerate(hosts)]
+
+
+def test_each_instance_runs_on_the_host_that_is_named(bed):
+    done = run(bed, "h0", BOTH)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, lines(*BOTH)), done.stderr
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("where", ["h0", "h1", "h2"])
+@pytest.mark.parametrize(
+    "hosts", [("n1.east",), ("n1.west",), ("n1.west", "n1.east"), ("n1.west", "n2.east"), (*BOTH, "n2.east")]
+)
+@pytest.mark.parametrize("options", [(), ("--skip-checks",)], ids=["checked", "unchecked"])
+def test_from_wherever_it_is_launched(bed, where, hosts, options):
+    done = run(bed, where, hosts, *options)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, lines(*hosts)), done.stderr
+
+
+@pytest.mark.complete
+def test_a_full_name_is_not_taken_for_the_short_one_of_this_machine(bed):
+    bed.on("h0", "hostname", "n1")
+    try:
+        done = run(bed, "h0", ["n1.west"])
+    finally:
+        bed.on("h0", "hostname", "n1.east")
+    assert (done.returncode, done.stdout.splitlines()) == (0, lines("n1.west")), done.stderr
+
+
+def test_an_instance_that_open_mpi_brings_to_another_host_does_not_run(bed):
+    """Where the user has it ignore domains, it takes one host for the other."""
+    done = run(bed, "h0", BOTH, "--mpi-global-args=--prtemca prte_keep_fqdn_hostnames 0")
+    assert done.returncode == 1
+    assert (
+        "instance 1 is meant for host n1.west, and Open MPI has started it on n1.east, so it does not run"
+        in done.stderr
+    )
+    assert own_lines(done.stderr)[0].startswith("instance 1 on host n1.east (pid ")

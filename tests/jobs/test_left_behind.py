@@ -1,0 +1,144 @@
+"""What is left after SIGKILL of any process of a job: no process and no file."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from poprun_jobs import MPI_HEAD, Job, also, await_none, end_all, leftovers, run, start, start_command, two
+
+from poprun.planning.command import SHIM
+from poprun.talking import wire
+from poprun.talking.processes import parent_of
+from poprun.watching.control import Member, Reception
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
+
+FAMILY = "setsid sleep 1000 & sh -c 'setsid sleep 1000 & exec sleep 1000' & echo up; exec sleep 1000"
+"""A program whose descendants are in sessions of their own; nothing but their ancestry tells whose they are."""
+SHARES_MEMORY = MPI_HEAD + "print('ready', rank, flush=True)\nsignal.pause()\n"
+SEGMENT = re.compile(r"/dev/shm/sm_segment[.]\S+")
+
+
+def segments_of(job: Job) -> set[Path]:
+    """The shared memory of Open MPI that the job's processes have mapped."""
+    maps = "".join(Path("/proc", str(pid), "maps").read_text() for pid in leftovers(job.marker))
+    return {Path(name) for name in SEGMENT.findall(maps)}
+
+
+class Instance:
+    """A shim with its program, for which this process is poprun, and no other that would adopt orphans is above it."""
+
+    def __init__(self) -> None:
+        reception = Reception()
+        environ = {wire.CONTROL_VARIABLE: f"{reception.contact} -", "OMPI_COMM_WORLD_RANK": "0"}
+        self.job = start_command(sys.executable, "-I", "-S", str(SHIM), "any", "sh", "-c", FAMILY, environ=environ)
+        member = None
+        while member is None:
+            member = reception.accept(time.monotonic())
+        self._member: Member = member
+        self.shim = self._await_start()
+        reception.close()
+
+    def _await_start(self) -> int:
+        shim, output = 0, b""
+        while b"up" not in output:
+            for kind, content in self._member.receive():
+                if kind == wire.HELLO:
+                    found = self._member.meet(content, 1)
+                    assert found is not None
+                    shim = parent_of(found[0])
+                elif kind == wire.STDOUT:
+                    output += content
+        return shim
+
+    def leave(self) -> None:
+        """Close poprun's end of the connection."""
+        self._member.close()
+
+    def await_end(self) -> None:
+        """Return when no process is left."""
+        try:
+            await_none(self.job.marker)
+        finally:
+            end_all(self.job.marker)
+        self.leave()
+        self.job.process.wait()
+        for stream in self.job.streams:
+            stream.close()
+
+
+@pytest.mark.parametrize("whom", ["shim", "keeper"])
+def test_after_sigkill_of_what_guards_an_instance_no_descendant_is_left(whom: str) -> None:
+    instance = Instance()
+    keeper = parent_of(instance.shim)
+    assert keeper == instance.job.process.pid, "the shim has no keeper"
+    os.kill(instance.shim if whom == "shim" else keeper, signal.SIGKILL)
+    instance.await_end()
+
+
+def test_a_stopped_shim_ends_when_its_daemon_tells_it_to() -> None:
+    instance = Instance()
+    os.kill(instance.shim, signal.SIGSTOP)
+    os.kill(instance.job.process.pid, signal.SIGTERM)
+    instance.leave()
+    instance.await_end()
+
+
+def test_a_killed_keeper_is_a_lost_instance() -> None:
+    program = (
+        "import os, signal\n"
+        "shim = os.getppid()\n"
+        "print('keeper', open(f'/proc/{shim}/stat').read().rpartition(')')[2].split()[1], flush=True)\n"
+        "signal.pause()\n"
+    )
+    job = start(sys.executable, "-c", program)
+    job.wait_for("\n")
+    os.kill(int(job.streams[0].text.split()[-1]), signal.SIGKILL)
+    finished = job.finish()
+    assert (finished.status, "was lost" in finished.own_lines[0]) == (137, True), finished.own_lines
+
+
+def start_sharing(folder: Path) -> Job:
+    """A job whose instances have shared memory; poprun leads a process group."""
+    job = start(*two(SHARES_MEMORY), environ={"TMPDIR": str(folder)}, start_new_session=True)
+    for rank in range(2):
+        job.wait_for(f"ready {rank}")
+    return job
+
+
+def mpirun_of(folder: Path) -> int:
+    (session,) = folder.glob("ompi.*")
+    return int(session.suffix[1:])
+
+
+@pytest.mark.parametrize("whom", ["mpirun", "group", also("poprun")])
+@pytest.mark.cores(2)
+def test_after_sigkill_no_file_is_left(tmp_path: Path, whom: str) -> None:
+    job = start_sharing(tmp_path)
+    assert len(segments := segments_of(job)) == 2
+    if whom == "mpirun":
+        os.kill(mpirun_of(tmp_path), signal.SIGKILL)
+        assert job.finish().status != 0
+    else:
+        (os.killpg if whom == "group" else os.kill)(job.process.pid, signal.SIGKILL)
+        job.kill()
+    assert list(tmp_path.iterdir()) == []
+    assert not any(path.exists() for path in segments)
+
+
+@pytest.mark.cores(2)
+def test_what_a_job_has_left_all_of_which_was_killed_at_once_the_next_one_removes(tmp_path: Path) -> None:
+    job = start_sharing(tmp_path)
+    assert len(segments := segments_of(job)) == 2
+    end_all(job.marker)
+    job.kill()
+    assert list(tmp_path.iterdir())
+    run(*two("pass"), environ={"TMPDIR": str(tmp_path)})
+    assert list(tmp_path.iterdir()) == []
+    assert not any(path.exists() for path in segments)

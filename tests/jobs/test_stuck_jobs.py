@@ -1,0 +1,132 @@
+"""Jobs that would never end: an instance that is stopped or blocked at any time, a shim or mpirun that is stopped.
+
+After how long, and who is blamed, is tested in tests/poprun/test_job_machine.py; here are real processes and signals.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from poprun_jobs import also, run, two
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
+
+HEAD = """\
+import os, signal, sys, time
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+shim = os.getppid()
+keeper = int(open(f"/proc/{shim}/stat").read().rpartition(")")[2].split()[1])
+mpirun = int(open(f"/proc/{keeper}/stat").read().rpartition(")")[2].split()[1])
+"""
+JOIN = """\
+import popdist
+popdist.init()
+popdist.communicator().barrier(name="all are here")
+print("joined", rank, flush=True)
+"""
+STOPPED = "it is stopped by a signal or a debugger"
+SHORT = ("--stuck-timeout-s", "1")
+
+
+@pytest.mark.parametrize("mode", ["stop", also("shrink"), also("restart")])
+@pytest.mark.cores(2)
+def test_an_instance_that_is_stopped_before_init(mode):
+    program = HEAD + "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n" + JOIN
+    finished = run(*two(program, *SHORT, "--on-failure", mode, "--max-restarts", "0"))
+    assert finished.status == 124, finished.stderr
+    assert finished.own_lines[0].startswith("instance 1 on host ")
+    assert finished.own_lines[0].endswith(f": {STOPPED}")
+
+
+@pytest.mark.complete
+@pytest.mark.cores(2)
+def test_an_instance_behind_a_shell_that_is_stopped_while_it_imports():
+    program = HEAD + "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n" + JOIN
+    words = ("--num-instances", "2", "--num-replicas", "2", *SHORT, "sh", "-c", '"$@"; exit $?', "-")
+    finished = run(*words, sys.executable, "-c", program)
+    assert finished.status == 124, finished.stderr
+    assert finished.own_lines[0].endswith(f": {STOPPED}")
+
+
+@pytest.mark.complete
+@pytest.mark.cores(2)
+def test_an_instance_that_is_blocked_before_init_is_named_with_those_that_wait_for_it(tmp_path):
+    nobody_writes = tmp_path / "pipe"
+    os.mkfifo(nobody_writes)
+    finished = run(*two(HEAD + f"if rank == 1: open({str(nobody_writes)!r})\n" + JOIN, *SHORT))
+    assert finished.status == 124, finished.stderr
+    first, second = finished.own_lines
+    assert first.endswith(" before popdist.init: it is asleep, or waits for something (process state S)")
+    assert second == "instance 0 was in popdist.init, waiting for instance 1"
+
+
+@pytest.mark.cores(2)
+def test_an_instance_that_ends_before_init_while_another_waits_there():
+    finished = run(*two(HEAD + "if rank == 1: sys.exit(0)\n" + JOIN))
+    assert finished.status == 1, finished.stderr
+    first, second = finished.own_lines
+    assert first.endswith(" ended with exit status 0 too early: instance 0 still needed it")
+    assert second == "instance 0 was in popdist.init, waiting for instance 1"
+
+
+@pytest.mark.cores(2)
+def test_the_last_instance_is_stopped_when_nobody_waits_for_it_any_more():
+    program = HEAD + JOIN + "popdist.finalizeBackend()\nif rank == 0: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    finished = run(*two(program, *SHORT))
+    assert finished.status == 124, finished.stderr
+    assert finished.own_lines[0].startswith("instance 0 on host ")
+    assert finished.own_lines[0].endswith(f": {STOPPED}")
+
+
+@pytest.mark.parametrize("where", ["before init", also("at the end")])
+@pytest.mark.cores(2)
+def test_mpirun_that_is_stopped(where):
+    stop = "if rank == 1: os.kill(mpirun, signal.SIGSTOP)\n"
+    finished = run(*two(HEAD + (stop + JOIN if where == "before init" else JOIN + stop), *SHORT))
+    assert finished.status == 124, finished.stderr
+    assert "mpirun was stopped by a signal or a debugger for 1 s (--stuck-timeout-s)" in finished.own_lines
+
+
+@pytest.mark.complete
+@pytest.mark.cores(2)
+def test_a_shim_that_is_stopped_after_all_results_are_out():
+    finished = run(*two(HEAD + JOIN + "if rank == 1: os.kill(shim, signal.SIGSTOP)\n", *SHORT))
+    assert finished.status == 124, finished.stderr
+    assert finished.own_lines[0].startswith("instance 1 on host ")
+    assert "its supervisor process has not answered for 10 s" in finished.own_lines[0]
+
+
+@pytest.mark.complete
+@pytest.mark.cores(2)
+def test_a_shim_that_somebody_tells_to_stop_is_lost():
+    program = HEAD + JOIN + "if rank == 1: os.kill(shim, signal.SIGTERM); signal.pause()\n"
+    finished = run(*two(program + "popdist.communicator().barrier(name='end')\n"))
+    assert finished.status == 137, finished.stderr
+    assert finished.own_lines[0].startswith("instance 1 on host ")
+    assert "was lost" in finished.own_lines[0]
+
+
+@pytest.mark.parametrize("mode", ["shrink", also("restart")])
+@pytest.mark.cores(2)
+def test_mpirun_that_is_killed_in_init_blames_no_instance_and_is_started_again(mode, tmp_path):
+    """Instance 0 waits in MPI_Init, which fails when mpirun is gone; so it ends with 14 by itself."""
+    told = tmp_path / "pid"
+    program = HEAD + (
+        f"told = {str(told)!r}\n"
+        "if os.environ['POPDIST_RESTART_COUNT'] == '0':\n"
+        "    if rank == 0:\n"
+        "        with open(told + '.new', 'w') as file: print(os.getpid(), file=file)\n"
+        "        os.rename(told + '.new', told)\n"
+        "    else:\n"
+        "        while not os.path.exists(told): pass\n"
+        "        other = int(open(told).read())\n"
+        "        while 'libpmix' not in open(f'/proc/{other}/maps').read(): time.sleep(0.01)\n"
+        "        time.sleep(0.3)\n"
+        "        os.kill(mpirun, signal.SIGKILL)\n"
+    )
+    finished = run(*two(program + JOIN, "--on-failure", mode, "--restart-backoff-s", "0"))
+    assert finished.status == 0, finished.stderr
+    assert finished.own_lines[0] == "mpirun ended with 137 before every instance had completed"
+    assert "the job completed after 1 restart: mpirun ended with 137" in finished.said[-1]

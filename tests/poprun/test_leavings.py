@@ -1,0 +1,144 @@
+"""Which files of dead jobs are removed, and which are somebody else's."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from poprun.talking.leavings import folder_of, remove_leavings
+
+HOST = os.uname().nodename.partition(".")[0]
+USER = os.geteuid()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    """A temporary folder."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """What stands for shared memory."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dead() -> int:
+    """The pid of a process that has ended."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return ended.pid
+
+
+def session(folder: Path, kind: str, pid: int, host: str = HOST) -> Path:
+    """What Open MPI's mpirun or daemon with this pid makes."""
+    made = folder / f"{kind}.{pid}"
+    (made / "0" / "0").mkdir(parents=True)
+    (made / "hwloc.sm").write_text("topology")
+    if host:
+        (made / f"pmix.{host}.tool.{pid}").touch()
+    return made
+
+
+def segment(folder: Path, host: str = HOST, user: int = USER) -> Path:
+    made = folder / f"sm_segment.{host}.{user}.d33d0001.1"
+    made.write_bytes(bytes(4096))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["ompi", "prted"])
+@pytest.mark.parametrize("host", [HOST, f"{HOST}.cluster.example"])
+def test_the_folder_of_a_dead_process_of_this_host_is_removed(
+    temporary: Path, shared: Path, dead: int, kind: str, host: str
+) -> None:
+    made = session(temporary, kind, dead, host)
+    assert remove_leavings(str(temporary), (), str(shared)) == [str(made)]
+    assert not made.exists()
+
+
+def test_that_of_a_living_process_stays(temporary: Path, shared: Path) -> None:
+    session(temporary, "ompi", os.getpid())
+    assert remove_leavings(str(temporary), (), str(shared)) == []
+
+
+@pytest.mark.parametrize("host", ["elsewhere", ""])
+def test_one_that_may_be_of_another_host_stays_as_hosts_may_share_a_folder(
+    temporary: Path, shared: Path, dead: int, host: str
+) -> None:
+    session(temporary, "prted", dead, host)
+    assert remove_leavings(str(temporary), (), str(shared)) == []
+
+
+def test_one_of_which_we_know_that_its_process_has_ended_is_removed(temporary: Path, shared: Path, dead: int) -> None:
+    made = session(temporary, "ompi", dead, "")
+    assert remove_leavings(str(temporary), [dead], str(shared)) == [str(made)]
+
+
+def test_what_a_process_has_open_stays(temporary: Path, shared: Path, dead: int) -> None:
+    made = session(temporary, "ompi", dead)
+    with open(made / "hwloc.sm"), open(segment(shared)):
+        assert remove_leavings(str(temporary), [dead], str(shared)) == []
+    assert len(remove_leavings(str(temporary), [dead], str(shared))) == 2
+
+
+def test_what_a_process_has_mapped_stays(temporary: Path, shared: Path) -> None:
+    made = segment(shared)
+    with open(made, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 4096)
+    assert remove_leavings(str(temporary), (), str(shared)) == []
+    memory.close()
+    assert remove_leavings(str(temporary), (), str(shared)) == [str(made)]
+
+
+@pytest.mark.parametrize(
+    "name", [f"sm_segment.elsewhere.{USER}.d33d0001.1", f"sm_segment.{HOST}.{USER + 1}.d33d0001.1"]
+)
+def test_a_segment_of_another_host_or_user_stays(temporary: Path, shared: Path, name: str) -> None:
+    (shared / name).touch()
+    assert remove_leavings(str(temporary), (), str(shared)) == []
+
+
+@pytest.mark.skipif(USER != 0, reason="only root can give files away")
+def test_what_belongs_to_another_user_stays_whatever_its_name_is(temporary: Path, shared: Path, dead: int) -> None:
+    os.chown(session(temporary, "ompi", dead), 12345, 12345)
+    os.chown(segment(shared), 12345, 12345)
+    assert remove_leavings(str(temporary), [dead], str(shared)) == []
+
+
+def test_a_window_that_was_about_to_be_unlinked_is_removed_once_its_process_is_dead(
+    temporary: Path, shared: Path, dead: int
+) -> None:
+    (shared / f"popdist-{os.getpid()}-0123456789abcdef").touch()
+    left = shared / f"popdist-{dead}-0123456789abcdef"
+    left.touch()
+    assert remove_leavings(str(temporary), (), str(shared)) == [str(left)]
+
+
+def test_links_and_everything_else_stay(temporary: Path, shared: Path, dead: int) -> None:
+    elsewhere = temporary / "mine"
+    session(temporary, "ompi", dead).rename(elsewhere)
+    (temporary / f"ompi.{dead}").symlink_to(elsewhere)
+    (temporary / f"prted.{dead}").touch()
+    (temporary / f"ompi.{dead}.saved").mkdir()
+    (shared / f"sm_segment.{HOST}.{USER}.notes").touch()
+    (shared / "psm_1234").touch()
+    assert remove_leavings(str(temporary), [dead], str(shared)) == []
+
+
+def test_folders_that_are_not_there_are_fine(tmp_path: Path) -> None:
+    assert remove_leavings(str(tmp_path / "none"), (), str(tmp_path / "neither")) == []
+
+
+def test_the_folder_is_that_of_the_daemon_or_the_one_for_temporary_files() -> None:
+    assert folder_of({"PMIX_SERVER_TMPDIR": "/scratch/prted.31", "TMPDIR": "/elsewhere"}) == "/scratch"
+    assert folder_of({"PMIX_SERVER_TMPDIR": "/odd", "TMPDIR": "/elsewhere"}) == "/elsewhere"
+    assert folder_of({}) == folder_of({"TMPDIR": ""}) == "/tmp"

@@ -1,0 +1,61 @@
+"""What keeps a job of one host off the network."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from poprun.talking.loopback import keep_to_loopback, loopback_variables
+
+LISTENS = """
+import socket, sys
+v4, v6, udp = socket.socket(), socket.socket(socket.AF_INET6), socket.socket(type=socket.SOCK_DGRAM)
+idle = socket.socket()
+for each in (v4, v6, udp, idle):
+    each.bind(("", 0))
+v4.listen(), v6.listen()
+print(flush=True)
+sys.stdin.readline()
+print([each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for each in (v4, v6, udp, idle)])
+"""
+
+
+@pytest.mark.parametrize("name", ["btl", "btl_tcp_if_include", "btl_tcp_if_exclude"])
+def test_the_user_who_names_transports_or_networks_is_obeyed(name):
+    assert loopback_variables(["--mca", name, "x"], {}) == {}
+    assert loopback_variables([], {f"OMPI_MCA_{name}": "x"}) == {}
+
+
+def test_otherwise_tcp_is_for_this_machine():
+    assert loopback_variables(["--mca", "osc", "^ucx"], {"OMPI_MCA_osc": "sm"}) == {"OMPI_MCA_btl_tcp_if_include": "lo"}
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_sockets_at_which_a_child_listens_are_of_the_loopback_interface_from_then_on():
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout.readline() == "\n"
+        keep_to_loopback(child.pid)
+        said, _ = child.communicate("\n", timeout=60)
+    if said.count("lo") == 0 and not may_take_descriptors():
+        pytest.skip("the kernel does not let us")
+    assert eval(said) == [b"lo\0", b"lo\0", b"", b""]
+
+
+def test_a_process_that_is_gone_is_no_matter():
+    with subprocess.Popen(["true"]) as child:
+        child.wait(60)
+        keep_to_loopback(child.pid)
+
+
+def may_take_descriptors() -> bool:
+    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    tracing = subprocess.run(
+        ["cat", "/proc/self/status"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    return release >= (5, 7) and "Seccomp:\t0" in tracing

@@ -1,0 +1,37 @@
+"""Ranges of hosts stand in quotes wherever a user may copy them: a shell takes brackets for a pattern."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from poprun.asking.options import OPTIONS, Kind
+from poprun.errors import UsageError
+from poprun.hosts.hosts import parse_hosts
+
+ROOT = Path(__file__).parents[2]
+RANGE = re.compile(r"(?<![\w'])[a-z]+\[\d+[-,][^\]]*\](?!')")
+COMMAND = re.compile(r"(?:--host|-H)[ =][a-z]+\[")
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_in_commands_of_the_documentation(path):
+    assert COMMAND.findall(path.read_text(encoding="utf-8")) == []
+
+
+def test_in_the_help():
+    texts = [option.help for option in OPTIONS] + [Kind.HOSTS.value]
+    assert [found for text in texts for found in RANGE.findall(text)] == []
+
+
+@pytest.mark.parametrize("hosts", ["node[2-0]", "a;b"])
+def test_in_messages_that_say_what_to_write(hosts):
+    with pytest.raises(UsageError) as refusal:
+        parse_hosts([hosts])
+    way_out = str(refusal.value).rpartition("; ")[2]
+    assert "'node[0-2,4]" in way_out
+    assert RANGE.findall(way_out.replace("'node[0-2,4],login'", "")) == []

@@ -1,0 +1,215 @@
+"""Doing something together with other instances, on threads, of which some are lost meanwhile.
+
+Whole trainings are in `test_surviving.py`.
+"""
+
+import numpy as np
+import pytest
+from losing import Lost
+from surviving_instances import run_instances
+
+from collectives import (
+    BrokenError,
+    ClosedError,
+    CollectiveTimeoutError,
+    LayoutMismatchError,
+    PeerLostError,
+    ThreadHub,
+)
+from strategies.membership import gather_steps, surviving
+
+REPLICAS = 6
+MOST_CALLS = 10
+
+
+def total(strategy):
+    """The sum of the indices of all replicas; a collective call."""
+    return int(strategy.reduce("sum", strategy.per_replica(np.int32)))
+
+
+class Attempts:
+    """Adds up the indices of all replicas, and notes what it is called for.
+
+    Args:
+        strategy: of this instance.
+        disturb: called with the number of the attempt, from 0, before each.
+        caught_up: called with the number of the call; what `catch_up` returns.
+    """
+
+    def __init__(self, strategy, disturb=lambda number: None, caught_up=lambda number: None):
+        self.calls = []
+        self._strategy = strategy
+        self._disturb = disturb
+        self._caught_up = caught_up
+
+    def attempt(self):
+        self._note("attempt")
+        self._disturb(self.calls.count("attempt") - 1)
+        return total(self._strategy)
+
+    def catch_up(self):
+        self._note("catch up")
+        return self._caught_up(self.calls.count("catch up") - 1)
+
+    def _note(self, call):
+        self.calls.append(call)
+        assert len(self.calls) <= MOST_CALLS, "there is no end of it"
+
+    def run(self):
+        """The result, the calls, and the replicas in the end."""
+        result = surviving(self._strategy, self.attempt, self.catch_up)
+        return result, self.calls, list(self._strategy.local_replicas)
+
+
+def raising(error, *conditions):
+    """Raises it in the first attempt, or catching-up, if all conditions hold."""
+
+    def disturb(number):
+        if number == 0 and all(conditions):
+            raise error
+
+    return disturb
+
+
+@pytest.mark.parametrize("instances", [1, 3])
+def test_without_a_loss_it_is_attempted_once(instances):
+    found = run_instances(instances, REPLICAS, lambda strategy: Attempts(strategy).run())
+    assert [each[:2] for each in found] == [(15, ["attempt"])] * instances
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_after_a_loss_it_is_attempted_once_more_by_those_that_have_taken_over_the_replicas(lost, caplog):
+    def function(strategy):
+        return Attempts(strategy, raising(Lost, strategy.first_index == lost)).run()
+
+    with caplog.at_level("INFO", "strategies.membership"):
+        found = run_instances(3, REPLICAS, function)
+    assert found.pop(lost) is None
+    calls = ["attempt", "catch up", "attempt"]
+    assert found == [(15, calls, [0, 1, 2]), (15, calls, [3, 4, 5])]
+    messages = [record.message for record in caplog.records if record.name == "strategies.membership"]
+    assert len(messages) == 2
+    assert all(message.startswith("an instance is lost: ") for message in messages)
+
+
+@pytest.mark.parametrize("result", [7, 0, ()])
+def test_what_another_instance_had_done_already_is_not_attempted_again(result):
+    """Whatever it is: only None says that there is nothing yet."""
+
+    def function(strategy):
+        return Attempts(strategy, raising(Lost, strategy.first_index == 1), lambda number: result).run()
+
+    calls = ["attempt", "catch up"]
+    assert run_instances(3, REPLICAS, function) == [(result, calls, [0, 1, 2]), None, (result, calls, [3, 4, 5])]
+
+
+def test_a_call_that_an_earlier_loss_has_broken_is_attempted_again_too():
+    """All carry on then, and nobody is lost."""
+
+    def function(strategy):
+        return Attempts(strategy, raising(BrokenError("half-way"), strategy.first_index == 0)).run()
+
+    calls = ["attempt", "catch up", "attempt"]
+    assert run_instances(2, REPLICAS, function) == [(15, calls, [0, 1, 2]), (15, calls, [3, 4, 5])]
+
+
+class TestASecondLoss:
+    def test_while_the_others_catch_up_has_them_catch_up_again(self):
+        def function(strategy):
+            def caught_up(number):
+                raising(Lost, strategy.first_index == 2)(number)
+                gather_steps(strategy, 3)
+
+            return Attempts(strategy, raising(Lost, strategy.first_index == 1), caught_up).run()
+
+        calls = ["attempt", "catch up", "catch up", "attempt"]
+        found = run_instances(4, 8, function)
+        assert found == [(28, calls, [0, 1, 2, 3]), None, None, (28, calls, [4, 5, 6, 7])]
+
+    def test_while_it_is_attempted_again_is_as_the_first(self):
+        def function(strategy):
+            def disturb(number):
+                if strategy.first_index == number < 2:
+                    raise Lost
+
+            return Attempts(strategy, disturb).run()
+
+        calls = [*["attempt", "catch up"] * 2, "attempt"]
+        assert run_instances(3, REPLICAS, function) == [None, None, (15, calls, list(range(6)))]
+
+
+class TestFinalErrors:
+    @pytest.mark.parametrize(
+        "error", [ValueError, LayoutMismatchError, CollectiveTimeoutError, ClosedError], ids=lambda each: each.__name__
+    )
+    @pytest.mark.parametrize("place", ["attempt", "catch up"])
+    def test_are_all_others(self, error, place):
+        calls = []
+
+        def function(strategy):
+            if place == "attempt":
+                attempts = Attempts(strategy, raising(error("mine")))
+            else:
+                attempts = Attempts(strategy, raising(BrokenError("half-way")), raising(error("mine")))
+            calls.append(attempts.calls)
+            return attempts.run()
+
+        with pytest.raises(error, match="mine"):
+            run_instances(1, REPLICAS, function)
+        assert calls == [["attempt"] if place == "attempt" else ["attempt", "catch up"]]
+
+    def test_are_losses_where_the_job_was_not_started_to_survive_them(self):
+        calls = []
+
+        def function(strategy):
+            attempts = Attempts(strategy, raising(Lost, strategy.first_index == 0))
+            calls.append(attempts.calls)
+            attempts.run()
+
+        with pytest.raises(PeerLostError, match="rank 0 is lost"):
+            run_instances(2, REPLICAS, function, survives=False)
+        assert calls == [["attempt"]] * 2
+
+    def test_is_that_the_others_go_on_without_this_one(self):
+        """It learns that when it wants to carry on with them."""
+        hub, said = ThreadHub(3), []
+
+        def function(strategy):
+            is_given_up = strategy.first_index == 1
+
+            def disturb(number):
+                if number == 0 and is_given_up:
+                    hub.lose(1, "rank 1 was given up")
+
+            attempts = Attempts(strategy, disturb)
+            try:
+                return attempts.run()
+            except PeerLostError as error:
+                said.append((strategy.first_index, str(error), attempts.calls))
+                raise
+
+        calls = ["attempt", "catch up", "attempt"]
+        found = run_instances(3, REPLICAS, function, mechanism="ring", hub=hub)
+        assert found == [(15, calls, [0, 1, 2]), None, (15, calls, [3, 4, 5])]
+        assert said == [(1, "rank 1 cannot go on with the others: rank 1 was given up", ["attempt"])]
+
+
+class TestTheStepsThatWereReached:
+    def test_are_those_of_all_instances_in_their_order(self):
+        found = run_instances(3, REPLICAS, lambda strategy: gather_steps(strategy, 10 - strategy.instance_index))
+        assert [steps.tolist() for steps in found] == [[10, 9, 8]] * 3
+
+    def test_may_be_before_the_first_and_beyond_32_bits(self):
+        def function(strategy):
+            return gather_steps(strategy, (-1, 2**40)[strategy.instance_index]).tolist()
+
+        assert run_instances(2, REPLICAS, function) == [[-1, 2**40]] * 2
+
+    def test_are_those_of_the_instances_that_are_left(self):
+        def function(strategy):
+            def caught_up(number):
+                return gather_steps(strategy, 5 + strategy.first_index).tolist()
+
+            return Attempts(strategy, raising(Lost, strategy.first_index == 0), caught_up).run()[0]
+
+        assert run_instances(3, REPLICAS, function) == [None, [6, 7], [6, 7]]
