@@ -191,7 +191,9 @@ class TestOfTheProject:
         assert "--numprocesses" in commands[0]
         assert commands[0].endswith(" --complete")
         assert commands[1:] == [
-            *("python tests/mutations", "python benchmarks/soak.py --count 12", "sh tests/versions.sh"),
+            f"python tests/mutations --jobs {len(os.sched_getaffinity(0))}",
+            "python benchmarks/soak.py --seed 49 --count 8",
+            "sh tests/versions.sh",
         ]
 
     def test_chosen_tests_may_be_of_the_complete_tier(self, run_tests):
