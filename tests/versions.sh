@@ -16,7 +16,8 @@ of_strategies="callbacks checkpoints collective_equations compilation devices el
     host_calls iterations loops precision products program_text programs recomputation right_sums segments sharded_update
     step_record trainer updates"
 # Of what NumPy adds, and of threads, processes and command lines, which are Python's.
-others="tests/collectives/test_conformance.py tests/collectives/test_exact_sums.py tests/collectives/test_reduction.py
+others="tests/collectives/test_exact_sums.py tests/collectives/test_exchange.py tests/collectives/test_lanes.py
+    tests/collectives/test_long_arrays.py tests/collectives/test_losing_members.py tests/collectives/test_reduction.py
     tests/popdist/test_sums.py tests/poprun"
 
 say() {

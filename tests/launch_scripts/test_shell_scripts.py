@@ -1,6 +1,7 @@
 """The shell scripts: portable, clean, and clear when something is missing."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -152,6 +153,15 @@ class TestSlurmJob:
             f"[--num-instances][4][--num-replicas][4]{root}[python][launch_scripts/train_digits.py][--epochs][3]"
         )
         assert "in 4 instances on h[0-1]" in done.stderr
+
+
+def test_the_tests_for_other_versions_exist():
+    """Those whose names stand in two lists of versions.sh."""
+    script = (ROOT / "tests" / "versions.sh").read_text()
+    of_strategies, others = (re.search(rf'^{name}="([^"]+)"', script, re.M)[1] for name in ("of_strategies", "others"))
+    names = [*(f"tests/strategies/test_{name}.py" for name in of_strategies.split()), *others.split()]
+    assert len(names) > 20
+    assert [name for name in names if not (ROOT / name).exists()] == []
 
 
 class TestOfTheProject:
