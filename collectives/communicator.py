@@ -404,7 +404,9 @@ class Communicator:
                 else:
                     parts = agree(self._transport, call, arrays, count)
                 result = finish(self._transport, parts, arrays, *arguments)
-            except LayoutMismatchError:
+            except LayoutMismatchError as error:
+                if error.closed and self.rank not in error.closed:
+                    self._watch.note(error.closed)  # the record says that they were waited for in vain
                 raise
             except BaseException as error:
                 self._state = BrokenError(f"{call.title} (collective {number}) failed before: {error}")
