@@ -91,7 +91,7 @@ def test_an_instance_that_leaves_too_early_ends_the_training(strategy):
 
 @pytest.mark.complete
 def test_variables_that_differ_between_instances_are_named():
-    """Other differences, and gradients that are not finite, are found on threads in tests/strategies/test_trainer.py."""
+    """Other differences, and gradients that are not finite: on threads, in tests/strategies/test_trainer.py."""
     finished = train("shape").finish()
     assert finished.status == 1
     assert "Tensor layouts did not match on all instances" in finished.stderr
