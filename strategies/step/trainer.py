@@ -28,7 +28,7 @@ from strategies.step.sharded_update import ShardedUpdate
 from strategies.step.shards import PartOfArray, Shards
 from strategies.step.single_step import SingleStep
 from strategies.step.step_record import recorder_for
-from strategies.step.updates import Update
+from strategies.step.updates import Update, WholeUpdate
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
@@ -44,8 +44,8 @@ class Trainer:
 
     Args:
         strategy: where the replicas are.
-        loss_fn: `(variables, batch, key) -> loss` or `-> (loss, {name: scalar})` for one replica and one micro-batch;
-            the loss is a scalar, the key differs for each replica, step and micro-batch.
+        loss_fn: `(variables, batch, key) -> loss`, `-> (loss, {name: scalar})` or `-> Outcome` for one replica and one
+            micro-batch; the loss is a scalar, the key differs for each replica, step and micro-batch.
         optimizer: an optax gradient transformation.
         seed: of the keys.
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.
@@ -244,4 +244,4 @@ def _update_for(strategy: Strategy, optimizer: optax.GradientTransformation, opt
     """The update with whole or with sharded optimizer state."""
     if options.shards_state:
         return ShardedUpdate(strategy, optimizer, options.of_update, options.min_elements_for_sharding)
-    return Update(strategy, optimizer, options.of_update)
+    return WholeUpdate(strategy, optimizer, options.of_update)
