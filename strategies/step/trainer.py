@@ -44,8 +44,8 @@ class Trainer:
 
     Args:
         strategy: where the replicas are.
-        loss_fn: `(variables, batch, key) -> loss` or `-> (loss, {name: scalar})` for one replica and one micro-batch;
-            the loss is a scalar, the key differs for each replica, step and micro-batch.
+        loss_fn: `(variables, batch, key) -> loss`, `-> (loss, {name: scalar})` or `-> Outcome` for one replica and one
+            micro-batch; the loss is a scalar, the key differs for each replica, step and micro-batch.
         optimizer: an optax gradient transformation.
         seed: of the keys.
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.

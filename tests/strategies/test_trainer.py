@@ -261,6 +261,27 @@ class TestTheLoss:
         with pytest.raises(TypeError, match=text):
             trained(strategy, lambda variables, batch, key: loss(variables))
 
+    def test_may_be_part_of_an_outcome(self, strategy):
+        def outcome(variables, batch, key):
+            loss, metrics = squared_error(variables, batch, key)
+            return strategies.Outcome(loss, metrics, outputs=batch["x"])
+
+        wanted, metrics = trained(strategy)
+        state, same = trained(strategy, outcome)
+        assert strategies.fingerprint(state.variables) == strategies.fingerprint(wanted.variables)
+        assert dict(same) == dict(metrics)
+        assert dict(trained(strategy, lambda *given: strategies.Outcome(squared_error(*given)[0]))[1]) == {
+            "loss": metrics["loss"]
+        }
+
+    def test_of_an_outcome_is_a_scalar_too(self, strategy):
+        with pytest.raises(TypeError, match=r"the loss is float32\[3\]"):
+            trained(strategy, lambda v, batch, key: strategies.Outcome(v["w"]))
+
+    def test_comes_without_a_model_state_where_there_is_none(self, strategy):
+        with pytest.raises(TypeError, match="returns a model state, and gets none"):
+            trained(strategy, lambda v, batch, key: strategies.Outcome(v["b"], model_state={"mean": v["w"]}))
+
     def test_may_be_of_16_bits(self, strategy):
         _, metrics = trained(strategy, lambda v, batch, key: (v["b"] * 2).astype(jnp.bfloat16))
         assert metrics["loss"] == 0.5
