@@ -38,6 +38,9 @@ def catch_signals(numbers: Iterable[int]) -> int:
 def start(words: list[str], environ: dict[str, str], prepare: Callable[[], None]) -> int:
     """Start a program as a child.
 
+    Signals wait until it is born: an exception that Python raises for one while it forks is dropped by the functions
+    that it calls around a fork.
+
     Args:
         words: the program, looked up in PATH, and its arguments.
         environ: its environment.
@@ -46,12 +49,15 @@ def start(words: list[str], environ: dict[str, str], prepare: Callable[[], None]
     Returns:
         Its process id. A program that cannot be started says why on its standard error and ends with 127.
     """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
     try:
         for number in _RESTORED:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         prepare()
         os.execvpe(words[0], words, environ)
     except BaseException as error:

@@ -99,6 +99,8 @@ def test_a_worker_that_raises_an_error_is_named(size: int) -> None:
     with socket_addresses(size) as addresses, running(Job(addresses, ["--absent", "1"]), "away") as workers:
         failing = workers.pop(1)
         failing.wait_for("is away")
+        for worker in workers:
+            worker.wait_for("waits")
         failing.tell("raise")
         assert_lost(workers, name_of(addresses, 1))
         assert failing.end() == 1
@@ -112,6 +114,8 @@ def test_a_worker_that_ends_without_closing_is_named(task: str) -> None:
     with socket_addresses(3) as addresses, running(Job(addresses, ["--absent", "2"]), task) as workers:
         leaving = workers.pop(2)
         leaving.wait_for("is away")
+        for worker in workers:
+            worker.wait_for("waits")
         leaving.tell("exit")
         assert_lost(workers, name_of(addresses, 2))
         assert leaving.end() == 0, leaving.text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,3 +101,24 @@ def test_a_command_that_is_missing_says_so():
     ended = run({"a": Errand(("no-such-command",))})["a"]
     assert ended.status == 127
     assert "cannot start no-such-command" in ended.err
+
+
+INTERRUPTED = """
+import os, signal
+from poprun.hosts.errands import Errand, run_errands
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    ended = dict(run_errands({"a": Errand(("true",))}, os.environ, 60.0))
+except KeyboardInterrupt:
+    print("interrupted")
+else:
+    print("went on with", ended)
+"""
+
+
+def test_ctrl_c_is_not_lost_where_it_comes_while_a_command_is_started():
+    """Python drops exceptions in what it calls around a fork; `logging` has it call something too."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
