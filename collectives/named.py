@@ -12,9 +12,11 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from collectives.agreement import exchange_bytes, layout_mismatch
 from collectives.calls import CLOSE, Call, describe_crossing
@@ -27,6 +29,7 @@ from collectives.errors import (
     LayoutMismatchError,
     PeerLostError,
 )
+from collectives.prepared import Prepared
 from collectives.transport import Transport
 from collectives.waiting import Progress, Watch
 
@@ -45,13 +48,11 @@ class Handle:
         number: how many named collectives this rank had started with it.
     """
 
-    def __init__(
-        self, call: Call, key: Key, number: int, run: Callable[[Transport], Any], progress: Progress, waits: Waits
-    ) -> None:
-        self.call = call
+    def __init__(self, prepared: Prepared[np.ndarray], key: Key, number: int, progress: Progress, waits: Waits) -> None:
+        self.call = prepared.call
         self.key = key
         self.number = number
-        self._run = run
+        self._prepared = prepared
         self._progress = progress
         self._waits = waits
         self._finished = threading.Event()
@@ -81,7 +82,7 @@ class Handle:
         return self._result
 
     def _carry_out(self, transport: Transport) -> None:
-        self._result = self._run(transport)
+        self._result = self._prepared.carry_out(transport)
         self._finished.set()
 
     def _fail(self, error: BaseException, missing: Sequence[int] = ()) -> None:
@@ -130,11 +131,12 @@ class NamedQueue:
         ):  # closing needs it too, maybe as the interpreter ends, when Python 3.12 starts no threads
             self._ensure_thread()
 
-    def start(self, call: Call, run: Callable[[Transport], Any]) -> Handle:
-        """Queue a collective; `run` carries it out on the background thread once all ranks have started it."""
+    def start(self, prepared: Prepared[np.ndarray]) -> Handle:
+        """Queue a collective; the background thread carries it out once all ranks have started it."""
+        call = prepared.call
         with self._condition:
             key = (call.name, self._issued[call.name])
-            handle = Handle(call, key, self._issued.total() + 1, run, self._watch.progress, self._waits)
+            handle = Handle(prepared, key, self._issued.total() + 1, self._watch.progress, self._waits)
             if self._closing:
                 raise ClosedError(f"{call.title} was started after the communicator was closed")
             if self._failure is not None:
