@@ -56,7 +56,7 @@ class Handle:
         self._progress = progress
         self._waits = waits
         self._finished = threading.Event()
-        self._result: Any = None
+        self._result: np.ndarray | None = None
         self._error: BaseException | None = None
         self._missing: Sequence[int] = ()
 
@@ -64,7 +64,7 @@ class Handle:
         """Whether it has ended, well or not."""
         return self._finished.is_set()
 
-    def wait(self) -> Any:
+    def wait(self) -> np.ndarray:
         """Wait for the end; the result is that of the synchronous call.
 
         Raises:
@@ -79,6 +79,7 @@ class Handle:
             self._progress.waiting_for(self._missing)
             raise self._error
         self._progress.leave()
+        assert self._result is not None
         return self._result
 
     def _carry_out(self, transport: Transport) -> None:
@@ -126,9 +127,7 @@ class NamedQueue:
         self._closed_ranks: set[int] = set()
         self._failure: CollectiveError | None = None
         self._thread: threading.Thread | None = None
-        if (
-            transport.size > 1
-        ):  # closing needs it too, maybe as the interpreter ends, when Python 3.12 starts no threads
+        if transport.size > 1:  # to close needs it too, maybe at the interpreter's end, when no thread can start
             self._ensure_thread()
 
     def start(self, prepared: Prepared[np.ndarray]) -> Handle:
