@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
+
+from strategies.roles import Tree
 
 
 @partial(
@@ -27,13 +29,13 @@ class Outcome:
             asks for it. Training does not compute it.
     """
 
-    loss: Any
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    model_state: Any = None
-    outputs: Any = None
+    loss: jax.Array
+    metrics: Mapping[str, ArrayLike] = field(default_factory=dict)
+    model_state: Tree = None
+    outputs: Tree = None
 
     @classmethod
-    def of(cls, returned: Any) -> Outcome:
+    def of(cls, returned: Tree) -> Outcome:
         """Of what a loss function has returned: an `Outcome`, the loss and its metrics, or the loss."""
         if isinstance(returned, cls):
             return returned

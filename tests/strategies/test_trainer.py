@@ -432,14 +432,16 @@ class TestVariablesThatDifferBetweenInstances:
 
         assert on_instances(3, 3, program) == [[1, 1, 1]] * 3
 
-    @pytest.mark.parametrize("other", [jnp.zeros(4), jnp.zeros(3, jnp.bfloat16)])
-    def test_shapes_or_dtypes_are_an_error_that_names_the_variable(self, on_instances, other):
+    @pytest.mark.parametrize(
+        ("name", "other"), [("w", jnp.zeros(4)), ("w", jnp.zeros(3, jnp.bfloat16)), ("extra", jnp.zeros(3))]
+    )
+    def test_shapes_dtypes_or_names_are_an_error_that_names_the_variable(self, on_instances, name, other):
         def program(strategy):
-            variables = start() | ({"w": other} if strategy.instance_index else {})
+            variables = start() | ({name: other} if strategy.instance_index else {})
             with pytest.raises(collectives.LayoutMismatchError) as caught:
                 Trainer(strategy, squared_error, optax.sgd(1.0)).init(variables)
             return str(caught.value)
 
         for message in on_instances(2, 2, program):
             assert "Tensor layouts did not match on all instances" in message
-            assert "['w']" in message
+            assert f"['{name}']" in message
