@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from strategies.roles import Metric, Numbers
 
 
 class Mergeable(Protocol):
@@ -29,11 +31,11 @@ class Mean:
         count: of how many numbers it is the sum, or of which weights: a scalar, or of the shape of the total. Likewise.
     """
 
-    total: Any
-    count: Any
+    total: Numbers
+    count: Numbers
 
     @classmethod
-    def of(cls, values: Any, weights: Any) -> Mean:
+    def of(cls, values: Numbers, weights: Numbers) -> Mean:
         """The mean of rows; traceable.
 
         Args:
@@ -49,7 +51,7 @@ class Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Numbers:
         """The mean: a float, or a float64 array of the shape of the total; NaN where there is nothing to average."""
         with np.errstate(divide="ignore", invalid="ignore"):
             quotient = np.divide(self.total, self.count)
@@ -60,7 +62,7 @@ class Mean:
         return Mean(np.asarray(self.total, np.float64), np.asarray(self.count, np.float64))
 
 
-class Evaluation(Mapping[str, Any]):
+class Evaluation(Mapping[str, Metric]):
     """What `Trainer.evaluate` has found, the same bits on every instance.
 
     Under its name each metric that is a `Mean` is its value, and any other what was merged.
@@ -70,11 +72,11 @@ class Evaluation(Mapping[str, Any]):
         rows: how many rows were evaluated.
     """
 
-    def __init__(self, merged: Mapping[str, Any], rows: int) -> None:
+    def __init__(self, merged: Mapping[str, Mergeable], rows: int) -> None:
         self.merged = merged
         self.rows = rows
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Metric:
         metric = self.merged[name]
         return metric.value if isinstance(metric, Mean) else metric
 
