@@ -180,12 +180,12 @@ class TestEveryRowCountsOnce:
         assert np.isnan(evaluated(strategy, rows)["loss"])  # where it counts it does so
 
     def test_sums_are_as_good_as_float64(self, strategy):
-        """Float32 would have lost the ones beside 2**24."""
+        """Float32 would have lost the fours beside 2**28."""
         x = np.ones((4001, 3), np.float32)
         rows = {"x": x, "y": np.zeros(4001, np.float32)}
-        rows["x"][0] *= 2048
+        rows["x"][0] *= 8192
         total = evaluated(strategy, rows).merged["loss"].total
-        assert total == (2.0 * 2048) ** 2 + 4 * 4000
+        assert total == (2.0 * 8192) ** 2 + 4 * 4000
 
 
 class TestTheBits:
@@ -277,12 +277,16 @@ class TestMetricsOfBatches:
         found = evaluated(strategy, {**rows, "weight": weights}, metrics_fn=weighted)
         assert found["y"] == (rows["y"] * weights).sum() / weights.sum()
 
-    def test_may_have_collectives(self, strategy):
+    def test_may_have_collectives(self, strategy, on_instances):
         def shared(variables, batch, mask, key):
             rows = strategies.get_replica_context().all_reduce("sum", mask.sum())
             return {"rows of all": Mean(rows.astype(jnp.float32), jnp.float32(1))}
 
-        assert evaluated(strategy, rows_of(63), metrics_fn=shared).merged["rows of all"].total == 4 * 63
+        def total(strategy):
+            return evaluated(strategy, rows_of(63), metrics_fn=shared).merged["rows of all"].total
+
+        assert total(strategy) == 4 * 63
+        assert on_instances(2, REPLICAS, total) == [4 * 63] * 2
 
     @pytest.mark.parametrize(
         ("returned", "message"),
@@ -463,8 +467,8 @@ class TestPredictions:
         assert found.dtype == jnp.bfloat16
         assert found.astype(np.float32).tolist() == rows["x"].tolist()
 
-    def test_need_no_memory_for_all_of_them(self, strategy):
-        """The data set is read as they are taken, but for what is begun ahead."""
+    def test_are_begun_three_batches_at_once_and_no_more(self, strategy):
+        """So replicas need not wait, and outputs need not fit into memory."""
         taken = []
 
         def elements():
@@ -478,7 +482,10 @@ class TestPredictions:
         trainer, state = trainer_of(strategy, outputs_fn)
         predictions = trainer.predict(state, distributed(strategy, Endless(), prefetch=0))
         next(predictions)
-        assert len(taken) <= 12 * 5
+        assert len(taken) == 3 * 12
+        next(predictions)
+        assert len(taken) == 4 * 12
+        predictions.close()
 
     def test_that_are_left_early_leave_the_data_set_there(self, strategy):
         rows = rows_of(63)

@@ -129,3 +129,39 @@ def test_the_others_take_over_the_rows_of_the_one_that_is_lost(instances):
 def test_where_they_cannot_they_say_why(dataset, survives, error, message):
     with pytest.raises(error, match=message):
         run_instances(3, REPLICAS, functools.partial(predict, dataset=dataset), survives=survives)
+
+
+def leave_early(strategy, begin=lambda: None, end=lambda: None):
+    """Takes one batch of predictions, and makes a step."""
+    trainer = strategies.Trainer(strategy, lambda w, batch, key: (w * batch).mean(), optax.sgd(0.1))
+    batches = strategy.distribute_dataset(X, 2).epoch(0)
+    state, _ = trainer.step(trainer.init(np.float32(2)), next(batches))
+    if strategy.first_index == LOST:
+        begin()
+    predictions = trainer.predict(state, padded(strategy), lambda w, batch, key: w * batch)
+    found = next(predictions).tolist()
+    predictions.close()
+    if strategy.first_index == LOST:
+        end()
+    _, metrics = trainer.step(state, next(batches))
+    return found, metrics["loss"]
+
+
+def test_those_who_have_not_what_others_have_left_with_say_so():
+    """Some have got the only batch that was taken and make the next step, and others never will get it."""
+    [expected] = run_instances(1, REPLICAS, leave_early)
+    ends = []
+    has_struck = True
+    while has_struck:
+        fault = OnMessage(LOST, len(ends))
+        leaving = functools.partial(leave_early, begin=fault.begin, end=fault.end)
+        try:
+            found = run_instances(3, REPLICAS, leaving, mechanism="ring", hub=ThreadHub(3, fault))
+        except StrategyError as error:
+            ends.append(str(error))
+        else:
+            assert [each for each in found if each is not None] == [expected] * (3 - fault.has_struck)
+            ends.append("the same")
+        has_struck = fault.has_struck
+    [said] = set(ends) - {"the same"}
+    assert said.startswith("an instance is lost, and others have left the prediction after 0 batches; take all batches")
