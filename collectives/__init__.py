@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 from collectives.assembly import Settings
 from collectives.backends.thread import ThreadHub, run_on_threads
@@ -51,7 +50,7 @@ __all__ = [
 BACKENDS = ("single", "thread", "mpi", "grpc", "horovod")
 
 
-def connect(backend: str, settings: Settings | None = None, **options: Any) -> Communicator:
+def connect(backend: str, settings: Settings | None = None, **options: object) -> Communicator:
     """Connect this rank with the others; a collective call, except for "single".
 
     Args:

@@ -38,18 +38,20 @@ def new_call(
 
 def flat_view(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
     """The array as one dimension, the same memory, and no subclass of `np.ndarray`."""
-    if not isinstance(array, (np.ndarray, np.generic)):
-        raise UnsupportedBufferError(
-            f"collectives take NumPy arrays, not {type(array).__name__}; convert it with np.asarray"
-        )
-    refuse_masked(array)
+    is_plain = type(array) is np.ndarray
+    if not is_plain:
+        if not isinstance(array, (np.ndarray, np.generic)):
+            raise UnsupportedBufferError(
+                f"collectives take NumPy arrays, not {type(array).__name__}; convert it with np.asarray"
+            )
+        refuse_masked(array)
     flags = array.flags
     if not flags.c_contiguous or (writable and not flags.writeable):
         need = "writable and C-contiguous" if writable else "C-contiguous"
         raise UnsupportedBufferError(
             f"a {array.dtype} array of shape {list(array.shape)} is not {need}; copy it first (np.array(x, order='C'))"
         )
-    if type(array) is not np.ndarray:
+    if not is_plain:
         array = np.asarray(array)
     return array if array.ndim == 1 else array.reshape(-1)
 

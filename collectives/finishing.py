@@ -13,11 +13,11 @@ from collectives.transport import Contributions, Parts, Transport
 SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
 
 
-def nothing(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray]) -> None:
+def nothing(transport: Transport, parts: Parts) -> None:
     """The agreement was all."""
 
 
-def allocate(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
+def allocate(transport: Transport, parts: Parts, nbytes: int) -> np.ndarray:
     """Memory for a result."""
     return transport.allocate(nbytes) if nbytes >= SHARED_BYTES else aligned_empty(nbytes)
 
@@ -47,7 +47,6 @@ def reduce_into_shared(
 def reduce_group(
     transport: Transport,
     parts: Parts,
-    arrays: Sequence[np.ndarray],
     group: Sequence[tuple[Contributions, np.ndarray, Reduction]],
 ) -> None:
     """All contributions to each of the group, combined on every rank."""
@@ -87,7 +86,7 @@ def _join_means(
     join(*totals, out, parts.total)
 
 
-def broadcast(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, root: int) -> None:
+def broadcast(transport: Transport, parts: Parts, flat: np.ndarray, root: int) -> None:
     """The root's bytes."""
     if parts.arrays:
         if transport.rank != root:
@@ -96,9 +95,7 @@ def broadcast(transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], 
         transport.broadcast(flat.view(np.uint8), root)
 
 
-def all_gather(
-    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], flat: np.ndarray, out: np.ndarray
-) -> None:
+def all_gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray) -> None:
     """Everybody's bytes, one row each."""
     rows = out.reshape(transport.size, -1)
     if parts.arrays:

@@ -12,9 +12,11 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from collectives.agreement import exchange_bytes, layout_mismatch
 from collectives.calls import CLOSE, Call, describe_crossing
@@ -27,6 +29,7 @@ from collectives.errors import (
     LayoutMismatchError,
     PeerLostError,
 )
+from collectives.prepared import Prepared
 from collectives.transport import Transport
 from collectives.waiting import Progress, Watch
 
@@ -45,17 +48,15 @@ class Handle:
         number: how many named collectives this rank had started with it.
     """
 
-    def __init__(
-        self, call: Call, key: Key, number: int, run: Callable[[Transport], Any], progress: Progress, waits: Waits
-    ) -> None:
-        self.call = call
+    def __init__(self, prepared: Prepared[np.ndarray], key: Key, number: int, progress: Progress, waits: Waits) -> None:
+        self.call = prepared.call
         self.key = key
         self.number = number
-        self._run = run
+        self._prepared = prepared
         self._progress = progress
         self._waits = waits
         self._finished = threading.Event()
-        self._result: Any = None
+        self._result: np.ndarray | None = None
         self._error: BaseException | None = None
         self._missing: Sequence[int] = ()
 
@@ -63,7 +64,7 @@ class Handle:
         """Whether it has ended, well or not."""
         return self._finished.is_set()
 
-    def wait(self) -> Any:
+    def wait(self) -> np.ndarray:
         """Wait for the end; the result is that of the synchronous call.
 
         Raises:
@@ -78,10 +79,11 @@ class Handle:
             self._progress.waiting_for(self._missing)
             raise self._error
         self._progress.leave()
+        assert self._result is not None
         return self._result
 
     def _carry_out(self, transport: Transport) -> None:
-        self._result = self._run(transport)
+        self._result = self._prepared.carry_out(transport)
         self._finished.set()
 
     def _fail(self, error: BaseException, missing: Sequence[int] = ()) -> None:
@@ -125,16 +127,15 @@ class NamedQueue:
         self._closed_ranks: set[int] = set()
         self._failure: CollectiveError | None = None
         self._thread: threading.Thread | None = None
-        if (
-            transport.size > 1
-        ):  # closing needs it too, maybe as the interpreter ends, when Python 3.12 starts no threads
+        if transport.size > 1:  # to close needs it too, maybe at the interpreter's end, when no thread can start
             self._ensure_thread()
 
-    def start(self, call: Call, run: Callable[[Transport], Any]) -> Handle:
-        """Queue a collective; `run` carries it out on the background thread once all ranks have started it."""
+    def start(self, prepared: Prepared[np.ndarray]) -> Handle:
+        """Queue a collective; the background thread carries it out once all ranks have started it."""
+        call = prepared.call
         with self._condition:
             key = (call.name, self._issued[call.name])
-            handle = Handle(call, key, self._issued.total() + 1, run, self._watch.progress, self._waits)
+            handle = Handle(prepared, key, self._issued.total() + 1, self._watch.progress, self._waits)
             if self._closing:
                 raise ClosedError(f"{call.title} was started after the communicator was closed")
             if self._failure is not None:

@@ -42,8 +42,8 @@ elif [ "$tier" = default ]; then
     test_all
 else
     test_all --complete
-    check python tests/mutations
-    check python benchmarks/soak.py --count 12
+    check python tests/mutations --jobs "$(nproc)"
+    check python benchmarks/soak.py --seed 49 --count 8 # every kind of failure, in every phase
     check sh tests/versions.sh
 fi
 

@@ -85,7 +85,7 @@ _was_shut_down = False
 # ---- life cycle
 
 
-def init(comm: Any = None) -> None:
+def init(comm: object = None) -> None:
     """Start Horovod in all processes of the job; may be called again, but not after `shutdown`.
 
     Args:

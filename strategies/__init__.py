@@ -37,6 +37,7 @@ from strategies.step.clipping import clip_by_global_norm
 from strategies.step.fingerprints import fingerprint
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
+from strategies.step.outcome import Outcome
 from strategies.step.own_loop import OwnLoop
 from strategies.step.trainer import Trainer, TrainState
 from strategies.strategy import Strategy, get_strategy
@@ -68,6 +69,7 @@ __all__ = [
     "Metrics",
     "MirroredVariable",
     "NonFiniteGradientError",
+    "Outcome",
     "OutfeedMode",
     "OutfeedQueue",
     "OwnLoop",

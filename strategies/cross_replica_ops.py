@@ -24,6 +24,7 @@ from strategies.replicas.collective_equations import Exchange, Gather, Kind, Red
 from strategies.replicas.reduction_ops import DIFFERENTIABLE, base_of, check_dtype, operand, parse_op, reduce_in_order
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.replica_groups import ReplicaGroups
+from strategies.roles import Tree
 
 
 def replication_index() -> jax.Array:
@@ -31,12 +32,12 @@ def replication_index() -> jax.Array:
     return get_replica_context().replica_id_in_sync_group
 
 
-def cross_replica_sum(x: Any, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Any:
+def cross_replica_sum(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
     """The sum over the replicas of a group; its gradient is the sum of their gradients."""
     return jax.tree.map(_Group(replica_group_size, orthogonal).reducer("sum"), x)
 
 
-def cross_replica_mean(x: Any, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Any:
+def cross_replica_mean(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
     """The mean over the replicas of a group; its gradient is the mean of their gradients.
 
     Float16 does not overflow on the way. Integers are truncated towards zero.
@@ -44,7 +45,7 @@ def cross_replica_mean(x: Any, replica_group_size: int | None = None, *, orthogo
     return jax.tree.map(_Group(replica_group_size, orthogonal).reducer("mean"), x)
 
 
-def replication_normalise(x: Any) -> Any:
+def replication_normalise(x: Tree) -> Tree:
     """Divided by the number of all replicas.
 
     Raises:
@@ -63,7 +64,7 @@ def replication_normalise(x: Any) -> Any:
     return jax.tree.map(normalise, x)
 
 
-def assume_equal_across_replicas(x: Any, inplace: bool = False) -> Any:
+def assume_equal_across_replicas(x: Tree, inplace: bool = False) -> Tree:
     """The same values; says to readers that they do not differ between replicas, as conditions of loops must not.
 
     Nothing is checked and nothing is sent. A condition that does differ makes replicas wait for each other for ever
@@ -72,7 +73,7 @@ def assume_equal_across_replicas(x: Any, inplace: bool = False) -> Any:
     return jax.tree.map(jnp.asarray, x)
 
 
-def all_gather(x: Any, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Any:
+def all_gather(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
     """The values of a group's k replicas, of shape [k, *shape], on each of them.
 
     A replica's gradient is the sum of the gradients of what all of them got of its value.
@@ -81,13 +82,13 @@ def all_gather(x: Any, replica_group_size: int | None = None, *, orthogonal: boo
 
 
 def all_to_all(
-    x: Any,
+    x: Tree,
     split_dimension: int,
     concat_dimension: int,
     replica_group_size: int | None = None,
     *,
     orthogonal: bool = False,
-) -> Any:
+) -> Tree:
     """Split into one block for each of a group's k replicas; each concatenates the blocks meant for it, in order.
 
     Its gradient is the same with the dimensions swapped.
@@ -106,7 +107,9 @@ def all_to_all(
     return jax.tree.map(lambda leaf: group.exchange(leaf, split_dimension, concat_dimension), x)
 
 
-def reduce_scatter(x: Any, replica_group_size: int | None = None, op: str = "ADD", *, orthogonal: bool = False) -> Any:
+def reduce_scatter(
+    x: Tree, replica_group_size: int | None = None, op: str = "ADD", *, orthogonal: bool = False
+) -> Tree:
     """Reduce over a group of k replicas and give each its part of the result.
 
     ADD, MEAN, SQUARE_ADD and LOCAL have a gradient.
@@ -145,11 +148,11 @@ class _Group:
         """Gives the reduction over the group."""
         return lambda x: self._collect(Reduce(op), x)
 
-    def gather(self, x: Any) -> jax.Array:
+    def gather(self, x: Tree) -> jax.Array:
         """The values of the group, in order, along a new first axis."""
         return self._collect(Gather(), x)
 
-    def exchange(self, x: Any, split: int, concat: int) -> jax.Array:
+    def exchange(self, x: Tree, split: int, concat: int) -> jax.Array:
         """This replica's blocks of what all have, one behind the other."""
         shape = jnp.shape(x)
         for dimension in (split, concat):
@@ -162,7 +165,7 @@ class _Group:
             )
         return self._collect(Exchange(split, concat), x)
 
-    def reduce_scatter(self, x: Any, op: str) -> jax.Array:
+    def reduce_scatter(self, x: Tree, op: str) -> jax.Array:
         """This replica's part of the reduction of vectors."""
         value = jnp.asarray(x)
         name = self._context.next_name()
@@ -190,7 +193,7 @@ class _Group:
             return reduce_in_order(op, [gathered[member] for member in range(self._size)])
         return collect(Reduce(op), self._groups, index, value, name)
 
-    def _collect(self, kind: Kind, x: Any) -> jax.Array:
+    def _collect(self, kind: Kind, x: Tree) -> jax.Array:
         context = self._context
         name, index = context.next_name(), context.replica_id_in_sync_group
         return context.reducer.collect(kind, self._groups, index, jnp.asarray(x), name)

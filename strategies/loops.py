@@ -14,20 +14,22 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.iterations import Iteration, differentiable
 from strategies.programs.feed_program import FeedProgram, Replication, current_program, is_in_program, tracing
 from strategies.programs.float64 import refuse_float64
+from strategies.roles import Function, Tree
 
 PROGRAMS_KEPT = 64
 
 Values = Sequence[Any]
-Body = Callable[..., Any]
-Condition = Callable[..., Any]
+Body = Function
+Condition = Function
 
 
-def repeat(n: Any, body: Body, inputs: Any = None, infeed: InfeedQueue | None = None) -> Any:
+def repeat(n: ArrayLike, body: Body, inputs: Tree = None, infeed: InfeedQueue | None = None) -> Tree:
     """Run `body` n times on the device.
 
     In a function that `strategy.run` compiles, every replica runs the loop, and takes its own elements of the infeed.
@@ -55,10 +57,10 @@ def repeat(n: Any, body: Body, inputs: Any = None, infeed: InfeedQueue | None = 
 def while_loop(
     condition: Condition,
     body: Body,
-    inputs: Any = None,
+    inputs: Tree = None,
     infeed: InfeedQueue | None = None,
-    maximum_iterations: Any = None,
-) -> Any:
+    maximum_iterations: ArrayLike | None = None,
+) -> Tree:
     """Run `body` on the device while `condition(*inputs)` is true, otherwise as `repeat`.
 
     Args:
@@ -99,7 +101,7 @@ class _Loop:
     shapes: tuple[tuple[tuple[int, ...], Any], ...]
 
     @classmethod
-    def of(cls, condition: Condition | None, body: Body, inputs: Any, infeed: InfeedQueue | None) -> _Loop:
+    def of(cls, condition: Condition | None, body: Body, inputs: Tree, infeed: InfeedQueue | None) -> _Loop:
         if infeed is not None and not isinstance(infeed, InfeedQueue):
             raise TypeError(f"the infeed is a {type(infeed).__name__}; make an InfeedQueue of the data set")
         leaves, structure = jax.tree.flatten(_listed(inputs))
@@ -171,7 +173,7 @@ class _Loop:
         return arrays
 
 
-def _run(loop: _Loop, inputs: Any, count: Any) -> Any:
+def _run(loop: _Loop, inputs: Tree, count: Any) -> Any:
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(_listed(inputs))]
     if is_in_program():
         results = _inline(loop, current_program(), leaves, count)
@@ -274,7 +276,7 @@ def _count(name: str, n: Any) -> Any:
     return count
 
 
-def _listed(inputs: Any) -> list[Any]:
+def _listed(inputs: Tree) -> list[Any]:
     if inputs is None:
         return []
     return list(inputs) if isinstance(inputs, list | tuple) else [inputs]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 
 from strategies.numbers import positive
+from strategies.roles import Scalar
 
 MOST = 2.0**24
 """No loss is scaled by more."""
@@ -27,9 +27,9 @@ class LossScale:
         skipped: steps that were not applied since training began; int32.
     """
 
-    scale: Any
-    good_steps: Any
-    skipped: Any
+    scale: Scalar
+    good_steps: Scalar
+    skipped: Scalar
 
     def __str__(self) -> str:
         return f"{float(self.scale):g}"
@@ -64,7 +64,7 @@ class LossScaling:
         positive("the interval of the loss scale", self.interval)
 
     @classmethod
-    def parse(cls, scaling: Any) -> LossScaling | None:
+    def parse(cls, scaling: object) -> LossScaling | None:
         """None, "dynamic", a number for a scale that stays, or a `LossScaling`."""
         if scaling is None or isinstance(scaling, cls):
             return scaling

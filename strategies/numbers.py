@@ -4,12 +4,12 @@ import operator
 from typing import Any
 
 
-def positive(name: str, value: Any) -> int:
+def positive(name: str, value: object) -> int:
     """`value` as an int; TypeError or ValueError, with `name` in it, unless it is an integer above zero."""
     return at_least(1, name, value)
 
 
-def at_least(minimum: int, name: str, value: Any) -> int:
+def at_least(minimum: int, name: str, value: object) -> int:
     """`value` as an int; TypeError or ValueError, with `name` in it, unless it is at least `minimum`."""
     number = integer(value)
     if number is None:

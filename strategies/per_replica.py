@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
+
+from strategies.roles import Tree
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,16 @@ class PerReplica:
             where it is used.
     """
 
-    values: Sequence[Any]
+    values: Sequence[Tree]
     replicas: range | None = field(default=None, compare=False, repr=False)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tree]:
         return iter(self.values)
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, position: int) -> Any:
+    def __getitem__(self, position: int) -> Tree:
         return self.values[position]
 
 
@@ -36,10 +37,10 @@ class PerReplica:
 class Shared:
     """A pytree that every replica gets whole."""
 
-    value: Any
+    value: Tree
 
 
-def dealt(value: Any, replicas: range) -> Any:
+def dealt(value: Tree, replicas: range) -> Tree:
     """The value; where a part of it is a `PerReplica`, one `PerReplica` of whole trees.
 
     Args:

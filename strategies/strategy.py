@@ -35,8 +35,9 @@ from strategies.replicas.dealing import Dealing
 from strategies.replicas.devices import borrow, claim_devices, is_key
 from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext, refuse_in_replica, replica_context
 from strategies.replicas.variables import MirroredVariable, Synchronization, SyncOnReadVariable, make_variable
+from strategies.roles import Batch, Data, Element, Function, Tree
 
-Tree = TypeVar("Tree")
+Same = TypeVar("Same")
 
 _scope: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
 
@@ -198,7 +199,7 @@ class Strategy:
     def _join_survivors(self) -> tuple[Instance, Communicator]:
         raise NotImplementedError
 
-    def replicas_batch(self, batch: Any) -> Any:
+    def replicas_batch(self, batch: Batch) -> Batch:
         """The batch of the same step for the replicas that this instance drives since it has carried on.
 
         Raises:
@@ -212,14 +213,14 @@ class Strategy:
             "strategy.distribute_dataset as they come"
         )
 
-    def dataset_of(self, batch: Any) -> DistributedDataset | None:
+    def dataset_of(self, batch: Batch) -> DistributedDataset | None:
         """The data set whose last batch this is; None if no data set of this strategy has given it last."""
         return next((dataset for dataset in self._datasets if dataset.has_given(batch)), None)
 
     # ---- values
 
     def variable(
-        self, initial: Any, synchronization: Synchronization = "on_write", aggregation: str = "mean"
+        self, initial: Tree, synchronization: Synchronization = "on_write", aggregation: str = "mean"
     ) -> MirroredVariable | SyncOnReadVariable:
         """A variable that begins with instance 0's `initial` everywhere; a collective call.
 
@@ -231,11 +232,11 @@ class Strategy:
         """
         return make_variable(self, initial, synchronization, aggregation)
 
-    def per_replica(self, function: Callable[[int], Any]) -> PerReplica:
+    def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
         """`function(r)` for the global index r of each local replica."""
         return PerReplica(tuple(function(replica) for replica in self.local_replicas), self.local_replicas)
 
-    def dealt(self, tree: Any) -> PerReplica:
+    def dealt(self, tree: Tree) -> PerReplica:
         """Each local replica's rows of a tree that has those of all of them one after another along the first axis.
 
         A batch of a distributed data set need not be given to it, but what is computed of one outside of `run`.
@@ -251,11 +252,11 @@ class Strategy:
         """
         return self.dealing.split(tree)
 
-    def shared(self, tree: Any) -> Shared:
+    def shared(self, tree: Tree) -> Shared:
         """A pytree that `run` gives whole to every replica, and of which it does not ask whether it is a batch."""
         return Shared(tree)
 
-    def broadcast(self, tree: Tree, root: int = 0) -> Tree:
+    def broadcast(self, tree: Same, root: int = 0) -> Same:
         """The values of instance `root` on every instance, as JAX arrays.
 
         Raises:
@@ -273,7 +274,7 @@ class Strategy:
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
         received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf, root) for path, leaf in paths]
         self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
-        whole: Tree = jax.tree.unflatten(structure, received)
+        whole: Same = jax.tree.unflatten(structure, received)
         return whole
 
     def _broadcast_leaf(self, name: str, leaf: Any, root: int) -> jax.Array:
@@ -282,7 +283,7 @@ class Strategy:
         placed: jax.Array = jax.device_put(array, self.variables_device, may_alias=False)
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf)) if is_key(leaf) else placed
 
-    def reduce(self, op: str, value: Any) -> Any:
+    def reduce(self, op: str, value: Tree) -> Tree:
         """Reduce over all replicas of all instances, in replica order; the same result on every instance.
 
         Args:
@@ -314,7 +315,7 @@ class Strategy:
 
     # ---- programs
 
-    def run(self, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def run(self, function: Function, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None) -> Tree:
         """Run `function` once per local replica, compiled, all replicas in lockstep.
 
         Args:
@@ -350,7 +351,7 @@ class Strategy:
         ]
         return PerReplica(tuple(self._run(program, arguments)), self.local_replicas)
 
-    def _shared(self, value: Any) -> Any:
+    def _shared(self, value: Tree) -> Tree:
         """A value that all replicas get whole; on which device it lies does not matter."""
         refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
@@ -414,7 +415,7 @@ class Strategy:
 
     def distribute_dataset(
         self,
-        source: Any,
+        source: Data,
         batch_size: int,
         seed: int = 0,
         *,
@@ -460,7 +461,9 @@ class Strategy:
         self._batch_sizes.add(gradient_accumulation_count * batch_size)
         return dataset
 
-    def distribute_datasets_from_function(self, function: Callable[[InputContext], Iterable[Any]]) -> Iterable[Any]:
+    def distribute_datasets_from_function(
+        self, function: Callable[[InputContext], Iterable[Element]]
+    ) -> Iterable[Element]:
         """The data set that `function` makes for this instance; with one instance untouched.
 
         With several, taking a batch is a collective call: all end at the step at which the first of them has none,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from strategies.loss_scaling import LossScale
+from strategies.roles import OptimizerState, Tree, Variables
 
 
 @partial(
@@ -30,11 +31,11 @@ class TrainState:
             replicas one after another along the first axis; None where gradients are not quantised.
     """
 
-    variables: Any
-    optimizer_state: Any
+    variables: Variables
+    optimizer_state: OptimizerState
     step: int
     loss_scale: LossScale | None = None
-    residuals: Any = None
+    residuals: Tree = None
 
     def __post_init__(self) -> None:
         _alive[id(self)] = weakref.ref(self, partial(_forget, id(self)))

@@ -7,17 +7,17 @@ the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from strategies.errors import DeviceError
 from strategies.replicas.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
 
 
-def all_gather(shards: Sequence[Any], axis: int = 0) -> list[jax.Array]:
+def all_gather(shards: Sequence[ArrayLike], axis: int = 0) -> list[jax.Array]:
     """The arrays of all shards, concatenated along `axis`, on each of them; scalars are stacked.
 
     Raises:
@@ -38,7 +38,7 @@ def all_gather(shards: Sequence[Any], axis: int = 0) -> list[jax.Array]:
     return [jnp.concatenate(arrays, axis)] * len(arrays)
 
 
-def all_reduce(shards: Sequence[Any], op: str = "ADD") -> list[jax.Array]:
+def all_reduce(shards: Sequence[ArrayLike], op: str = "ADD") -> list[jax.Array]:
     """The reduction of all shards, on each of them, as long as the longest of them.
 
     Args:
@@ -56,7 +56,7 @@ def all_reduce(shards: Sequence[Any], op: str = "ADD") -> list[jax.Array]:
     return _reduced(parse_op(op), [_padded(vector, length) for vector in vectors])
 
 
-def reduce_scatter(shards: Sequence[Any], op: str = "ADD") -> list[jax.Array]:
+def reduce_scatter(shards: Sequence[ArrayLike], op: str = "ADD") -> list[jax.Array]:
     """The reduction of all k shards, of which each gets its part, of length ceil(longest / k), zeros at the end.
 
     Args:
@@ -87,14 +87,14 @@ def _padded(vector: jax.Array, length: int) -> jax.Array:
     return jnp.pad(vector, (0, length - vector.size))
 
 
-def _vectors(shards: Sequence[Any]) -> list[jax.Array]:
+def _vectors(shards: Sequence[ArrayLike]) -> list[jax.Array]:
     arrays = _checked(shards)
     if arrays[0].ndim > 1:
         raise ValueError(f"shards of rank {arrays[0].ndim} cannot be reduced; reshape them to vectors")
     return [array.reshape(-1) for array in arrays]
 
 
-def _checked(shards: Sequence[Any]) -> list[jax.Array]:
+def _checked(shards: Sequence[ArrayLike]) -> list[jax.Array]:
     if not len(shards):
         raise ValueError("the list of shards is empty; give one array per shard")
     if len({id(shard) for shard in shards}) < len(shards):

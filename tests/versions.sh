@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs the tests of collectives, strategies and promises on other versions of Python and JAX, each in an environment of its own.
+# Runs the tests of what depends on them on other versions of Python and JAX, each in an environment of its own.
 #
 #   sh tests/versions.sh [PYTHON=JAX ...]     default: 3.11=oldest 3.12=newest 3.13=newest
 #
@@ -10,6 +10,15 @@ set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 root=$(dirname -- "$here")
 cd -- "$root"
+
+# Of what reaches into JAX, or lives by how it traces, rounds, compiles and lays out; of what Orbax and Grain keep.
+of_strategies="callbacks checkpoints collective_equations compilation devices elementwise feed_program gradients grain_source
+    host_calls iterations loops precision products program_text programs recomputation right_sums segments sharded_update
+    step_record trainer updates"
+# Of what NumPy adds, and of threads, processes and command lines, which are Python's.
+others="tests/collectives/test_exact_sums.py tests/collectives/test_exchange.py tests/collectives/test_lanes.py
+    tests/collectives/test_long_arrays.py tests/collectives/test_losing_members.py tests/collectives/test_reduction.py
+    tests/popdist/test_sums.py tests/poprun"
 
 say() {
     printf '%s\n' "versions.sh: $*" >&2
@@ -47,9 +56,11 @@ run_on() {
         printf '%s\n' "$wanted" >"$environment/made-of"
     fi
     say "$("$environment/bin/python" -c 'import sys, jax, jaxlib; print("Python", sys.version.split()[0], "JAX", jax.__version__, "jaxlib", jaxlib.__version__)')"
+    # shellcheck disable=SC2046,SC2086 # several words
     PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment "$environment/bin/python" -m pytest -q -p no:cacheprovider \
         --numprocesses "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder \
-        tests/jobs/test_promises.py tests/collectives tests/strategies || failed="$failed $version=$jax"
+        tests/jobs/test_promises.py $others $(printf 'tests/strategies/test_%s.py ' $of_strategies) ||
+        failed="$failed $version=$jax"
 }
 
 unset POPDIST_REQUIRE_HOROVOD # it is built for another environment

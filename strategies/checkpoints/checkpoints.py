@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from popdist.records.faults import CHECKPOINT
 from strategies.checkpoints.best import Best
@@ -198,7 +199,11 @@ class Checkpoints:
         return _with_arrays(state, received, training.step)
 
     def save(
-        self, state: TrainState, *, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None
+        self,
+        state: TrainState,
+        *,
+        extra: Mapping[str, object] | None = None,
+        metrics: Mapping[str, ArrayLike] | None = None,
     ) -> None:
         """Begin to save the state.
 
@@ -255,7 +260,11 @@ class Checkpoints:
         self._writing = self._thread.submit(self._write, folder, training, self._flat)
 
     def after_step(
-        self, state: TrainState, *, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None
+        self,
+        state: TrainState,
+        *,
+        extra: Mapping[str, object] | None = None,
+        metrics: Mapping[str, ArrayLike] | None = None,
     ) -> None:
         """Call it after every step, or some steps, on all instances: saves when it is time, or leaves if told to.
 
@@ -414,7 +423,7 @@ class Checkpoints:
     def _take_signal(self, number: int, frame: object) -> None:
         self._trainer.notice.give(number)
 
-    def _leave(self, state: TrainState, metrics: Mapping[str, Any] | None) -> None:
+    def _leave(self, state: TrainState, metrics: Mapping[str, ArrayLike] | None) -> None:
         def save_together() -> np.ndarray:
             self.save(state, metrics=metrics)
             self.wait()

@@ -14,13 +14,16 @@ import numpy as np
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoint_folder import TRAINING, CheckpointFolder, fault_of, shown
 from strategies.errors import CheckpointError
+from strategies.roles import Variables
 
 logger = logging.getLogger(__name__)
 
 VARIABLES = ".variables"
 
 
-def load_variables(path: str | Path, like: Any = None, *, step: int | None = None, best: Best | None = None) -> Any:
+def load_variables(
+    path: str | Path, like: Variables = None, *, step: int | None = None, best: Best | None = None
+) -> Variables:
     """The variables of a checkpoint; needs no strategy, no Trainer, and no other instance, and changes nothing.
 
     A training may go on in the folder meanwhile.
@@ -59,7 +62,7 @@ def load_variables(path: str | Path, like: Any = None, *, step: int | None = Non
     raise CheckpointError(f"there is no {what} in {folder.path}; name the folder that Checkpoints was given")
 
 
-def _checked(checkpoint: Path, like: Any) -> Any:
+def _checked(checkpoint: Path, like: Variables) -> Variables:
     """The variables of a checkpoint, if it is there and whole."""
     if not checkpoint.is_dir():
         known = ", ".join(map(str, CheckpointFolder(checkpoint.parent, keep=1).steps()))
@@ -69,7 +72,7 @@ def _checked(checkpoint: Path, like: Any) -> Any:
     return _variables(checkpoint, like)
 
 
-def _variables(checkpoint: Path, like: Any) -> Any:
+def _variables(checkpoint: Path, like: Variables) -> Variables:
     _, arrays = CheckpointFolder(checkpoint.parent, keep=1).read(checkpoint)
     found = {
         name.removeprefix(VARIABLES): np.array(array)  # a copy, which does not keep the optimizer state in memory
@@ -79,7 +82,7 @@ def _variables(checkpoint: Path, like: Any) -> Any:
     return _nested(checkpoint, found) if like is None else _structured(checkpoint, found, like)
 
 
-def _structured(checkpoint: Path, found: Mapping[str, np.ndarray], like: Any) -> Any:
+def _structured(checkpoint: Path, found: Mapping[str, np.ndarray], like: Variables) -> Variables:
     """The arrays in the structure of another tree."""
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
@@ -93,7 +96,7 @@ def _structured(checkpoint: Path, found: Mapping[str, np.ndarray], like: Any) ->
     return jax.tree.unflatten(structure, [found[name] for name in wanted])
 
 
-def _nested(checkpoint: Path, found: Mapping[str, np.ndarray]) -> Any:
+def _nested(checkpoint: Path, found: Mapping[str, np.ndarray]) -> Variables:
     """The arrays in dictionaries, and in lists where their keys are 0, 1, 2, ..."""
     root: dict[Any, Any] = {}
     for name, array in found.items():

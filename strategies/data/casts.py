@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from strategies.data.sources import Batch, Masked
+from strategies.data.sources import Masked
+from strategies.roles import Batch, Function, Variables
 
-DTypes = Any
+DTypes: TypeAlias = Any
 """A dtype (or `Cast`) for all leaves, or one for each entry of the batch: a mapping or tuple like the batch.
 
 Entries that a mapping lacks, or whose value is None, stay as they are.
@@ -29,7 +31,7 @@ class Cast:
         scale: a number, such as 1/255 for images of bytes.
     """
 
-    dtype: Any
+    dtype: DTypeLike
     scale: float = 1.0
 
     def __call__(self, array: jax.Array) -> jax.Array:
@@ -38,7 +40,7 @@ class Cast:
         return cast if self.scale == 1.0 else cast * jnp.asarray(self.scale, self.dtype)
 
 
-def casting(loss_fn: Callable[..., Any], dtypes: DTypes) -> Callable[..., Any]:
+def casting(loss_fn: Function, dtypes: DTypes) -> Function:
     """The loss function for batches that are cast where they are used, inside the compiled step.
 
     The bits of the training are those of a data set that was cast before: what is cast is kept apart from what the
@@ -54,7 +56,7 @@ def casting(loss_fn: Callable[..., Any], dtypes: DTypes) -> Callable[..., Any]:
     on_device = partial(_map_where, lambda to, name, leaf: (to if isinstance(to, Cast) else Cast(to))(leaf))
 
     @wraps(loss_fn)
-    def with_casts(variables: Any, batch: Batch, *rest: Any, **named: Any) -> Any:
+    def with_casts(variables: Variables, batch: Batch, *rest: Any, **named: Any) -> Any:
         return loss_fn(variables, jax.lax.optimization_barrier(on_device(dtypes, batch)), *rest, **named)
 
     return with_casts

@@ -18,11 +18,12 @@ from strategies.data.lockstep import in_lockstep
 from strategies.data.position import Position
 from strategies.data.prefetch import prefetched
 from strategies.data.random_access import Elements, RandomAccessSource, Steps
-from strategies.data.sources import ArraySource, Batch, Masked, Source
+from strategies.data.sources import ArraySource, Masked, Source
 from strategies.data.streams import from_iterable, from_shards, from_values
 from strategies.errors import StrategyError
 from strategies.numbers import at_least
 from strategies.programs.feed_program import Replication
+from strategies.roles import Batch, Data
 
 __all__ = ["Batch", "DistributedDataset", "InputContext", "Masked", "Position"]
 
@@ -80,7 +81,7 @@ class DistributedDataset:
 
     def __init__(
         self,
-        source: Any,
+        source: Data,
         *,
         batch_size: int,
         total_replicas: int,
@@ -291,7 +292,7 @@ class DistributedDataset:
         return self._place(converted(self._transfer_dtype, batch))
 
 
-def open_source(source: Any, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Source:
     """Finds out what kind of data set `source` is (see `DistributedDataset`).
 
     Raises:
@@ -314,7 +315,7 @@ def open_source(source: Any, layout: Layout, *, seed: int, shuffle: bool) -> Sou
     return from_iterable(source, layout)
 
 
-def _is_pytree_of_arrays(source: Any) -> bool:
+def _is_pytree_of_arrays(source: Data) -> bool:
     if isinstance(source, list):
         return False
     return not jax.tree_util.all_leaves([source]) or hasattr(source, "shape")

@@ -21,8 +21,9 @@ import numpy as np
 from popdist.spawned import refuse_while_spawned
 from strategies.data.layout import Layout
 from strategies.data.random_access import Elements, RandomAccessSource, Steps
-from strategies.data.sources import Batch, Source
+from strategies.data.sources import Source
 from strategies.numbers import at_least, positive
+from strategies.roles import Batch, Data, Element
 
 ENDLESS = 2**60
 """Steps that workers are told of; and more elements than a data set can have."""
@@ -62,7 +63,7 @@ class GrainSource:
         LifeCycleError: in a worker that runs the program again, because its main module is not guarded.
     """
 
-    dataset: Any
+    dataset: Data
     num_workers: int = 0
     worker_buffer_size: int = 1
 
@@ -96,7 +97,7 @@ class GrainSource:
 class GrainElements(Elements):
     """Those of a `grain.MapDataset`, whose random transforms know the epoch by the index."""
 
-    def read(self, epoch: int, index: int) -> Any:
+    def read(self, epoch: int, index: int) -> Element:
         """See `Elements`; ValueError where a filter of grain has left a hole."""
         element = self.source[epoch * len(self.source) + index]
         if element is None:
@@ -107,7 +108,7 @@ class GrainElements(Elements):
         return element
 
 
-def as_grain_source(source: Any) -> GrainSource | None:
+def as_grain_source(source: Data) -> GrainSource | None:
     """A `GrainSource`, or one of what is a `grain.MapDataset`; otherwise None, without importing grain."""
     if isinstance(source, GrainSource):
         return source

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from strategies.data.layout import Remainder
 
@@ -31,15 +31,15 @@ class Position:
     shuffle: bool = True
     remainder: Remainder = "drop"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, int | str | None]:
         """The position as a dictionary of numbers and strings, ready for JSON."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Position":
+    def from_dict(cls, values: Mapping[str, object]) -> "Position":
         """The inverse of `to_dict`; ValueError when `values` is not what that returned."""
         try:
-            return cls(**values)
+            return cls(**cast(dict[str, Any], values))
         except TypeError as error:
             names = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{dict(values)!r} is not a position of a data set; one has {names}") from error

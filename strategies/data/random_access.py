@@ -6,7 +6,8 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from strategies.data.layout import Indices, Layout, epoch_order
-from strategies.data.sources import Batch, Masked, Source, stacked
+from strategies.data.sources import Masked, Source, stacked
+from strategies.roles import Batch, Element
 
 
 class RandomAccess(Protocol):
@@ -14,7 +15,7 @@ class RandomAccess(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> Element: ...
 
 
 class Elements:
@@ -26,7 +27,7 @@ class Elements:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, epoch: int, index: int) -> Any:
+    def read(self, epoch: int, index: int) -> Element:
         """Element `index` as it is in an epoch."""
         return self.source[index]
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from strategies.data.layout import Layout, epoch_order
 from strategies.per_replica import PerReplica
-
-Batch = Any
-"""A pytree of arrays whose leading axis runs over the local replicas' elements, in replica order."""
+from strategies.roles import Batch, Element, Tree
 
 
 class Masked(NamedTuple):
@@ -51,7 +49,7 @@ class ArraySource(Source):
 
     is_random_access = True
 
-    def __init__(self, arrays: Any, layout: Layout, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, arrays: Tree, layout: Layout, *, seed: int, shuffle: bool) -> None:
         self._arrays = jax.tree.map(np.asarray, arrays)
         self._layout = layout
         self._seed = seed
@@ -72,7 +70,7 @@ class ArraySource(Source):
         return jax.tree.map(lambda array: array.take(indices, axis=0), self._arrays)
 
 
-def stacked(elements: Sequence[Any]) -> Batch:
+def stacked(elements: Sequence[Element]) -> Batch:
     """Elements as one batch; ValueError when they differ in structure or shapes, or are several replicas'."""
     if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(elements[0])):
         raise ValueError(
@@ -87,7 +85,7 @@ def stacked(elements: Sequence[Any]) -> Batch:
         ) from error
 
 
-def common_length(arrays: Any) -> int:
+def common_length(arrays: Tree) -> int:
     """The leading length that all leaves share; ValueError, naming the leaves, where there is none."""
     lengths: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from strategies.data.layout import Layout
-from strategies.data.sources import Batch, Masked, Source, stacked
+from strategies.data.sources import Masked, Source, stacked
+from strategies.roles import Batch, Data, Element
 
 
 class Round(NamedTuple):
     """One element for every local replica; where `valid` is False it only fills the place."""
 
-    elements: Sequence[Any]
+    elements: Sequence[Element]
     valid: Sequence[bool]
 
     def as_padding(self) -> "Round":
@@ -81,7 +82,7 @@ class StreamSource(Source):
         return Masked(values, np.array([taken.valid[j] for j in per_replica for taken in rounds], bool))
 
 
-def from_iterable(source: Any, layout: Layout) -> Source:
+def from_iterable(source: Data, layout: Layout) -> Source:
     """Replica r reads elements r, r + R, r + 2R, ... of an iterable."""
     _require_iterable("the data set", source)
     length = _length(source)
@@ -95,7 +96,7 @@ def from_iterable(source: Any, layout: Layout) -> Source:
     )
 
 
-def from_shards(source: Any, layout: Layout) -> Source:
+def from_shards(source: Data, layout: Layout) -> Source:
     """Replica r reads `source.shard(R, r)`."""
     replicas = layout.total_replicas
     shards = [source.shard(replicas, r) for r in layout.local_replicas]
@@ -110,7 +111,7 @@ def from_shards(source: Any, layout: Layout) -> Source:
     )
 
 
-def from_values(values: Sequence[Any], layout: Layout) -> Source:
+def from_values(values: Sequence[Element], layout: Layout) -> Source:
     """The local replicas read one iterable each."""
     if len(values) != len(layout.local_replicas):
         raise ValueError(f"got {len(values)} iterables for {len(layout.local_replicas)} local replicas; each needs one")
@@ -119,7 +120,7 @@ def from_values(values: Sequence[Any], layout: Layout) -> Source:
     return StreamSource(lambda: _side_by_side(values, layout), layout)
 
 
-def _interleaved(source: Iterable[Any], layout: Layout) -> Iterator[Round]:
+def _interleaved(source: Iterable[Element], layout: Layout) -> Iterator[Round]:
     """Deals elements out one by one to replica 0, 1, ..., in one pass however many replicas are local."""
     elements = iter(source)
     while dealt := list(islice(elements, layout.total_replicas)):
@@ -133,7 +134,7 @@ def _interleaved(source: Iterable[Any], layout: Layout) -> Iterator[Round]:
 _ENDED = object()
 
 
-def _side_by_side(shards: Sequence[Iterable[Any]], layout: Layout) -> Iterator[Round]:
+def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterator[Round]:
     """Takes one element from each local shard at a time, until one ends (when padding: until all have)."""
     if not layout.pads:
         for elements in zip(*shards, strict=False):
@@ -149,7 +150,7 @@ def _side_by_side(shards: Sequence[Iterable[Any]], layout: Layout) -> Iterator[R
         yield Round(previous, valid)
 
 
-def _shard_lengths(source: Any, own_shard: Any, replicas: int) -> list[int] | None:
+def _shard_lengths(source: Data, own_shard: Any, replicas: int) -> list[int] | None:
     """Lengths of all replicas' shards: their own where they tell, else an even split of the source's."""
     if _length(own_shard) is not None:
         return [len(source.shard(replicas, r)) for r in range(replicas)]
@@ -172,14 +173,14 @@ def _steps_of_shards(lengths: Sequence[int], layout: Layout) -> int:
     return min(lengths) // layout.elements_per_replica
 
 
-def _length(source: Any) -> int | None:
+def _length(source: Data) -> int | None:
     try:
         return len(source)
     except TypeError:  # no __len__, or one that says "unknown" or "infinite" as TensorFlow's data sets do
         return None
 
 
-def _require_iterable(name: str, source: Any) -> None:
+def _require_iterable(name: str, source: Data) -> None:
     kind = type(source).__name__
     if isinstance(source, str | bytes) or not isinstance(source, Iterable):
         raise TypeError(f"{name} is a {kind}; use a pytree of arrays, an object with shard(n, i), or an iterable")

@@ -6,7 +6,6 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any
 
 import jax
 
@@ -17,8 +16,9 @@ from strategies.feeds.feed_elements import check_declared
 from strategies.per_replica import PerReplica
 from strategies.programs.feed_program import Replication
 from strategies.replicas.dealing import replication_of
+from strategies.roles import Data, Element
 
-Round = Sequence[tuple[int, Any]]
+Round = Sequence[tuple[int, Element]]
 """The next element of each local replica, with the number by which messages call it."""
 
 
@@ -48,11 +48,11 @@ class FeedStream(ABC):
     is_once: bool
 
     @abstractmethod
-    def open(self) -> Iterator[Any]:
+    def open(self) -> Iterator[Element]:
         """The data set from its beginning on."""
 
     @abstractmethod
-    def element(self, first: Any) -> Any:
+    def element(self, first: Element) -> Element:
         """An element, from the first thing that `open` has given."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class FeedStream(ABC):
         """Refuse replicas that it cannot feed, with `FeedError`."""
 
     @abstractmethod
-    def rounds(self, opened: Iterator[Any], replication: Replication) -> Iterator[Round]:
+    def rounds(self, opened: Iterator[Element], replication: Replication) -> Iterator[Round]:
         """The rounds of the local replicas, for as long as there is an element for each."""
 
 
@@ -72,17 +72,17 @@ class Elements(FeedStream):
         mode: whose they are; None if nobody has said.
     """
 
-    def __init__(self, elements: Iterable[Any], mode: InfeedMode | None) -> None:
+    def __init__(self, elements: Iterable[Element], mode: InfeedMode | None) -> None:
         self._elements = elements
         self._mode = mode
         self.kind = type(elements).__name__
         self.is_once = isinstance(elements, Iterator)
 
-    def open(self) -> Iterator[Any]:
+    def open(self) -> Iterator[Element]:
         """See `FeedStream`."""
         return iter(self._elements)
 
-    def element(self, first: Any) -> Any:
+    def element(self, first: Element) -> Element:
         """See `FeedStream`.
 
         Raises:
@@ -109,7 +109,7 @@ class Elements(FeedStream):
                 "of the local ones; say which, with InfeedQueue(..., mode=InfeedMode.WHOLE) or InfeedMode.INSTANCE"
             )
 
-    def rounds(self, opened: Iterator[Any], replication: Replication) -> Iterator[Round]:
+    def rounds(self, opened: Iterator[Element], replication: Replication) -> Iterator[Round]:
         """See `FeedStream`."""
         is_own = self._mode is InfeedMode.INSTANCE
         count = len(replication.local) if is_own else replication.total
@@ -134,11 +134,11 @@ class OwnElements(FeedStream):
         self._streams = streams
         self.is_once = any(isinstance(stream, Iterator) for stream in streams)
 
-    def open(self) -> Iterator[Sequence[Any]]:
+    def open(self) -> Iterator[Sequence[Element]]:
         """See `FeedStream`."""
         return zip(*self._streams, strict=False)
 
-    def element(self, first: Sequence[Any]) -> Any:
+    def element(self, first: Sequence[Element]) -> Element:
         """See `FeedStream`."""
         return first[0]
 
@@ -152,7 +152,7 @@ class OwnElements(FeedStream):
                 "per_replica of the strategy that runs it"
             )
 
-    def rounds(self, opened: Iterator[Sequence[Any]], replication: Replication) -> Iterator[Round]:
+    def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
         """See `FeedStream`."""
         return _numbered(opened)
 
@@ -170,11 +170,11 @@ class Batches(FeedStream):
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
 
-    def open(self) -> Iterator[Sequence[Any]]:
+    def open(self) -> Iterator[Sequence[Element]]:
         """See `FeedStream`."""
         return self._dataset.parts()
 
-    def element(self, first: Sequence[Any]) -> Any:
+    def element(self, first: Sequence[Element]) -> Element:
         """See `FeedStream`."""
         return first[0]
 
@@ -186,12 +186,12 @@ class Batches(FeedStream):
                 f"runs on {replication}; run it with the strategy that has distributed the data set"
             )
 
-    def rounds(self, opened: Iterator[Sequence[Any]], replication: Replication) -> Iterator[Round]:
+    def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
         """See `FeedStream`."""
         return _numbered(opened)
 
 
-def feed_stream(dataset: Any, mode: InfeedMode | None) -> FeedStream:
+def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
     """What kind of data set it is.
 
     Args:
@@ -215,7 +215,7 @@ def feed_stream(dataset: Any, mode: InfeedMode | None) -> FeedStream:
     return Elements(_iterable(dataset), mode)
 
 
-def _numbered(rounds: Iterator[Sequence[Any]]) -> Iterator[Round]:
+def _numbered(rounds: Iterator[Sequence[Element]]) -> Iterator[Round]:
     for number, elements in enumerate(rounds):
         yield [(number, element) for element in elements]
 
@@ -226,7 +226,7 @@ def _of_iterables(streams: PerReplica) -> PerReplica:
     return streams
 
 
-def _iterable(dataset: Any) -> Iterable[Any]:
+def _iterable(dataset: Data) -> Iterable[Element]:
     if not isinstance(dataset, Iterable) or isinstance(dataset, str | bytes | Mapping):
         raise TypeError(f"the data set is a {type(dataset).__name__}; an infeed needs an iterable of elements")
     check_declared(dataset)

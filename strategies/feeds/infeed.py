@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from strategies.data.prefetch import Prefetcher, reading_ahead
 from strategies.errors import EndOfDataError, FeedError
@@ -20,6 +21,7 @@ from strategies.feeds.feed_elements import ElementSpec
 from strategies.feeds.feed_streams import InfeedMode, Round, feed_stream
 from strategies.numbers import integer
 from strategies.programs.feed_program import FeedProgram, Replication, current_program, is_in_program
+from strategies.roles import Data, Element
 
 DELETE_TIMEOUT_S = 10.0
 
@@ -72,7 +74,7 @@ class InfeedQueue:
         StrategyError: if taking an element is a collective call, which the thread must not make.
     """
 
-    def __init__(self, dataset: Any, prefetch_depth: int | None = None, mode: InfeedMode | None = None) -> None:
+    def __init__(self, dataset: Data, prefetch_depth: int | None = None, mode: InfeedMode | None = None) -> None:
         self._depth = _checked_depth(3 if prefetch_depth is None else prefetch_depth)
         self._number = next(_numbers)
         self._stream = feed_stream(dataset, mode)
@@ -106,7 +108,7 @@ class InfeedQueue:
         """How many arrays an element has."""
         return len(self.spec.leaves)
 
-    def dequeue(self) -> Any:
+    def dequeue(self) -> Element:
         """The next element of the replica whose program is being traced.
 
         Raises:
@@ -129,7 +131,7 @@ class InfeedQueue:
         _, leaves = self.dequeue_some(1, np.int32(1))
         return [leaf[0] for leaf in leaves]
 
-    def dequeue_some(self, most: int, wanted: Any) -> tuple[jax.Array, list[jax.Array]]:
+    def dequeue_some(self, most: int, wanted: ArrayLike) -> tuple[jax.Array, list[jax.Array]]:
         """One element, and those behind it that are there already, in one call into Python.
 
         Args:
@@ -149,17 +151,17 @@ class InfeedQueue:
         scalar = jax.ShapeDtypeStruct((), np.int32)
         return [scalar, *(jax.ShapeDtypeStruct((most, *leaf.shape), leaf.dtype) for leaf in self.spec.leaves)]
 
-    def taker(self, program: FeedProgram, most: int) -> Callable[[int, int], list[Any]]:
+    def taker(self, program: FeedProgram, most: int) -> Callable[[int, int], list[ArrayLike]]:
         """What a program calls for elements: `(replica, wanted) -> [count, *arrays]`, see `dequeue_some`.
 
         It does not wait where none is wanted.
         """
         # A program may be kept for longer than the queue, whose thread is not to run for so long.
         queue = weakref.ref(self)
-        nothing = [np.zeros(shape.shape, shape.dtype) for shape in self.shapes(most)]
+        nothing: list[ArrayLike] = [np.zeros(shape.shape, shape.dtype) for shape in self.shapes(most)]
         replication = program.replication
 
-        def take(replica: int, wanted: int) -> list[Any]:
+        def take(replica: int, wanted: int) -> list[ArrayLike]:
             sender = queue()
             if sender is None:
                 raise FeedError("the infeed of this program is gone; keep it as long as programs dequeue it")

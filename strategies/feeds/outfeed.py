@@ -20,6 +20,7 @@ from strategies.programs.feed_program import Put, Replication, current_program, 
 from strategies.programs.float64 import refuse_float64
 from strategies.replicas.devices import is_key
 from strategies.replicas.variables import MirroredVariable
+from strategies.roles import Tree
 
 
 class OutfeedMode(Enum):
@@ -92,7 +93,7 @@ class OutfeedQueue:
             return id(self) in current_program().outfeeds
         return self._layout is not None
 
-    def enqueue(self, tensors: Any) -> None:
+    def enqueue(self, tensors: Tree) -> None:
         """Enqueue one value per replica each time the program comes here.
 
         Gradients do not flow through it.
@@ -166,7 +167,7 @@ class OutfeedQueue:
 
     # ---- on the host
 
-    def dequeue(self, wait_for_completion: bool = False) -> Any:
+    def dequeue(self, wait_for_completion: bool = False) -> Tree:
         """What was enqueued.
 
         Args:
@@ -187,7 +188,7 @@ class OutfeedQueue:
                 return self._nothing()
             return self._take_last(self._layout) if self.mode is OutfeedMode.LAST else self._take_all(self._layout)
 
-    def _nothing(self) -> list[Any]:
+    def _nothing(self) -> list[Tree]:
         if self.mode is OutfeedMode.LAST:
             raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
         if threading.get_ident() != self._owner:
@@ -196,13 +197,13 @@ class OutfeedQueue:
             "an outfeed is dequeued that no program enqueues; call enqueue in a program, and run it before"
         )
 
-    def _take_last(self, layout: _Layout) -> Any:
+    def _take_last(self, layout: _Layout) -> Tree:
         values = self._last.whole
         if values is None:
             raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
         return _joined(layout, values)
 
-    def _take_all(self, layout: _Layout) -> Any:
+    def _take_all(self, layout: _Layout) -> Tree:
         count, local = len(self._all), len(layout.replication.local)
         results = [
             np.empty((count, local, *shape) if local > 1 else (count, *shape), dtype) for shape, dtype in layout.leaves
@@ -212,7 +213,7 @@ class OutfeedQueue:
                 result[number] = leaf
         return jax.tree.unflatten(layout.structure, results)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tree]:
         """What was enqueued, value by value; ends when there is none, and may be gone through again later.
 
         Raises:
@@ -222,7 +223,7 @@ class OutfeedQueue:
             raise FeedError("an outfeed in mode LAST cannot be iterated; call dequeue, or use OutfeedMode.ALL")
         return _Values(self)
 
-    def _next(self) -> Any:
+    def _next(self) -> Tree:
         with self._lock:
             if self._layout is None or not len(self._all):
                 raise StopIteration
@@ -253,7 +254,7 @@ class _Values:
     def __iter__(self) -> _Values:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         return self._queue._next()
 
 
@@ -264,7 +265,7 @@ def _leaves(values: list[list[np.ndarray]]) -> list[np.ndarray]:
     return [np.stack(leaves) for leaves in zip(*values, strict=True)]
 
 
-def _joined(layout: _Layout, values: list[list[np.ndarray]]) -> Any:
+def _joined(layout: _Layout, values: list[list[np.ndarray]]) -> Tree:
     leaves = [leaf[()] for leaf in _leaves(values)]  # scalars instead of arrays without dimensions
     return jax.tree.unflatten(layout.structure, leaves)
 
@@ -273,5 +274,5 @@ def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, MirroredVariable)
 
 
-def _value_of(leaf: Any) -> Any:
+def _value_of(leaf: Any) -> Tree:
     return leaf.value if _is_variable(leaf) else leaf

@@ -20,6 +20,7 @@ from strategies.data.prefetch import prefetched
 from strategies.feeds.infeed import InfeedQueue
 from strategies.loops import repeat
 from strategies.numbers import positive
+from strategies.roles import Data
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class EpochRate:
 
 
 def dataset_benchmark(
-    dataset: Any,
+    dataset: Data,
     number_of_epochs: int,
     elements_per_epochs: int | None = None,
     print_stats: bool = True,
@@ -133,7 +134,7 @@ def infeed_benchmark(
     return _report(_dequeued(infeed_queue, number_of_epochs, per_epoch, do_memcpy), print_stats)
 
 
-def measured(dataset: Any, epochs: int, per_epoch: int, copies: bool = True, warm_up: int = 0) -> Iterator[EpochRate]:
+def measured(dataset: Data, epochs: int, per_epoch: int, copies: bool = True, warm_up: int = 0) -> Iterator[EpochRate]:
     """The rates of epochs of `per_epoch` elements each, as they are over; arguments and errors as above.
 
     Of `warm_up` elements before them the time is not taken. What is a collective call is not read ahead: the data set
@@ -179,7 +180,7 @@ def _dequeued(queue: InfeedQueue, epochs: int, per_epoch: int, copies: bool) -> 
         yield EpochRate(per_epoch, per_epoch * element_bytes, time.perf_counter() - begin, per_epoch * rows)
 
 
-def endless(dataset: Any) -> Generator[Any, None, None]:
+def endless(dataset: Data) -> Generator[Any, None, None]:
     """What a data set yields; of a `DistributedDataset` the batches of all epochs, one after another."""
     if isinstance(dataset, DistributedDataset):
         return (batch for epoch in count() for batch in dataset.epoch(epoch))

@@ -24,6 +24,7 @@ from strategies.replicas.collective_equations import Collective, Kind, OfReplica
 from strategies.replicas.devices import ReplicaDevices
 from strategies.replicas.reduction_ops import check_dtype
 from strategies.replicas.replica_groups import ReplicaGroups
+from strategies.roles import Tree
 
 
 class Ends(Protocol):
@@ -70,7 +71,7 @@ class ReplicaContext:
             meets=reducer.meets,
         )
 
-    def all_reduce(self, op: str, value: Any) -> Any:
+    def all_reduce(self, op: str, value: Tree) -> Tree:
         """Reduce a pytree over all replicas of all instances; every replica gets the result.
 
         Sums are taken in replica order; 16-bit floats are added in float32; a mean of integers is truncated. Its

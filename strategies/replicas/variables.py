@@ -11,6 +11,7 @@ import numpy as np
 
 from strategies.per_replica import PerReplica
 from strategies.replicas.dealing import Dealing, mirrored
+from strategies.roles import Tree
 
 Synchronization = Literal["on_write", "on_read"]
 AGGREGATIONS = ("sum", "mean", "only_first_replica")
@@ -35,13 +36,13 @@ class Replicas(Protocol):
     def dealing(self) -> Dealing:
         """Knows what of a value goes to which replica."""
 
-    def per_replica(self, function: Callable[[int], Any]) -> PerReplica:
+    def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
         """What a function returns for each local replica."""
 
-    def broadcast(self, tree: Any) -> Any:
+    def broadcast(self, tree: Tree) -> Tree:
         """The tree of instance 0; a collective call."""
 
-    def reduce(self, op: str, value: Any) -> Any:
+    def reduce(self, op: str, value: Tree) -> Tree:
         """The reduction over all replicas; a collective call."""
 
 
@@ -54,16 +55,16 @@ class MirroredVariable:
         value: the current value; with `variables_on_host` NumPy arrays in host memory, else JAX arrays.
     """
 
-    def __init__(self, strategy: Replicas, initial: Any, aggregation: str) -> None:
+    def __init__(self, strategy: Replicas, initial: Tree, aggregation: str) -> None:
         self._strategy = strategy
         self._aggregation = _checked(aggregation)
         self.value = self._placed(strategy.broadcast(initial))
 
-    def read_value(self) -> Any:
+    def read_value(self) -> Tree:
         """The current value; asks nobody."""
         return self.value
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Tree) -> None:
         """Set the value.
 
         Args:
@@ -75,7 +76,7 @@ class MirroredVariable:
         """
         self.value = self._placed(_like(self.value, _reduced(self._strategy, self._aggregation, value)))
 
-    def _placed(self, value: Any) -> Any:
+    def _placed(self, value: Tree) -> Tree:
         if self._strategy.variables_on_host:
             return mirrored(jax.tree.map(_host_copy, value))
         return mirrored(jax.device_put(value, self._strategy.variables_device, may_alias=False))
@@ -91,18 +92,18 @@ class SyncOnReadVariable:
         values: the local replicas' values; hand them to `strategy.run` as an argument.
     """
 
-    def __init__(self, strategy: Replicas, initial: Any, aggregation: str) -> None:
+    def __init__(self, strategy: Replicas, initial: Tree, aggregation: str) -> None:
         self._strategy = strategy
         self._aggregation = _checked(aggregation)
         first = strategy.broadcast(initial)
         self._layout = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), first)
         self.values = strategy.per_replica(lambda _: first)
 
-    def read_value(self) -> Any:
+    def read_value(self) -> Tree:
         """The values of all replicas of all instances, reduced; a collective call."""
         return _reduced(self._strategy, self._aggregation, self.values)
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Tree) -> None:
         """Set the replicas' values; asks nobody.
 
         Args:
@@ -124,7 +125,7 @@ class SyncOnReadVariable:
 
 
 def make_variable(
-    strategy: Replicas, initial: Any, synchronization: Synchronization, aggregation: str
+    strategy: Replicas, initial: Tree, synchronization: Synchronization, aggregation: str
 ) -> MirroredVariable | SyncOnReadVariable:
     """The variable that `strategy.variable` describes."""
     kinds: dict[str, Callable[..., MirroredVariable | SyncOnReadVariable]] = {
@@ -143,7 +144,7 @@ def _checked(aggregation: str) -> str:
     return lower
 
 
-def _reduced(strategy: Replicas, aggregation: str, value: Any) -> Any:
+def _reduced(strategy: Replicas, aggregation: str, value: Tree) -> Tree:
     value = strategy.dealing.deal(value)
     if not isinstance(value, PerReplica):
         return value
@@ -152,7 +153,7 @@ def _reduced(strategy: Replicas, aggregation: str, value: Any) -> Any:
     return strategy.reduce(aggregation, value)
 
 
-def _like(variable: Any, value: Any) -> Any:
+def _like(variable: Any, value: Tree) -> Tree:
     """`value` with the dtypes of `variable`, if it has its structure and shapes."""
     given, wanted = (str(jax.tree.structure(tree)) for tree in (value, variable))
     if given != wanted:
@@ -160,7 +161,7 @@ def _like(variable: Any, value: Any) -> Any:
     return jax.tree.map(_leaf_like, variable, value)
 
 
-def _leaf_like(variable: Any, value: Any) -> Any:
+def _leaf_like(variable: Any, value: Tree) -> Tree:
     if np.shape(value) != variable.shape:
         raise ValueError(f"a value of shape {list(np.shape(value))} for a variable of {list(variable.shape)}")
     if getattr(value, "dtype", None) == variable.dtype:

@@ -34,7 +34,7 @@ class GradientAccumulationReductionMethod(Enum):
     RUNNING_MEAN = 2
 
     @classmethod
-    def parse(cls, method: Any) -> GradientAccumulationReductionMethod:
+    def parse(cls, method: object) -> GradientAccumulationReductionMethod:
         """The method of that name, in any case, or the method itself.
 
         Raises:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import jax
 import numpy as np
 
+from strategies.roles import Variables
 
-def fingerprint(variables: Any) -> str:
+
+def fingerprint(variables: Variables) -> str:
     """The SHA-256 of the bits of all leaves, in tree order, as 64 hexadecimal digits.
 
     Args:

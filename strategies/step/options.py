@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypedDict
 
+from jax.typing import DTypeLike
+
 from strategies.exchange.transfer import Transfer
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
+from strategies.recomputation import Policy
 from strategies.step.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.step.replica_program import Accumulation, Precision, float_dtype
 from strategies.step.updates import UpdateSettings
@@ -24,11 +27,11 @@ class Options(TypedDict, total=False):
     replicated_optimizer_state_sharding: bool | None
     min_elements_for_sharding: int
     offload_optimizer_state: bool | None
-    compute_dtype: Any
+    compute_dtype: DTypeLike | None
     loss_scaling: LossScaling | float | str | None
-    gradient_transfer_dtype: Any
+    gradient_transfer_dtype: DTypeLike | None
     stochastic_rounding: bool
-    recompute: str | Callable[..., Any]
+    recompute: str | Policy
     compile_ahead: bool
 
 
@@ -82,11 +85,11 @@ class StepOptions:
     replicated_optimizer_state_sharding: bool | None = False
     min_elements_for_sharding: int = 32
     offload_optimizer_state: bool | None = None
-    compute_dtype: Any = None
+    compute_dtype: DTypeLike | None = None
     loss_scaling: LossScaling | float | str | None = None
-    gradient_transfer_dtype: Any = None
+    gradient_transfer_dtype: DTypeLike | None = None
     stochastic_rounding: bool = False
-    recompute: str | Callable[..., Any] = "none"
+    recompute: str | Policy = "none"
     compile_ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -148,7 +151,7 @@ class StepOptions:
         return self.scaling is None and not self.transfer.is_quantised and not self.check_numerics
 
     @property
-    def terms(self) -> Mapping[str, Any]:
+    def terms(self) -> Mapping[str, object]:
         """The options as all instances have to have them."""
         return {
             "seed": self.seed,

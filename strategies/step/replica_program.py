@@ -21,6 +21,7 @@ from strategies.step.accumulation import (
 )
 from strategies.step.arguments import metric_names, naming_missing_keys
 from strategies.step.encoding import encode
+from strategies.step.outcome import Outcome
 from strategies.strategy import Strategy
 
 LossFunction = Callable[[Any, Any, jax.Array], Any]
@@ -142,7 +143,7 @@ class ReplicaProgram:
         self.is_independent = True
         self.has_feeds = False
         self.flags = len(self.gradient_dtypes) * strategy.num_replicas_in_sync if check_numerics else 0
-        self.names, self._has_metrics = self._metric_names(variables, batch)
+        self.names = self._metric_names(variables, batch)
 
     @property
     def means(self) -> list[jax.ShapeDtypeStruct]:
@@ -229,31 +230,35 @@ class ReplicaProgram:
     def _loss(self, variables: Any, batch: Any, key: jax.Array, control: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What is differentiated, and the loss and the metrics as float32."""
         result = self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key)
-        loss, metrics = result if self._has_metrics else (result, {})
-        values = jnp.asarray([loss, *(metrics[name] for name in self.names[1:])], jnp.float32)
+        outcome = Outcome.of(result)
+        loss = outcome.loss
+        values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
         if self._precision.scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         return loss, values
 
     # ---- shapes
 
-    def _metric_names(self, variables: Any, batch: Any) -> tuple[tuple[str, ...], bool]:
+    def _metric_names(self, variables: Any, batch: Any) -> tuple[str, ...]:
         """What the loss function returns besides the loss; checks that all of it is scalar."""
         micro_batch = jax.tree.map(self._micro_shape, batch)
         with naming_missing_keys(variables, batch):
             shapes = jax.eval_shape(self._loss_of_one, variables, micro_batch, np.int32(0))
-        loss, metrics = shapes if isinstance(shapes, tuple) and len(shapes) == 2 else (shapes, {})
+        outcome = Outcome.of(shapes)
+        loss, metrics = outcome.loss, outcome.metrics
         if not isinstance(loss, jax.ShapeDtypeStruct) or not isinstance(metrics, Mapping):
             returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", shapes)
             raise TypeError(
                 f"the loss function returns {returned}; it must return the loss, or the loss and a dictionary of "
-                "metrics"
+                "metrics, or a strategies.Outcome"
             )
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(
                 f"the loss is {loss.dtype}{list(loss.shape)}; it must be a floating-point scalar: take jnp.mean of it"
             )
-        return ("loss", *metric_names(metrics)), isinstance(shapes, tuple)
+        if outcome.model_state is not None:
+            raise TypeError("the loss function returns a model state, and gets none; leave it out of the Outcome")
+        return ("loss", *metric_names(metrics))
 
     def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The shape of one micro-batch of a replica."""
@@ -278,5 +283,5 @@ class ReplicaProgram:
         except TypeError as error:
             raise TypeError(
                 f"the loss function returns {result}; it must return the loss, or the loss and a dictionary of "
-                "metrics, all of them arrays or numbers"
+                "metrics, or a strategies.Outcome, all of them arrays or numbers"
             ) from error

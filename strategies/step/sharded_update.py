@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from strategies.step.updates import Update, UpdateSettings
 from strategies.strategy import Strategy
 
 
+@final
 class ShardedUpdate(Update):
     """Each instance keeps (its replicas / R) of the optimizer state; the new variables are gathered.
 
@@ -67,7 +68,7 @@ class ShardedUpdate(Update):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether instances have different parts of the optimizer state."""
+        """See `Update`: yes."""
         return True
 
     @property
@@ -86,9 +87,8 @@ class ShardedUpdate(Update):
 
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
         """See `Update`; a collective call."""
-        words = control if self.needs_control else None
         buffers, small, optimizer_state, self._reading = self._divide(
-            variables, self.on_device(optimizer_state), means, words, self._first
+            variables, self.on_device(optimizer_state), means, self._words(control), self._first
         )
         leaves, structure = jax.tree.flatten(variables)
         places = zip(self._layout.buffers, buffers, strict=True)

@@ -15,6 +15,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.exchange.transfer import Int8Layout
 from strategies.membership import surviving, warn_of_loss
 from strategies.numbers import positive
+from strategies.roles import Batch, Variables
 from strategies.step.arguments import check_loss_function, check_optimizer, check_state, check_variables
 from strategies.step.digest import flip_bit
 from strategies.step.executions import Executions
@@ -27,7 +28,7 @@ from strategies.step.sharded_update import ShardedUpdate
 from strategies.step.shards import PartOfArray, Shards
 from strategies.step.single_step import SingleStep
 from strategies.step.step_record import recorder_for
-from strategies.step.updates import Update
+from strategies.step.updates import Update, WholeUpdate
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
@@ -43,8 +44,8 @@ class Trainer:
 
     Args:
         strategy: where the replicas are.
-        loss_fn: `(variables, batch, key) -> loss` or `-> (loss, {name: scalar})` for one replica and one micro-batch;
-            the loss is a scalar, the key differs for each replica, step and micro-batch.
+        loss_fn: `(variables, batch, key) -> loss`, `-> (loss, {name: scalar})` or `-> Outcome` for one replica and one
+            micro-batch; the loss is a scalar, the key differs for each replica, step and micro-batch.
         optimizer: an optax gradient transformation.
         seed: of the keys.
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.
@@ -112,7 +113,7 @@ class Trainer:
             residuals=jax.tree.map(of_all, state.residuals),
         )
 
-    def init(self, variables: Any) -> TrainState:
+    def init(self, variables: Variables) -> TrainState:
         """The first state: instance 0's variables on every instance.
 
         Args:
@@ -134,7 +135,7 @@ class Trainer:
         first: TrainState = self._surviving(lambda: self._first_state(self._strategy.broadcast(variables), 0), catch_up)
         return first
 
-    def _first_state(self, variables: Any, step: int) -> TrainState:
+    def _first_state(self, variables: Variables, step: int) -> TrainState:
         scaling = self._options.scaling
         residuals = None
         if self._options.transfer.is_quantised:
@@ -148,7 +149,7 @@ class Trainer:
     def run(
         self,
         state: TrainState,
-        dataset: Iterable[Any],
+        dataset: Iterable[Batch],
         steps_per_execution: int = 1,
         after_execution: Callable[[TrainState, Metrics], None] = lambda state, metrics: None,
     ) -> tuple[TrainState, Metrics]:
@@ -188,13 +189,13 @@ class Trainer:
             raise ValueError("there is no batch to make a step with")
         return state, metrics
 
-    def _singly(self, state: TrainState, batches: Iterable[Any]) -> tuple[TrainState, Metrics]:
+    def _singly(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
         metrics = Metrics((), np.zeros(0, np.float32))
         for batch in batches:
             state, metrics = self.step(state, batch)
         return state, metrics
 
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One update; `state` is used up.
 
         Args:
@@ -243,4 +244,4 @@ def _update_for(strategy: Strategy, optimizer: optax.GradientTransformation, opt
     """The update with whole or with sharded optimizer state."""
     if options.shards_state:
         return ShardedUpdate(strategy, optimizer, options.of_update, options.min_elements_for_sharding)
-    return Update(strategy, optimizer, options.of_update)
+    return WholeUpdate(strategy, optimizer, options.of_update)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,10 @@ class UpdateSettings:
     offloads_state: bool = False
 
 
-class Update:
-    """The whole optimizer state on every instance.
+class Update(ABC):
+    """New variables and optimizer state, of mean gradients; who keeps which part of the state is another matter.
+
+    The step calls `init` once, and then `apply` for each step, with `wait` before the mean gradients are overwritten.
 
     Args:
         strategy: whose variables are updated.
@@ -58,38 +61,23 @@ class Update:
         self._strategy = strategy
         self._optimizer = optax.with_extra_args_support(optimizer)
         self._settings = settings
-        self._jitted = jit(self.traced, donate_argnums=(0, 1))
-        self._program = self._in_turn(self._jitted)
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
 
     @property
+    @abstractmethod
     def is_sharded(self) -> bool:
         """Whether instances have different parts of the optimizer state."""
-        return False
 
     @property
+    @abstractmethod
     def mean_shards(self) -> Shards | None:
         """How mean gradients are cut of which `apply` takes this instance's part only; None: it takes them whole."""
-        return None
 
-    @property
-    def needs_control(self) -> bool:
-        """Whether the control words of the step are an argument of the program."""
-        return self._settings.unscales or self._settings.rounds_stochastically
-
+    @abstractmethod
     def init(self, variables: Any) -> Any:
         """The optimizer state before the first step."""
-        return self._placed(self._compiled(self._optimizer.init), variables)
 
-    def _placed(self, init: Callable[..., Any], *arguments: Any) -> Any:
-        """What `init` returns, where optimizer state lies.
-
-        Committed to that device, as what `apply` returns is: JAX compiles a program again for arguments that are not.
-        """
-        device = self._strategy.variables_device
-        with jax.default_device(device):
-            return self.offloaded(jax.device_put(init(*arguments), device))
-
+    @abstractmethod
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
         """New variables and optimizer state; the old ones are used up.
 
@@ -100,12 +88,8 @@ class Update:
                 until `wait` returns.
             control: see `control_words`.
         """
-        words = control if self.needs_control else None
-        variables, optimizer_state, self._reading = self._program(
-            variables, self.on_device(optimizer_state), means, words
-        )
-        return variables, self.offloaded(optimizer_state)
 
+    @abstractmethod
     def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
         """What `apply` computes, or of sharded state the optimizer: the same on every instance.
 
@@ -115,15 +99,40 @@ class Update:
             means: the shapes and dtypes of the mean gradients.
             control: see `apply`.
         """
-        words = control if self.needs_control else None
-        traced = self._jitted.trace(variables, self.on_device(optimizer_state), means, words)
-        closed: core.ClosedJaxpr = traced.jaxpr
-        return closed
+
+    @abstractmethod
+    def traced(
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+    ) -> tuple[Any, Any, jax.Array]:
+        """The update of whole variables where one instance drives all replicas; traceable.
+
+        Returns:
+            New variables, new optimizer state, and a token that is ready when they are.
+        """
+
+    @abstractmethod
+    def whole(self, optimizer_state: Any) -> Any:
+        """The optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
+
+    # ---- what all of them do alike
 
     def wait(self) -> None:
         """Return when the mean gradients of the last update are not read any more."""
         if self._reading is not None:
             self._reading.block_until_ready()
+
+    def _words(self, control: np.ndarray) -> np.ndarray | None:
+        """The control words of the step, where they are an argument of the program."""
+        return control if self._settings.unscales or self._settings.rounds_stochastically else None
+
+    def _placed(self, init: Callable[..., Any], *arguments: Any) -> Any:
+        """What `init` returns, where optimizer state lies.
+
+        Committed to that device, as what `apply` returns is: JAX compiles a program again for arguments that are not.
+        """
+        device = self._strategy.variables_device
+        with jax.default_device(device):
+            return self.offloaded(jax.device_put(init(*arguments), device))
 
     def _compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A program that one instance of the host compiles, where executables are kept."""
@@ -131,14 +140,6 @@ class Update:
 
     def _in_turn(self, program: Any) -> Callable[..., Any]:
         return compiled_in_turn(program, self._strategy.devices.executables)
-
-    def traced(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
-    ) -> tuple[Any, Any, jax.Array]:
-        """The update of whole variables, and a token that is ready when it is done; traceable."""
-        gradients, norm = self._gradients(variables, means, control)
-        changes, optimizer_state = self._changes(gradients, optimizer_state, variables, norm)
-        return self._add(variables, changes, control), optimizer_state, jnp.zeros(())
 
     def _gradients(self, variables: Any, means: Any, control: jax.Array | None) -> tuple[Any, jax.Array]:
         """The mean gradients as the optimizer gets them, and their norm."""
@@ -188,8 +189,51 @@ class Update:
     def _placement(self, kind: str | None) -> jax.sharding.Sharding:
         return jax.sharding.SingleDeviceSharding(self._strategy.variables_device, memory_kind=kind)
 
-    # ---- the whole state, for checkpoints
+
+@final
+class WholeUpdate(Update):
+    """The whole optimizer state on every instance; see `Update`."""
+
+    def __init__(self, strategy: Strategy, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+        super().__init__(strategy, optimizer, settings)
+        self._jitted = jit(self.traced, donate_argnums=(0, 1))
+        self._program = self._in_turn(self._jitted)
+
+    @property
+    def is_sharded(self) -> bool:
+        """See `Update`: no."""
+        return False
+
+    @property
+    def mean_shards(self) -> Shards | None:
+        """See `Update`: it takes them whole."""
+        return None
+
+    def init(self, variables: Any) -> Any:
+        """See `Update`."""
+        return self._placed(self._compiled(self._optimizer.init), variables)
+
+    def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
+        """See `Update`."""
+        variables, optimizer_state, self._reading = self._program(
+            variables, self.on_device(optimizer_state), means, self._words(control)
+        )
+        return variables, self.offloaded(optimizer_state)
+
+    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
+        """See `Update`."""
+        traced = self._jitted.trace(variables, self.on_device(optimizer_state), means, self._words(control))
+        closed: core.ClosedJaxpr = traced.jaxpr
+        return closed
+
+    def traced(
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+    ) -> tuple[Any, Any, jax.Array]:
+        """See `Update`."""
+        gradients, norm = self._gradients(variables, means, control)
+        changes, optimizer_state = self._changes(gradients, optimizer_state, variables, norm)
+        return self._add(variables, changes, control), optimizer_state, jnp.zeros(())
 
     def whole(self, optimizer_state: Any) -> Any:
-        """The optimizer state with a `PartOfArray` wherever this instance has only a part."""
+        """See `Update`: it is whole."""
         return optimizer_state

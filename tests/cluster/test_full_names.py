@@ -38,12 +38,21 @@ def test_each_instance_runs_on_the_host_that_is_named(bed):
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, lines(*BOTH)), done.stderr
 
 
+UNCHECKED = "--skip-checks"
+
+
 @pytest.mark.complete
-@pytest.mark.parametrize("where", ["h0", "h1", "h2"])
 @pytest.mark.parametrize(
-    "hosts", [("n1.east",), ("n1.west",), ("n1.west", "n1.east"), ("n1.west", "n2.east"), (*BOTH, "n2.east")]
+    ("where", "hosts", "options"),
+    [
+        ("h0", ("n1.west", "n1.east"), []),
+        ("h0", ("n1.west",), [UNCHECKED]),
+        ("h1", ("n1.east",), []),
+        ("h1", ("n1.west", "n2.east"), [UNCHECKED]),
+        ("h2", (*BOTH, "n2.east"), []),
+        ("h2", BOTH, [UNCHECKED]),
+    ],
 )
-@pytest.mark.parametrize("options", [(), ("--skip-checks",)], ids=["checked", "unchecked"])
 def test_from_wherever_it_is_launched(bed, where, hosts, options):
     done = run(bed, where, hosts, *options)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, lines(*hosts)), done.stderr

@@ -15,11 +15,18 @@ import pytest
 from beds import REQUIRED_VARIABLE, ROOT
 from looping import Looping, await_value, looping, own_lines
 
-pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(170)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.long,
+    pytest.mark.complete,
+    pytest.mark.cores(2),
+    pytest.mark.timeout(170),
+]
 
 END_LIMIT_S = 2.0
 SILENCE_S = 4
 DIGITS = str(ROOT / "launch_scripts" / "train_digits.py")
+TRAINING = [sys.executable, DIGITS, "--model", "mlp", "--max-steps", "3", "--json", "-", "--replicas", "6"]
 
 
 def words(hosts, instances, *options):
@@ -62,22 +69,44 @@ def test_instances_are_spread_in_blocks_and_find_the_same_environment(hosts):
     assert {each[5] for each in found} == {os.getcwd()}
 
 
-@pytest.mark.parametrize(("slots", "instances"), [((2, 1), 3), ((4, 1, 1), 6)])
-def test_hosts_take_instances_by_their_slots_with_the_same_bits(hosts, slots, instances):
-    file = hosts.shared / "hostfile"
+@pytest.fixture(scope="module")
+def alone(bed):
+    """The digest of what one process trains."""
+    done = bed.on("h0", *TRAINING, "--strategy", "ipu", limit_s=100.0)
+    return digest_in(done)
+
+
+def digest_in(done):
+    assert done.returncode == 0, done.stderr
+    found = re.search(r'"variables_sha256": "(\w+)"', done.stdout)
+    assert found, done.stderr
+    return found[1]
+
+
+def by_slots(bed, slots):
+    """The beginning of a command that starts one instance for each slot of h0, h1 and so on."""
+    file = bed.shared / "hostfile"
     file.write_text("".join(f"h{index} slots={number}\n" for index, number in enumerate(slots)))
-    job = ["--hostfile", str(file), "--num-instances", str(instances), "--num-replicas", "6"]
+    job = ["--hostfile", str(file), "--num-instances", str(sum(slots)), "--num-replicas", "6"]
     root = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
-    poprun = [sys.executable, "-m", "poprun", *job, "--process-placement", "disabled", *root, "--tag-host"]
-    who = hosts.on("h0", *poprun, "hostname")
+    return [sys.executable, "-m", "poprun", *job, "--process-placement", "disabled", *root, "--tag-host"]
+
+
+@pytest.mark.parametrize("slots", [(2, 1), (4, 1, 1)])
+def test_hosts_take_instances_by_their_slots(hosts, slots):
+    who = hosts.on("h0", *by_slots(hosts, slots), "hostname")
     wanted = [f"h{index}" for index, number in enumerate(slots) for _ in range(number)]
     assert [line.rpartition(":")[2] for line in sorted(who.stdout.splitlines())] == wanted, who.stderr
-    arguments = [sys.executable, DIGITS, "--model", "mlp", "--max-steps", "3", "--json", "-", "--replicas", "6"]
-    alone = hosts.on("h0", *arguments, "--strategy", "ipu", limit_s=100.0)
-    done = hosts.on("h0", *poprun, *arguments, limit_s=120.0)
-    results = [re.search(r'"variables_sha256": "(\w+)"', each.stdout) for each in (alone, done)]
-    assert all(results), (alone.stderr, done.stderr)
-    assert results[0][1] == results[1][1]
+
+
+def test_the_variables_are_those_of_one_process_where_one_host_has_more_instances(hosts, alone):
+    assert digest_in(hosts.on("h0", *by_slots(hosts, (2, 1)), *TRAINING, limit_s=120.0)) == alone
+
+
+def test_the_variables_are_those_of_one_process_over_slower_links(hosts, alone):
+    """Six replicas on three hosts, over links of 1 Gbit/s with 0.5 ms."""
+    hosts.link("all", "rate=1gbit", "delay=0.5ms")
+    assert digest_in(run(hosts, hosts.names[:3], 3, *TRAINING, options=("--num-replicas", "6"))) == alone
 
 
 def test_what_a_login_prints_is_no_output_of_the_job(hosts):
@@ -104,28 +133,16 @@ def test_hosts_that_cannot_connect_to_each_other_end_a_job_with_the_words_of_ope
     assert 'calling\n"abort"' in done.stderr  # what mpirun itself says
 
 
-def test_the_variables_are_those_of_one_process(hosts, tmp_path_factory):
-    """Eight replicas on four hosts, over links of 1 Gbit/s with 0.5 ms."""
-    hosts.link("all", "rate=1gbit", "delay=0.5ms")
-    arguments = [sys.executable, DIGITS, "--model", "mlp", "--max-steps", "5", "--json", "-", "--replicas", "8"]
-    alone = hosts.on("h0", *arguments, "--strategy", "ipu", limit_s=100.0)
-    done = run(hosts, hosts.names, 8, *arguments)
-    assert done.returncode == 0, done.stderr
-    results = [re.search(r'"variables_sha256": "(\w+)"', each.stdout) for each in (alone, done)]
-    assert all(results), (alone.stderr, done.stdout)
-    assert results[0][1] == results[1][1]
-
-
 @pytest.mark.parametrize(
     ("deed", "status", "words_"),
     [
-        ("raise", 1, r"instance 3 on host h1 \(pid \d+\) ended with exit status 1, after collective 50"),
-        ("kill", 137, r"instance 3 on host h1 \(pid \d+\) was killed by SIGKILL, after collective 50"),
-        ("exit", 3, r"instance 3 on host h1 \(pid \d+\) ended with exit status 3, after collective 50"),
+        ("raise", 1, r"instance 1 on host h1 \(pid \d+\) ended with exit status 1, after collective 50"),
+        ("kill", 137, r"instance 1 on host h1 \(pid \d+\) was killed by SIGKILL, after collective 50"),
+        ("exit", 3, r"instance 1 on host h1 \(pid \d+\) ended with exit status 3, after collective 50"),
     ],
 )
 def test_an_instance_that_fails_on_another_host_ends_the_job_and_is_named(hosts, deed, status, words_):
-    job = looping_job(hosts, hosts.names[:3], 6, victim=3, deed=deed)
+    job = looping_job(hosts, hosts.names[:3], 3, victim=1, deed=deed)
     job.await_start()
     found, lines = job.end(END_LIMIT_S)
     assert found == status
@@ -134,7 +151,7 @@ def test_an_instance_that_fails_on_another_host_ends_the_job_and_is_named(hosts,
 
 
 def test_a_daemon_that_is_killed_ends_the_job_and_its_host_is_named(hosts):
-    job = looping_job(hosts, hosts.names[:3], 6)
+    job = looping_job(hosts, hosts.names[:3], 3)
     job.await_start()
     daemons = [pid for pid, command in hosts.processes("h1").items() if re.match(r"\S*prted ", command)]
     os.kill(min(daemons), signal.SIGKILL)  # one of its own children has its name
@@ -145,7 +162,7 @@ def test_a_daemon_that_is_killed_ends_the_job_and_its_host_is_named(hosts):
 
 
 def test_a_host_whose_link_is_cut_ends_the_job_within_the_limit_and_cleans_itself_up(hosts):
-    job = looping_job(hosts, hosts.names[:3], 6, "--host-timeout-s", str(SILENCE_S))
+    job = looping_job(hosts, hosts.names[:3], 3, "--host-timeout-s", str(SILENCE_S))
     job.await_start()
     hosts.link("h2", "down")
     status, lines = job.end(SILENCE_S + 3)
@@ -242,14 +259,19 @@ def test_words_of_mpiruns_reach_the_programs_on_other_hosts(hosts):
     assert [json.loads(line.partition(":")[2]) for line in done.stdout.splitlines()] == [given, given]
 
 
-PORTS = """
-import os, pathlib, sys, time, popdist
+LISTENING = """
+import pathlib
+def listening():
+    tables = [pathlib.Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+"""
+PORTS = f"""{LISTENING}
+import os, sys, time, popdist
 popdist.init()
 popdist.synchronize()
 if popdist.getInstanceIndex() == 0:
-    tables = [pathlib.Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    print(*{int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}, flush=True)
+    print(*listening(), flush=True)
     for _ in range(600):
         if os.path.exists(sys.argv[1]):
             break
@@ -268,17 +290,18 @@ for port in sys.argv[1:]:
 
 
 def test_nobody_on_the_network_can_connect_to_a_job_of_one_host(hosts):
-    """But to the sshd of the host."""
+    """But to the daemons of the host."""
     go_on = hosts.shared / "go-on"
+    daemons = set(hosts.python("h0", f"{LISTENING}print(*listening())").stdout.split())
     command = [*words(["h0"], 2), sys.executable, "-c", PORTS, str(go_on)]
     with hosts.start("h0", *command) as job:
-        ports = job.stdout.readline().partition(":")[2].split()
-        called = hosts.python("h1", CALLS, *ports, limit_s=100.0)
+        ports = set(job.stdout.readline().partition(":")[2].split()) - daemons
+        called = hosts.python("h1", CALLS, *ports, "2222", limit_s=100.0)
         go_on.touch()
         _, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
     assert called.returncode == 0, called.stderr
-    assert len(ports) > 4
+    assert len(ports) > 3
     assert called.stdout.split() == ["2222"]
 
 

@@ -14,7 +14,7 @@ from beds import REQUIRED_VARIABLE, Bed
 from looping import await_value, own_lines
 from test_launch import words
 
-pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.complete, pytest.mark.timeout(170)]
 
 SILENCE_S = 10
 FAMILY = """

@@ -18,7 +18,7 @@ from poprun.asking.lookup import find_mpirun
 from poprun.hosts.allocation import find_allocation
 from poprun.hosts.schedulers.slurm import expand_nodes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.complete, pytest.mark.timeout(240)]
 
 WHO = """
 import sys
@@ -268,6 +268,7 @@ def installed(slurm):
     return str(environment)
 
 
+@pytest.mark.cores(2)
 def test_the_main_job_has_the_same_bits_in_sbatch_and_srun_as_alone(slurm):
     """launch_scripts/slurm.sbatch, submitted as its users do, and the same by srun alone."""
     program, words = str(ROOT / "launch_scripts" / "train_digits.py"), ["--epochs", "1"]
@@ -284,6 +285,7 @@ def test_the_main_job_has_the_same_bits_in_sbatch_and_srun_as_alone(slurm):
     assert wanted[0] in slurm.run("srun", "--mpi=pmix", "-N2", "-n2", *task, limit_s=120).stdout
 
 
+@pytest.mark.cores(2)
 @pytest.mark.parametrize("whom", [("--batch",), ()], ids=["the_script", "all_steps"])
 def test_the_warning_before_the_end_makes_the_main_job_save(whom, slurm):
     """What `sbatch --signal=B:USR1@60` sends, and what it sends without `B:`, in the second epoch."""

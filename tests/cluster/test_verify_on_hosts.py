@@ -21,11 +21,11 @@ def verify(bed, *options):
 
 def test_records_of_all_hosts_are_compared(hosts):
     folder = hosts.shared / "records"
-    done = verify(hosts, "--spreads=1,2,4", "--record-dir", str(folder))
+    done = verify(hosts, "--spreads=1,2", "--record-dir", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal: 3 runs of 4 steps" in done.stdout
-    of_hosts = [sorted(path.name.split(".")[0] for path in (folder / run).glob("*.jsonl")) for run in ("1", "2", "3")]
-    assert of_hosts == [["h0"], ["h0", "h1"], ["h0", "h0", "h1", "h1"]]
+    assert "equal: 2 runs of 4 steps" in done.stdout
+    of_hosts = [sorted(path.name.split(".")[0] for path in (folder / run).glob("*.jsonl")) for run in ("1", "2")]
+    assert of_hosts == [["h0"], ["h0", "h1"]]
 
 
 def test_a_directory_that_is_not_shared_is_noticed(hosts):

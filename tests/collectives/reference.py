@@ -41,22 +41,27 @@ def replicas_of_ranks(spread: str, size: int) -> list[range]:
     return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
+@lru_cache(maxsize=256)
+def _drawn(dtype: str, length: int, replica: int) -> np.ndarray:
+    """Floats differ so much in size that the order of their sum shows."""
+    random = np.random.default_rng([replica, length])
+    if dtype in FLOATS:
+        values = random.standard_normal(length) * np.exp2(random.integers(-6, 7, length))
+    elif dtype == "bool":
+        values = random.integers(0, 2, length)
+    else:
+        info = np.iinfo(dtype)
+        values = random.integers(info.min, info.max, length, dtype, endpoint=True)
+    return values.astype(dtype_of(dtype))
+
+
 @lru_cache(maxsize=64)
 def contribution(dtype: str, length: int, replica: int) -> np.ndarray:
-    """What a replica contributes; read-only. Floats differ so much in size that the order of their sum shows.
+    """What a replica contributes; read-only.
 
     Long arrays repeat themselves after a prime number of elements, so that no two chunks of them are alike.
     """
-    random = np.random.default_rng([replica, length])
-    drawn = min(length, PERIOD)
-    if dtype in FLOATS:
-        values = random.standard_normal(drawn) * np.exp2(random.integers(-6, 7, drawn))
-    elif dtype == "bool":
-        values = random.integers(0, 2, drawn)
-    else:
-        info = np.iinfo(dtype)
-        values = random.integers(info.min, info.max, drawn, dtype, endpoint=True)
-    array = np.resize(values.astype(dtype_of(dtype)), length)
+    array = np.resize(_drawn(dtype, min(length, PERIOD), replica), length)
     array.flags.writeable = False
     return array
 
@@ -81,11 +86,11 @@ def reduced(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
 
 
 def _mean_of_integers(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Python's own integers, which have no end, truncated towards zero."""
-    count = len(arrays)
-    totals = map(sum, zip(*(array.ravel().tolist() for array in arrays), strict=True))
-    truncated = [abs(total) // count * (1 if total >= 0 else -1) for total in totals]
-    return np.array(truncated, arrays[0].dtype).reshape(arrays[0].shape)
+    """In integers into which every sum fits, Python's own for 64 bits; truncated towards zero."""
+    wide = np.int64 if arrays[0].dtype.itemsize < 8 else object
+    total = sum(array.astype(wide) for array in arrays)
+    truncated = np.abs(total) // len(arrays)
+    return np.where(total < 0, -truncated, truncated).astype(arrays[0].dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,22 +100,31 @@ class Reduced:
     Attributes:
         arrays: the contributions of all replicas in their order.
         op: one of OPERATIONS.
+        length: how long the result is where contributions repeat themselves, as `arrays` then do not; None elsewhere.
     """
 
     arrays: Sequence[np.ndarray]
     op: str
+    length: int | None = None
 
     @cached_property
+    def _once(self) -> np.ndarray:
+        return reduced(self.arrays, self.op)
+
+    def _repeated(self, array: np.ndarray) -> np.ndarray:
+        return array if self.length is None else np.resize(array, self.length)
+
+    @property
     def bits(self) -> np.ndarray:
         """The result of the sequential reduction."""
-        return reduced(self.arrays, self.op)
+        return self._repeated(self._once)
 
     @property
     def has_an_order(self) -> bool:
         """Whether another order of the same contributions may have another result."""
-        return self.op in ("sum", "mean") and self.bits.dtype.kind not in "iu" and len(self.arrays) > 2
+        return self.op in ("sum", "mean") and self._once.dtype.kind not in "iu" and len(self.arrays) > 2
 
-    @cached_property
+    @property
     def rounding(self) -> np.ndarray:
         """How far two orders can be from each other, in float64.
 
@@ -119,18 +133,18 @@ class Reduced:
         Numerical Algorithms, 4.2). Two sums may be wrong in opposite directions, so n stands for n - 1 and u twice;
         then each of them is rounded once more, to the result's dtype.
         """
-        count, dtype = len(self.arrays), self.bits.dtype
+        count, dtype = len(self.arrays), self._once.dtype
         finfo = ml_dtypes.finfo(dtype)
         unit = float(ml_dtypes.finfo(np.float64 if dtype == np.float64 else np.float32).eps)
         of_sum = count * unit * sum(np.abs(array.astype(np.float64)) for array in self.arrays)
-        of_result = float(finfo.eps) * np.abs(self.bits.astype(np.float64)) + float(finfo.smallest_subnormal)
-        return np.asarray(of_sum / (count if self.op == "mean" else 1) + of_result)
+        of_result = float(finfo.eps) * np.abs(self._once.astype(np.float64)) + float(finfo.smallest_subnormal)
+        return self._repeated(of_sum / (count if self.op == "mean" else 1) + of_result)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def reduced_contributions(dtype: str, length: int, count: int, op: str) -> Reduced:
     """What the contributions of replicas 0 to `count` - 1 come to."""
-    return Reduced(contributions(dtype, length, range(count)), op)
+    return Reduced(contributions(dtype, min(length, PERIOD), range(count)), op, length)
 
 
 def mine(communicator: Communicator, dtype: str, length: int, spread: str) -> tuple[list[np.ndarray], int]:

@@ -20,7 +20,7 @@ LIMITS = Limits(stall_warning_s=5, timeout_s=60)
 
 
 class About(Enum):
-    """What a statement is about, and so where the default tier checks it; the complete tier checks all everywhere."""
+    """What a statement is about, and so where it is checked (`conformance_plan`)."""
 
     ARGUMENTS = "what is refused before a transport is reached: on one rank, and on one group of threads"
     DTYPES = "one dtype, which a transport moves as bytes: over networks one of each width, and the 16-bit floats"

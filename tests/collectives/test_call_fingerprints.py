@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 from collectives import Communicator, LayoutMismatchError, Settings, run_on_threads
 from collectives.calls import MISMATCH, Call, checked_root, describe_mismatch
+from collectives.waiting import NoProgress
 
 CALL = Call("ordered_all_reduce", "weights", "sum", "float32", (3, 4), -1)
 
@@ -85,6 +88,27 @@ def test_who_has_come_to_the_end_is_known_without_reading_the_text() -> None:
         return caught.value.closed
 
     assert run_on_threads(3, program) == [(1,)] * 3
+
+
+def test_whoever_supervises_the_others_learns_for_whom_they_have_waited_in_vain() -> None:
+    """However short the wait was: the supervisor ends them then, and need not wait until they give up by themselves."""
+
+    class Noted(NoProgress):
+        def __init__(self) -> None:
+            self.by_thread: dict[int, list[int]] = {}
+
+        def waiting_for(self, instances: Sequence[int]) -> None:
+            self.by_thread[threading.get_ident()] = list(instances)
+
+    noted = Noted()
+
+    def program(communicator):
+        with pytest.raises(LayoutMismatchError):
+            communicator.close() if communicator.rank == 1 else communicator.all_reduce(np.ones(3))
+        communicator.abandon()
+        return noted.by_thread.get(threading.get_ident()) if communicator.rank != 1 else "has left"
+
+    assert run_on_threads(3, program, Settings(progress=noted)) == [[1], "has left", [1]]
 
 
 def test_of_named_calls_too() -> None:

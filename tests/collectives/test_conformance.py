@@ -1,6 +1,6 @@
 """Every backend passes the same statements.
 
-Which of them are checked where is in `conformance_plan`; with --complete all of them are, everywhere.
+Which of them are checked where is in `conformance_plan`; with --complete each transport passes all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance_plan import GRPC, HOROVOD, MECHANISMS, SUITES, groups_of_threads, statements_for
+from conformance_plan import GRPC, HOROVOD, MECHANISMS, SUITES, USUAL_SIZES, groups_of_threads, statements_for
 from grpc_jobs import end_of, socket_addresses, start_worker
 from horovod_installed import needs_horovod
 from mpi_jobs import HERE, mpirun_command, run_job
@@ -32,7 +32,7 @@ for suite in SUITES:
 
 @pytest.fixture
 def complete(pytestconfig: pytest.Config) -> bool:
-    """Whether everything is checked everywhere."""
+    """Whether each transport passes everything."""
     return bool(pytestconfig.getoption("--complete"))
 
 
@@ -59,35 +59,35 @@ def test_on_threads(topic: str, subtests: pytest.Subtests, complete: bool) -> No
 # ---- jobs: each tells what all its statements came to
 
 
-def over_sizes(*usual: int) -> pytest.MarkDecorator:
-    """Jobs of one, two and three ranks, of which only the usual ones are of the default tier."""
-    sizes = [size if size in usual else pytest.param(size, marks=pytest.mark.complete) for size in (1, 2, 3)]
-    return pytest.mark.parametrize("size", sizes)
+def over_sizes(*transports: str) -> pytest.MarkDecorator:
+    """Jobs of one, two and three ranks, of which only those of the usual size are of the default tier."""
+    cases = [(transport, size) for transport in transports for size in (1, 2, 3)]
+    marks = {case: () if case[1] == USUAL_SIZES[case[0]] else pytest.mark.complete for case in cases}
+    return pytest.mark.parametrize(("transport", "size"), [pytest.param(*case, marks=marks[case]) for case in cases])
 
 
 @pytest.mark.job
 @pytest.mark.cores(2)
 @pytest.mark.timeout(JOB_LIMIT_S + 20)
-@over_sizes(3)
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_over_mpi(mechanism: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
-    _check_mpi_job(mechanism, size, tmp_path, subtests, complete)
+@over_sizes(*MECHANISMS)
+def test_over_mpi(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+    _check_mpi_job(transport, size, tmp_path, subtests, complete)
 
 
 @pytest.mark.job
 @pytest.mark.cores(2)
 @pytest.mark.timeout(JOB_LIMIT_S + 20)
 @needs_horovod
-@over_sizes(2)
-def test_over_horovod(size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
-    _check_mpi_job(HOROVOD, size, tmp_path, subtests, complete)
+@over_sizes(HOROVOD)
+def test_over_horovod(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+    _check_mpi_job(transport, size, tmp_path, subtests, complete)
 
 
 @pytest.mark.job
 @pytest.mark.cores(2)
 @pytest.mark.timeout(JOB_LIMIT_S + 20)
-@over_sizes(3)
-def test_over_grpc(size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+@over_sizes(GRPC)
+def test_over_grpc(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
     report = tmp_path / "report"
     report.touch()
     with socket_addresses(size) as addresses:
@@ -96,7 +96,7 @@ def test_over_grpc(size: int, tmp_path: Path, subtests: pytest.Subtests, complet
         workers = [start_worker(program, [str(rank), *arguments]) for rank in range(size)]
         ends = end_of(workers, JOB_LIMIT_S)
     text = "---".join(f"{out}\n{err}" for _, out, err in ends)
-    expected = statements_for(size, GRPC, complete=complete)
+    expected = statements_for(size, transport, complete=complete)
     _check_report(report, expected, max(status for status, _, _ in ends), text, subtests)
 
 

@@ -1,6 +1,7 @@
 """The shell scripts: portable, clean, and clear when something is missing."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,15 @@ class TestSlurmJob:
         assert "in 4 instances on h[0-1]" in done.stderr
 
 
+def test_the_tests_for_other_versions_exist():
+    """Those whose names stand in two lists of versions.sh."""
+    script = (ROOT / "tests" / "versions.sh").read_text()
+    of_strategies, others = (re.search(rf'^{name}="([^"]+)"', script, re.M)[1] for name in ("of_strategies", "others"))
+    names = [*(f"tests/strategies/test_{name}.py" for name in of_strategies.split()), *others.split()]
+    assert len(names) > 20
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
 class TestOfTheProject:
     """test.sh, with programs that only say how they are called."""
 
@@ -191,7 +201,9 @@ class TestOfTheProject:
         assert "--numprocesses" in commands[0]
         assert commands[0].endswith(" --complete")
         assert commands[1:] == [
-            *("python tests/mutations", "python benchmarks/soak.py --count 12", "sh tests/versions.sh"),
+            f"python tests/mutations --jobs {len(os.sched_getaffinity(0))}",
+            "python benchmarks/soak.py --seed 49 --count 8",
+            "sh tests/versions.sh",
         ]
 
     def test_chosen_tests_may_be_of_the_complete_tier(self, run_tests):

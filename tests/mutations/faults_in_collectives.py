@@ -82,8 +82,8 @@ IN_COLLECTIVES = (
     Fault(
         name="a barrier does not wait",
         path="collectives/communicator.py",
-        old="        self._run(call, (), 0, finishing.nothing)\n\n    # ---- asynchronous",
-        new="        self._progress.enter(0, call.label)\n\n    # ---- asynchronous",
+        old="self._run(self._preparations.barrier(name))",
+        new="self._preparations.barrier(name)",
         caught_by=("tests/collectives/test_waits.py::test_a_barrier_waits_for_all",),
     ),
     Fault(

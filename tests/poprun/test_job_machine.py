@@ -337,11 +337,11 @@ class TestAnInstanceThatIsStuck:
 
     def test_without_a_limit_nobody_is(self):
         script = waiting_for(1, stuck_timeout_s=0.0)
-        script.end(9000.0, 1, exited())
-        script.note(8999.0, 0, running(number=5))
-        script.end(9001.0, 0, exited())
+        script.end(900.0, 1, exited())
+        script.note(899.0, 0, running(number=5))
+        script.end(901.0, 0, exited())
         script.run()
-        assert (script.exit_status, script.over_s) == (0, at(9001.0 + 2 * ANSWER_S))
+        assert (script.exit_status, script.over_s) == (0, at(901.0 + 2 * ANSWER_S))
 
     def test_nobody_is_while_output_waits_for_its_reader(self):
         script = waiting_for(1, stuck_timeout_s=5.0)
@@ -414,10 +414,10 @@ class TestTheWholeLifeOfAnInstance:
         script = Script(2, stuck_timeout_s=self.LIMIT_S)
         for index in range(2):
             script.instances[index].works = False
-            script.note(5000.0, index, running(since_s=5000.0))
-            script.end(5001.0, index, exited())
+            script.note(25 * self.LIMIT_S, index, running(since_s=25 * self.LIMIT_S))
+            script.end(25 * self.LIMIT_S + 1.0, index, exited())
         script.run()
-        assert (script.exit_status, script.closed_s) == (0, at(5001.0))
+        assert (script.exit_status, script.closed_s) == (0, at(25 * self.LIMIT_S + 1.0))
 
     def test_one_that_ends_before_init_is_waited_for_in_vain(self):
         script = self.starting()
@@ -451,11 +451,11 @@ class TestTheWholeLifeOfAnInstance:
         script.run()
         assert (script.exit_status, script.closed_s) == (0, at(60.0))
 
-    def test_the_last_one_may_compute_or_sleep_for_hours(self):
+    def test_the_last_one_may_compute_or_sleep_for_many_times_the_limit(self):
         script = self.alone()
-        script.end(9000.0, 1, exited())
+        script.end(25 * self.LIMIT_S, 1, exited())
         script.run()
-        assert (script.exit_status, script.closed_s) == (0, at(9000.0))
+        assert (script.exit_status, script.closed_s) == (0, at(25 * self.LIMIT_S))
 
 
 class TestAHalt:

@@ -10,7 +10,7 @@ import strategies
 from strategies.exchange.transfer import Transfer
 from strategies.step.fused_steps import FusedSteps
 from strategies.step.replica_program import Accumulation, Precision, ReplicaProgram, control_words
-from strategies.step.updates import Update, UpdateSettings
+from strategies.step.updates import UpdateSettings, WholeUpdate
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
 SEED, FIRST_STEP = 3, 5
@@ -42,7 +42,7 @@ class Steps:
         shapes = jax.tree.map(jax.typeof, (variables or start(), jax.tree.map(jnp.asarray, batch)))
         options = Accumulation(), Precision(), Transfer(), False
         self.program = ReplicaProgram(strategy, loss_fn, *shapes, SEED, *options)
-        self.update = Update(strategy, optimizer or optax.sgd(0.5, momentum=0.5), UpdateSettings(**settings))
+        self.update = WholeUpdate(strategy, optimizer or optax.sgd(0.5, momentum=0.5), UpdateSettings(**settings))
         self.fused = FusedSteps(self.program, self.update)
 
     def together(self, variables):

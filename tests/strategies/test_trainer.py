@@ -261,6 +261,27 @@ class TestTheLoss:
         with pytest.raises(TypeError, match=text):
             trained(strategy, lambda variables, batch, key: loss(variables))
 
+    def test_may_be_part_of_an_outcome(self, strategy):
+        def outcome(variables, batch, key):
+            loss, metrics = squared_error(variables, batch, key)
+            return strategies.Outcome(loss, metrics, outputs=batch["x"])
+
+        wanted, metrics = trained(strategy)
+        state, same = trained(strategy, outcome)
+        assert strategies.fingerprint(state.variables) == strategies.fingerprint(wanted.variables)
+        assert dict(same) == dict(metrics)
+        assert dict(trained(strategy, lambda *given: strategies.Outcome(squared_error(*given)[0]))[1]) == {
+            "loss": metrics["loss"]
+        }
+
+    def test_of_an_outcome_is_a_scalar_too(self, strategy):
+        with pytest.raises(TypeError, match=r"the loss is float32\[3\]"):
+            trained(strategy, lambda v, batch, key: strategies.Outcome(v["w"]))
+
+    def test_comes_without_a_model_state_where_there_is_none(self, strategy):
+        with pytest.raises(TypeError, match="returns a model state, and gets none"):
+            trained(strategy, lambda v, batch, key: strategies.Outcome(v["b"], model_state={"mean": v["w"]}))
+
     def test_may_be_of_16_bits(self, strategy):
         _, metrics = trained(strategy, lambda v, batch, key: (v["b"] * 2).astype(jnp.bfloat16))
         assert metrics["loss"] == 0.5
@@ -411,14 +432,16 @@ class TestVariablesThatDifferBetweenInstances:
 
         assert on_instances(3, 3, program) == [[1, 1, 1]] * 3
 
-    @pytest.mark.parametrize("other", [jnp.zeros(4), jnp.zeros(3, jnp.bfloat16)])
-    def test_shapes_or_dtypes_are_an_error_that_names_the_variable(self, on_instances, other):
+    @pytest.mark.parametrize(
+        ("name", "other"), [("w", jnp.zeros(4)), ("w", jnp.zeros(3, jnp.bfloat16)), ("extra", jnp.zeros(3))]
+    )
+    def test_shapes_dtypes_or_names_are_an_error_that_names_the_variable(self, on_instances, name, other):
         def program(strategy):
-            variables = start() | ({"w": other} if strategy.instance_index else {})
+            variables = start() | ({name: other} if strategy.instance_index else {})
             with pytest.raises(collectives.LayoutMismatchError) as caught:
                 Trainer(strategy, squared_error, optax.sgd(1.0)).init(variables)
             return str(caught.value)
 
         for message in on_instances(2, 2, program):
             assert "Tensor layouts did not match on all instances" in message
-            assert "['w']" in message
+            assert f"['{name}']" in message

@@ -18,19 +18,14 @@ FAILS_IN_STEP = 7
 
 
 def loss_fn(variables, batch, key):
-    factor = jnp.where((batch == 13).any(), jnp.nan, 1.0)
-    return jnp.mean((batch[:, None] * variables["layer"]["w"]) ** 2) * factor + variables["b"]
+    return jnp.mean((batch[:, None] * variables["layer"]["w"]) ** 2) + variables["b"]
 
 
 variables = {"layer": {"w": jnp.ones((100, 10))}, "b": jnp.float32(0)}
 if is_it and how == "shape":
     variables["layer"]["w"] = jnp.ones((100, 11))
-if is_it and how == "dtype":
-    variables["layer"]["w"] = jnp.ones((100, 10), jnp.bfloat16)
-if is_it and how == "names":
-    variables["extra"] = jnp.ones(3)
 
-trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01), check_numerics=how == "nan")
+trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01))
 state = trainer.init(variables)
 batch = np.ones(100 * len(strategy.local_replicas), np.float32)
 while True:
@@ -42,6 +37,4 @@ while True:
             sys.exit(5)
         if how == "leave":
             sys.exit(0)
-        if how == "nan":
-            batch[-1] = 13
     state, metrics = trainer.step(state, batch)

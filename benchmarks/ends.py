@@ -1,0 +1,214 @@
+"""How soon a job is over after something has happened to it, against what docs/failures.md promises.
+
+    python benchmarks/ends.py [--repeats 5] [--only WORD ...] [--json PATH]
+
+The promises are for a machine with a core for each instance and nothing else to do. A job is over when poprun has
+ended, and then nothing of it is left; where poprun itself was killed, when nothing is left. Prints the median and the
+longest time of each row. Needs the packages of the tests (`pip install -e '.[test]'`); without Horovod its rows are
+left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+from timing import ROOT, OtherLoad, describe_machine, write_figures
+
+sys.path.insert(0, str(ROOT / "tests" / "jobs"))
+from poprun_jobs import MPI_HEAD, Job, await_none, start, start_mpirun, two  # noqa: E402
+
+TRAINING = (sys.executable, str(ROOT / "tests" / "jobs" / "programs" / "failing_training.py"))
+READY = "print('pid', rank, os.getpid(), flush=True)\n"
+WAITS = MPI_HEAD + READY + "signal.pause()\n"
+LISTENS_TO_NOTHING = (
+    MPI_HEAD
+    + "import subprocess\n"
+    + "subprocess.Popen(['sh', '-c', 'setsid sleep 100 & exec sleep 100'], start_new_session=True)\n"
+    + "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    + READY
+    + "while True: signal.pause()\n"
+)
+PROGRAMS = {"programs that wait": WAITS, "programs that listen to nothing": LISTENS_TO_NOTHING}
+LIMIT_S = 100.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that happens to a job.
+
+    Attributes:
+        name: what it is.
+        promised_s: within how many seconds the job is to be over.
+        begin: starts a job, and returns it when it can happen.
+        strike: lets it happen.
+        is_orphaned: whether poprun itself is killed by it, so that nobody waits for the job.
+    """
+
+    name: str
+    promised_s: float
+    begin: Callable[[], Job]
+    strike: Callable[[Job], None]
+    is_orphaned: bool = False
+
+    def measure(self) -> float:
+        """For how many seconds the job goes on."""
+        job = self.begin()
+        self.strike(job)
+        began_s = time.monotonic()
+        if self.is_orphaned:
+            await_none(job.marker)
+        else:
+            job.process.wait(LIMIT_S)
+        seconds = time.monotonic() - began_s
+        job.kill() if self.is_orphaned else job.finish()
+        return seconds
+
+
+# ---- jobs
+
+
+def start_two(program: str) -> Job:
+    """Two instances that have said who they are."""
+    job = start(*two(program))
+    for rank in range(2):
+        job.wait_for(f"pid {rank} ")
+    return job
+
+
+def start_training(how: str, strategy: str, *launcher: str) -> Job:
+    """A training of two instances, the second of which has come to the step in which it fails."""
+    words = (*TRAINING, how, strategy)
+    job = start_mpirun(2, *words) if launcher else start("--num-replicas=4", "--num-instances=2", *words)
+    job.wait_for(".")
+    return job
+
+
+def pid_of(job: Job, rank: int = 1) -> int:
+    """The process of an instance, as it has said itself."""
+    found = re.search(rf"pid {rank} (\d+)|of process (\d+)\.", job.streams[0].text)
+    assert found is not None
+    return int(found[1] or found[2])
+
+
+# ---- what happens
+
+
+def nothing(job: Job) -> None:
+    """The program does it by itself."""
+
+
+def kill_instance(job: Job, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(pid_of(job), number)
+
+
+def kill_ancestor(job: Job, generation: int) -> None:
+    """SIGKILL what has started instance 1: its shim, the keeper of that, or mpirun."""
+    pid = pid_of(job)
+    for _ in range(generation):
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+    os.kill(pid, signal.SIGKILL)
+
+
+def telling(*numbers: signal.Signals) -> Callable[[Job], None]:
+    """What sends signals to poprun."""
+
+    def tell(job: Job) -> None:
+        for number in numbers:
+            job.process.send_signal(number)
+
+    return tell
+
+
+# ---- the rows
+
+
+def all_cases() -> list[Case]:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    waiting = partial(start_two, WAITS)
+    return [
+        *(
+            Case(f"{number.name} for an instance", 1.0, waiting, partial(kill_instance, number=number))
+            for number in (signal.SIGKILL, signal.SIGSEGV)
+        ),
+        *(
+            Case(f"SIGKILL for its {name}", 1.5, waiting, partial(kill_ancestor, generation=generation))
+            for generation, name in enumerate(("shim", "keeper", "mpirun"), start=1)
+        ),
+        *(
+            Case(f"{number.name} for poprun, {of}", 2.0, partial(start_two, program), telling(number))
+            for of, program in PROGRAMS.items()
+            for number in signals
+        ),
+        Case(
+            "a second signal for poprun",
+            1.0,
+            partial(start_two, LISTENS_TO_NOTHING),
+            telling(signal.SIGINT, signal.SIGTERM),
+        ),
+        *(
+            Case(f"SIGKILL for poprun, {of}", 2.0, partial(start_two, program), telling(signal.SIGKILL), True)
+            for of, program in PROGRAMS.items()
+        ),
+        *trainings("PopDistStrategy", 1.0),
+        *(trainings("IPUHorovodStrategy", 2.0) if importlib.util.find_spec("horovod") else ()),
+        *(trainings("IPUHorovodStrategy", 5.0, "mpirun")[:2] if importlib.util.find_spec("horovod") else ()),
+    ]
+
+
+def trainings(strategy: str, promised_s: float, *launcher: str) -> list[Case]:
+    """Instance 1 of a training fails, under poprun or mpirun alone."""
+    place = f"{strategy}, {launcher[0]} alone" if launcher else strategy
+    own = {"raise": "raises", "exit": "exits with 5", "leave": "leaves with 0"}
+    begin = partial(start_training, "wait to be killed", strategy, *launcher)
+    return [
+        Case(f"a training ({place}): an instance is killed", promised_s, begin, kill_instance),
+        *(
+            Case(
+                f"a training ({place}): an instance {what}",
+                promised_s,
+                partial(start_training, how, strategy, *launcher),
+                nothing,
+            )
+            for how, what in own.items()
+        ),
+    ]
+
+
+def main() -> None:
+    options = read_options()
+    machine, load = describe_machine(), OtherLoad()
+    cases = [case for case in all_cases() if not options.only or any(word in case.name for word in options.only)]
+    if not cases:
+        raise SystemExit(f"no row has one of {', '.join(options.only)} in its name; without --only all are printed")
+    print(f"{'s, of ' + str(options.repeats):<75}  median  longest  promised")
+    rows = []
+    for case in cases:
+        seconds = [case.measure() for _ in range(options.repeats)]
+        late = "  late" if median(seconds) > case.promised_s else ""
+        print(f"{case.name:<75} {median(seconds):>7.2f} {max(seconds):>8.2f} {case.promised_s:>9.1f}{late}", flush=True)
+        rows.append({"name": case.name, "promised_s": case.promised_s, "seconds": seconds})
+    load.warn()
+    write_figures(options, ["repeats"], machine, load, rows=rows)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each row (%(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows with one of these in their name")
+    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

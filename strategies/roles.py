@@ -1,0 +1,38 @@
+"""What arguments and results are, by the parts that they play.
+
+A pytree is an array, or nested tuples, lists, dictionaries and classes that are registered with JAX, with arrays at the
+leaves. Python's types cannot say which structures these are, so type checkers see `Any`; readers see what is meant.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+Tree: TypeAlias = Any
+"""A pytree of arrays."""
+
+Variables: TypeAlias = Tree
+"""What a loss function is differentiated by: a pytree of floating-point arrays."""
+
+OptimizerState: TypeAlias = Tree
+"""What an optimizer of optax keeps for the variables."""
+
+Batch: TypeAlias = Tree
+"""A pytree of arrays whose leading axis runs over the local replicas' elements, in replica order."""
+
+Element: TypeAlias = Tree
+"""What a data set yields: of a feed what one iteration of one replica takes, otherwise a row or a batch."""
+
+Data: TypeAlias = Any
+"""What a data set is made of: arrays, an iterable, or an object with a length and `[i]`."""
+
+Key: TypeAlias = Any
+"""A key of JAX's random numbers."""
+
+Scalar: TypeAlias = jax.Array | np.float32 | np.int32
+"""An array of shape (), on a device or of NumPy."""
+
+Function: TypeAlias = Callable[..., Tree]
+"""A function of arrays that JAX can trace."""
