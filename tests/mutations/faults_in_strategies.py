@@ -175,4 +175,27 @@ IN_STRATEGIES = (
             "test_steps_after_a_duty_are_made_on_the_replicas_of_those_who_are_left",
         ),
     ),
+    Fault(
+        name="a segment gets what it takes from another micro-batch",
+        path="strategies/programs/segments.py",
+        old="residuals.update(zip([(of_batch, number)",
+        new="residuals.update(zip([(1 - of_batch, number)",
+        caught_by=(
+            "tests/strategies/test_segments.py::test_segments_get_their_inputs_and_residuals_of_their_own_micro_batch",
+        ),
+    ),
+    Fault(
+        name="what segments hand on is in the order of addresses",
+        path="strategies/programs/jaxpr.py",
+        old="enumerate(_in_order(graph, every))",
+        new="enumerate(every)",
+        caught_by=("tests/strategies/test_jaxpr.py::test_the_same_function_is_always_cut_into_the_same_segments",),
+    ),
+    Fault(
+        name="a function with a derivative of its own is taken for a call",
+        path="strategies/programs/jaxpr.py",
+        old="    if is_derived:\n",
+        new="    if True:\n",
+        caught_by=("tests/strategies/test_jaxpr.py::test_calls_are_dissolved_and_what_has_a_rule_is_not",),
+    ),
 )
