@@ -85,6 +85,8 @@ def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
     """The product, by way of integers, through which LLVM does not contract."""
     if not jnp.issubdtype(product.dtype, jnp.floating):
         return product
+    if product.dtype == jnp.float16:  # whose bits LLVM cannot take for an integer on CPUs with avx512_fp16: it aborts
+        return _rounded(product.astype(jnp.float32), zero).astype(jnp.float16)
     words = jnp.dtype(f"uint{8 * product.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(product, words) ^ zero.astype(words)
     return jax.lax.bitcast_convert_type(bits, product.dtype)
