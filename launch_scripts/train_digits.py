@@ -24,7 +24,6 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from digits_data import DataError, Digits, load_digits
 from digits_models import MODELS, Model
@@ -144,7 +143,7 @@ def main() -> int:
     except (UsageError, strategies.CheckpointError) as error:
         print(f"train_digits.py: error: {error}", file=sys.stderr)
         return 2
-    strategy.on_chief(lambda: report(result_of(training, strategy, dataset, data, options), options.json))
+    strategy.on_chief(lambda: report(result_of(training, strategy, dataset, options), options.json))
     return 0
 
 
@@ -227,11 +226,13 @@ class Training:
         state: after the last step.
         metrics: of the last step; None when none was left to do.
         seconds_per_step: mean without the first step; None when there was only that one.
+        test_accuracy: the fraction of the test set that the model gets right.
     """
 
     state: strategies.TrainState
     metrics: strategies.Metrics | None
     seconds_per_step: float | None
+    test_accuracy: float
 
 
 def train(
@@ -240,7 +241,7 @@ def train(
     data: Digits,
     options: argparse.Namespace,
 ) -> Training:
-    """Trains; a collective call."""
+    """Trains, and tests the variables; a collective call."""
     model = MODELS[options.model]
     trainer = strategies.Trainer(
         strategy,
@@ -270,17 +271,17 @@ def train(
         seconds = stopwatch.seconds_per_step(state.variables)
         if checkpoints:
             checkpoints.save(state)
-    return Training(state, metrics, seconds)
+    found = trainer.evaluate(state, test_set(strategy, data), metrics_fn=accuracy_of(model))
+    return Training(state, metrics, seconds, found["accuracy"])
 
 
 def result_of(
     training: Training,
     strategy: strategies.Strategy,
     dataset: strategies.DistributedDataset,
-    data: Digits,
     options: argparse.Namespace,
 ) -> Result:
-    """What is reported, once the variables are tested."""
+    """What is reported."""
     metrics, seconds, steps = training.metrics, training.seconds_per_step, training.state.step
     effective_batch_size = options.batch_size * options.gradient_accumulation_count * strategy.num_replicas_in_sync
     return Result(
@@ -293,7 +294,7 @@ def result_of(
         effective_batch_size=effective_batch_size,
         final_loss=None if metrics is None else metrics["loss"],
         final_accuracy=None if metrics is None else metrics["accuracy"],
-        test_accuracy=test_accuracy(MODELS[options.model], training.state.variables, data),
+        test_accuracy=training.test_accuracy,
         seconds_per_step=seconds,
         samples_per_second=seconds and effective_batch_size / seconds,
         variables_sha256=strategies.fingerprint(training.state.variables),
@@ -348,16 +349,21 @@ def loss_of(model: Model) -> Callable[[Any, Any, jax.Array], tuple[jax.Array, di
     return loss_fn
 
 
-def test_accuracy(model: Model, variables: Any, data: Digits) -> float:
-    """The fraction of the test set that the model gets right."""
-    on_host = jax.tree.map(np.asarray, variables)
-    predict = jax.jit(lambda variables, images: model.apply(variables, images).argmax(-1))
-    correct = 0
-    for start in range(0, len(data.test_labels), TEST_BATCH_SIZE):
-        part = slice(start, start + TEST_BATCH_SIZE)
-        predicted = np.asarray(predict(on_host, data.test_images[part]))
-        correct += int((predicted == data.test_labels[part]).sum())
-    return correct / len(data.test_labels)
+def test_set(strategy: strategies.Strategy, data: Digits) -> strategies.DistributedDataset:
+    """All of the test data, dealt out to the replicas."""
+    arrays = {"image": data.test_images, "label": data.test_labels}
+    size = max(1, TEST_BATCH_SIZE // strategy.num_replicas_in_sync)
+    return strategy.distribute_dataset(arrays, size, shuffle=False, remainder="pad")
+
+
+def accuracy_of(model: Model) -> Callable[[Any, Any, jax.Array, jax.Array], dict[str, strategies.Mean]]:
+    """The fraction of images that the model gets right, without those that only fill a batch."""
+
+    def metrics_fn(variables: Any, batch: Any, mask: jax.Array, key: jax.Array) -> dict[str, strategies.Mean]:
+        is_right = model.apply(variables, batch["image"]).argmax(-1) == batch["label"]
+        return {"accuracy": strategies.Mean.of(is_right, mask)}
+
+    return metrics_fn
 
 
 class Stopwatch:

@@ -15,7 +15,6 @@ import strategies
 
 popdist.init(4)  # replicas of all instances; poprun --num-replicas has to say the same
 strategy = strategies.PopDistStrategy()
-replicas = strategy.num_replicas_in_sync
 
 digits = load_digits("digits")
 images, labels = digits.train_images, digits.train_labels
@@ -52,28 +51,15 @@ def loss_fn(variables, batch, key):
 trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01), seed=0)
 state = trainer.init(init(jax.random.key(0)))
 
-
-def share_of(replica):
-    """The replica's part of the rows that validate; where they do not divide evenly, rows that do not count follow."""
-    rows = np.arange(1200, len(labels))[replica::replicas]
-    size = -(-(len(labels) - 1200) // replicas)
-    counts = np.arange(size) < len(rows)
-    rows = np.resize(rows, size)
-    return {"image": images[rows], "label": labels[rows], "counts": counts}
+validation = strategy.distribute_dataset(
+    {"image": images[1200:], "label": labels[1200:]}, batch_size=16, shuffle=False, remainder="pad"
+)
 
 
-def sums_over(variables, share):
-    """What one replica finds in its share."""
-    is_right = apply(variables, share["image"]).argmax(-1) == share["label"]
-    found = {"loss": losses_of(variables, share), "accuracy": is_right, "rows": 1}
-    return jax.tree.map(lambda values: jnp.sum(values * share["counts"]), found)
-
-
-def validate(variables):
-    """The means over the shares of all replicas, the same on every instance; a collective call."""
-    shares = strategy.per_replica(share_of)
-    total = strategy.reduce("sum", strategy.run(sums_over, args=(variables, shares)))
-    return {name: float(total[name] / total["rows"]) for name in ("loss", "accuracy")}
+def found_in(variables, batch, key):
+    """What is validated, without noise: the loss, and the fraction of images that the network gets right."""
+    is_right = apply(variables, batch["image"]).argmax(-1) == batch["label"]
+    return losses_of(variables, batch).mean(), {"accuracy": is_right.mean()}
 
 
 patience = 3
@@ -83,7 +69,7 @@ for epoch in range(100):
     for batch in dataset.epoch(epoch):
         state, metrics = trainer.step(state, batch)
         steps.append(metrics)
-    validated = validate(state.variables)
+    validated = trainer.evaluate(state, validation, found_in)
     if strategy.is_chief:
         loss = np.mean([metrics["loss"] for metrics in steps])
         print(f"epoch {epoch}: loss {loss:.4f}, validated {validated['loss']:.4f}, {validated['accuracy']:.1%} right")

@@ -35,6 +35,7 @@ from strategies.signposts import put_up_signposts
 from strategies.step.accumulation import GradientAccumulationReductionMethod
 from strategies.step.clipping import clip_by_global_norm
 from strategies.step.fingerprints import fingerprint
+from strategies.step.merging import Evaluation, Mean
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.step.outcome import Outcome
@@ -54,6 +55,7 @@ __all__ = [
     "DistributedDataset",
     "DivergenceError",
     "EndOfDataError",
+    "Evaluation",
     "FeedError",
     "GradientAccumulationReductionMethod",
     "GrainSource",
@@ -66,6 +68,7 @@ __all__ = [
     "LossScale",
     "LossScaling",
     "Masked",
+    "Mean",
     "Metrics",
     "MirroredVariable",
     "NonFiniteGradientError",

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core
 
 from strategies.programs.dependencies import behind, is_true
 from strategies.programs.feed_program import current_program
-from strategies.programs.segments import Equation, Graph
+from strategies.programs.jaxpr import Equation, Graph, Group, cut
+from strategies.programs.segments import Action, Part, carry_out, in_turn
 
 Tree = TypeVar("Tree")
 Policy = Callable[..., Any]
@@ -88,12 +88,12 @@ class _Block:
     """Equations one behind the other.
 
     Attributes:
-        equations: at least one.
+        equations: their numbers in the graph, at least one.
         is_repeated: whether they are evaluated again in the backward pass.
         policy: what is kept of them all the same.
     """
 
-    equations: tuple[Equation, ...]
+    equations: range
     is_repeated: bool
     policy: Policy | None = None
 
@@ -107,20 +107,19 @@ def _blocks(graph: Graph, policy: Policy | str | None) -> Iterator[_Block]:
             "blocks, outside of scans and loops, or use a policy of jax.checkpoint_policies"
         )
     chosen = policy if callable(policy) else None
-    run: list[Equation] = []
+    first = 0
     for number, equation in enumerate(graph.equations):
+        before = range(first, number)
         if equation.effects:
-            if run:
-                yield _Block(tuple(run), policy is not None or number <= marks[-1], chosen)
-            yield _Block((equation,), False)
-            run = []
-            continue
-        run.append(equation)
-        if _is_mark(equation):
-            yield _Block(tuple(run), len(run) > 1, chosen)
-            run = []
-    if run:
-        yield _Block(tuple(run), policy is not None, chosen)
+            if before:
+                yield _Block(before, policy is not None or number <= marks[-1], chosen)
+            yield _Block(range(number, number + 1), False)
+            first = number + 1
+        elif _is_mark(equation):
+            yield _Block(range(first, number + 1), len(before) > 0, chosen)
+            first = number + 1
+    if first < len(graph.equations):
+        yield _Block(range(first, len(graph.equations)), policy is not None, chosen)
 
 
 def _is_mark(equation: Equation) -> bool:
@@ -133,52 +132,24 @@ def _is_call(equation: Equation) -> bool:
 
 
 def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Any]) -> list[Any]:
-    values: dict[Any, Any] = dict(zip(graph.arguments, arguments, strict=True)) | graph.constants
-    of_graph = set(graph.arguments)
-    needed = _variables(graph.results)
-    wanted: list[set[Any]] = []  # by what comes behind each block
-    for block in reversed(blocks):
-        wanted.append(set(needed))
-        needed |= _read(block)
-    for block, read_later in zip(blocks, reversed(wanted), strict=True):
-        made = dict.fromkeys(out for equation in block.equations for out in equation.outvars)
-        inputs = [atom for atom in dict.fromkeys(_read_in_order(block)) if atom not in made]
-        outputs = [atom for atom in made if atom in read_later]
-        function = _function(graph, block, inputs, outputs)
-        given = [values[atom] for atom in inputs]
+    constants = graph.lift_constants()  # which may be differentiated
+    results = {Part(number): atom for number, atom in enumerate(graph.results)}
+    segments = cut(graph, [*(Group(block.equations) for block in blocks), Group((), results)])
+
+    def compute(action: Action, given: list[Any]) -> Sequence[Any]:
+        segment = segments[action.segment]
+        if segment.parts:
+            return segment.function(*given)
+        block = blocks[action.segment]
         if block.is_repeated:
-            function = _repeated(function, block.policy, [atom in of_graph for atom in inputs])
-        elif _is_call(block.equations[0]):
+            is_argument = [place >= len(constants) for place in segment.inputs]
+            return _repeated(segment.function, block.policy, [*is_argument, *[False] * len(segment.takes)])(*given)
+        if _is_call(graph.equations[block.equations[0]]):
             given = [_constant(value) for value in given]
-        values.update(zip(outputs, function(*given), strict=True))
-    return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in graph.results]
+        return segment.function(*given)
 
-
-def _variables(atoms: Sequence[Any]) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, core.Literal)}
-
-
-def _read_in_order(block: _Block) -> Iterator[Any]:
-    for equation in block.equations:
-        yield from (atom for atom in equation.invars if not isinstance(atom, core.Literal))
-
-
-def _read(block: _Block) -> set[Any]:
-    return set(_read_in_order(block))
-
-
-def _function(
-    graph: Graph, block: _Block, inputs: Sequence[Any], outputs: Sequence[Any]
-) -> Callable[..., Sequence[Any]]:
-    jaxpr = graph.closed.jaxpr.replace(
-        constvars=[],
-        invars=list(inputs),
-        outvars=list(outputs),
-        eqns=list(block.equations),
-        effects=frozenset(effect for equation in block.equations for effect in equation.effects),
-        debug_info=graph.closed.jaxpr.debug_info.with_unknown_names(),
-    )
-    return functools.partial(jax.core.eval_jaxpr, jaxpr, ())
+    *_, (_, found) = carry_out(in_turn(len(segments)), segments, [[*constants, *arguments]], compute)
+    return list(found)
 
 
 # ---- repetition

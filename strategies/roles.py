@@ -34,5 +34,11 @@ Key: TypeAlias = Any
 Scalar: TypeAlias = jax.Array | np.float32 | np.int32
 """An array of shape (), on a device or of NumPy."""
 
+Numbers: TypeAlias = Any
+"""An array, or a number of Python."""
+
+Metric: TypeAlias = Any
+"""What an evaluation has found under a name: a number, or what else was merged."""
+
 Function: TypeAlias = Callable[..., Tree]
 """A function of arrays that JAX can trace."""

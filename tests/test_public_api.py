@@ -73,6 +73,7 @@ PAGES = (
     "cross_replica.md",
     "data.md",
     "debugging.md",
+    "evaluation.md",
     "feeds.md",
     "migrate.md",
     "recomputation.md",

@@ -54,7 +54,8 @@ class DistributedDataset:
 
     The steps of an epoch over those two are computed, alike on all instances. For any other source the instances
     agree before every batch whether all of them have one: **taking a batch is then a collective call**, and an epoch
-    ends for all at the step at which the first instance has none, with a warning (see `strategies.data.lockstep`).
+    ends for all at the step at which the first instance has none, with a warning (see `strategies.data.lockstep`);
+    or, when padding, at the step at which the last one has none.
 
     Args:
         source: see above.
@@ -154,9 +155,19 @@ class DistributedDataset:
         return self._read(epoch, start)
 
     @property
+    def pads(self) -> bool:
+        """Whether its batches are `Masked`, and no element is dropped."""
+        return self._layout.pads
+
+    @property
     def is_random_access(self) -> bool:
         """Whether the batch of any step can be read, for any replicas: arrays and objects with `[i]`."""
         return self._source.is_random_access
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether it is read in another order than its own in every epoch."""
+        return self._shuffle and self.is_random_access
 
     @property
     def is_collective(self) -> bool:
@@ -281,7 +292,12 @@ class DistributedDataset:
         """The batches of the steps that all instances make."""
         if not self.is_collective or self._communicator is None:
             return batches
-        return in_lockstep(batches, self._communicator, f"epoch {epoch}", start)
+        fill = self._padding_after if self.pads else None
+        return in_lockstep(batches, self._communicator, f"epoch {epoch}", start, fill)
+
+    def _padding_after(self, last: Masked) -> Masked:
+        """A batch of which no element counts, for instances that have come to their end before others."""
+        return Masked(last.values, self._place(np.zeros(last.mask.shape, bool)))
 
     def _placed(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         for batch in self._source.batches(epoch, start):

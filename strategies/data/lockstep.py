@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, Generic, TypeVar
 
@@ -21,23 +21,31 @@ _ENDED: Any = object()
 
 
 def in_lockstep(
-    batches: Iterator[T], communicator: Communicator, whole: str = "the data set", start: int = 0
+    batches: Iterator[T],
+    communicator: Communicator,
+    whole: str = "the data set",
+    start: int = 0,
+    fill: Callable[[T], T] | None = None,
 ) -> Generator[T, None, None]:
     """Yield batches for as long as every instance has one.
 
     Asking for a batch is a collective call, made in the asking thread: the instances tell each other whether they
-    have another one, and all wait for the slowest. Where one has none, all end, and a warning says who it was.
+    have another one, and all wait for the slowest. Where one has none, all end, and a warning says who it was; or,
+    with `fill`, it goes on with padding until all have none.
 
     Args:
         batches: those of this instance.
         communicator: connects the instances; its ranks are theirs.
         whole: what the batches are, for messages; the same on all instances.
         start: how many steps of it are over already; the same on all instances.
+        fill: makes a batch of nothing but padding from the last one; None where nothing is padded.
 
     Raises:
+        ValueError: on all instances with `fill`, if one of them has no batch at all that could be repeated.
         LayoutMismatchError: on all instances if they are at different steps, or one of them does something else.
         StrategyError: in a thread that reads ahead, whose calls would come in another order on each instance.
     """
+    last: Any = _ENDED
     for step in count(start):
         if is_reading_ahead():
             raise StrategyError(
@@ -48,10 +56,18 @@ def in_lockstep(
         batch = next(batches, _ENDED)
         mine = np.array(batch is not _ENDED)
         all_of_them = communicator.all_gather(mine, name=f"whether there is a batch {step} of {whole}")
-        if not all_of_them.all():
+        if fill is None and not all_of_them.all():
             _warn_of_what_is_left(all_of_them, whole, step)
             return
-        yield batch
+        if not all_of_them.any():
+            return
+        if fill is not None and step == start and not all_of_them.all():
+            raise ValueError(
+                f"{_named(np.flatnonzero(~all_of_them).tolist())} of {communicator.size} can read nothing from step "
+                f"{step} of {whole} on, and padding repeats what was read; give each of them one element at least"
+            )
+        last = fill(last) if fill is not None and batch is _ENDED else batch
+        yield last
 
 
 class Lockstep(Generic[T]):

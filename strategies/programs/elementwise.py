@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from jax.extend import core
+
+from strategies.programs.jaxpr import Equation, body_of_call, every_equation
 
 _ACROSS = frozenset(
     {
@@ -18,6 +19,7 @@ _ACROSS = frozenset(
     }
 )  # fmt: skip
 
+_LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
 _BY_PLACE = frozenset({"random_bits", "random_seed", "random_wrap", "random_fold_in", "random_split", "threefry2x32"})
 """What makes elements that follow from their places in the array."""
 
@@ -28,7 +30,7 @@ def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
     Returns:
         Such as "reduce_sum of float32[784,1024]"; None where there is none.
     """
-    for equation in _equations(closed.jaxpr):
+    for equation in every_equation(closed.jaxpr):
         name = equation.primitive.name
         operands = [atom.aval for atom in equation.invars if getattr(atom.aval, "size", 0) > 1]
         sizes = {getattr(out.aval, "size", 0) for out in equation.outvars}
@@ -37,7 +39,7 @@ def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
             return f"{name}, which follows from the places of elements"
         if operands and (name in _ACROSS or name.startswith("reduce_") and name != "reduce_precision"):
             return f"{name} of {operands[0].str_short()}"
-        if any({operand.size} != sizes for operand in operands) and not any(_inner(equation)):  # such as slices
+        if any({operand.size} != sizes for operand in operands) and not _is_looked_into(equation):  # such as slices
             return f"{name} of {operands[0].str_short()}"
     return None
 
@@ -45,24 +47,13 @@ def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
 def operations(closed: core.ClosedJaxpr) -> list[tuple[str, ...]]:
     """The operations of a traced function in order, each with the numbers that it takes, and the function's own."""
     own = tuple(str(value) for value in closed.consts if np.size(value) == 1)
-    return [own, *((equation.primitive.name, *_numbers(equation)) for equation in _equations(closed.jaxpr))]
+    return [own, *((equation.primitive.name, *_numbers(equation)) for equation in every_equation(closed.jaxpr))]
 
 
-def _numbers(equation: Any) -> Iterator[str]:
+def _is_looked_into(equation: Equation) -> bool:
+    """Whether all that it does with elements are equations of the programs in it."""
+    return equation.primitive.name in _LOOPS_AND_BRANCHES or body_of_call(equation, is_derived=True) is not None
+
+
+def _numbers(equation: Equation) -> Iterator[str]:
     return (str(atom.val) for atom in equation.invars if isinstance(atom, core.Literal))
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for body in _inner(equation):
-            yield from _equations(body)
-
-
-def _inner(equation: Any) -> Iterator[Any]:
-    """The traced functions of a loop, a branch or a call."""
-    for value in equation.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            body = getattr(inner, "jaxpr", inner)
-            if hasattr(body, "eqns"):
-                yield body

@@ -9,6 +9,7 @@ sums, products, quotients and square roots are those of IEEE 754, which leaves n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from strategies.programs.dependencies import is_true
+from strategies.programs.jaxpr import Equation, Variable, bind, body_of_call, evaluate, variables
 
 # What ends in a product, or may after XLA has rewritten it.
 _PRODUCTS = frozenset(
@@ -37,37 +39,34 @@ def with_rounded_products(function: Callable[..., Any]) -> Callable[..., Any]:
         leaves = jax.tree.leaves((arguments, named))
         found = next(leaf for leaf in leaves if leaf.size)
         zero = jnp.where(is_true([found]), jnp.uint32(0), jnp.uint32(1))  # the compiler does not know that it is 0
-        results = _evaluate(closed.jaxpr, closed.consts, leaves, zero)
+        results = _evaluate(closed, leaves, zero)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return rounded
 
 
-def _evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], zero: jax.Array) -> list[Any]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Any], zero: jax.Array) -> list[Any]:
+    summed = set(_summed(closed.jaxpr))
 
-    def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    summed = set(_summed(jaxpr))
-    for equation in jaxpr.eqns:
-        results = _results(equation, [value(atom) for atom in equation.invars], zero)
+    def results_of(equation: Equation, given: list[Any]) -> Sequence[Any]:
+        results = _results(closed.jaxpr, equation, given, zero)
         if equation.primitive.name in _PRODUCTS and equation.outvars[0] in summed:
             results = [_rounded(results[0], zero)]
-        values.update(zip(equation.outvars, results, strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
+        return results
+
+    return evaluate(closed, arguments, results_of)
 
 
-def _summed(jaxpr: Any) -> Iterator[Any]:
+def _summed(jaxpr: core.Jaxpr) -> Iterator[Variable]:
     """What goes into anything but products, so perhaps into a sum.
 
     Of other products XLA may choose the form: it makes one division of two, which is the same everywhere, and faster.
     """
     read = [equation.invars for equation in jaxpr.eqns if equation.primitive.name not in _PRODUCTS]
-    return (atom for atoms in [*read, jaxpr.outvars] for atom in atoms if not isinstance(atom, core.Literal))
+    return variables(itertools.chain(*read, jaxpr.outvars))
 
 
-def _results(equation: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
+def _results(like: core.Jaxpr, equation: Equation, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
     name, params = equation.primitive.name, equation.params
     if name in ("sqrt", "rsqrt"):
         root = _rounded(jax.lax.sqrt(given[0]), zero)
@@ -78,11 +77,8 @@ def _results(equation: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[A
         return _repeated(params, given, zero)
     if name == "scan":
         return _scanned(equation, given, zero)
-    body = params.get("jaxpr", params.get("call_jaxpr"))
-    if body is not None and len(equation.invars) == len(getattr(body, "jaxpr", body).invars):  # a call
-        return _evaluate(getattr(body, "jaxpr", body), getattr(body, "consts", ()), given, zero)
-    bound = equation.primitive.bind(*given, **params)
-    return bound if equation.primitive.multiple_results else [bound]
+    body = body_of_call(equation, is_derived=True)
+    return bind(like, equation, given) if body is None else _evaluate(body, given, zero)
 
 
 def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
@@ -97,8 +93,8 @@ def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
 # ---- loops and branches
 
 
-def _closed(body: Any, zero: jax.Array) -> Callable[..., list[Any]]:
-    return lambda *given: _evaluate(body.jaxpr, body.consts, given, zero)
+def _closed(body: core.ClosedJaxpr, zero: jax.Array) -> Callable[..., list[Any]]:
+    return lambda *given: _evaluate(body, given, zero)
 
 
 def _chosen(branches: Sequence[Any], given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
@@ -118,7 +114,7 @@ def _repeated(params: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[An
     return results
 
 
-def _scanned(equation: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
+def _scanned(equation: Equation, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
     inner = equation.params["jaxpr"]
     body = _closed(inner, zero)
     # How many are carried, and how many cut into rows, is told by their shapes; the parameters for it have changed.

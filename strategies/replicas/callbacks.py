@@ -7,6 +7,7 @@ with a hundred collectives in one program). So each callback is made to depend o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,10 @@ import jax
 from jax.extend import core
 
 from strategies.programs.dependencies import behind, is_true
+from strategies.programs.jaxpr import Equation, bind, bodies, body_of_call, evaluate, every_equation, with_bodies
 from strategies.replicas.collective_equations import EQUATION
 
 _CALLBACKS = frozenset({"io_callback", EQUATION})
-_BODIES = (core.Jaxpr, core.ClosedJaxpr)
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_vjp_call", "custom_jvp_call"})
 
 
 def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,51 +34,24 @@ def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Any], last: list[Any]) -> list[Any]:
     """Evaluate it, with callbacks behind `last`, which becomes the results of its own last callback."""
-    jaxpr: Any = closed.jaxpr
-    if not _calls_back(jaxpr):
+    jaxpr = closed.jaxpr
+    if not any(map(_is_callback, every_equation(jaxpr))):
         found: list[Any] = jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)
         return found
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
+    def results_of(equation: Equation, given: list[Any]) -> list[Any]:
+        if not _calls_back(equation):
+            return bind(jaxpr, equation, given)
+        body = body_of_call(equation, is_derived=True)
+        if body is None:
+            last[:] = bind(jaxpr, with_bodies(equation, _ordered_body), _behind(last, given))
+            return list(last)
+        # XLA sees only what is inside of a call: where operands are not there yet, some of it may begin.
+        if equation.params.get("prevent_cse"):  # as JAX does where it lowers jax.checkpoint
+            given = jax.lax.optimization_barrier(given)
+        return _evaluate(body, given, last)
 
-    for equation in jaxpr.eqns:
-        given = [read(atom) for atom in equation.invars]
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if _is_call(equation) and _equation_calls_back(equation):
-            if equation.params.get("prevent_cse"):  # as JAX does where it lowers jax.checkpoint
-                given = jax.lax.optimization_barrier(given)
-            body = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
-            results = _evaluate(body, given, last)
-        elif _equation_calls_back(equation):
-            results = _bind(jaxpr, _with_ordered_bodies(equation), _behind(last, given))
-            last[:] = results
-        else:
-            results = _bind(jaxpr, equation, given)
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _is_call(equation: Any) -> bool:
-    """Whether XLA sees what is inside only: where operands are not there yet, some of it may begin."""
-    return equation.primitive.name in _CALLS or "prevent_cse" in equation.params
-
-
-def _bind(jaxpr: Any, equation: Any, given: Sequence[Any]) -> list[Any]:
-    """Evaluate one equation, with what surrounds it."""
-    fresh = [core.Var(atom.aval) for atom in equation.invars]  # an operand may come twice
-    out = [core.Var(variable.aval) for variable in equation.outvars]
-    one = jaxpr.replace(
-        constvars=[],
-        invars=fresh,
-        outvars=out,
-        eqns=[equation.replace(invars=fresh, outvars=out)],
-        effects=equation.effects,
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    results: list[Any] = jax.core.eval_jaxpr(one, (), *given)
-    return results
+    return evaluate(closed, arguments, results_of)
 
 
 def _behind(last: Sequence[Any], given: Sequence[Any]) -> list[Any]:
@@ -90,27 +63,18 @@ def _behind(last: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     return changed
 
 
-def _with_ordered_bodies(equation: Any) -> Any:
-    """A loop or branch whose bodies have their callbacks in order."""
-    params = {name: _ordered_body(value) for name, value in equation.params.items()}
-    return equation.replace(params=params)
+def _ordered_body(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The body of a loop or branch, with its callbacks in order."""
+    if not any(map(_is_callback, every_equation(body.jaxpr))):
+        return body
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in body.in_avals]
+    return jax.make_jaxpr(lambda *arguments: _evaluate(body, arguments, []))(*shapes)
 
 
-def _ordered_body(value: Any) -> Any:
-    if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
-        return tuple(_ordered_body(one) for one in value)
-    if not isinstance(value, core.ClosedJaxpr) or not _calls_back(value.jaxpr):
-        return value
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in value.in_avals]
-    return jax.make_jaxpr(lambda *arguments: _evaluate(value, arguments, []))(*shapes)
+def _calls_back(equation: Equation) -> bool:
+    inside = itertools.chain.from_iterable(map(every_equation, bodies(equation)))
+    return any(map(_is_callback, itertools.chain([equation], inside)))
 
 
-def _equation_calls_back(equation: Any) -> bool:
-    if equation.primitive.name in _CALLBACKS:
-        return True
-    values = [one for value in equation.params.values() for one in (value if isinstance(value, tuple) else (value,))]
-    return any(_calls_back(value) for value in values if isinstance(value, _BODIES))
-
-
-def _calls_back(jaxpr: Any) -> bool:
-    return any(_equation_calls_back(equation) for equation in jaxpr.eqns)
+def _is_callback(equation: Equation) -> bool:
+    return bool(equation.primitive.name in _CALLBACKS)

@@ -17,8 +17,9 @@ from jax.extend import core
 from collectives.memory import aligned_empty
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.means import Bucket
+from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.program import Program
-from strategies.programs.segments import Part, Segment, cut
+from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
 from strategies.replicas.devices import ReplicaDevices, borrow
 from strategies.step.encoding import flatten
 from strategies.step.shards import Shards
@@ -55,6 +56,8 @@ class GradientPlan:
         gradients: see above.
         shards: see above.
         segments: the parts of the function.
+        actions: what a replica does in a step: all segments in turn, for one micro-batch. (Those that accumulate to
+            one gradient lie in one program.)
         layouts: for each segment how the gradients that it finishes lie in buffers.
         programs: compute the segments.
     """
@@ -75,6 +78,8 @@ class GradientPlan:
         self._executables: dict[jax.Device, list[Callable[..., Any]]] = {}
         count = len(self.gradients)
         self.segments = _cut(function, shapes, count) if streams else [_uncut(function, shapes, count)]
+        self.actions = in_turn(len(self.segments))
+        refuse_impossible(self.actions, self.segments)
         self.layouts = [
             self._layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
         ]
@@ -84,28 +89,31 @@ class GradientPlan:
     def compiled(self, device: jax.Device) -> list[Callable[..., Any]]:
         """The executables of the segments on a device; compiled when they are asked for first."""
         if device not in self._executables:
-            self._executables[device] = list(self._compile(device))
+            self._executables[device] = self._compile(device)
         return self._executables[device]
 
     def equations(self) -> core.ClosedJaxpr:
         """What the first segment computes; where there is no other one that is everything."""
-        return self.programs[0].equations(*self._arguments(0, {}))
+        inputs = [self._shapes[place] for place in self.segments[0].inputs]
+        return self.programs[0].equations(*inputs, *self._buffers(0))
 
-    def _compile(self, device: jax.Device) -> Iterator[Callable[..., Any]]:
-        residuals: dict[int, Any] = {}
-        for number, (segment, program) in enumerate(zip(self.segments, self.programs, strict=True)):
-            executable: Any = program.compiled(device, *self._arguments(number, residuals))
-            given = jax.tree.leaves(executable.out_info)[len(self.layouts[number].buffers) :]
-            shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in given]
-            residuals.update(zip(segment.gives, shapes, strict=True))
-            yield executable
+    def _compile(self, device: jax.Device) -> list[Callable[..., Any]]:
+        """Carry out the actions with shapes instead of arrays."""
+        found: dict[int, Any] = {}
 
-    def _arguments(self, number: int, residuals: Mapping[int, Any]) -> list[Any]:
-        """The shapes of what the program of a segment takes."""
-        segment = self.segments[number]
-        inputs = [self._shapes[place] for place in segment.inputs]
-        buffers = [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
-        return [*inputs, *[residuals[taken] for taken in segment.takes], *buffers]
+        def compute(action: Action, given: list[Any]) -> Sequence[Any]:
+            number = action.segment
+            found[number] = self.programs[number].compiled(device, *given, *self._buffers(number))
+            made = jax.tree.leaves(found[number].out_info)
+            return [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in made]
+
+        for _ in carry_out(self.actions, self.segments, [self._shapes], compute):
+            pass
+        return [found[number] for number in range(len(self.segments))]
+
+    def _buffers(self, number: int) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the buffers of a segment."""
+        return [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
 
     def shards_of(self, parts: Sequence[Part]) -> Shards | None:
         """How the means of gradients that travel together are cut."""
@@ -329,7 +337,7 @@ class _Run:
 
     def dispatch(self) -> None:
         """Have the device compute all segments; does not wait for it."""
-        for _ in self._segments():
+        for _ in self._carry_out():
             pass
 
     def wait(self, number: int) -> Sequence[jax.Array]:
@@ -344,9 +352,9 @@ class _Run:
     def compute(self) -> None:
         """Compute all segments, in this thread."""
         try:
-            for number, results in enumerate(self._segments()):
+            for action, results in self._carry_out():
                 jax.block_until_ready(results)
-                self.finished[number].set()
+                self.finished[action.segment].set()
         except BaseException:
             self.is_broken = True
             raise
@@ -354,18 +362,16 @@ class _Run:
             for finished in self.finished:
                 finished.set()
 
-    def _segments(self) -> Iterator[Sequence[jax.Array]]:
-        """The results of each segment, when it is dispatched."""
+    def _carry_out(self) -> Iterator[tuple[Action, Sequence[jax.Array]]]:
+        """Each action with its results, when it is dispatched."""
         arguments, self._arguments = self._arguments, ()
-        residuals: dict[int, jax.Array] = {}
-        for number, (segment, program) in enumerate(zip(self._plan.segments, self._executables, strict=True)):
-            inputs = [arguments[place] for place in segment.inputs]
-            results = program(*inputs, *[residuals[taken] for taken in segment.takes], *self.buffers[number])
-            count = len(self.buffers[number])
-            self.buffers[number], given = results[:count], results[count:]
-            residuals.update(zip(segment.gives, given, strict=True))
-            yield results
-        self.kept = list(given)
+        return carry_out(self._plan.actions, self._plan.segments, [arguments], self._compute)
+
+    def _compute(self, action: Action, given: list[jax.Array]) -> Sequence[jax.Array]:
+        number, count = action.segment, len(self.buffers[action.segment])
+        results: Sequence[jax.Array] = self._executables[number](*given, *self.buffers[number])
+        self.buffers[number], self.kept = results[:count], list(results[count:])
+        return results
 
 
 def _uncut(function: GradientFunction, shapes: Sequence[Any], gradients: int) -> Segment:
@@ -389,4 +395,4 @@ def _cut(function: GradientFunction, shapes: Sequence[Any], gradients: int) -> l
     if closed.effects:
         logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
         return [_uncut(function, shapes, gradients)]
-    return cut(closed, range(TAIL + 1, TAIL + 1 + gradients), BUCKET_BYTES, LARGE_BYTES)
+    return cut_in_buckets(closed, range(TAIL + 1, TAIL + 1 + gradients), BUCKET_BYTES, LARGE_BYTES)

@@ -117,6 +117,8 @@ class JaxEngine(StepEngine):
 
     def prepare(self, state: TrainState, batch: Any) -> Prepared:
         """See `StepEngine`."""
+        if self._devices is not self._strategy.devices:  # an instance was lost in something else than a step
+            self.claim_replicas()
         self._strategy.dealing.refuse_others(batch)
         refuse_cut_integers(batch)
         try:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from strategies.programs.jaxpr import Equation, ancestors, producers_of
 from strategies.replicas.devices import is_key
 from strategies.step.digest import digest_of
 
@@ -107,19 +108,10 @@ class _Writer:
         return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def _needed(jaxpr: Any) -> list[Any]:
+def _needed(jaxpr: core.Jaxpr) -> list[Equation]:
     """The equations on which results depend, in their order."""
-    needed = set(_variables(jaxpr.outvars))
-    found = []
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed.update(_variables(equation.invars))
-            found.append(equation)
-    return found[::-1]
-
-
-def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
-    return (atom for atom in atoms if not isinstance(atom, core.Literal))
+    found = ancestors(jaxpr.outvars, jaxpr.eqns, producers_of(jaxpr.eqns))
+    return [jaxpr.eqns[number] for number in sorted(found)]
 
 
 def _type(aval: Any) -> str:

@@ -37,6 +37,8 @@ class SingleStep:
 
     Attributes:
         metrics: of the last step; None before the first one.
+        passes: how often a data set was gone through without training; all instances that are at one step, and in none
+            of them, have the same number.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class SingleStep:
         recorder: Recorder,
     ) -> None:
         self.metrics: Metrics | None = None
+        self.passes = 0
         self._strategy = strategy
         self._engine = engine
         self._update = update
@@ -113,7 +116,24 @@ class SingleStep:
 
         No instance is ahead by more than a step: it would need what the others contribute to the next one.
         """
+        return self.meet(state)[0]
+
+    def meet(self, state: TrainState, batches: int = 0) -> tuple[TrainState | None, np.ndarray]:
+        """As `catch_up`, with instances that may be in different passes or steps.
+
+        Args:
+            state: of this instance.
+            batches: of its pass, of which it knows what all replicas have told; 0 outside of a pass.
+
+        Returns:
+            See `catch_up`; and for each instance its `passes` and batches, int64 `[instances, 2]`.
+        """
         self._engine.claim_replicas()
+        place = np.array([self.passes, batches])
+        places = self._strategy.communicator.all_gather(place, name="passes and batches that were reached")
+        return self._brought_up(state), places
+
+    def _brought_up(self, state: TrainState) -> TrainState | None:
         steps = gather_steps(self._strategy, state.step)
         newest = int(steps.max())
         if newest == steps.min():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -15,11 +15,14 @@ from strategies.data.datasets import DistributedDataset
 from strategies.exchange.transfer import Int8Layout
 from strategies.membership import surviving, warn_of_loss
 from strategies.numbers import positive
-from strategies.roles import Batch, Variables
+from strategies.roles import Batch, Tree, Variables
 from strategies.step.arguments import check_loss_function, check_optimizer, check_state, check_variables
 from strategies.step.digest import flip_bit
+from strategies.step.evaluation import Evaluator
+from strategies.step.evaluation_program import MetricsFunction
 from strategies.step.executions import Executions
 from strategies.step.jax_engine import JaxEngine
+from strategies.step.merging import Evaluation
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
 from strategies.step.options import Options, StepOptions
@@ -83,6 +86,7 @@ class Trainer:
         engine = JaxEngine(strategy, loss_fn, self._options, self._update, recorder.is_on)
         self._single = SingleStep(strategy, engine, self._update, self._options, self.notice, recorder)
         self._executions = Executions(strategy, engine, self._update, self._single, self._options.may_fuse)
+        self._evaluator = Evaluator(strategy, loss_fn, self._options, self._single, not self.is_sharded)
 
     @property
     def strategy(self) -> Strategy:
@@ -232,6 +236,63 @@ class Trainer:
 
         stepped: tuple[TrainState, Metrics] = self._surviving(lambda: self._single.make(state, batch), catch_up)
         return stepped
+
+    # ---- without training
+
+    def evaluate(
+        self,
+        state: TrainState,
+        dataset: Iterable[Batch],
+        fn: LossFunction | None = None,
+        *,
+        metrics_fn: MetricsFunction | None = None,
+    ) -> Evaluation:
+        """Means over all rows of a data set, each of which counts once; a collective call. The state stays as it is.
+
+        The function gets each row as a batch of one, so that what is a mean over rows is the mean over all of them,
+        however many there are. It is added in float64, a replica's rows one after another, then replica by replica,
+        and batch by batch: the bits depend on the number of replicas and the batch size, and not on the instances.
+
+        Args:
+            state: what `init`, `step` or `run` returned last.
+            dataset: a `DistributedDataset` with `remainder="pad"`, the rest of whose epoch is read; or an iterable of
+                batches of this instance, of which later ones may have fewer rows than the first.
+            fn: as `loss_fn`, for instance without dropout; None for `loss_fn` itself. Its key is always
+                `jax.random.key(seed)`.
+            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}` of all rows of a replica, of
+                which those count whose mask, bool `[rows]`, is True. A metric is a `Mean`, or another pytree of arrays
+                with a method `merge(other)`, which is called with host arrays.
+
+        Raises:
+            TypeError: if a loss or metric is no scalar, or what `metrics_fn` returns cannot be merged.
+            ValueError: if there is no row, the data set leaves rows out or accumulates, batches differ in more than the
+                number of rows, the function has feeds or, of single rows, collectives, or the state was used up.
+            DisagreementError: on all instances, if they differ in what is evaluated.
+        """
+        return self._evaluator.evaluate(state, dataset, fn, metrics_fn)
+
+    def predict(
+        self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
+    ) -> Iterator[Tree]:
+        """What the model says of each row, in the order of the data and batch by batch. The state stays as it is.
+
+        Taking a batch is a collective call. Where all instances leave the iterator early the data set stays there.
+
+        Args:
+            state: see `evaluate`; not to be used up before the last batch is taken.
+            dataset: see `evaluate`; with `shuffle=False`.
+            fn: `(variables, batch, key) -> outputs` or `-> Outcome`, the outputs a pytree of arrays `[rows, ...]`; None
+                for a `loss_fn` that returns an `Outcome` with outputs.
+            to_all: whether all instances get the outputs; otherwise instance 0 does, and the others get None.
+
+        Returns:
+            For each batch the outputs for the rows of all replicas, as host arrays `[rows, ...]`.
+
+        Raises:
+            TypeError, ValueError, DisagreementError: see `evaluate`; and if the data set is shuffled, or the outputs
+                are not one for each row.
+        """
+        return self._evaluator.predict(state, dataset, fn, to_all)
 
     # ---- with those who are left
 

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
 import train_digits
 from horovod_installed import needs_horovod
@@ -147,6 +149,17 @@ def test_epochs_begin_where_the_data_set_is_and_end_with_the_last_step():
     dataset.restore(dataclasses.replace(dataset.position(), epoch=1, step=2))
     assert [int(batch[0]) for batch in train_digits.batches(dataset, 8)] == [4, 0, 2]
     assert dataset.position().epoch == 2
+
+
+def test_every_image_of_the_test_set_is_tested_once():
+    data, model = train_digits.load_digits("digits"), train_digits.MODELS["mlp"]
+    strategy = strategies.IPUStrategy(num_replicas=3)
+    trainer = strategies.Trainer(strategy, train_digits.loss_of(model), optax.sgd(0.1))
+    state = trainer.init(model.init(jax.random.key(1), data.image_shape))
+    found = trainer.evaluate(state, train_digits.test_set(strategy, data), metrics_fn=train_digits.accuracy_of(model))
+    by_hand = np.asarray(model.apply(state.variables, data.test_images)).argmax(-1) == data.test_labels
+    assert found["accuracy"] == by_hand.sum() / len(data.test_labels)
+    assert found.rows == len(data.test_labels)
 
 
 OPTIONS = ("--strategy", "ipu", "--replicas", 3, "--max-steps", 31, "--seed", 7)

@@ -123,4 +123,79 @@ IN_STRATEGIES = (
             "tests/strategies/test_cross_replica_ops.py::test_gradients_are_those_of_the_sum_of_all_replicas_losses",
         ),
     ),
+    Fault(
+        name="a row that only fills a batch is evaluated",
+        path="strategies/step/evaluation_program.py",
+        old="Mean(_sum(values[mask]), np.float64(mask.sum()))",
+        new="Mean(_sum(values), np.float64(mask.size))",
+        caught_by=(
+            "tests/strategies/test_evaluation.py::TestEveryRowCountsOnce::test_of_batches_of_which_the_last_is_short",
+        ),
+    ),
+    Fault(
+        name="losses of rows are added in float32",
+        path="strategies/step/evaluation_program.py",
+        old="np.add.accumulate(values, dtype=np.float64)[-1]",
+        new="np.add.accumulate(values, dtype=np.float32)[-1]",
+        caught_by=("tests/strategies/test_evaluation.py::TestEveryRowCountsOnce::test_sums_are_as_good_as_float64",),
+    ),
+    Fault(
+        name="rows of a stream are predicted replica by replica",
+        path="strategies/data/every_row.py",
+        old="self.is_interleaved = not dataset.is_random_access",
+        new="self.is_interleaved = False",
+        caught_by=("tests/strategies/test_evaluation.py::TestPredictions::test_come_in_the_order_of_the_data",),
+    ),
+    Fault(
+        name="batches of an evaluation that an instance has not got are skipped after a loss",
+        path="strategies/step/evaluation.py",
+        old="int(np.where(passes == single.passes, batches, 0).min())",
+        new="int(np.where(passes == single.passes, batches, 0).max())",
+        caught_by=(
+            "tests/strategies/test_surviving_evaluation.py::test_whichever_message_is_missing_the_others_find_the_same",
+        ),
+    ),
+    Fault(
+        name="what is padded ends with the first instance that has nothing left",
+        path="strategies/data/datasets.py",
+        old="fill = self._padding_after if self.pads else None",
+        new="fill = None",
+        caught_by=(
+            "tests/strategies/test_lockstep.py::TestPadding::"
+            "test_every_element_of_shards_of_unknown_lengths_counts_once",
+        ),
+    ),
+    Fault(
+        name="steps are made on the replicas that an instance had before others were lost in something else",
+        path="strategies/step/jax_engine.py",
+        old="if self._devices is not self._strategy.devices:",
+        new="if False:",
+        caught_by=(
+            "tests/strategies/test_surviving.py::"
+            "test_steps_after_a_duty_are_made_on_the_replicas_of_those_who_are_left",
+        ),
+    ),
+    Fault(
+        name="a segment gets what it takes from another micro-batch",
+        path="strategies/programs/segments.py",
+        old="residuals.update(zip([(of_batch, number)",
+        new="residuals.update(zip([(1 - of_batch, number)",
+        caught_by=(
+            "tests/strategies/test_segments.py::test_segments_get_their_inputs_and_residuals_of_their_own_micro_batch",
+        ),
+    ),
+    Fault(
+        name="what segments hand on is in the order of addresses",
+        path="strategies/programs/jaxpr.py",
+        old="enumerate(_in_order(graph, every))",
+        new="enumerate(every)",
+        caught_by=("tests/strategies/test_jaxpr.py::test_the_same_function_is_always_cut_into_the_same_segments",),
+    ),
+    Fault(
+        name="a function with a derivative of its own is taken for a call",
+        path="strategies/programs/jaxpr.py",
+        old="    if is_derived:\n",
+        new="    if True:\n",
+        caught_by=("tests/strategies/test_jaxpr.py::test_calls_are_dissolved_and_what_has_a_rule_is_not",),
+    ),
 )

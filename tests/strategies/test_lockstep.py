@@ -179,3 +179,29 @@ class TestDistributeDataset:
             return steps, strategy.communicator.calls_made - before
 
         assert on_instances(2, 2, program) == [([5], 0)] * 2
+
+
+class TestPadding:
+    """What is padded goes on until the last instance has come to its end, and drops nothing."""
+
+    @pytest.mark.parametrize("instances", [1, 2, 4])
+    def test_every_element_of_shards_of_unknown_lengths_counts_once(self, on_instances, caplog, instances):
+        def program(strategy):
+            dataset = strategy.distribute_dataset(UnsizedShards(), batch_size=2, remainder="pad")
+            batches = [(np.asarray(batch.values), np.asarray(batch.mask)) for batch in dataset.epoch(0)]
+            assert (dataset.position().epoch, dataset.position().step) == (1, 0)
+            return np.concatenate([values[mask] for values, mask in batches]).tolist(), len(batches)
+
+        found = on_instances(instances, 4, program)
+        assert sorted(sum((elements for elements, _ in found), [])) == [0] * 4 + [1] * 7 + [2] * 10 + [3] * 13
+        assert {steps for _, steps in found} == {7}
+        assert warnings_of(caplog) == []
+
+    def test_an_instance_with_nothing_to_repeat_is_an_error_on_all(self, on_instances):
+        def program(strategy):
+            source = PerReplica([Unsized([1, 2] if strategy.is_chief else [])])
+            dataset = strategy.distribute_dataset(source, batch_size=2, remainder="pad")
+            with pytest.raises(ValueError, match="instance 1 of 2 can read nothing from step 0 of epoch 0 on, and pad"):
+                next(dataset.epoch(0))
+
+        on_instances(2, 2, program)

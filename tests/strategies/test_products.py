@@ -52,6 +52,15 @@ def test_no_product_is_contracted_with_a_sum(function, length):
     np.testing.assert_array_equal(found, two_products(*numbers))
 
 
+def test_what_combines_elements_is_no_call():
+    """A reduction by a function of one's own has a program in it, and as many operands as that takes."""
+
+    def total(x):
+        return jax.lax.reduce(x, np.float32(0), lambda a, b: a + jnp.abs(b), (0,))
+
+    np.testing.assert_array_equal(jax.jit(with_rounded_products(total))(ROWS[0, :33]), total(ROWS[0, :33]))
+
+
 @pytest.mark.parametrize("length", [1, 33, 65_537])
 def test_roots_are_rounded_before_anything_is_done_with_them(length):
     a, b = np.abs(ROWS[0, :length]), ROWS[1, :length]

@@ -420,6 +420,24 @@ def test_the_next_chief_does_what_the_first_has_not_done(mechanism):
     assert done == [(0, 0), (1, 1), (2, 2)]
 
 
+@pytest.mark.parametrize("lost", [0, 2])
+def test_steps_after_a_duty_are_made_on_the_replicas_of_those_who_are_left(lost):
+    def function(strategy, is_losing=True):
+        dataset = strategy.distribute_dataset(np.arange(24, dtype=np.float32), 2)
+        trainer = Trainer(strategy, lambda w, batch, key: (w * batch).mean() ** 2, optax.sgd(0.01))
+        state, means = trainer.init(jnp.float32(1)), []
+        for batch in dataset.epoch(0):
+            state, metrics = trainer.step(state, batch)
+            means.append(metrics["loss"])
+            if is_losing:
+                strategy.on_chief(lambda: None) if strategy.first_index != lost else losing(lost, 0)(strategy, 0)
+        return means
+
+    [expected] = run_instances(1, 6, functools.partial(function, is_losing=False))
+    found = run_instances(3, 6, function)
+    assert found == [None if instance == lost else expected for instance in range(3)]
+
+
 def test_without_survival_the_others_hear_of_it():
     with pytest.raises(PeerLostError):
         run_instances(2, 2, lambda strategy: duties(strategy, [], [losing(0, 0)]), survives=False)

@@ -1,0 +1,206 @@
+"""The rest of a data set with every row once, in batches of one shape: what is missing is padded, and masked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import jax
+import numpy as np
+
+from collectives import Communicator
+from strategies.data.datasets import DistributedDataset
+from strategies.data.lockstep import Lockstep
+from strategies.data.sources import Masked
+from strategies.errors import StrategyError
+from strategies.roles import Batch
+
+_WAY_OUT = "give what strategy.distribute_dataset(data, batch_size, shuffle=False, remainder='pad') returns"
+
+
+class EveryRow(ABC):
+    """Batches of the local replicas, all `Masked` and of one shape.
+
+    Attributes:
+        dataset: where they come from; None where from no data set of a strategy.
+        is_interleaved: whether rows come round by round, one for each replica, and not replica by replica.
+    """
+
+    dataset: DistributedDataset | None = None
+    is_interleaved = False
+
+    @abstractmethod
+    def batches(self, start: int) -> Generator[Masked, None, None]:
+        """Those of step `start`, `start + 1`, ... counted from the first one, on the devices.
+
+        Raises:
+            StrategyError: if they cannot be read again.
+        """
+
+    @abstractmethod
+    def leave(self, done: int) -> None:
+        """Read no more after so many batches, though there may be more of them."""
+
+
+def every_row(
+    dataset: Iterable[Batch], place: Callable[[Batch], Batch], communicator: Communicator, local: int
+) -> EveryRow:
+    """The rest of a data set.
+
+    Args:
+        dataset: a `DistributedDataset` that drops nothing, the rest of whose epoch is read; or an iterable of batches
+            of this instance, of which each but the first may be shorter. Instances may have different numbers of them.
+        place: puts a batch of host arrays on the devices.
+        communicator: connects the instances.
+        local: how many replicas this instance drives.
+
+    Raises:
+        TypeError: if it is neither.
+        ValueError: if the data set leaves rows out, or accumulates.
+    """
+    if isinstance(dataset, DistributedDataset):
+        return _OfDataset(dataset)
+    if isinstance(dataset, Mapping | tuple | str | bytes) or hasattr(dataset, "shape"):
+        raise TypeError(f"the data set is a {type(dataset).__name__}, which has no batches; {_WAY_OUT}")
+    if not isinstance(dataset, Iterable):
+        raise TypeError(f"the data set is a {type(dataset).__name__} and no iterable of batches; {_WAY_OUT}")
+    given = dataset.batches if isinstance(dataset, Lockstep) else dataset
+    return _OfBatches(given, place, communicator, local)
+
+
+class _OfDataset(EveryRow):
+    """See `every_row`. It can be read again from any batch on, where the data set is random access."""
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        if dataset.gradient_accumulation_count > 1:
+            raise ValueError(
+                f"the data set has batches of {dataset.gradient_accumulation_count} micro-batches, which only training "
+                "accumulates; distribute it once more without gradient_accumulation_count"
+            )
+        if not dataset.pads and dataset.dropped != 0:
+            some = "rows" if dataset.dropped is None else f"{dataset.dropped} rows"
+            raise ValueError(
+                f"the data set drops {some} that do not fill a batch of {dataset.global_batch_size}, and every row is "
+                "to be seen once; distribute it with remainder='pad'"
+            )
+        self.dataset: DistributedDataset = dataset
+        self.is_interleaved = not dataset.is_random_access
+        self._begin = dataset.position()
+
+    def batches(self, start: int) -> Generator[Masked, None, None]:
+        """See `EveryRow`."""
+        self.leave(start)
+        for batch in self.dataset.epoch(self._begin.epoch):
+            if isinstance(batch, Masked):
+                yield batch
+            else:
+                rows = jax.tree.leaves(batch)[0].shape[0]
+                yield Masked(batch, np.ones(rows, bool))
+
+    def leave(self, done: int) -> None:
+        """See `EveryRow`."""
+        self.dataset.restore(replace(self._begin, step=self._begin.step + done))
+
+
+class _OfBatches(EveryRow):
+    """See `every_row`. It can be read once."""
+
+    def __init__(
+        self, batches: Iterable[Batch], place: Callable[[Batch], Batch], communicator: Communicator, local: int
+    ) -> None:
+        self._batches = batches
+        self._place = place
+        self._communicator = communicator
+        self._local = local
+        self._is_begun = False
+
+    def leave(self, done: int) -> None:
+        """See `EveryRow`: nobody knows where they come from."""
+
+    def batches(self, start: int) -> Generator[Masked, None, None]:
+        """See `EveryRow`. Taking a batch is a collective call."""
+        if self._is_begun:
+            raise StrategyError(
+                "an instance is lost, and its part of these batches cannot be read again; "
+                "use those of strategy.distribute_dataset"
+            )
+        self._is_begun = True
+        batches = iter(self._batches)
+        last: Masked | None = None
+        rows = 0  # of each replica
+        for number in count():
+            found = next(batches, None)
+            batch = None if found is None else _checked(found, last, number)
+            mine = -1 if batch is None else -(-len(batch.mask) // self._local)
+            told = self._communicator.all_gather(np.array(mine), name=f"rows of batch {number}")
+            if told.max() < 0:
+                return
+            rows = rows or int(told.max())
+            _check_rows(told, rows, number)
+            if batch is not None and len(batch.mask):
+                last = _padded(batch, rows * self._local)
+            else:
+                assert last is not None
+                last = Masked(last.values, np.zeros(rows * self._local, bool))
+            yield self._place(last)
+
+
+def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:
+    """A batch as host arrays, whose leaves have the rows along their first axis.
+
+    Raises:
+        ValueError: if they have not, or are others than those of the batch before.
+    """
+    given, mask = (batch.values, batch.mask) if isinstance(batch, Masked) else (batch, None)
+    values = jax.tree.map(np.asarray, given)
+    shapes = {f"batch{jax.tree_util.keystr(p)}": leaf.shape for p, leaf in jax.tree_util.tree_leaves_with_path(values)}
+    if not shapes:
+        raise ValueError(f"batch {number} has no arrays; {_WAY_OUT}")
+    if len({shape[:1] for shape in shapes.values()}) > 1 or () in shapes.values():
+        listed = ", ".join(f"{name} is of shape {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"the first axis of every array of a batch is its rows, and in batch {number} {listed}; leave out what "
+            "belongs to no row, and close over it instead"
+        )
+    if last is not None and _row_of(values) != _row_of(last.values):
+        raise ValueError(
+            f"batch {number} has rows of other structure, shapes or dtypes than the batch before it; make them alike"
+        )
+    [rows] = {shape[0] for shape in shapes.values()}
+    return Masked(values, np.ones(rows, bool) if mask is None else np.asarray(mask))
+
+
+def _row_of(values: Batch) -> Any:
+    """What all batches have alike."""
+    leaves, structure = jax.tree.flatten(values)
+    return structure, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+
+
+def _check_rows(told: np.ndarray, rows: int, number: int) -> None:
+    """Look at what all instances have said of their rows for each replica; they raise the same.
+
+    Raises:
+        ValueError: if the batches cannot be made equally long by padding.
+    """
+    if number == 0 and (told.min() < 0 or rows == 0):
+        missing = np.flatnonzero(told <= 0).tolist()
+        raise ValueError(
+            f"there is no row in the first batch of instances {missing}, and padding repeats rows; give every instance "
+            "one at least"
+        )
+    if told.max() > rows:
+        raise ValueError(
+            f"batch {number} has {told.max()} rows for each replica and the first one {rows}; only shorter batches are "
+            "padded: begin with the longest"
+        )
+
+
+def _padded(batch: Masked, rows: int) -> Masked:
+    """The batch with its last row repeated."""
+    given = len(batch.mask)
+    take = np.minimum(np.arange(rows), given - 1)
+    values = jax.tree.map(lambda leaf: leaf[take], batch.values)
+    return Masked(values, batch.mask[take] & (np.arange(rows) < given))

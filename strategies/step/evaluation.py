@@ -1,0 +1,305 @@
+"""Evaluating and predicting: what all replicas say of every batch of a data set, in a fixed order.
+
+What a replica computes depends on its rows alone, and which rows it gets on the number of replicas and the batch size.
+All instances get what all replicas say, and merge it themselves: replica by replica, and batch by batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from typing import Any
+
+import jax
+import numpy as np
+
+from popdist.instance import replica_block
+from strategies.data.every_row import EveryRow, every_row
+from strategies.data.sources import Masked
+from strategies.errors import StrategyError
+from strategies.membership import lost_with_an_instance, surviving, warn_of_loss
+from strategies.roles import Batch, Tree
+from strategies.step.agreement import insist_on_agreement, terms_of
+from strategies.step.arguments import check_loss_function, check_state
+from strategies.step.evaluation_program import (
+    EvaluationProgram,
+    LossOfRows,
+    MetricsFunction,
+    MetricsOfBatch,
+    Outputs,
+    Task,
+    Told,
+)
+from strategies.step.merging import Evaluation
+from strategies.step.options import StepOptions
+from strategies.step.program_text import lines_of
+from strategies.step.replica_program import LossFunction
+from strategies.step.single_step import SingleStep
+from strategies.strategy import Strategy
+from strategies.train_state import TrainState
+
+_AHEAD = 2  # batches that are begun before what the first of them says is asked for
+
+
+class Evaluator:
+    """Evaluates and predicts with the variables of a state, which stays as it is.
+
+    Args:
+        strategy: where the replicas are.
+        loss_fn: of the `Trainer`, for where no other function is given.
+        options: of the step.
+        single: makes the steps between which this happens.
+        survives: whether the state is not lost with an instance.
+
+    Attributes:
+        single: see above.
+        survives: see above.
+    """
+
+    def __init__(
+        self, strategy: Strategy, loss_fn: LossFunction, options: StepOptions, single: SingleStep, survives: bool
+    ) -> None:
+        self.single = single
+        self.survives = survives
+        self._strategy = strategy
+        self._devices = strategy.devices
+        self._loss_fn = loss_fn
+        self._options = options
+        self._programs: dict[Any, EvaluationProgram] = {}
+        self._agreed: set[Any] = set()  # the keys of programs that the instances that are there have compared
+        self._has_warned = False
+
+    def evaluate(
+        self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None, metrics_fn: MetricsFunction | None
+    ) -> Evaluation:
+        """See `Trainer.evaluate`."""
+        if fn is not None and metrics_fn is not None:
+            raise ValueError("fn and metrics_fn are two ways to say what is evaluated; give one of them")
+        if fn is not None:
+            check_loss_function(fn)
+        task = LossOfRows(fn or self._loss_fn) if metrics_fn is None else MetricsOfBatch(metrics_fn)
+        merged: dict[str, Any] = {}
+        rows = 0
+        with closing(self._pass(task, state, self._rows(dataset))) as batches:
+            for metrics, mask in itertools.chain.from_iterable(batches):
+                rows += int(mask.sum())
+                merged = {name: merged[name].merge(one) for name, one in metrics.items()} if merged else metrics
+        if not rows:
+            raise ValueError("there is no row to evaluate")
+        in_order = sorted(merged, key=lambda name: name != "loss")  # the loss first
+        return Evaluation({name: merged[name] for name in in_order}, rows)
+
+    def predict(
+        self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None, to_all: bool
+    ) -> Iterator[Tree]:
+        """See `Trainer.predict`."""
+        if fn is not None:
+            check_loss_function(fn)
+        rows = self._rows(dataset)
+        if rows.dataset is not None and rows.dataset.is_shuffled:
+            raise ValueError(
+                "the data set is shuffled, and predictions come in the order in which it is read; distribute it with "
+                "shuffle=False"
+            )
+        task = Outputs(fn or self._loss_fn, is_loss=fn is None)
+        return self._predictions(self._pass(task, state, rows), rows.is_interleaved, to_all)
+
+    def _predictions(
+        self, batches: Generator[Told, None, None], is_interleaved: bool, to_all: bool
+    ) -> Generator[Tree, None, None]:
+        with closing(batches):
+            for of_replicas in batches:
+                gets_them = to_all or self._strategy.instance.is_leader
+                yield _in_order(of_replicas, is_interleaved) if gets_them else None
+
+    def _rows(self, dataset: Iterable[Batch]) -> EveryRow:
+        strategy = self._strategy
+        return every_row(dataset, strategy.dealing.batch, strategy.communicator, len(strategy.local_replicas))
+
+    def _pass(self, task: Task, state: TrainState, rows: EveryRow) -> Generator[Told, None, None]:
+        check_state(state)
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(self._strategy, lost_with_an_instance(False, rows.dataset))
+        self._strategy.progress.step(state.step)
+        return _Pass(self, self._strategy, task, state, rows).results()
+
+    # ---- programs
+
+    def program(self, task: Task, state: TrainState, batch: Masked, rows: EveryRow) -> EvaluationProgram:
+        """The program for such a batch; a collective call where it is the first one of its shapes."""
+        strategy = self._strategy
+        if self._devices is not strategy.devices:  # an instance was lost
+            self._devices = strategy.devices
+            self._agreed.clear()
+        strategy.dealing.refuse_others(batch)
+        of_one = jax.tree.map(strategy.devices.replica_shape, batch)
+        leaves, structure = jax.tree.flatten((state.variables, of_one))
+        key = task, structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        found = self._programs.get(key)
+        if found is None or not found.fits(strategy):
+            found = self._programs[key] = EvaluationProgram(strategy, task, self._options, state, of_one)
+        if key not in self._agreed and strategy.communicator.size > 1 and not self.single.is_recorded:
+            programs = {f"the {task.title}": lines_of(found.equations)}
+            terms = terms_of({"seed": self._options.seed, "step": state.step}, rows.dataset, of_one, programs, None)
+            insist_on_agreement(strategy, terms)
+        self._agreed.add(key)
+        return found
+
+
+class _Pass:
+    """Goes through the rest of a data set once, with all instances that there are.
+
+    Args:
+        evaluator: has the programs.
+        strategy: connects the instances.
+        task: what is wanted of every batch.
+        state: what it is computed with.
+        rows: the data set.
+    """
+
+    def __init__(self, evaluator: Evaluator, strategy: Strategy, task: Task, state: TrainState, rows: EveryRow) -> None:
+        self._evaluator = evaluator
+        self._strategy = strategy
+        self._task = task
+        self._state = state
+        self._rows = rows
+        self._batches = rows.batches(0)
+        self._begun: deque[Callable[[], Told]] = deque()
+        self._number = 0  # of the oldest batch that was begun
+        self._ahead = 0
+        self._is_at_end = False
+
+    def results(self) -> Generator[Told, None, None]:
+        """For each batch what all replicas tell, and their masks, in their order; taking it is a collective call."""
+        done = 0
+        try:
+            while told := self._surviving(done):
+                done += 1
+                yield told
+        finally:
+            self._stop()
+            self._evaluator.single.passes += 1
+            if not self._is_at_end:
+                self._rows.leave(done)
+
+    def _surviving(self, done: int) -> Told:
+        if not self._evaluator.survives:
+            return self._next(done)
+        return surviving(self._strategy, lambda: self._next(done), lambda: self._catch_up(done))
+
+    def _next(self, done: int) -> Told:
+        """What is told of the batch that comes after so many; nothing behind the last one."""
+        while True:
+            check_state(self._state)
+            self._begin()
+            title = f"{self._task.title} at step {self._state.step}"
+            if not self._begun:
+                self._is_at_end = True
+                self._strategy.communicator.barrier(name=f"end of {title}")
+                return []
+            local = self._wait(self._begun.popleft())
+            told = gather_replicas(self._strategy, local, f"{title}, batch {self._number}")
+            self._number += 1
+            if self._number > done:
+                return told
+
+    def _begin(self) -> None:
+        """Have so many batches computed that no replica waits for this thread."""
+        while len(self._begun) <= self._ahead:
+            batch = next(self._batches, None)
+            if batch is None:
+                return
+            program = self._evaluator.program(self._task, self._state, batch, self._rows)
+            self._begun.append(program.begin(self._state, batch))
+            self._ahead = _AHEAD if program.is_independent else 0  # replicas that meet do so in one batch at a time
+
+    def _wait(self, begun: Callable[[], Told]) -> Told:
+        """What the local replicas tell. Errors of collectives inside of the function are those raised there."""
+        reducer = self._strategy.reducer
+        try:
+            return begun()
+        except jax.errors.JaxRuntimeError as error:
+            if reducer.last_error not in (None, error):
+                raise reducer.last_error from error
+            raise
+        finally:
+            reducer.end()
+
+    def _catch_up(self, done: int) -> Told | None:
+        """After a loss: nothing where others are through, else None, and it goes on with what an instance has not got.
+
+        Who is through has met all others at the end, where they have got everything.
+        """
+        self._stop()
+        single = self._evaluator.single
+        _, places = single.meet(self._state, done)
+        passes, batches = places.T
+        if passes.max() > single.passes:
+            if not self._is_at_end:
+                raise StrategyError(
+                    f"an instance is lost, and others have left the {self._task.title} after {done} batches; take all "
+                    "batches that predict gives"
+                )
+            return []
+        self._is_at_end = False
+        self._number = int(np.where(passes == single.passes, batches, 0).min())
+        self._batches = self._rows.batches(self._number)
+        return None
+
+    def _stop(self) -> None:
+        """Give up what was begun, once no replica computes any more."""
+        self._batches.close()
+        while self._begun:
+            with suppress(Exception):  # nobody has asked for it
+                self._begun.popleft()()
+
+
+def gather_replicas(strategy: Strategy, local: Sequence[Tree], name: str) -> list[Tree]:
+    """The host trees of all replicas, in their order; a collective call.
+
+    Args:
+        strategy: connects the instances.
+        local: those of the local replicas, alike in structure, shapes and dtypes.
+        name: of the call.
+    """
+    communicator = strategy.communicator
+    blocks = [
+        replica_block(rank, communicator.size, strategy.num_replicas_in_sync) for rank in range(communicator.size)
+    ]
+    packed = [_packed(tree) for tree in local]
+    mine = np.zeros((max(map(len, blocks)), packed[0].size), np.uint8)  # some may have one replica less than others
+    mine[: len(packed)] = packed
+    whole = communicator.all_gather(mine, name=name)
+    return [_unpacked(whole[rank, row], local[0]) for rank, block in enumerate(blocks) for row in range(len(block))]
+
+
+def _packed(tree: Tree) -> np.ndarray:
+    leaves = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate(leaves)
+
+
+def _unpacked(data: np.ndarray, like: Tree) -> Tree:
+    leaves, structure = jax.tree.flatten(like)
+    found = []
+    begin = 0
+    for leaf in leaves:
+        array = np.empty(leaf.shape, leaf.dtype)
+        array.reshape(-1).view(np.uint8)[:] = data[begin : begin + array.nbytes]
+        begin += array.nbytes
+        found.append(array)
+    return jax.tree.unflatten(structure, found)
+
+
+def _in_order(of_replicas: Told, is_interleaved: bool) -> Tree:
+    """The rows that count of what replicas predict, in the order of the data set."""
+    trees, masks = zip(*of_replicas, strict=True)
+
+    def ordered(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        whole = np.stack(arrays, axis=1 if is_interleaved else 0)
+        return whole.reshape(-1, *arrays[0].shape[1:])
+
+    counts = ordered(masks)
+    return jax.tree.map(lambda *leaves: ordered(leaves)[counts], *trees)
