@@ -32,9 +32,9 @@ from collectives import ClosedError, CollectiveError, Communicator, LayoutMismat
 suite = Suite()
 
 LARGE_CASES = (
+    ("float16", "mean", "one or two"),
     ("float32", "sum", "one each"),
     ("float32", "sum", "three each"),
-    ("float16", "mean", "one or two"),
     ("bfloat16", "sum", "two each"),
     ("float64", "mean", "one or two"),
     ("int8", "sum", "three each"),
@@ -58,7 +58,7 @@ def an_ordered_reduction_has_the_bits_of_the_sequential_one(communicator: Commun
         assert_all_reduced(communicator, result, reduced_contributions(dtype, length, count, op), (length, op, spread))
 
 
-@suite.add_for_each(LARGE_CASES)
+@suite.add_for_each(LARGE_CASES, about=About.NUMBERS)
 def a_large_ordered_reduction_has_the_bits_of_the_sequential_one(
     communicator: Communicator, case: tuple[str, str, str]
 ) -> None:
@@ -149,7 +149,7 @@ def infinities_of_both_signs_sum_to_nan_and_no_error(communicator: Communicator)
 # ---- where results go
 
 
-@suite.add_for_each(("float32", "bfloat16", "int16"))
+@suite.add_for_each(("float32", "bfloat16", "int16"), about=About.NUMBERS)
 def the_result_may_replace_any_contribution(communicator: Communicator, dtype: str) -> None:
     for length, op in product((7, 3001, 200_003), ("sum", "mean")):
         for position in range(3):
@@ -185,7 +185,7 @@ def results_may_go_to_allocated_memory(communicator: Communicator, length: int) 
         assert_all_reduced(communicator, out, reduced_contributions("float32", length, count, "sum"), spread)
 
 
-@suite.add_for_each(("uint8", "int32", "int64", "uint64"))
+@suite.add_for_each(("uint8", "int32", "int64", "uint64"), about=About.NUMBERS)
 def means_of_integers_may_go_to_allocated_memory(communicator: Communicator, dtype: str) -> None:
     for length, spread in product((7, 3001, 70_001), ("one each", "one or two")):
         out = communicator.allocate((length,), dtype)
@@ -382,7 +382,7 @@ def _scatter_contributions(communicator: Communicator, dtype: str, block: int, o
     assert_reduced(communicator, out, expected, (block, op, spread))
 
 
-@suite.add_for_each(("bfloat16", "float32", "int8"))
+@suite.add_for_each(("bfloat16", "float32", "int8"), about=About.NUMBERS)
 def an_ordered_reduce_scatter_gives_each_rank_its_block_of_the_sequential_sum(
     communicator: Communicator, dtype: str
 ) -> None:
@@ -396,7 +396,8 @@ def an_ordered_reduce_scatter_gives_each_rank_its_block_of_the_sequential_sum(
         ("float32", "mean", "three each"),
         ("float16", "mean", "one or two"),
         ("bfloat16", "sum", "five each"),
-    )
+    ),
+    about=About.NUMBERS,
 )
 def a_large_ordered_reduce_scatter_gives_each_rank_its_block(
     communicator: Communicator, case: tuple[str, str, str]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
 import pytest
 from conformance_checks import HEADLINE
 from reference import LARGE, OPERATIONS, SPREADS, Reduced, contributions, dtype_of, replicas_of_ranks
-from statements import Suite, assert_all_reduced, assert_same_bits, texts_of_all_ranks
+from statements import About, Suite, assert_all_reduced, assert_same_bits, texts_of_all_ranks
 
 from collectives import Communicator, LayoutMismatchError
 
@@ -50,6 +51,11 @@ MANY = tuple(Tensor(f"layer {number}", "float32", (number * 37 % 501,)) for numb
 LARGE_ONES = (Tensor("first", "float32", (LARGE,)), Tensor("second", "float16", (LARGE // 7, 7)))
 
 
+@lru_cache(maxsize=64)
+def _reduced(tensor: Tensor, count: int, op: str) -> Reduced:
+    return Reduced(tensor.arrays(range(count)), op)
+
+
 def _reduce(
     communicator: Communicator,
     tensors: Sequence[Tensor],
@@ -59,31 +65,30 @@ def _reduce(
 ) -> None:
     """One call for all the tensors, whose results go to `outs`, has the results of a call for each of them."""
     of_ranks = replicas_of_ranks(spread, communicator.size)
-    everybody = range(of_ranks[-1].stop)
     mine = [tensor.arrays(of_ranks[communicator.rank]) for tensor in tensors]
     outs = outs or [tensor.empty() for tensor in tensors]
     names = [tensor.name for tensor in tensors]
     assert communicator.grouped_ordered_all_reduce(mine, outs, op, names=names) is outs
     for tensor, out in zip(tensors, outs, strict=True):
-        expected = Reduced(tensor.arrays(everybody), op)
+        expected = _reduced(tensor, of_ranks[-1].stop, op)
         assert_all_reduced(communicator, out, expected, (tensor, op, spread), is_grouped=True)
 
 
 # ---- results
 
 
-@suite.add_for_each(tuple(product(OPERATIONS, SPREADS)))
+@suite.add_for_each(tuple(product(OPERATIONS, SPREADS)), about=About.NUMBERS)
 def a_group_has_the_results_of_single_calls(communicator: Communicator, case: tuple[str, str]) -> None:
     op, spread = case
     _reduce(communicator, MIXED, op, spread)
 
 
-@suite.add_for_each(("sum", "mean"))
+@suite.add_for_each(("sum", "mean"), about=About.NUMBERS)
 def a_group_of_large_tensors_has_the_results_of_single_calls(communicator: Communicator, op: str) -> None:
     _reduce(communicator, LARGE_ONES, op, "two each")
 
 
-@suite.add_for_each(("sum", "max"))
+@suite.add_for_each(("sum", "max"), about=About.NUMBERS)
 def a_group_may_have_many_tensors(communicator: Communicator, op: str) -> None:
     _reduce(communicator, MANY, op)
 
@@ -110,7 +115,7 @@ def groups_follow_each_other_and_single_calls(communicator: Communicator) -> Non
 # ---- where results go
 
 
-@suite.add_for_each(tuple(product(("sum", "mean", "min"), range(3))))
+@suite.add_for_each(tuple(product(("sum", "mean", "min"), range(3))), about=About.NUMBERS)
 def results_of_a_group_may_replace_contributions(communicator: Communicator, case: tuple[str, int]) -> None:
     op, position = case
     of_ranks = replicas_of_ranks("three each", communicator.size)
@@ -119,7 +124,7 @@ def results_of_a_group_may_replace_contributions(communicator: Communicator, cas
     outs = [of_tensor[position] for of_tensor in arrays]
     communicator.grouped_ordered_all_reduce(arrays, outs, op, names=[tensor.name for tensor in MIXED])
     for tensor, after, before in zip(MIXED, arrays, originals, strict=True):
-        expected = Reduced(tensor.arrays(range(of_ranks[-1].stop)), op)
+        expected = _reduced(tensor, of_ranks[-1].stop, op)
         assert_all_reduced(communicator, after[position], expected, tensor, is_grouped=True)
         for number in {0, 1, 2} - {position}:
             assert_same_bits(after[number], before[number], tensor)

@@ -29,15 +29,19 @@ def statements_for(size: int, transport: str, *, complete: bool) -> list[Stateme
     """What is checked over a network between `size` processes: everything only once for each transport."""
     suites = (*SUITES, conformance_horovod.suite) if transport == HOROVOD else SUITES
     statements = [statement for suite in suites for statement in suite.statements if statement.at_least <= size]
-    if complete and size == USUAL_SIZES[transport]:
+    is_usual = size == USUAL_SIZES[transport]
+    if complete and is_usual:
         return statements
-    return [each for each in statements if is_its_own_case(each, transport)]
+    has_own_sums = is_usual and transport in ADDS_BY_ITSELF
+    return [each for each in statements if is_its_own_case(each, has_own_sums=has_own_sums)]
 
 
-def is_its_own_case(statement: Statement, transport: str) -> bool:
-    """Whether a statement may be wrong over this network although it is right on threads."""
+def is_its_own_case(statement: Statement, *, has_own_sums: bool) -> bool:
+    """Whether a statement may be wrong over a network although it is right on threads."""
     if statement.about is About.DTYPES:
-        return transport in ADDS_BY_ITSELF or statement.value in DTYPES_ON_NETWORKS
+        return has_own_sums or statement.value in DTYPES_ON_NETWORKS
+    if statement.about is About.NUMBERS:
+        return has_own_sums or statement.is_first
     return statement.about is not About.ARGUMENTS
 
 
@@ -45,7 +49,7 @@ def groups_of_threads(statement: Statement, *, complete: bool) -> Sequence[tuple
     """The mechanisms and sizes of the groups of threads of which it is checked."""
     if statement.about is About.ARGUMENTS:
         groups = [(RING, 3)]
-    elif complete and statement.about is About.TRANSPORT:
+    elif complete and statement.about is not About.DTYPES:
         groups = [(mechanism, size) for mechanism in MECHANISMS for size in (1, 2, 3, 4)]
     else:
         groups = [(mechanism, size) for mechanism in MECHANISMS for size in (2, 3)]

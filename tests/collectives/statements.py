@@ -24,6 +24,7 @@ class About(Enum):
 
     ARGUMENTS = "what is refused before a transport is reached: on one rank, and on one group of threads"
     DTYPES = "one dtype, which a transport moves as bytes: over networks one of each width, and the 16-bit floats"
+    NUMBERS = "what ranks add, which they do alike over every transport: over networks the first of the cases"
     TRANSPORT = "what each transport does in its own way: over all of them"
 
 
@@ -34,6 +35,7 @@ class Statement:
     Attributes:
         topic: the name of the check, without its value.
         value: what the check is called with, if it is called once for each of several values.
+        is_first: whether that is the first of them.
     """
 
     topic: str
@@ -41,6 +43,7 @@ class Statement:
     at_least: int = 1
     about: About = About.TRANSPORT
     value: Any = None
+    is_first: bool = True
 
     @property
     def name(self) -> str:
@@ -82,7 +85,8 @@ class Suite:
 
         def add(check: Callable[..., None]) -> Callable[..., None]:
             for value in values:
-                self.statements.append(Statement(check.__name__, partial(_call, check, value), at_least, about, value))
+                call, is_first = partial(_call, check, value), value == values[0]
+                self.statements.append(Statement(check.__name__, call, at_least, about, value, is_first))
             return check
 
         return add
