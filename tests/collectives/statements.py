@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -79,13 +79,13 @@ class Suite:
         return add
 
     def add_for_each(
-        self, values: Sequence[Any], *, at_least: int = 1, about: About = About.TRANSPORT
+        self, values: Iterable[Any], *, at_least: int = 1, about: About = About.TRANSPORT
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """One statement per value, which is the check's second argument."""
 
         def add(check: Callable[..., None]) -> Callable[..., None]:
-            for value in values:
-                call, is_first = partial(_call, check, value), value == values[0]
+            for number, value in enumerate(values):
+                call, is_first = partial(_call, check, value), number == 0
                 self.statements.append(Statement(check.__name__, call, at_least, about, value, is_first))
             return check
 
