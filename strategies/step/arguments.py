@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,25 +22,35 @@ _TREES = (
 )
 
 
-def check_loss_function(loss_fn: Any) -> None:
-    """Look at what is to be called as `loss_fn(variables, batch, key)`.
+def check_loss_function(loss_fn: object) -> None:
+    """Look at what is to be called as `loss_fn(variables, batch, key)`; see `check_function`."""
+    way_out = "; let it take these three, the key also where nothing is random"
+    check_function("the loss function", loss_fn, ("variables", "batch", "key"), way_out)
+
+
+def check_function(what: str, function: object, arguments: Sequence[str], way_out: str = "") -> None:
+    """Look at what is to be called with these arguments.
+
+    Args:
+        what: it is, for messages.
+        function: what the user gave.
+        arguments: their names, in order.
+        way_out: what a message about other arguments says last.
 
     Raises:
         TypeError: if it is no function, or of other arguments.
     """
-    if not callable(loss_fn):
-        raise TypeError(f"the loss function is a {type(loss_fn).__name__}; use a function of (variables, batch, key)")
+    called_with = f"({', '.join(arguments)})"
+    if not callable(function):
+        raise TypeError(f"{what} is a {type(function).__name__}; use a function of {called_with}")
     try:
-        signature = inspect.signature(loss_fn)
+        signature = inspect.signature(function)
     except ValueError:  # one that is not written in Python does not tell
         return
     try:
-        signature.bind(None, None, None)
+        signature.bind(*arguments)
     except TypeError as error:
-        raise TypeError(
-            f"the loss function takes {signature}, and is called with (variables, batch, key); let it take these "
-            "three, the key also where nothing is random"
-        ) from error
+        raise TypeError(f"{what} takes {signature}, and is called with {called_with}{way_out}") from error
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from strategies.data.sources import Masked
 from strategies.replicas.devices import is_key
 from strategies.replicas.replica_context import replica_context
 from strategies.roles import Batch, Key, Tree, Variables
-from strategies.step.arguments import metric_names, naming_missing_keys
+from strategies.step.arguments import check_function, metric_names, naming_missing_keys
 from strategies.step.merging import Mean, Mergeable
 from strategies.step.options import StepOptions
 from strategies.step.outcome import Outcome
@@ -85,7 +84,7 @@ class MetricsOfBatch(Task):
     function: MetricsFunction
 
     def __post_init__(self) -> None:
-        _check_metrics_function(self.function)
+        check_function("metrics_fn", self.function, ("variables", "batch", "mask", "key"))
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key) -> Tree:
         """See `Task`."""
@@ -270,21 +269,3 @@ def _sum(values: np.ndarray) -> np.float64:
     """Their sum in float64, one after another: `np.sum` adds in an order that is NumPy's own affair."""
     total: np.float64 = np.add.accumulate(values, dtype=np.float64)[-1] if values.size else np.float64(0)
     return total
-
-
-def _check_metrics_function(function: Any) -> None:
-    """Look at what is to be called as `metrics_fn(variables, batch, mask, key)`.
-
-    Raises:
-        TypeError: if it is no function, or of other arguments.
-    """
-    if not callable(function):
-        raise TypeError(f"metrics_fn is a {type(function).__name__}; use a function of (variables, batch, mask, key)")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # one that is not written in Python does not tell
-        return
-    try:
-        signature.bind(None, None, None, None)
-    except TypeError as error:
-        raise TypeError(f"metrics_fn takes {signature}, and is called with (variables, batch, mask, key)") from error
