@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from poprun.shim.activity import LOOK_S, Activity, children_of
 
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-WRAPPED = f"{sys.executable} -c '{SLEEPS}'; true"
+WRAPPED = f"{shlex.quote(sys.executable)} -c '{SLEEPS}'; true"
 
 
 @pytest.fixture(params=[(sys.executable, "-c", SLEEPS), ("sh", "-c", WRAPPED)], ids=["alone", "started by sh"])
