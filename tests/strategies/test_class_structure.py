@@ -1,0 +1,190 @@
+"""Classes are abstract or final: nobody overrides what another class has carried out.
+
+Constructors are no exception where a class is concrete; those of abstract classes are called by their finals.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import final
+
+import pytest
+
+import strategies
+from strategies.membership import Membership
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("collectives", "popdist", "strategies", "poprun")
+COMMANDS = {"poprun.__main__", "strategies.dataset_benchmark"}
+"""Importing them starts them."""
+NEEDS = {"horovod", "torch"}
+"""Of one transport, and not installed everywhere."""
+
+
+def classes_of(package: str) -> Iterator[type]:
+    """All classes that the modules of a package define, also inside of others."""
+    root = importlib.import_module(package)
+    names = [found.name for found in pkgutil.walk_packages(root.__path__, f"{package}.")]
+    for name in [package, *names]:
+        if name in COMMANDS:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            assert error.name in NEEDS, name
+            continue
+        yield from defined_in(module, name)
+
+
+def defined_in(owner: object, module: str) -> Iterator[type]:
+    for value in list(vars(owner).values()):
+        if inspect.isclass(value) and value.__module__ == module:
+            yield value
+            yield from defined_in(value, module)
+
+
+def is_carried_out(cls: type, name: str) -> bool:
+    """Whether a class has a method, or a property, that is not left to others."""
+    value = vars(cls).get(name)
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    is_method = isinstance(value, FunctionType | property) or hasattr(value, "func")
+    is_left = getattr(value, "__isabstractmethod__", False) or getattr(cls, "_is_protocol", False)
+    return is_method and not is_left
+
+
+def overridden_by(cls: type, packages: tuple[str, ...] = PACKAGES) -> list[str]:
+    """What a class overrides that classes of the packages above it have carried out."""
+    above = [
+        base
+        for base in cls.__mro__[1:]
+        if base.__module__.partition(".")[0] in packages and not issubclass(base, BaseException)
+    ]
+    return [
+        f"{cls.__module__}.{cls.__qualname__}.{name} overrides that of {base.__qualname__}"
+        for base in above
+        for name in vars(cls)
+        if is_carried_out(base, name) and not (name == "__init__" and is_abstract(base))
+    ]
+
+
+def is_abstract(cls: type) -> bool:
+    return inspect.isabstract(cls) or getattr(cls, "_is_protocol", False)
+
+
+def raised_in(source: str) -> set[str]:
+    """The names of the exceptions that are raised in a text."""
+    raised = [node.exc for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Raise)]
+    called = [each.func if isinstance(each, ast.Call) else each for each in raised]
+    return {ast.unparse(each) for each in called if each is not None}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_class_overrides_what_another_one_has_carried_out(package: str) -> None:
+    """Exceptions apart, which are caught by their bases; of theirs only classes are compared, not methods."""
+    classes = list(classes_of(package))
+    assert len(classes) > 10
+    assert [found for cls in classes for found in overridden_by(cls)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_is_left_to_others_but_by_abstract_methods(package: str) -> None:
+    """What Horovod itself raises is named in a docstring, and not raised here."""
+    modules = sorted((ROOT / package).rglob("*.py"))
+    assert modules
+    found = [
+        str(path.relative_to(ROOT))
+        for path in modules
+        if "NotImplementedError" in raised_in(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("base", [strategies.Strategy, Membership], ids=lambda each: each.__name__)
+def test_a_strategy_and_a_membership_have_four_finals(base: type) -> None:
+    assert is_abstract(base)
+    below = [cls for cls in classes_of("strategies") if base in cls.__mro__[1:]]
+    assert len(below) == 4
+    assert [cls.__name__ for cls in below if not getattr(cls, "__final__", False)] == []
+    assert [cls.__name__ for cls in below if cls.__mro__[1] is not base] == []
+
+
+def test_a_strategy_only_chooses_a_membership() -> None:
+    for cls in (
+        strategies.IPUStrategy,
+        strategies.PopDistStrategy,
+        strategies.IPUMultiWorkerStrategy,
+        strategies.IPUHorovodStrategy,
+    ):
+        own = {name for name, value in vars(cls).items() if isinstance(value, FunctionType | property)}
+        assert own == {"__init__"}, cls
+
+
+class TestTheWalk:
+    """It finds what it looks for."""
+
+    HERE = (__name__.partition(".")[0],)
+
+    class Abstract(ABC):
+        def __init__(self) -> None: ...
+
+        @abstractmethod
+        def left(self) -> None: ...
+
+        def carried_out(self) -> None: ...
+
+        @property
+        def a_property(self) -> int:
+            return 1
+
+        @classmethod
+        def made(cls) -> None: ...
+
+    @final
+    class Good(Abstract):
+        def __init__(self) -> None: ...
+
+        def left(self) -> None: ...
+
+    class Bad(Abstract):
+        def left(self) -> None: ...
+
+        def carried_out(self) -> None: ...
+
+        @property
+        def a_property(self) -> int:
+            return 2
+
+        @classmethod
+        def made(cls) -> None: ...
+
+    class Worse(Good):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+        def left(self) -> None: ...
+
+    def test_lets_those_pass_that_do_what_was_left_to_them(self) -> None:
+        assert overridden_by(self.Good, self.HERE) == []
+
+    @pytest.mark.parametrize(
+        ("name", "methods"),
+        [("Bad", ["carried_out", "a_property", "made"]), ("Worse", ["__init__", "left"])],
+    )
+    def test_names_the_others(self, name: str, methods: list[str]) -> None:
+        found = overridden_by(getattr(self, name), self.HERE)
+        assert [line.split(" ")[0].rpartition(".")[2] for line in found] == methods
+
+    @pytest.mark.parametrize(
+        "source",
+        ["raise NotImplementedError", "def f():\n raise NotImplementedError('x')", "raise NotImplementedError from e"],
+    )
+    def test_finds_what_is_raised(self, source: str) -> None:
+        assert raised_in(source) == {"NotImplementedError"}
