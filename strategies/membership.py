@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, Protocol, TypeVar, final
 
 import numpy as np
@@ -79,8 +81,50 @@ def refuse_to_carry_on(kind: str) -> NoReturn:
     )
 
 
+@dataclass
+class Place:
+    """How far an instance has come in what all of them do one after another.
+
+    Where one is lost some may have done what others have not. Nobody is ahead by more than one thing: for the next one
+    it needs those who are behind.
+
+    Attributes:
+        done: how many things `surviving` has seen it do.
+        passes: how often it has gone through a data set without training.
+        batches: of the pass in which it is, those of which it knows what all replicas have told; 0 outside of a pass.
+        share: hands the result of what it has done last to those who have not done it, given the rank that has it, in a
+            collective call; None where they need nothing.
+    """
+
+    done: int = 0
+    passes: int = 0
+    batches: int = 0
+    share: Callable[[int], object] | None = None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What instances know of each other that have met after a loss.
+
+    Attributes:
+        is_late: whether others have done what this one is about to do.
+        newest: the rank of one that has done most.
+        passes: for each rank its `Place.passes`, int64.
+        batches: for each rank its `Place.batches`, int64.
+    """
+
+    is_late: bool
+    newest: int
+    passes: np.ndarray
+    batches: np.ndarray
+
+
 class Members(Protocol):
     """Who takes part, as those know it who do something together: a strategy."""
+
+    @property
+    def place(self) -> Place:
+        """How far this instance has come."""
 
     @property
     def communicator(self) -> Communicator:
@@ -94,14 +138,22 @@ class Members(Protocol):
         """Go on with those that are left; a collective call of theirs."""
 
 
-def surviving(members: Members, attempt: Callable[[], T], catch_up: Callable[[], T | None]) -> T:
+def surviving(
+    members: Members,
+    attempt: Callable[[], T],
+    catch_up: Callable[[], T | None],
+    share: Callable[[T, int], object] | None = None,
+) -> T:
     """Do something together with the other instances, whichever of them are lost meanwhile.
 
     Args:
         members: the instances.
         attempt: does it; it may be repeated when it has failed half-way because an instance was lost.
-        catch_up: called on all instances that are left, after they have taken over the replicas; returns the result
-            where another instance had done it already, and None where it is to be attempted once more.
+        catch_up: called on all instances that are left, after they have taken over the replicas; begins with `meet`,
+            whatever the others are about to do; returns the result where another instance had done it already, and None
+            where it is to be attempted once more.
+        share: hands what was done to those who are late, given it and the rank that has it, in a collective call; None
+            where they need nothing. It is kept, and what was done too, until the next thing is done.
 
     Raises:
         PeerLostError: if an instance is lost and the job was not started to go on without it, or if those that are left
@@ -112,11 +164,12 @@ def surviving(members: Members, attempt: Callable[[], T], catch_up: Callable[[],
         if is_behind:
             members.carry_on()  # itself begins again for whoever is lost meanwhile; what it raises is final
         try:
-            if is_behind:
-                done = catch_up()
-                if done is not None:
-                    return done
-            return attempt()
+            done = catch_up() if is_behind else None
+            if done is None:
+                done = attempt()
+            members.place.done += 1
+            members.place.share = None if share is None else partial(share, done)
+            return done
         except (PeerLostError, BrokenError) as error:
             if not members.can_carry_on:
                 raise
@@ -168,11 +221,18 @@ def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -
     return None
 
 
-def gather_steps(members: Members, step: int) -> np.ndarray:
-    """The step that each instance has reached; a collective call.
+def meet(members: Members) -> Meeting:
+    """Find out who has done what, and hand it to those who are late; a collective call.
+
+    Those who are late take it, with the same call as `Place.share` of the others, once this returns.
 
     Args:
         members: the instances.
-        step: the one that this instance has reached.
     """
-    return members.communicator.all_gather(np.array(step, np.int64), name="steps that were reached")
+    place = members.place
+    own = np.array([place.done, place.passes, place.batches])
+    done, passes, batches = members.communicator.all_gather(own, name="how far instances have come").T
+    newest, is_late = int(done.argmax()), bool(place.done < done.max())
+    if place.share is not None and done.min() < done.max() and not is_late:
+        place.share(newest)
+    return Meeting(is_late, newest, passes, batches)

@@ -28,7 +28,7 @@ from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
 from strategies.errors import StrategyError
 from strategies.extended import Extended
-from strategies.membership import Membership, surviving, warn_where_none_goes_on
+from strategies.membership import Membership, Place, meet, surviving, warn_where_none_goes_on
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
 from strategies.programs.program import Program
@@ -60,6 +60,7 @@ class Strategy(ABC):
 
     Attributes:
         first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
+        place: how far this instance has come, for those who go on when one is lost.
     """
 
     @abstractmethod
@@ -75,11 +76,11 @@ class Strategy(ABC):
         )
         self._membership = membership
         self.first_index = membership.instance.index
+        self.place = Place()
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
-        self._duties = 0
         self._batch_sizes: set[int] = set()
         self._claim_replicas()
         warn_where_none_goes_on(self)
@@ -154,7 +155,6 @@ class Strategy(ABC):
             PeerLostError: on the others, if the chief is lost and they cannot carry on.
         """
         refuse_in_replica("strategy.on_chief")
-        number = self._duties = self._duties + 1
         is_done = False
 
         def attempt() -> bool:
@@ -162,12 +162,11 @@ class Strategy(ABC):
             if self.is_chief and not is_done:
                 function()
                 is_done = True
-            self.communicator.barrier(name=f"duty {number} of the chief")
+            self.communicator.barrier(name="duty of the chief")
             return True
 
         def catch_up() -> bool | None:
-            begun = self.communicator.all_gather(np.array(number), name="duties of the chief that were begun")
-            return True if begun.max() > number else None
+            return True if meet(self).is_late else None
 
         surviving(self, attempt, catch_up)
 

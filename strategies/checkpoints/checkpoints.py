@@ -26,7 +26,7 @@ from strategies.checkpoints.notes import plain_metrics, plain_values
 from strategies.checkpoints.packing import Packing
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
-from strategies.membership import surviving
+from strategies.membership import meet, surviving
 from strategies.numbers import positive
 from strategies.replicas.devices import borrow, is_key
 from strategies.step.agreement import broadcast_text
@@ -430,9 +430,12 @@ class Checkpoints:
             number = np.array([self._trainer.notice.number], np.int32)
             return self._strategy.communicator.all_reduce(number, "max", name="signal to leave")
 
+        def catch_up() -> None:
+            meet(self._strategy)
+
         # If the first instance is lost the next one saves; but no other one has its parts of sharded state.
         is_sharded = self._trainer.is_sharded
-        number = save_together() if is_sharded else surviving(self._strategy, save_together, lambda: None)
+        number = save_together() if is_sharded else surviving(self._strategy, save_together, catch_up)
         if self._folder is not None:
             name = signal.Signals(int(number[0])).name
             logger.warning("%s: leaving after step %d; see %s", name, state.step, self._folder.path)

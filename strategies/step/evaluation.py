@@ -181,11 +181,13 @@ class _Pass:
                 yield told
         finally:
             self._stop()
-            self._evaluator.single.passes += 1
+            self._strategy.place.passes += 1
+            self._strategy.place.batches = 0
             if not self._is_at_end:
                 self._rows.leave(done)
 
     def _surviving(self, done: int) -> Told:
+        self._strategy.place.batches = done
         if not self._evaluator.survives:
             return self._next(done)
         return surviving(self._strategy, lambda: self._next(done), lambda: self._catch_up(done))
@@ -234,10 +236,8 @@ class _Pass:
         Who is through has met all others at the end, where they have got everything.
         """
         self._stop()
-        single = self._evaluator.single
-        _, places = single.meet(self._state, done)
-        passes, batches = places.T
-        if passes.max() > single.passes:
+        meeting, own = self._evaluator.single.meet(), self._strategy.place.passes
+        if meeting.passes.max() > own:
             if not self._is_at_end:
                 raise StrategyError(
                     f"an instance is lost, and others have left the {self._task.title} after {done} batches; take all "
@@ -245,7 +245,7 @@ class _Pass:
                 )
             return []
         self._is_at_end = False
-        self._number = int(np.where(passes == single.passes, batches, 0).min())
+        self._number = int(np.where(meeting.passes == own, meeting.batches, 0).min())
         self._batches = self._rows.batches(self._number)
         return None
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from strategies.errors import NonFiniteGradientError
 from strategies.loss_scaling import LossScale
-from strategies.membership import gather_steps
+from strategies.membership import Meeting, meet
 from strategies.replicas.devices import borrow
 from strategies.step.digest import compare
 from strategies.step.engine import Prepared, StepEngine, control_of
@@ -37,8 +37,6 @@ class SingleStep:
 
     Attributes:
         metrics: of the last step; None before the first one.
-        passes: how often a data set was gone through without training; all instances that are at one step, and in none
-            of them, have the same number.
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class SingleStep:
         recorder: Recorder,
     ) -> None:
         self.metrics: Metrics | None = None
-        self.passes = 0
         self._strategy = strategy
         self._engine = engine
         self._update = update
@@ -111,43 +108,26 @@ class SingleStep:
         self._recorder.updated(after, self.metrics)
         return after, self.metrics
 
-    def catch_up(self, state: TrainState) -> TrainState | None:
-        """After a loss: the state of the instances that are ahead of this one, and their `metrics`; None where none is.
+    def meet(self) -> Meeting:
+        """After a loss, on all instances that are left; see `membership.meet`."""
+        self._engine.claim_replicas()
+        return meet(self._strategy)
 
-        No instance is ahead by more than a step: it would need what the others contribute to the next one.
-        """
-        return self.meet(state)[0]
-
-    def meet(self, state: TrainState, batches: int = 0) -> tuple[TrainState | None, np.ndarray]:
-        """As `catch_up`, with instances that may be in different passes or steps.
+    def share(self, state: TrainState, root: int) -> TrainState:
+        """The state, and `metrics`, of instance `root`; a collective call.
 
         Args:
-            state: of this instance.
-            batches: of its pass, of which it knows what all replicas have told; 0 outside of a pass.
-
-        Returns:
-            See `catch_up`; and for each instance its `passes` and batches, int64 `[instances, 2]`.
+            state: here what `root` has; elsewhere one of the same step, whose arrays may be others.
+            root: the rank.
         """
-        self._engine.claim_replicas()
-        place = np.array([self.passes, batches])
-        places = self._strategy.communicator.all_gather(place, name="passes and batches that were reached")
-        return self._brought_up(state), places
-
-    def _brought_up(self, state: TrainState) -> TrainState | None:
-        steps = gather_steps(self._strategy, state.step)
-        newest = int(steps.max())
-        if newest == steps.min():
-            return None
-        means = self.metrics.means if self.metrics is not None and newest else np.zeros(0, np.float32)
+        means = self.metrics.means if self.metrics is not None and state.step else np.zeros(0, np.float32)
         variables, optimizer_state, scale, means = self._strategy.broadcast(
-            (state.variables, state.optimizer_state, state.loss_scale, means), int(steps.argmax())
+            (state.variables, state.optimizer_state, state.loss_scale, means), root
         )
-        if state.step == newest:
-            return None
-        if self.metrics is not None:
+        if state.step and self.metrics is not None:
             self.metrics = Metrics(self.metrics.names, np.asarray(means))
             self._notice.agree(float(self.metrics.means[len(self.metrics.names)]))
-        return TrainState(variables, optimizer_state, newest, scale)
+        return TrainState(variables, optimizer_state, state.step, scale)
 
     def take_over(self, metrics: Metrics) -> None:
         """Several steps were made otherwise; `metrics` are those of the last one."""

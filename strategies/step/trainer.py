@@ -131,15 +131,18 @@ class Trainer:
         check_variables(variables)
 
         def catch_up() -> TrainState | None:
-            return self._single.catch_up(self._first_state(variables, -1))
+            meeting = self._single.meet()
+            return self._single.share(self._first_state(variables), meeting.newest) if meeting.is_late else None
 
         if self.is_sharded:
             what = "sharded optimizer state" if self._update.is_sharded else "residuals of int8 gradients"
             warn_of_loss(self._strategy, f"every instance has a part of the state that no other has ({what})")
-        first: TrainState = self._surviving(lambda: self._first_state(self._strategy.broadcast(variables), 0), catch_up)
+        first: TrainState = self._surviving(
+            lambda: self._first_state(self._strategy.broadcast(variables)), catch_up, self._single.share
+        )
         return first
 
-    def _first_state(self, variables: Variables, step: int) -> TrainState:
+    def _first_state(self, variables: Variables) -> TrainState:
         scaling = self._options.scaling
         residuals = None
         if self._options.transfer.is_quantised:
@@ -148,7 +151,7 @@ class Trainer:
             place = self._strategy.devices.place
             residuals = [place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
         scale = None if scaling is None else scaling.start()
-        return TrainState(variables, self._update.init(variables), step, scale, residuals)
+        return TrainState(variables, self._update.init(variables), 0, scale, residuals)
 
     def run(
         self,
@@ -227,14 +230,17 @@ class Trainer:
 
         def catch_up() -> tuple[TrainState, Metrics] | None:
             nonlocal batch
-            newest = self._single.catch_up(state)
-            if newest is not None:
+            meeting = self._single.meet()
+            if meeting.is_late:
+                newest = self._single.share(replace(state, step=state.step + 1), meeting.newest)
                 assert self._single.metrics is not None
                 return newest, self._single.metrics
             batch = self._strategy.replicas_batch(batch)
             return None
 
-        stepped: tuple[TrainState, Metrics] = self._surviving(lambda: self._single.make(state, batch), catch_up)
+        stepped: tuple[TrainState, Metrics] = self._surviving(
+            lambda: self._single.make(state, batch), catch_up, lambda made, root: self._single.share(made[0], root)
+        )
         return stepped
 
     # ---- without training
@@ -296,9 +302,11 @@ class Trainer:
 
     # ---- with those who are left
 
-    def _surviving(self, attempt: Callable[[], Any], catch_up: Callable[[], Any]) -> Any:
+    def _surviving(
+        self, attempt: Callable[[], Any], catch_up: Callable[[], Any], share: Callable[[Any, int], object]
+    ) -> Any:
         """What `attempt` returns, also where instances are lost whose part of the state others have too."""
-        return attempt() if self.is_sharded else surviving(self._strategy, attempt, catch_up)
+        return attempt() if self.is_sharded else surviving(self._strategy, attempt, catch_up, share)
 
 
 def _update_for(strategy: Strategy, optimizer: optax.GradientTransformation, options: StepOptions) -> Update:

@@ -149,8 +149,8 @@ IN_STRATEGIES = (
     Fault(
         name="batches of an evaluation that an instance has not got are skipped after a loss",
         path="strategies/step/evaluation.py",
-        old="int(np.where(passes == single.passes, batches, 0).min())",
-        new="int(np.where(passes == single.passes, batches, 0).max())",
+        old="int(np.where(meeting.passes == own, meeting.batches, 0).min())",
+        new="int(np.where(meeting.passes == own, meeting.batches, 0).max())",
         caught_by=(
             "tests/strategies/test_surviving_evaluation.py::test_whichever_message_is_missing_the_others_find_the_same",
         ),

@@ -16,7 +16,7 @@ from collectives import (
     PeerLostError,
     ThreadHub,
 )
-from strategies.membership import gather_steps, surviving
+from strategies.membership import Place, meet, surviving
 
 REPLICAS = 6
 MOST_CALLS = 10
@@ -118,7 +118,7 @@ class TestASecondLoss:
         def function(strategy):
             def caught_up(number):
                 raising(Lost, strategy.first_index == 2)(number)
-                gather_steps(strategy, 3)
+                meet(strategy)
 
             return Attempts(strategy, raising(Lost, strategy.first_index == 1), caught_up).run()
 
@@ -194,22 +194,47 @@ class TestFinalErrors:
         assert said == [(1, "rank 1 cannot go on with the others: rank 1 was given up", ["attempt"])]
 
 
-class TestTheStepsThatWereReached:
-    def test_are_those_of_all_instances_in_their_order(self):
-        found = run_instances(3, REPLICAS, lambda strategy: gather_steps(strategy, 10 - strategy.instance_index))
-        assert [steps.tolist() for steps in found] == [[10, 9, 8]] * 3
-
-    def test_may_be_before_the_first_and_beyond_32_bits(self):
+class TestMeeting:
+    def test_nobody_is_late_where_all_have_done_the_same(self):
         def function(strategy):
-            return gather_steps(strategy, (-1, 2**40)[strategy.instance_index]).tolist()
+            strategy.place = Place(done=2**40, share=pytest.fail)
+            return meet(strategy).is_late
 
-        assert run_instances(2, REPLICAS, function) == [[-1, 2**40]] * 2
+        assert run_instances(2, REPLICAS, function) == [False, False]
 
-    def test_are_those_of_the_instances_that_are_left(self):
+    def test_those_who_are_late_get_what_the_first_of_the_others_has(self):
+        """All others take part in that."""
+
         def function(strategy):
-            def caught_up(number):
-                return gather_steps(strategy, 5 + strategy.first_index).tolist()
+            number = strategy.instance_index
+            share = strategy.broadcast
+            value = np.float32(number)
+            if number:
+                strategy.place = Place(done=1, share=lambda root: share(value, root))
+            meeting = meet(strategy)
+            return meeting.is_late, meeting.newest, float(share(value, meeting.newest)) if meeting.is_late else number
 
-            return Attempts(strategy, raising(Lost, strategy.first_index == 0), caught_up).run()[0]
+        assert run_instances(3, REPLICAS, function) == [(True, 1, 1.0), (False, 1, 1), (False, 1, 2)]
 
-        assert run_instances(3, REPLICAS, function) == [None, [6, 7], [6, 7]]
+    def test_passes_and_batches_are_those_of_all_in_their_order(self):
+        def function(strategy):
+            strategy.place = Place(passes=7, batches=10 - strategy.instance_index)
+            meeting = meet(strategy)
+            return meeting.passes.tolist(), meeting.batches.tolist()
+
+        assert run_instances(3, REPLICAS, function) == [([7] * 3, [10, 9, 8])] * 3
+
+    def test_what_was_done_last_is_kept_for_those_who_are_late(self):
+        def function(strategy):
+            shared = []
+
+            def share(done, root):
+                shared.append((done, root))
+
+            for value in (5, 6):
+                assert surviving(strategy, lambda value=value: value, lambda: None, share)
+            strategy.place.share(1)
+            surviving(strategy, lambda: 7, lambda: None)
+            return strategy.place, shared
+
+        assert run_instances(1, REPLICAS, function) == [(Place(done=3), [(6, 1)])]
