@@ -15,7 +15,7 @@ from strategies.roles import OptimizerState, Tree, Variables
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["variables", "optimizer_state", "loss_scale", "residuals"],
+    data_fields=["variables", "optimizer_state", "loss_scale", "residuals", "model_state"],
     meta_fields=["step"],
 )
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class TrainState:
         loss_scale: of the next step; None without loss scaling.
         residuals: what int8 gradients of the local replicas have lost so far, for each variable float32 with the
             replicas one after another along the first axis; None where gradients are not quantised.
+        model_state: what changes with every batch and is not trained: a pytree of arrays, the same bits on every
+            instance, but for leaves of which each replica has its own: these have the local replicas along a first
+            axis. None where the loss function has none.
     """
 
     variables: Variables
@@ -36,6 +39,7 @@ class TrainState:
     step: int
     loss_scale: LossScale | None = None
     residuals: Tree = None
+    model_state: Tree = None
 
     def __post_init__(self) -> None:
         _alive[id(self)] = weakref.ref(self, partial(_forget, id(self)))
@@ -49,6 +53,7 @@ def _forget(identity: int, _: weakref.ref[TrainState]) -> None:
 
 
 def is_trained(leaf: Any) -> bool:
-    """Whether an array is one of the variables, or of the optimizer state, of a state that the program still has."""
+    """Whether an array belongs to a state that the program still has: a variable, say, or a moving mean."""
     states = [state for reference in list(_alive.values()) if (state := reference()) is not None]
-    return any(leaf is other for state in states for other in jax.tree.leaves((state.variables, state.optimizer_state)))
+    trees = [(state.variables, state.optimizer_state, state.model_state) for state in states]
+    return any(leaf is other for other in jax.tree.leaves(trees))

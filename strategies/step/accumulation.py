@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.programs.feed_program import current_program
+from strategies.roles import Tree
 
 UNROLLED = 8
 """Up to so many micro-batches lie behind each other in the program; more are a loop, in which XLA:CPU takes longer for
@@ -85,47 +86,50 @@ def _is_function(dtype: Any) -> bool:
 
 
 def accumulate(
-    gradients: Callable[[Any, jax.Array], tuple[jax.Array, Sequence[jax.Array]]],
+    gradients: Callable[[Any, jax.Array, Tree], tuple[jax.Array, Sequence[jax.Array], Tree]],
     batch: Any,
     key: jax.Array,
+    model_state: Tree,
     count: int,
     method: GradientAccumulationReductionMethod,
     accumulators: Sequence[jax.ShapeDtypeStruct],
     values: int,
-) -> tuple[jax.Array, Sequence[jax.Array]]:
+) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
     """The gradients of all micro-batches of a replica; traceable.
 
     Args:
-        gradients: `(micro-batch, key) -> (values, gradients)`; values are float32 of shape [k].
+        gradients: `(micro-batch, key, model state) -> (values, gradients, new model state)`; values are float32 of
+            shape [k].
         batch: a pytree whose leaves have the micro-batches one after another along their first axis.
         key: of the replica and step; micro-batch n gets `fold_in(key, n)`.
+        model_state: for the first micro-batch; each of the others gets what the one before has made of it.
         count: N.
         method: see there.
         accumulators: the shapes and dtypes of the accumulators.
         values: k.
 
     Returns:
-        The mean of the values over the micro-batches, and the accumulated gradients.
+        The mean of the values over the micro-batches, the accumulated gradients, and the last model state.
     """
     parts = jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
     program = current_program()
 
     def add(accumulated: Any, turn: Any) -> tuple[Any, None]:
-        total, sums, token = accumulated
+        total, sums, model_state, token = accumulated
         number, part = turn
         with program.inside(token):  # the feeds of a micro-batch come behind those of the one before
-            own, new = gradients(part, jax.random.fold_in(key, number))
+            own, new, model_state = gradients(part, jax.random.fold_in(key, number), model_state)
             token = program.token
         sums = [_add(method, accumulator, one, number, count) for accumulator, one in zip(sums, new, strict=True)]
-        return (total + own, sums, token), None
+        return (total + own, sums, model_state, token), None
 
     sums = [jnp.zeros(each.shape, each.dtype) for each in accumulators]
-    start = (jnp.zeros(values, jnp.float32), sums, program.token)
-    (total, sums, token), _ = jax.lax.scan(
+    start = (jnp.zeros(values, jnp.float32), sums, model_state, program.token)
+    (total, sums, model_state, token), _ = jax.lax.scan(
         add, start, (jnp.arange(count), parts), unroll=count if count <= UNROLLED else 1
     )
     program.advance(token)
-    return total / count, sums
+    return total / count, sums, model_state
 
 
 def _add(

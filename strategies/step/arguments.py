@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
+from strategies.step.trainable import Filter, Trainable
 from strategies.train_state import TrainState
 
+MODEL_STATE = "model_state"
 _NUMBERS = (bool, int, float, complex, np.generic)
 _TREES = (
     "give init a pytree of arrays, and put it together with the rest of the model inside of the loss function: of Flax "
@@ -22,10 +24,38 @@ _TREES = (
 )
 
 
+_LOSS_ARGUMENTS = ("variables", "batch", "key")
+
+
 def check_loss_function(loss_fn: object) -> None:
-    """Look at what is to be called as `loss_fn(variables, batch, key)`; see `check_function`."""
-    way_out = "; let it take these three, the key also where nothing is random"
-    check_function("the loss function", loss_fn, ("variables", "batch", "key"), way_out)
+    """Look at what is to be called as `loss_fn(variables, batch, key)`, or with a model state behind.
+
+    Raises:
+        TypeError: see `check_function`.
+    """
+    if not (callable(loss_fn) and _takes(loss_fn, (*_LOSS_ARGUMENTS, MODEL_STATE))):
+        way_out = "; let it take these three, the key also where nothing is random"
+        check_function("the loss function", loss_fn, _LOSS_ARGUMENTS, way_out)
+
+
+def check_takes_state(function: Callable[..., Any], has_state: bool, what: str = "the loss function") -> None:
+    """Look at whether a function takes a model state as its last argument where there is one, and only there.
+
+    Args:
+        function: one that takes three arguments, or four.
+        has_state: whether there is a model state.
+        what: it is, for messages.
+
+    Raises:
+        TypeError: if it takes one that there is not, or does not take the one that there is.
+    """
+    arguments = (*_LOSS_ARGUMENTS, MODEL_STATE) if has_state else _LOSS_ARGUMENTS
+    if _takes(function, arguments):
+        return
+    called_with = f"{what} takes {inspect.signature(function)}, and is called with ({', '.join(arguments)})"
+    if has_state:
+        raise TypeError(f"{called_with}: the state has a model state; let the function take it, and return it too")
+    raise TypeError(f"{called_with}: there is no model state; give one to init: trainer.init(variables, model_state)")
 
 
 def check_function(what: str, function: object, arguments: Sequence[str], way_out: str = "") -> None:
@@ -43,14 +73,21 @@ def check_function(what: str, function: object, arguments: Sequence[str], way_ou
     called_with = f"({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{what} is a {type(function).__name__}; use a function of {called_with}")
+    if not _takes(function, arguments):
+        raise TypeError(f"{what} takes {inspect.signature(function)}, and is called with {called_with}{way_out}")
+
+
+def _takes(function: Callable[..., Any], arguments: Sequence[str]) -> bool:
+    """Whether a function can be called with so many arguments."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # one that is not written in Python does not tell
-        return
+        return True
     try:
         signature.bind(*arguments)
-    except TypeError as error:
-        raise TypeError(f"{what} takes {signature}, and is called with {called_with}{way_out}") from error
+    except TypeError:
+        return False
+    return True
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -64,24 +101,26 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(f"the optimizer is {what}; use a gradient transformation of optax, such as optax.adam(1e-3)")
 
 
-def check_variables(variables: Any) -> None:
-    """Look at what is to be trained.
+def check_variables(variables: Any, trainable: Filter = None) -> None:
+    """Look at what is to be trained, and at variables that are not.
 
     Raises:
-        TypeError: if a leaf is no array of a floating-point dtype.
+        TypeError: if a leaf is no array, or of no floating-point dtype where it is to be trained.
         ValueError: if there is none, or one was used up.
     """
     leaves = jax.tree_util.tree_leaves_with_path(variables)
     if not leaves:
         raise ValueError(f"there is no variable in {variables!r}; {_TREES}")
     for path, leaf in leaves:
-        if not _is_array(leaf):
+        if not _is_array(leaf):  # before anybody asks what is trained
             name = f"variable {keystr(path)}" if path else "what is to be trained"
             raise TypeError(f"{name} is of type {type(leaf).__name__} and no array; {_TREES}")
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+    flags = Trainable.of(variables, trainable).flags
+    for (path, leaf), is_trained in zip(leaves, flags, strict=True):
+        if is_trained and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
                 f"variable {keystr(path)} is of dtype {jnp.result_type(leaf)}; only floating-point variables can be "
-                f"trained, keep others outside: {_TREES}"
+                f"trained, keep others outside, or have Trainer(trainable=...) leave them as they are: {_TREES}"
             )
     if are_used_up(variables):
         raise ValueError("these variables were used up by a step; give init a copy, or those of the state after it")

@@ -25,13 +25,15 @@ class Prepared:
     Attributes:
         program: what a replica computes.
         gradients: compute it on all local replicas.
-        means: where the mean gradients are, as a pytree like the variables.
+        means: where the mean gradients are, as a pytree like the variables that are trained.
+        state_means: where the means of leaves of the model state are.
         exchange: has them computed by all instances.
     """
 
     program: ReplicaProgram
     gradients: GradientPrograms
     means: Any
+    state_means: Sequence[np.ndarray]
     exchange: Means
 
 

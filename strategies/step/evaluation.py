@@ -22,7 +22,7 @@ from strategies.errors import StrategyError
 from strategies.membership import lost_with_an_instance, surviving, warn_of_loss
 from strategies.roles import Batch, Tree
 from strategies.step.agreement import insist_on_agreement, terms_of
-from strategies.step.arguments import check_loss_function, check_state
+from strategies.step.arguments import MODEL_STATE, check_function, check_loss_function, check_state, check_takes_state
 from strategies.step.evaluation_program import (
     EvaluationProgram,
     LossOfRows,
@@ -77,8 +77,11 @@ class Evaluator:
         """See `Trainer.evaluate`."""
         if fn is not None and metrics_fn is not None:
             raise ValueError("fn and metrics_fn are two ways to say what is evaluated; give one of them")
-        if fn is not None:
-            check_loss_function(fn)
+        has_state = getattr(state, "model_state", None) is not None
+        if metrics_fn is not None:
+            arguments = ("variables", "batch", "mask", "key")
+            check_function("metrics_fn", metrics_fn, (*arguments, MODEL_STATE) if has_state else arguments)
+        self._check(fn, has_state)
         task = LossOfRows(fn or self._loss_fn) if metrics_fn is None else MetricsOfBatch(metrics_fn)
         merged: dict[str, Any] = {}
         rows = 0
@@ -95,8 +98,7 @@ class Evaluator:
         self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None, to_all: bool
     ) -> Iterator[Tree]:
         """See `Trainer.predict`."""
-        if fn is not None:
-            check_loss_function(fn)
+        self._check(fn, getattr(state, "model_state", None) is not None)
         rows = self._rows(dataset)
         if rows.dataset is not None and rows.dataset.is_shuffled:
             raise ValueError(
@@ -113,6 +115,11 @@ class Evaluator:
             for of_replicas in batches:
                 gets_them = to_all or self._strategy.instance.is_leader
                 yield _in_order(of_replicas, is_interleaved) if gets_them else None
+
+    def _check(self, fn: LossFunction | None, has_state: bool) -> None:
+        if fn is not None:
+            check_loss_function(fn)
+            check_takes_state(fn, has_state, "fn")
 
     def _rows(self, dataset: Iterable[Batch]) -> EveryRow:
         strategy = self._strategy
@@ -136,7 +143,8 @@ class Evaluator:
             self._agreed.clear()
         strategy.dealing.refuse_others(batch)
         of_one = jax.tree.map(strategy.devices.replica_shape, batch)
-        leaves, structure = jax.tree.flatten((state.variables, of_one))
+        model_state = self._options.shapes_of_replica(state.model_state)
+        leaves, structure = jax.tree.flatten((state.variables, model_state, of_one))
         key = task, structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
         found = self._programs.get(key)
         if found is None or not found.fits(strategy):

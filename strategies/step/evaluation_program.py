@@ -16,15 +16,16 @@ from strategies.data.sources import Masked
 from strategies.replicas.devices import is_key
 from strategies.replicas.replica_context import replica_context
 from strategies.roles import Batch, Key, Tree, Variables
-from strategies.step.arguments import check_function, metric_names, naming_missing_keys
+from strategies.step.arguments import metric_names, naming_missing_keys
 from strategies.step.merging import Mean, Mergeable
+from strategies.step.model_state import PER_REPLICA
 from strategies.step.options import StepOptions
 from strategies.step.outcome import Outcome
 from strategies.step.replica_program import LossFunction
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
-MetricsFunction = Callable[[Variables, Batch, jax.Array, Key], Mapping[str, Mergeable]]
+MetricsFunction = Callable[..., Mapping[str, Mergeable]]
 Told = list[tuple[Tree, np.ndarray]]
 """For each replica what it tells of a batch, and its mask."""
 
@@ -41,8 +42,8 @@ class Task(ABC):
     is_of_rows: ClassVar[bool] = False
 
     @abstractmethod
-    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key) -> Tree:
-        """What a replica computes of its rows; traceable."""
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """What a replica computes of its rows; traceable. The model state comes where there is one."""
 
     @abstractmethod
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
@@ -62,12 +63,12 @@ class LossOfRows(Task):
     is_of_rows: ClassVar[bool] = True
     function: LossFunction
 
-    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key) -> Tree:
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
         """See `Task`: float32 `[rows]` by the names of the metrics."""
 
         def of_row(row: Any) -> dict[str, jax.Array]:
             alone = jax.tree.map(lambda leaf: leaf[None], row)
-            return _scalars(Outcome.of(self.function(variables, alone, key)))
+            return _scalars(Outcome.of(self.function(variables, alone, key, *model_state)))
 
         return jax.vmap(of_row)(batch)
 
@@ -83,12 +84,9 @@ class MetricsOfBatch(Task):
     title: ClassVar[str] = "evaluation"
     function: MetricsFunction
 
-    def __post_init__(self) -> None:
-        check_function("metrics_fn", self.function, ("variables", "batch", "mask", "key"))
-
-    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key) -> Tree:
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
         """See `Task`."""
-        metrics = self.function(variables, batch, mask, key)
+        metrics = self.function(variables, batch, mask, key, *model_state)
         if not isinstance(metrics, Mapping):
             raise TypeError(f"metrics_fn returns a {type(metrics).__name__}; it must return a dictionary of metrics")
         for name, metric in metrics.items():
@@ -118,9 +116,9 @@ class Outputs(Task):
     function: Callable[..., Any]
     is_loss: bool
 
-    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key) -> Tree:
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
         """See `Task`."""
-        returned = self.function(variables, batch, key)
+        returned = self.function(variables, batch, key, *model_state)
         if self.is_loss or isinstance(returned, Outcome):
             returned = Outcome.of(returned).outputs
         leaves = jax.tree_util.tree_leaves_with_path(returned)
@@ -177,7 +175,7 @@ class EvaluationProgram:
         self._has_feeds = False
         self.is_independent = True
         variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
-        self._shapes = np.int32(0), variables, *rows
+        self._shapes = np.int32(0), variables, *rows, options.shapes_of_replica(state.model_state)
         with naming_missing_keys(variables, rows.values):
             self.equations: core.ClosedJaxpr = self._program.equations(*self._shapes)
         if self._has_feeds:
@@ -204,14 +202,17 @@ class EvaluationProgram:
         """
         strategy, devices = self._strategy, self._strategy.devices
         parts, masks = devices.parts(batch.values), [np.asarray(mask) for mask in devices.parts(batch.mask)]
-        shared = devices.share(state.variables)
+        rule = self._options.rule_of(state.model_state)
+        shared = devices.share((state.variables, rule.map_own(lambda leaf: None, state.model_state)))
+        own = devices.parts(rule.pick(state.model_state, PER_REPLICA))
         positions = range(len(devices.replicas))
         executables = [self._compiled(devices.device_of(position)) for position in positions]
 
         def compute(position: int) -> Any:
-            variables = shared[position % len(shared)]
+            variables, model_state = shared[position % len(shared)]
+            model_state = rule.with_own(model_state, [one[0] for one in own[position]])
             index = np.int32(devices.replicas[position])
-            return executables[position](index, variables, parts[position], masks[position])
+            return executables[position](index, variables, parts[position], masks[position], model_state)
 
         strategy.reducer.begin()
         if len(positions) == 1:
@@ -237,12 +238,15 @@ class EvaluationProgram:
             self._executables[device] = self._program.compiled(device, *self._shapes)
         return self._executables[device]
 
-    def _of_replica(self, index: jax.Array, variables: Variables, batch: Batch, mask: jax.Array) -> Tree:
+    def _of_replica(
+        self, index: jax.Array, variables: Variables, batch: Batch, mask: jax.Array, model_state: Tree
+    ) -> Tree:
         key = jax.random.key(self._options.seed)
         cast = self._options.precision.cast
         context = self._strategy.new_context(index, self._task.title)
         with replica_context(context):
-            computed = self._task(cast(variables), cast(batch), mask, key)
+            given = () if model_state is None else (model_state,)
+            computed = self._task(cast(variables), cast(batch), mask, key, *given)
         self.is_independent &= context.is_independent
         self._has_feeds |= context.has_feeds
         return computed

@@ -32,10 +32,15 @@ def probe_of(state: TrainState, batch: Any, seed: int) -> tuple[TrainState, Any]
 
 
 def variables_like(variables: Any, seed: int) -> Any:
-    """Random variables of the same shapes and dtypes, where the given ones lie; of unit variance for each output."""
+    """Random variables of the same shapes and dtypes, where the given ones lie; of unit variance for each output.
+
+    Integers, which are not trained, are the same.
+    """
     random = np.random.default_rng(seed)
 
     def draw(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
         inputs = math.prod(leaf.shape[:-1]) if leaf.ndim > 1 else 1
         drawn = (random.standard_normal(leaf.shape) / math.sqrt(max(inputs, 1))).astype(leaf.dtype)
         placed: jax.Array = jax.device_put(drawn, leaf.sharding)

@@ -80,8 +80,8 @@ class Executions:
         key = id(program), len(batches)
         if key not in self._programs:
             fused = FusedSteps(program, self._update)
-            if fused.has_effects(state.variables, self._update.on_device(state.optimizer_state), batches):
-                logger.info("steps are made one by one: the loss function calls back into Python, as feeds do")
+            if reason := self._why_not(fused, state, batches):
+                logger.info("steps are made one by one: %s", reason)
                 self._programs[key] = None
                 return singly(state, batches)
             seed = state.step
@@ -100,6 +100,13 @@ class Executions:
             return single, metrics
         found = self._programs[key]
         return singly(state, batches) if found is None else self._make(found, program, state, batches)
+
+    def _why_not(self, fused: FusedSteps, state: TrainState, batches: Sequence[Any]) -> str:
+        """Why steps cannot be made in one program, in words; empty if they can."""
+        if state.model_state is not None:
+            return "there is a model state"
+        has_effects = fused.has_effects(state.variables, self._update.on_device(state.optimizer_state), batches)
+        return "the loss function calls back into Python, as feeds do" if has_effects else ""
 
     def _make(
         self, fused: FusedSteps, program: ReplicaProgram, state: TrainState, batches: Sequence[Any]

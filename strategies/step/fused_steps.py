@@ -86,8 +86,10 @@ class FusedSteps:
             tail, *gradients = self._program(variables, batch, index, control)
             # What single steps compute in programs of their own must not be fused here either.
             tail, *gradients = jax.lax.optimization_barrier((tail, *gradients))
-            means = jax.tree.unflatten(jax.tree.structure(variables), gradients)
-            variables, optimizer_state, _ = self._update.traced(variables, optimizer_state, means, control)
+            trained = self._program.trainable.pick(variables)
+            means = jax.tree.unflatten(jax.tree.structure(trained), gradients)
+            trained, optimizer_state, _ = self._update.traced(trained, optimizer_state, means, control)
+            variables = self._program.trainable.put(variables, trained)
             return (*jax.lax.optimization_barrier((variables, optimizer_state)), control.at[STEP].add(1)), tail
 
         (variables, optimizer_state, _), tails = jax.lax.scan(

@@ -20,7 +20,7 @@ from strategies.exchange.means import Bucket
 from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.program import Program
 from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
-from strategies.replicas.devices import ReplicaDevices, borrow
+from strategies.replicas.devices import ReplicaDevices, borrow, is_key
 from strategies.step.encoding import flatten
 from strategies.step.shards import Shards
 
@@ -43,14 +43,17 @@ class GradientPlan:
 
     Args:
         devices: where replicas run; on as many others of the same kind the plan is the same.
-        function: `(variables, batch, replica index, control words, kept) -> (tail, *gradients, *kept)` of one replica;
-            what it keeps is for its next step.
+        function: `(variables, batch, replica index, control words, *kept, shared) -> (tail, *gradients, *kept)` of one
+            replica; what it keeps is for its next step, what is shared is the same for all of them.
         shapes: of its arguments.
-        gradients: the shapes and dtypes in which they leave the function.
+        gradients: the shapes and dtypes in which they leave the function, and others behind them that are averaged
+            like them.
         streams: whether to cut it into segments.
         tail: how many values the tail has.
         shards: how the means of gradients that have a buffer alone are cut, of which this instance gets its part only;
             None for whole means. A gradient that travels in pieces is not cut, nor are others of its bucket.
+        whole: how many of the last gradients are never cut into shards.
+        kept: how many arrays a replica keeps.
 
     Attributes:
         gradients: see above.
@@ -71,13 +74,16 @@ class GradientPlan:
         streams: bool,
         tail: int,
         shards: Shards | None = None,
+        whole: int = 0,
+        kept: int = 0,
     ) -> None:
         self.gradients = list(gradients)
         self.shards = shards
+        self._first_whole = TAIL + 1 + len(self.gradients) - whole
         self._shapes = jax.tree.leaves(shapes)
         self._executables: dict[jax.Device, list[Callable[..., Any]]] = {}
-        count = len(self.gradients)
-        self.segments = _cut(function, shapes, count) if streams else [_uncut(function, shapes, count)]
+        results = TAIL + 1 + len(self.gradients) + kept
+        self.segments = self._cut(function, shapes, results) if streams else [_uncut(function, shapes, results)]
         self.actions = in_turn(len(self.segments))
         refuse_impossible(self.actions, self.segments)
         self.layouts = [
@@ -85,6 +91,17 @@ class GradientPlan:
         ]
         pairs = zip(self.segments, self.layouts, strict=True)
         self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
+
+    def _cut(self, function: GradientFunction, shapes: Sequence[Any], results: int) -> list[Segment]:
+        """Segments, each of which finishes some gradients; only one where the function calls back into Python.
+
+        JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
+        """
+        closed = jax.make_jaxpr(function)(*shapes)
+        if closed.effects:
+            logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
+            return [_uncut(function, shapes, results)]
+        return cut_in_buckets(closed, range(TAIL + 1, TAIL + 1 + len(self.gradients)), BUCKET_BYTES, LARGE_BYTES)
 
     def compiled(self, device: jax.Device) -> list[Callable[..., Any]]:
         """The executables of the segments on a device; compiled when they are asked for first."""
@@ -119,6 +136,18 @@ class GradientPlan:
         """How the means of gradients that travel together are cut."""
         return None if any(part.rows for part in parts) else self.shards
 
+    def is_cut(self, part: Part, shards: Shards) -> bool:
+        """Whether the mean of a gradient is cut where its bucket is."""
+        return part.result < self._first_whole and shards.divides(self.shape_of(part))
+
+    def of_gradients(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """Those that are averaged, of what a segment finishes."""
+        return tuple(part for part in parts if TAIL < part.result <= TAIL + len(self.gradients))
+
+    def of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """Those that are for the next step."""
+        return tuple(part for part in parts if part.result > TAIL + len(self.gradients))
+
     def shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
         """The shape of a gradient, or of the rows of it that are a part."""
         leaf = self.gradients[part.result - TAIL - 1]
@@ -128,7 +157,7 @@ class GradientPlan:
         return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
 
     def _layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
-        leaves = [self.shape_of(part) for part in _of_gradients(parts)]
+        leaves = [self.shape_of(part) for part in self.of_gradients(parts)]
         shards = self.shards_of(parts)
         return FlatLayout.of(leaves, tail, shards.replicas if shards else 1)
 
@@ -138,9 +167,10 @@ class GradientPlan:
         def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
             results = segment.function(*values[:first_buffer])
             finished = dict(zip(segment.parts, results, strict=False))
-            tail = finished.pop(Part(TAIL), None)
-            buffers = flatten(layout, list(finished.values()), tail, values[first_buffer:])
-            return (*buffers, *results[len(segment.parts) :])
+            gradients = [finished[part] for part in self.of_gradients(segment.parts)]
+            buffers = flatten(layout, gradients, finished.get(Part(TAIL)), values[first_buffer:])
+            kept = [finished[part] for part in self.of_kept(segment.parts)]
+            return (*buffers, *kept, *results[len(segment.parts) :])
 
         return devices.compile(of_one_replica, range(first_buffer, first_buffer + len(layout.buffers)))
 
@@ -170,13 +200,13 @@ class GradientPrograms:
         self.buckets = [
             self._bucket(segment.parts, layout, number, allocate) for number, (segment, layout) in enumerate(pairs)
         ]
-        self._parts = [_of_gradients(segment.parts) for segment in plan.segments]  # what lies in each bucket
+        self._parts = [plan.of_gradients(segment.parts) for segment in plan.segments]  # what lies in each bucket
         self._runs = [_Run(devices, plan, position) for position in range(len(devices.replicas))]
         self._begun: list[Future[None]] = []
 
     @property
     def means(self) -> list[np.ndarray]:
-        """Where the mean gradients of the variables are, once all buckets have been reduced.
+        """Where the mean gradients are, once all buckets have been reduced.
 
         Of those that are cut this instance's part, in its shape.
         """
@@ -187,17 +217,19 @@ class GradientPrograms:
         """Where the mean tail is, once the last bucket has been reduced."""
         return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
-    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]]) -> None:
+    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]], others: Any = None) -> None:
         """Begin to compute the gradients; does not wait for them.
 
         Args:
             variables: as they lie on the first device; not to be used up before all buckets are collected.
-            of_replicas: for each local replica the other arguments of the gradient function.
+            of_replicas: for each local replica the arguments of the gradient function that it has for itself.
+            others: what all of them share besides, as the variables; the last arguments of the gradient function.
         """
         wait(self._begun)  # of a step that was given up
-        shared = [jax.tree.leaves(tree) for tree in self._devices.share(variables)]
+        shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
         for position, run in enumerate(self._runs):
-            arguments = [*shared[position % len(shared)], *jax.tree.leaves(of_replicas[position])]
+            first, last = shared[position % len(shared)]
+            arguments = [*first, *jax.tree.leaves(of_replicas[position]), *last]
             run.prepare(arguments, self.plan.compiled(self._devices.device_of(position)))
         if len(self._runs) == 1:
             self._runs[0].dispatch()
@@ -241,12 +273,15 @@ class GradientPrograms:
                 raise error
 
     def leaves(self) -> list[list[np.ndarray]]:
-        """The gradients that were begun last, for each local replica."""
+        """The gradients that were begun last, and what is kept, for each local replica."""
         found: list[dict[Part, np.ndarray]] = [{} for _ in self._devices.replicas]
         for of_bucket, (bucket, contributions) in zip(self._parts, self.collect(), strict=True):
             for parts, buffers in zip(found, zip(*contributions, strict=True), strict=True):
                 parts.update(zip(of_bucket, bucket.layout.views(buffers), strict=True))
-        return [self._put_together(parts) for parts in found]
+        kept = [
+            [np.asarray(jax.random.key_data(one) if is_key(one) else one) for one in run.kept] for run in self._runs
+        ]
+        return [[*self._put_together(parts), *own] for parts, own in zip(found, kept, strict=True)]
 
     def _put_together(self, parts: Mapping[Part, np.ndarray]) -> list[np.ndarray]:
         ordered = sorted(parts, key=lambda part: (part.result, part.rows or (0, 0)))
@@ -256,7 +291,7 @@ class GradientPrograms:
     # ---- memory
 
     def _bucket(self, parts: Sequence[Part], layout: FlatLayout, number: int, allocate: Allocate) -> Bucket:
-        of_gradients = _of_gradients(parts)
+        of_gradients = self.plan.of_gradients(parts)
         shards = self.plan.shards_of(parts)
         name = "gradients" if len(self.plan.segments) == 1 else f"gradients/{number}"
         results: list[np.ndarray] = []
@@ -265,7 +300,7 @@ class GradientPrograms:
             part = of_gradients[buffer.leaves[0]] if buffer.is_of_one else None
             if part is not None and part.rows is not None:
                 results.append(self._piece(part, allocate))
-            elif part is not None and shards is not None and shards.divides(self.plan.shape_of(part)):
+            elif part is not None and shards is not None and self.plan.is_cut(part, shards):
                 results.append(self._share(part, shards))
                 scattered.add(place)
             else:
@@ -291,10 +326,6 @@ class GradientPrograms:
         room: np.ndarray = aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
         self._means[part.result] = room.reshape(shape)
         return room
-
-
-def _of_gradients(parts: Sequence[Part]) -> tuple[Part, ...]:
-    return tuple(part for part in parts if part.result != TAIL)
 
 
 class _Run:
@@ -370,29 +401,18 @@ class _Run:
     def _compute(self, action: Action, given: list[jax.Array]) -> Sequence[jax.Array]:
         number, count = action.segment, len(self.buffers[action.segment])
         results: Sequence[jax.Array] = self._executables[number](*given, *self.buffers[number])
-        self.buffers[number], self.kept = results[:count], list(results[count:])
+        kept = count + len(self._plan.of_kept(self._plan.segments[number].parts))
+        self.buffers[number] = results[:count]
+        if kept > count:
+            self.kept = list(results[count:kept])
         return results
 
 
-def _uncut(function: GradientFunction, shapes: Sequence[Any], gradients: int) -> Segment:
+def _uncut(function: GradientFunction, shapes: Sequence[Any], results: int) -> Segment:
     """All of it as one segment."""
     leaves, structure = jax.tree.flatten(tuple(shapes))
 
     def flat(*values: jax.Array) -> Sequence[jax.Array]:
         return function(*jax.tree.unflatten(structure, values))
 
-    kept = range(len(jax.tree.leaves(shapes[-1])))
-    parts = tuple(map(Part, range(TAIL + 1 + gradients)))
-    return Segment(flat, tuple(range(len(leaves))), (), tuple(kept), parts)
-
-
-def _cut(function: GradientFunction, shapes: Sequence[Any], gradients: int) -> list[Segment]:
-    """Segments, each of which finishes some gradients; only one where the function calls back into Python.
-
-    JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
-    """
-    closed = jax.make_jaxpr(function)(*shapes)
-    if closed.effects:
-        logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
-        return [_uncut(function, shapes, gradients)]
-    return cut_in_buckets(closed, range(TAIL + 1, TAIL + 1 + gradients), BUCKET_BYTES, LARGE_BYTES)
+    return Segment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))))

@@ -16,12 +16,15 @@ from strategies.programs.compilation import explain_recompilation
 from strategies.programs.float64 import refuse_cut_integers
 from strategies.recomputation import recomputing
 from strategies.step.agreement import insist_on_agreement, terms_of
+from strategies.step.arguments import check_takes_state
 from strategies.step.engine import Contributions, Prepared, StepEngine, control_of
 from strategies.step.exactness import Gradients, have_same_gradients, is_so_everywhere
 from strategies.step.gradients import Allocate, GradientPlan, GradientPrograms
+from strategies.step.model_state import PER_REPLICA
 from strategies.step.options import StepOptions
 from strategies.step.program_text import lines_of
-from strategies.step.replica_program import LossFunction, ReplicaProgram, control_words
+from strategies.step.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
+from strategies.step.trainable import Trainable
 from strategies.step.updates import Update
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -42,26 +45,6 @@ class _Plan:
     program: ReplicaProgram
     gradients: GradientPlan
     lines: Sequence[str]
-
-
-@dataclass(frozen=True)
-class _Shapes:
-    """The shapes and dtypes of what one replica takes.
-
-    Attributes:
-        variables: whole.
-        batch: its rows.
-        residuals: its own; none where nothing is quantised.
-    """
-
-    variables: Any
-    batch: Any
-    residuals: Any
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The same for the same shapes."""
-        return _key_of((self.variables, self.batch, self.residuals))
 
 
 class JaxEngine(StepEngine):
@@ -101,8 +84,18 @@ class JaxEngine(StepEngine):
         self._begin(step.gradients, state, batch, control)
 
     def _begin(self, gradients: GradientPrograms, state: TrainState, batch: Any, control: np.ndarray) -> None:
-        parts = zip(self._devices.parts(batch), self._indices, self._devices.parts(state.residuals or []), strict=True)
-        gradients.dispatch(state.variables, [(rows, index, control, residuals) for rows, index, residuals in parts])
+        own, shared = self._divided(state.model_state)
+        kept = self._devices.parts((state.residuals or [], own))
+        parts = zip(self._devices.parts(batch), self._indices, kept, strict=True)
+        of_replicas = [(rows, index, control, of_one) for rows, index, of_one in parts]
+        gradients.dispatch(state.variables, of_replicas, shared)
+
+    def _divided(self, model_state: Any) -> tuple[list[Any], Any]:
+        """What replicas have of a model state for themselves, and the rest of it, with None for that."""
+        if model_state is None:
+            return [], None
+        rule = self._options.rule_of(model_state)
+        return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, model_state)
 
     def collect(self, step: Prepared) -> Iterator[tuple[Bucket, Contributions]]:
         """See `StepEngine`."""
@@ -122,9 +115,9 @@ class JaxEngine(StepEngine):
         self._strategy.dealing.refuse_others(batch)
         refuse_cut_integers(batch)
         try:
-            key = _key_of((state.variables, batch))
+            key = _key_of((state.variables, state.model_state, batch))
         except AttributeError as error:
-            leaves = jax.tree.leaves((state.variables, batch))
+            leaves = jax.tree.leaves((state.variables, state.model_state, batch))
             others = {type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "dtype")}
             raise TypeError(
                 f"the batch has a {' and a '.join(sorted(others))}; use arrays with the rows of all local replicas"
@@ -140,35 +133,42 @@ class JaxEngine(StepEngine):
 
     def _prepared(self, state: TrainState, batch: Any) -> Prepared:
         of_replica = self._devices.replica_shape
-        shapes = _Shapes(
-            _shapes(state.variables), jax.tree.map(of_replica, batch), jax.tree.map(of_replica, state.residuals or [])
+        shapes = ReplicaShapes(
+            _shapes(state.variables),
+            jax.tree.map(of_replica, batch),
+            jax.tree.map(of_replica, state.residuals or []),
+            self._options.shapes_of_replica(state.model_state),
         )
-        plan = self._plans.get(shapes.key) or self._plan(shapes)
+        check_takes_state(self._loss_fn, state.model_state is not None)
+        key = _key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
+        plan = self._plans.get(key) or self._plan(shapes)
         self._agree(state, batch, shapes, plan)
-        if shapes.key not in self._plans:
-            self._plans[shapes.key] = self._streaming(plan, shapes, state, batch)
-        plan = self._plans[shapes.key]
+        if key not in self._plans:
+            self._plans[key] = self._streaming(plan, shapes, state, batch)
+        plan = self._plans[key]
         self._log_effective_batch(shapes.batch)
         communicator = self._strategy.communicator
         gradients = self._programs(plan.gradients, communicator.allocate)
         quantised = plan.program.quantised
         exchange = Means(communicator, self._strategy.num_replicas_in_sync, quantised)
         if quantised is None:
-            means = gradients.means
+            means = gradients.means[: plan.program.num_gradients]
         else:
             assert exchange.of_payload is not None
             means = quantised.views(exchange.of_payload)
-        structure = jax.tree.structure(shapes.variables)
-        return Prepared(plan.program, gradients, jax.tree.unflatten(structure, means), exchange)
+        of_state = gradients.means[plan.program.num_gradients :]
+        structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
+        return Prepared(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
 
-    def _plan(self, shapes: _Shapes) -> _Plan:
-        """What a replica computes for such variables, rows of a batch, and residuals."""
+    def _plan(self, shapes: ReplicaShapes) -> _Plan:
+        """What a replica computes of arguments of such shapes."""
         options = self._options
         program = ReplicaProgram(
             self._strategy,
             self._loss_fn,
-            shapes.variables,
-            shapes.batch,
+            shapes,
+            Trainable.of(shapes.variables, options.trainable),
+            options.rule_of(shapes.model_state),
             options.seed,
             options.accumulation,
             options.precision,
@@ -178,12 +178,26 @@ class JaxEngine(StepEngine):
         gradients = self._planned(program, shapes, streams=False)
         return _Plan(program, gradients, lines_of(gradients.equations()) if self._is_compared else [])
 
-    def _planned(self, program: ReplicaProgram, shapes: _Shapes, streams: bool) -> GradientPlan:
-        arguments = (shapes.variables, shapes.batch, np.int32(0), control_words(0, False, 1.0), shapes.residuals)
+    def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> GradientPlan:
+        own, shared = self._divided(shapes.model_state)
+        own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
+        control = control_words(0, False, 1.0)
+        arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
         shards = None if program.quantised else self._update.mean_shards
-        return GradientPlan(self._devices, program, arguments, program.results, streams, program.tail_size, shards)
+        of_state = len(program.results) - program.num_gradients
+        return GradientPlan(
+            self._devices,
+            program,
+            arguments,
+            program.results,
+            streams,
+            program.tail_size,
+            shards,
+            of_state,
+            program.num_kept,
+        )
 
-    def _streaming(self, plan: _Plan, shapes: _Shapes, state: TrainState, batch: Any) -> _Plan:
+    def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Any) -> _Plan:
         """The plan, with gradients that are streamed if they may be; a collective call then."""
         if plan.program.quantised is not None or not self._strategy.streams_gradients:
             return plan
@@ -212,12 +226,13 @@ class JaxEngine(StepEngine):
         """Whether there are others to agree with."""
         return self._strategy.communicator.size > 1 and not self._is_recorded
 
-    def _agree(self, state: TrainState, batch: Any, shapes: _Shapes, plan: _Plan) -> None:
+    def _agree(self, state: TrainState, batch: Any, shapes: ReplicaShapes, plan: _Plan) -> None:
         """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
         dataset = self._strategy.dataset_of(batch)
         if self._is_compared:
-            means = jax.tree.unflatten(jax.tree.structure(state.variables), plan.program.means)
-            update = self._update.equations(state.variables, state.optimizer_state, means, control_of(state))
+            trained = plan.program.trainable.pick(state.variables)
+            means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
+            update = self._update.equations(trained, state.optimizer_state, means, control_of(state))
             programs = {"the loss function": plan.lines, "the update": lines_of(update)}
             options = {**self._options.terms, "step": state.step}
             terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)

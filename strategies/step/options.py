@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypedDict
 
+import jax
 from jax.typing import DTypeLike
 
 from strategies.exchange.transfer import Transfer
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
 from strategies.recomputation import Policy
+from strategies.roles import Tree
 from strategies.step.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.step.model_state import ModelStateRule, check_aggregation
 from strategies.step.replica_program import Accumulation, Precision, float_dtype
+from strategies.step.trainable import Filter
 from strategies.step.updates import UpdateSettings
 
 
@@ -33,6 +37,8 @@ class Options(TypedDict, total=False):
     stochastic_rounding: bool
     recompute: str | Policy
     compile_ahead: bool
+    model_state_aggregation: Tree
+    trainable: Filter
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,14 @@ class StepOptions:
             between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
         compile_ahead: changes nothing any more: programs of a replica are the same however many of them an instance
             drives, so nothing is compiled after the loss of an instance.
+        model_state_aggregation: how replicas agree on the model state after each step, as a word for all of it, or a
+            pytree of words that begins as the model state does: "mean", over all replicas in their order; "first",
+            what replica 0 has; or "per_replica", to each replica its own, which is lost with an instance. None: the
+            mean of floating-point leaves, and replica 0's for others. Not with gradients as int8.
+        trainable: which variables are trained: a function `(name, variable) -> bool` of names such as
+            `['dense']['kernel']`, or a pytree of bools that begins as the variables do; None for all. The others keep
+            their bits, may be of any dtype, and have no gradients and no optimizer state, which is that of a tree with
+            None in their places.
 
     Raises:
         ValueError: if an option is out of range, or two of them exclude each other.
@@ -91,6 +105,8 @@ class StepOptions:
     stochastic_rounding: bool = False
     recompute: str | Policy = "none"
     compile_ahead: bool = False
+    model_state_aggregation: Tree = None
+    trainable: Filter = None
 
     def __post_init__(self) -> None:
         at_least(0, "digest_every", self.digest_every)
@@ -102,6 +118,7 @@ class StepOptions:
                 "replicated_optimizer_state_sharding=True with offload_optimizer_state=False: the optimizer state must "
                 "be offloaded to be sharded, as in the original; leave offload_optimizer_state out or make it True"
             )
+        check_aggregation(self.model_state_aggregation)
         _ = self.accumulation, self.precision, self.transfer  # each refuses what is out of range
 
     @cached_property
@@ -127,6 +144,24 @@ class StepOptions:
     def transfer(self) -> Transfer:
         """In which dtype gradients travel."""
         return Transfer.parse(self.gradient_transfer_dtype)
+
+    def rule_of(self, model_state: Tree) -> ModelStateRule:
+        """How replicas agree on such a model state.
+
+        Raises:
+            ValueError: see `ModelStateRule.of`; or gradients travel as int8.
+        """
+        if model_state is not None and self.transfer.is_quantised:
+            raise ValueError(
+                "gradient_transfer_dtype is int8, and there is a model state, whose means do not travel with int8 "
+                "gradients; use float16 or bfloat16"
+            )
+        return ModelStateRule.of(model_state, self.model_state_aggregation if model_state is not None else None)
+
+    def shapes_of_replica(self, model_state: Tree) -> Tree:
+        """The shapes and dtypes of what one replica has of a model state."""
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model_state)
+        return self.rule_of(shapes).map_own(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
 
     @property
     def shards_state(self) -> bool:
@@ -168,6 +203,8 @@ class StepOptions:
             "gradient_transfer_dtype": self.transfer.dtype,
             "stochastic_rounding": self.stochastic_rounding,
             "recompute": _named(self.recompute),
+            "model_state_aggregation": self.model_state_aggregation,
+            "trainable": _named(self.trainable),
         }
 
 

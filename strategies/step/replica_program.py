@@ -21,11 +21,14 @@ from strategies.step.accumulation import (
 )
 from strategies.step.arguments import metric_names, naming_missing_keys
 from strategies.step.encoding import encode
+from strategies.step.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
 from strategies.step.outcome import Outcome
+from strategies.step.trainable import Trainable
 from strategies.strategy import Strategy
 
-LossFunction = Callable[[Any, Any, jax.Array], Any]
+LossFunction = Callable[..., Any]
 
+_NOTHING = jax.tree.structure(None)
 STEP, NOTICE, LOSS_SCALE = range(3)  # the places in the control words of a step
 
 
@@ -82,6 +85,23 @@ class Accumulation:
     dtype: AccumulationDtype = None
 
 
+@dataclass(frozen=True)
+class ReplicaShapes:
+    """The shapes and dtypes of what one replica takes.
+
+    Attributes:
+        variables: whole.
+        batch: its rows.
+        residuals: its own; none where nothing is quantised.
+        model_state: of one replica; None where there is none.
+    """
+
+    variables: Any
+    batch: Any
+    residuals: Any = ()
+    model_state: Any = None
+
+
 class ReplicaProgram:
     """The gradient function of a trainer, for variables and batches of some shapes.
 
@@ -91,8 +111,9 @@ class ReplicaProgram:
     Args:
         strategy: whose replicas run it.
         loss_fn: see `Trainer`.
-        variables: their shapes and dtypes.
-        batch: the shapes and dtypes of what one replica gets.
+        shapes: of what a replica takes.
+        trainable: which of the variables are trained.
+        rule: how replicas agree on the model state.
         seed: of the keys.
         accumulation: of micro-batches.
         precision: of what is computed.
@@ -101,8 +122,12 @@ class ReplicaProgram:
 
     Attributes:
         names: of the metrics; the first is "loss".
-        gradient_dtypes: in which the gradients are accumulated and applied, for each variable.
-        results: the shapes and dtypes of what leaves the replica besides the tail: gradients, or their payload.
+        trainable: see above.
+        rule: see above.
+        gradient_dtypes: in which the gradients are accumulated and applied, for each variable that is trained.
+        results: the shapes and dtypes of what leaves the replica besides the tail, to be averaged: gradients or their
+            payload, then the leaves of the model state that have means.
+        num_gradients: how many of the results are gradients, or their payload.
         quantised: how the gradients lie in the payload; None where they are not quantised.
         flags: how many values at the end of the tail say which gradients are not finite.
         has_feeds: whether, once it is traced, the loss function has feeds.
@@ -110,7 +135,7 @@ class ReplicaProgram:
             was: the loss function has no collectives and no feeds.
 
     Raises:
-        TypeError: if the loss or a metric is not a scalar.
+        TypeError: if the loss or a metric is not a scalar, or the new model state is not like the old one.
         ValueError: if the batch cannot be divided into micro-batches, or has not what the loss function asks it for.
     """
 
@@ -118,8 +143,9 @@ class ReplicaProgram:
         self,
         strategy: Strategy,
         loss_fn: LossFunction,
-        variables: Any,
-        batch: Any,
+        shapes: ReplicaShapes,
+        trainable: Trainable,
+        rule: ModelStateRule,
         seed: int,
         accumulation: Accumulation,
         precision: Precision,
@@ -132,25 +158,36 @@ class ReplicaProgram:
         self._accumulation = accumulation
         self._precision = precision
         self._checks_numerics = check_numerics
-        self.gradient_dtypes = accumulator_dtypes(variables, accumulation.dtype)
-        leaves = jax.tree.leaves(variables)
+        self.trainable = trainable
+        self.rule = rule
+        trained = trainable.pick(shapes.variables)
+        self.gradient_dtypes = accumulator_dtypes(trained, accumulation.dtype)
+        leaves = jax.tree.leaves(trained)
         self.quantised = Int8Layout.of(leaves) if transfer.is_quantised else None
         if self.quantised is not None:
             self.results = [jax.ShapeDtypeStruct((self.quantised.payload_size,), np.int8)]
         else:
             pairs = zip(leaves, self.gradient_dtypes, strict=True)
             self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
+        self.num_gradients = len(self.results)
+        self.results += rule.pick(shapes.model_state, MEAN)
         self.is_independent = True
         self.has_feeds = False
         self.flags = len(self.gradient_dtypes) * strategy.num_replicas_in_sync if check_numerics else 0
-        self.names = self._metric_names(variables, batch)
+        self.names = self._metric_names(shapes)
 
     @property
     def means(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the mean gradients of all replicas, where they are whole."""
         if self.quantised is None:
-            return self.results
+            return self.results[: self.num_gradients]
         return [jax.ShapeDtypeStruct(shape, np.float32) for shape in self.quantised.shapes]
+
+    @property
+    def num_kept(self) -> int:
+        """How many arrays a replica keeps for its next step."""
+        residuals = 0 if self.quantised is None else len(self.quantised.shapes)
+        return residuals + len([word for word in self.rule.words if word != MEAN])
 
     @property
     def tail_size(self) -> int:
@@ -168,9 +205,16 @@ class ReplicaProgram:
         return len(self.names) + 1
 
     def __call__(
-        self, variables: Any, batch: Any, index: jax.Array, control: jax.Array, residuals: Sequence[jax.Array] = ()
+        self,
+        variables: Any,
+        batch: Any,
+        index: jax.Array,
+        control: jax.Array,
+        residuals: Sequence[jax.Array] = (),
+        own_state: Sequence[jax.Array] = (),
+        model_state: Any = None,
     ) -> tuple[jax.Array, ...]:
-        """The tail, what leaves the replica, and the new residuals; traceable.
+        """The tail, the results, and what is kept: see `unpack_kept`; traceable.
 
         Args:
             variables: whole.
@@ -178,13 +222,18 @@ class ReplicaProgram:
             index: of this replica, an int32 scalar.
             control: see `control_words`.
             residuals: what quantisation lost in the last step; empty where nothing is quantised.
+            own_state: what this replica has for itself of the model state, with a first axis of length 1.
+            model_state: what all replicas have of it; None for what they have for themselves.
         """
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
         context = self._strategy.new_context(index, "step")
         with replica_context(context):
-            values, leaves = self._gradients(variables, batch, key, control)
+            values, leaves, after = self._gradients(
+                variables, batch, key, control, self.rule.with_own(model_state, [one[0] for one in own_state])
+            )
         self.is_independent &= context.is_independent
         self.has_feeds |= context.has_feeds
+        means, firsts, own = (self.rule.pick(after, word) for word in (MEAN, FIRST, PER_REPLICA))
         results, residuals = self._on_the_way(leaves, control, residuals)
         checked = leaves if self.quantised is not None else results
         tail = [values, control[NOTICE, None].astype(jnp.float32)]
@@ -195,14 +244,20 @@ class ReplicaProgram:
             total = self._strategy.num_replicas_in_sync
             is_bad = jnp.stack([~jnp.isfinite(leaf).all() for leaf in checked])
             tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
-        return (jnp.concatenate(tail), *results, *residuals)
+        return (jnp.concatenate(tail), *results, *means, *residuals, *firsts, *[one[None] for one in own])
+
+    def unpack_kept(self, kept: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Of what a replica keeps the new residuals, what replica 0 has of the model state, and what each one has."""
+        firsts, own = self.rule.words.count(FIRST), self.rule.words.count(PER_REPLICA)
+        residuals = len(kept) - firsts - own
+        return kept[:residuals], kept[residuals : residuals + firsts], kept[residuals + firsts :]
 
     def _on_the_way(
         self, leaves: Sequence[jax.Array], control: jax.Array, residuals: Sequence[jax.Array]
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
         """The gradients as they leave the replica, and the new residuals."""
         if self.quantised is None:
-            return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.results, strict=True)], ()
+            return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)], ()
         if self._precision.scales_loss:  # residuals outlive the scale
             scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
             leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
@@ -211,39 +266,51 @@ class ReplicaProgram:
         return [payload], [jnp.atleast_1d(one) for one in new]
 
     def _gradients(
-        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array
-    ) -> tuple[jax.Array, Sequence[jax.Array]]:
-        def of_micro_batch(part: Any, key: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-            (_, values), tree = jax.value_and_grad(self._loss, has_aux=True)(variables, part, key, control)
-            return values, jax.tree.leaves(tree)
+        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
+    ) -> tuple[jax.Array, Sequence[jax.Array], Any]:
+        trained = self.trainable.pick(variables)
+
+        def of_micro_batch(part: Any, key: jax.Array, model_state: Any) -> tuple[jax.Array, list[jax.Array], Any]:
+            def loss(trained: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+                return self._loss(self.trainable.put(variables, trained), part, key, control, model_state)
+
+            (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
+            return values, jax.tree.leaves(tree), after
 
         settings = self._accumulation
         if settings.count > 1:
-            pairs = zip(jax.tree.leaves(variables), self.gradient_dtypes, strict=True)
+            pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
             accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
             return accumulate(
-                of_micro_batch, batch, key, settings.count, settings.method, accumulators, len(self.names)
+                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, len(self.names)
             )
-        values, leaves = of_micro_batch(batch, key)
-        return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)]
+        values, leaves, after = of_micro_batch(batch, key, model_state)
+        return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
 
-    def _loss(self, variables: Any, batch: Any, key: jax.Array, control: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What is differentiated, and the loss and the metrics as float32."""
-        result = self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key)
-        outcome = Outcome.of(result)
+    def _called(self, variables: Any, batch: Any, key: jax.Array, model_state: Any) -> Any:
+        """What the loss function returns. The model state keeps its dtypes: means that move need them."""
+        own = () if self.rule.structure == _NOTHING else (model_state,)
+        return self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key, *own)
+
+    def _loss(
+        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
+    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        """What is differentiated; the loss and the metrics as float32, and the new model state."""
+        outcome = Outcome.of(self._called(variables, batch, key, model_state))
         loss = outcome.loss
         values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
         if self._precision.scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
-        return loss, values
+        after = jax.tree.map(jnp.asarray, outcome.model_state)
+        return loss, (values, after)
 
     # ---- shapes
 
-    def _metric_names(self, variables: Any, batch: Any) -> tuple[str, ...]:
-        """What the loss function returns besides the loss; checks that all of it is scalar."""
-        micro_batch = jax.tree.map(self._micro_shape, batch)
-        with naming_missing_keys(variables, batch):
-            shapes = jax.eval_shape(self._loss_of_one, variables, micro_batch, np.int32(0))
+    def _metric_names(self, given: ReplicaShapes) -> tuple[str, ...]:
+        """What the loss function returns besides the loss; checks that all of it is scalar, and the model state."""
+        micro_batch = jax.tree.map(self._micro_shape, given.batch)
+        with naming_missing_keys(given.variables, given.batch):
+            shapes = jax.eval_shape(self._loss_of_one, given.variables, micro_batch, np.int32(0), given.model_state)
         outcome = Outcome.of(shapes)
         loss, metrics = outcome.loss, outcome.metrics
         if not isinstance(loss, jax.ShapeDtypeStruct) or not isinstance(metrics, Mapping):
@@ -256,8 +323,7 @@ class ReplicaProgram:
             raise TypeError(
                 f"the loss is {loss.dtype}{list(loss.shape)}; it must be a floating-point scalar: take jnp.mean of it"
             )
-        if outcome.model_state is not None:
-            raise TypeError("the loss function returns a model state, and gets none; leave it out of the Outcome")
+        self.rule.check_returned(given.model_state, outcome.model_state)
         return ("loss", *metric_names(metrics))
 
     def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -274,10 +340,10 @@ class ReplicaProgram:
             )
         return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
 
-    def _loss_of_one(self, variables: Any, batch: Any, index: jax.Array) -> Any:
+    def _loss_of_one(self, variables: Any, batch: Any, index: jax.Array, model_state: Any) -> Any:
         """What the loss function returns, as arrays."""
         with replica_context(self._strategy.new_context(index, "shapes")):
-            result = self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), jax.random.key(0))
+            result = self._called(variables, batch, jax.random.key(0), model_state)
         try:
             return jax.tree.map(jnp.asarray, result)
         except TypeError as error:

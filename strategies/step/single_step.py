@@ -16,9 +16,11 @@ from strategies.replicas.devices import borrow
 from strategies.step.digest import compare
 from strategies.step.engine import Prepared, StepEngine, control_of
 from strategies.step.metrics import Metrics
+from strategies.step.model_state import PER_REPLICA
 from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
 from strategies.step.step_record import Recorder
+from strategies.step.trainable import Trainable
 from strategies.step.updates import Update
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -87,7 +89,7 @@ class SingleStep:
             self._update.wait()  # the last one may still be reading the results
             step.exchange.reduce(bucket, contributions)
         self._raise_if_feeds_differ()
-        residuals = None if state.residuals is None else _joined(step.gradients.kept())
+        residuals, model_state = self._kept(step, state)
         tail = step.gradients.tail.copy()
         self._notice.agree(tail[step.program.notice_place])
         if self._options.check_numerics:
@@ -100,13 +102,31 @@ class SingleStep:
             scale = self._options.scaling.after(scale, is_finite)
         self._recorder.reduced(state, batch, step.means, self._update.mean_shards)
         if is_finite:
-            variables, optimizer_state = self._update.apply(variables, optimizer_state, step.means, control)
+            trained = step.program.trainable.pick(variables)
+            trained, optimizer_state = self._update.apply(trained, optimizer_state, step.means, control)
+            variables = step.program.trainable.put(variables, trained)
         else:
-            residuals = state.residuals
+            residuals, model_state = state.residuals, state.model_state
         self.metrics = _metrics_of(step, tail, scale)
-        after = TrainState(variables, optimizer_state, state.step + 1, scale, residuals)
+        after = TrainState(variables, optimizer_state, state.step + 1, scale, residuals, model_state)
         self._recorder.updated(after, self.metrics)
         return after, self.metrics
+
+    def _kept(self, step: Prepared, state: TrainState) -> tuple[Any, Any]:
+        """The new residuals and model state; a collective call where the model state has leaves of replica 0."""
+        if state.residuals is None and state.model_state is None:
+            return None, None
+        rule, device = step.program.rule, self._strategy.variables_device
+        kept = [step.program.unpack_kept(of_replica) for of_replica in step.gradients.kept()]
+        residuals, firsts, own = zip(*kept, strict=True)
+        means = [jax.device_put(mean.copy(), device) for mean in step.state_means]
+        first = list(firsts[0])
+        if first and self._strategy.communicator.size > 1:  # replica 0 is on the first of the instances
+            first = self._strategy.broadcast(first)
+        return (
+            None if state.residuals is None else _joined(residuals),
+            rule.put_together(means, first, self._strategy.devices.place(_joined(own))),
+        )
 
     def meet(self) -> Meeting:
         """After a loss, on all instances that are left; see `membership.meet`."""
@@ -121,13 +141,13 @@ class SingleStep:
             root: the rank.
         """
         means = self.metrics.means if self.metrics is not None and state.step else np.zeros(0, np.float32)
-        variables, optimizer_state, scale, means = self._strategy.broadcast(
-            (state.variables, state.optimizer_state, state.loss_scale, means), root
+        variables, optimizer_state, scale, model_state, means = self._strategy.broadcast(
+            (state.variables, state.optimizer_state, state.loss_scale, state.model_state, means), root
         )
         if state.step and self.metrics is not None:
             self.metrics = Metrics(self.metrics.names, np.asarray(means))
             self._notice.agree(float(self.metrics.means[len(self.metrics.names)]))
-        return TrainState(variables, optimizer_state, state.step, scale)
+        return TrainState(variables, optimizer_state, state.step, scale, model_state=model_state)
 
     def take_over(self, metrics: Metrics) -> None:
         """Several steps were made otherwise; `metrics` are those of the last one."""
@@ -136,11 +156,18 @@ class SingleStep:
 
     def _compared(self, state: TrainState) -> TrainState:
         """The state, or that of most instances where this one has other bits."""
-        own = replace(state, residuals=None, optimizer_state=None if self._update.is_sharded else state.optimizer_state)
-        compared: TrainState = compare(self._strategy, own, state.step)
+        rule = self._options.rule_of(state.model_state)
+        mine = replace(
+            state,
+            residuals=None,
+            optimizer_state=None if self._update.is_sharded else state.optimizer_state,
+            model_state=rule.map_own(lambda leaf: None, state.model_state),
+        )
+        compared: TrainState = compare(self._strategy, mine, state.step)
         if self._update.is_sharded:
             compared = replace(compared, optimizer_state=state.optimizer_state)
-        return replace(compared, residuals=state.residuals)
+        own = rule.pick(state.model_state, PER_REPLICA)
+        return replace(compared, residuals=state.residuals, model_state=rule.with_own(compared.model_state, own))
 
     def _raise_if_feeds_differ(self) -> None:
         """The replicas have ended their programs, and the state is still what it was."""
@@ -153,7 +180,8 @@ class SingleStep:
         if not flags.any():
             return
         leaf, replica = divmod(int(np.flatnonzero(flags)[0]), self._strategy.num_replicas_in_sync)
-        path, _ = jax.tree_util.tree_leaves_with_path(state.variables)[leaf]
+        trained = Trainable.of(state.variables, self._options.trainable).pick(state.variables)
+        path, _ = jax.tree_util.tree_leaves_with_path(trained)[leaf]
         replicas = np.flatnonzero(flags.reshape(-1, self._strategy.num_replicas_in_sync).any(axis=0)).tolist()
         raise NonFiniteGradientError(
             f"the gradient of variable {jax.tree_util.keystr(path)} on replica {replica} is not finite at step "

@@ -32,7 +32,9 @@ from popdist.records.recording import Recording, questions
 from strategies.replicas.devices import borrow, is_key
 from strategies.step.fingerprints import fingerprint
 from strategies.step.metrics import Metrics
+from strategies.step.options import StepOptions
 from strategies.step.shards import PartOfArray, Shards
+from strategies.step.trainable import Trainable
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
@@ -63,7 +65,7 @@ class Recorder(Protocol):
         Args:
             state: before the step.
             batch: see `Trainer.step`.
-            means: like the variables, or what `shards` makes of some of them.
+            means: like the variables that are trained, or what `shards` makes of some of them.
             shards: how mean gradients are cut; None: they are whole. A collective call where they are cut.
         """
 
@@ -87,10 +89,10 @@ class NoRecorder:
         """See `Recorder`."""
 
 
-def recorder_for(strategy: Strategy) -> Recorder:
+def recorder_for(strategy: Strategy, options: StepOptions) -> Recorder:
     """What records the steps of one Trainer, if the environment asks for it."""
     wanted = Recording.from_environ(os.environ)
-    return NoRecorder() if wanted is None else StepRecorder(strategy, wanted)
+    return NoRecorder() if wanted is None else StepRecorder(strategy, options, wanted)
 
 
 def checkpoint_folder(directory: Path) -> Path:
@@ -108,13 +110,15 @@ class StepRecorder:
 
     Args:
         strategy: of the Trainer.
+        options: of its steps.
         wanted: what is recorded.
     """
 
     is_on = True
 
-    def __init__(self, strategy: Strategy, wanted: Recording) -> None:
+    def __init__(self, strategy: Strategy, options: StepOptions, wanted: Recording) -> None:
         self._strategy = strategy
+        self._options = options
         self._wanted = wanted
         self._file = _file(wanted.folder)
         self._file.write_process(strategy)
@@ -130,11 +134,11 @@ class StepRecorder:
         began_s = time.perf_counter()
         if state.step <= self._step:
             self._training = self._file.next_training()
-        named = jax.tree_util.tree_leaves_with_path(state.variables)
-        names, leaves = [jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named]
-        means = [
+        named = self._recorded(state)
+        names, leaves = list(named), list(named.values())
+        means = [  # those that are trained come first
             self._whole(mean, leaf, name, shards)
-            for name, leaf, mean in zip(names, leaves, jax.tree.leaves(means), strict=True)
+            for name, leaf, mean in zip(names, leaves, jax.tree.leaves(means), strict=False)
         ]
         rows = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
         self._write_layout(names, list(rows))
@@ -167,7 +171,7 @@ class StepRecorder:
         jax.block_until_ready(state.variables)  # which is the program's time
         began_s = time.perf_counter()
         step = self._line["step"]
-        leaves = jax.tree.leaves(state.variables)
+        leaves = list(self._recorded(state).values())
         self._left, self._step = leaves, step
         self._line |= {
             "metrics": {name: value.hex() for name, value in metrics.items()},
@@ -184,6 +188,21 @@ class StepRecorder:
             os.kill(os.getpid(), signal.SIGTERM)
         if self._wanted.steps is not None and self._file.steps_made >= self._wanted.steps:
             raise SystemExit(0)
+
+    def _recorded(self, state: TrainState) -> dict[str, Any]:
+        """What is the same on all instances: variables that are trained, others, and leaves of the model state."""
+        trainable = Trainable.of(state.variables, self._options.trainable)
+        rule = self._options.rule_of(state.model_state)
+        trees = (
+            ("", trainable.pick(state.variables)),
+            ("", trainable.frozen(state.variables)),
+            ("model_state", rule.map_own(lambda leaf: None, state.model_state)),
+        )
+        return {
+            f"{title}{jax.tree_util.keystr(path)}": leaf
+            for title, tree in trees
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
 
     def _parts(self, leaf: Any) -> list[np.ndarray]:
         """The rows of each local replica."""

@@ -16,7 +16,13 @@ from strategies.exchange.transfer import Int8Layout
 from strategies.membership import surviving, warn_of_loss
 from strategies.numbers import positive
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.arguments import check_loss_function, check_optimizer, check_state, check_variables
+from strategies.step.arguments import (
+    check_loss_function,
+    check_optimizer,
+    check_state,
+    check_takes_state,
+    check_variables,
+)
 from strategies.step.digest import flip_bit
 from strategies.step.evaluation import Evaluator
 from strategies.step.evaluation_program import MetricsFunction
@@ -24,6 +30,7 @@ from strategies.step.executions import Executions
 from strategies.step.jax_engine import JaxEngine
 from strategies.step.merging import Evaluation
 from strategies.step.metrics import Metrics
+from strategies.step.model_state import as_arrays, check_model_state, has_own
 from strategies.step.notice import Notice
 from strategies.step.options import Options, StepOptions
 from strategies.step.replica_program import LossFunction
@@ -31,6 +38,7 @@ from strategies.step.sharded_update import ShardedUpdate
 from strategies.step.shards import PartOfArray, Shards
 from strategies.step.single_step import SingleStep
 from strategies.step.step_record import recorder_for
+from strategies.step.trainable import Trainable
 from strategies.step.updates import Update, WholeUpdate
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -48,7 +56,8 @@ class Trainer:
     Args:
         strategy: where the replicas are.
         loss_fn: `(variables, batch, key) -> loss`, `-> (loss, {name: scalar})` or `-> Outcome` for one replica and one
-            micro-batch; the loss is a scalar, the key differs for each replica, step and micro-batch.
+            micro-batch; the loss is a scalar, the key differs for each replica, step and micro-batch. With a model
+            state `(variables, batch, key, model_state) -> Outcome`, which has the new one.
         optimizer: an optax gradient transformation.
         seed: of the keys.
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.
@@ -61,7 +70,7 @@ class Trainer:
         notice: travels with the gradients of every step.
 
     Raises:
-        TypeError: if `loss_fn` does not take three arguments, `optimizer` is none, or there is no such option.
+        TypeError: if `loss_fn` does not take three arguments, or four, `optimizer` is none, or there is no such option.
         ValueError: if an option is out of range, or two of them exclude each other.
     """
 
@@ -81,8 +90,9 @@ class Trainer:
         self.seed = seed
         self.notice = Notice()
         self._strategy = strategy
+        self._loss_fn = loss_fn
         self._update = _update_for(strategy, optimizer, self._options)
-        recorder = recorder_for(strategy)
+        recorder = recorder_for(strategy, self._options)
         engine = JaxEngine(strategy, loss_fn, self._options, self._update, recorder.is_on)
         self._single = SingleStep(strategy, engine, self._update, self._options, self.notice, recorder)
         self._executions = Executions(strategy, engine, self._update, self._single, self._options.may_fuse)
@@ -95,8 +105,18 @@ class Trainer:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether instances have different parts of the state: of the optimizer's, or residuals."""
-        return self._update.is_sharded or self._options.transfer.is_quantised
+        """Whether instances have different parts of the state: of the optimizer's or the model's, or residuals."""
+        return self._what_is_sharded is not None
+
+    @property
+    def _what_is_sharded(self) -> str | None:
+        options = self._options
+        kinds = {
+            "sharded optimizer state": self._update.is_sharded,
+            "residuals of int8 gradients": options.transfer.is_quantised,
+            "model state of single replicas": has_own(options.model_state_aggregation),
+        }
+        return next((kind for kind, has_it in kinds.items() if has_it), None)
 
     def share_notice(self) -> None:
         """Nothing is left to do: `notice` has travelled with the gradients."""
@@ -115,43 +135,55 @@ class Trainer:
             state,
             optimizer_state=self._update.whole(state.optimizer_state),
             residuals=jax.tree.map(of_all, state.residuals),
+            model_state=self._options.rule_of(state.model_state).map_own(of_all, state.model_state),
         )
 
-    def init(self, variables: Variables) -> TrainState:
+    def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
         """The first state: instance 0's variables on every instance.
 
         Args:
             variables: a pytree of floating-point arrays, with the same shapes and dtypes on all instances.
+            model_state: what changes with every batch and is not trained, such as moving means, counters and keys: a
+                pytree of arrays of any dtype, of which all replicas begin with instance 0's. Also evaluation and
+                prediction give it to their functions, as the last argument. None: there is none.
 
         Raises:
-            TypeError: if a variable is no array of a floating-point dtype.
-            ValueError: if there is no variable, or one was used up by a step.
+            TypeError: if a variable is no array of a floating-point dtype, or the loss function does not take a model
+                state, or takes one that is not given.
+            ValueError: if there is no variable, or one was used up by a step; or the model state does not fit to
+                `model_state_aggregation`.
             LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
         """
-        check_variables(variables)
+        check_variables(variables, self._options.trainable)
+        check_takes_state(self._loss_fn, model_state is not None)
+        check_model_state(model_state)
+        first = (variables, as_arrays(model_state))
+        self._options.rule_of(first[1])
 
         def catch_up() -> TrainState | None:
             meeting = self._single.meet()
-            return self._single.share(self._first_state(variables), meeting.newest) if meeting.is_late else None
+            return self._single.share(self._first_state(*first), meeting.newest) if meeting.is_late else None
 
-        if self.is_sharded:
-            what = "sharded optimizer state" if self._update.is_sharded else "residuals of int8 gradients"
-            warn_of_loss(self._strategy, f"every instance has a part of the state that no other has ({what})")
-        first: TrainState = self._surviving(
-            lambda: self._first_state(self._strategy.broadcast(variables)), catch_up, self._single.share
+        if self._what_is_sharded is not None:
+            lost = f"every instance has a part of the state that no other has ({self._what_is_sharded})"
+            warn_of_loss(self._strategy, lost)
+        state: TrainState = self._surviving(
+            lambda: self._first_state(*self._strategy.broadcast(first)), catch_up, self._single.share
         )
-        return first
+        return state
 
-    def _first_state(self, variables: Variables) -> TrainState:
-        scaling = self._options.scaling
+    def _first_state(self, variables: Variables, model_state: Tree) -> TrainState:
+        scaling, place = self._options.scaling, self._strategy.devices.place
+        trained = Trainable.of(variables, self._options.trainable).pick(variables)
+        local = len(self._strategy.local_replicas)
         residuals = None
         if self._options.transfer.is_quantised:
-            local = len(self._strategy.local_replicas)
-            of_one = Int8Layout.of(jax.tree.leaves(variables)).new_residuals()
-            place = self._strategy.devices.place
+            of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
             residuals = [place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
         scale = None if scaling is None else scaling.start()
-        return TrainState(variables, self._update.init(variables), 0, scale, residuals)
+        rule = self._options.rule_of(model_state)
+        of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), model_state)
+        return TrainState(variables, self._update.init(trained), 0, scale, residuals, of_all)
 
     def run(
         self,

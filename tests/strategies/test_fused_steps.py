@@ -9,7 +9,9 @@ import pytest
 import strategies
 from strategies.exchange.transfer import Transfer
 from strategies.step.fused_steps import FusedSteps
-from strategies.step.replica_program import Accumulation, Precision, ReplicaProgram, control_words
+from strategies.step.model_state import ModelStateRule
+from strategies.step.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, control_words
+from strategies.step.trainable import Trainable
 from strategies.step.updates import UpdateSettings, WholeUpdate
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
@@ -39,9 +41,10 @@ class Steps:
     """Those of one replica, in one program or one by one."""
 
     def __init__(self, strategy, loss_fn=loss_fn, optimizer=None, variables=None, batch=BATCHES[0], **settings):
-        shapes = jax.tree.map(jax.typeof, (variables or start(), jax.tree.map(jnp.asarray, batch)))
+        shapes = ReplicaShapes(*jax.tree.map(jax.typeof, (variables or start(), jax.tree.map(jnp.asarray, batch))))
+        trainable, rule = Trainable.of(shapes.variables, None), ModelStateRule.of(None, None)
         options = Accumulation(), Precision(), Transfer(), False
-        self.program = ReplicaProgram(strategy, loss_fn, *shapes, SEED, *options)
+        self.program = ReplicaProgram(strategy, loss_fn, shapes, trainable, rule, SEED, *options)
         self.update = WholeUpdate(strategy, optimizer or optax.sgd(0.5, momentum=0.5), UpdateSettings(**settings))
         self.fused = FusedSteps(self.program, self.update)
 

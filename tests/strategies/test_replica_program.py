@@ -7,6 +7,7 @@ import pytest
 
 import strategies
 from strategies.exchange.transfer import Transfer
+from strategies.step.model_state import ModelStateRule
 from strategies.step.replica_program import (
     LOSS_SCALE,
     NOTICE,
@@ -14,9 +15,11 @@ from strategies.step.replica_program import (
     Accumulation,
     Precision,
     ReplicaProgram,
+    ReplicaShapes,
     control_words,
     float_dtype,
 )
+from strategies.step.trainable import Trainable
 
 REPLICAS = 4
 VARIABLES = {"b": np.float32(0.5), "w": np.float32([1, -2, 4])}
@@ -50,8 +53,9 @@ def program_of(
     return ReplicaProgram(
         strategy,
         loss_fn,
-        shapes_of(variables),
-        shapes_of(batch),
+        ReplicaShapes(shapes_of(variables), shapes_of(batch)),
+        Trainable.of(variables, None),
+        ModelStateRule.of(None, None),
         seed,
         accumulation or Accumulation(),
         precision or Precision(),

@@ -16,6 +16,7 @@ import strategies
 from popdist.records.recording import FOLDER_VARIABLE, STEPS_VARIABLE, Recording
 from poprun.verify.comparison import first_difference, first_inside
 from poprun.verify.records import BATCH, GRADIENTS, METRICS, START, UPDATE, Record, read_record, record_files
+from strategies.step.options import StepOptions
 from strategies.step.step_record import NoRecorder, StepRecorder, digest, recorder_for, what_decides_bits
 
 DATA = {
@@ -37,7 +38,7 @@ def train(strategy, folder=None, steps=3, between=lambda state: state, **options
     trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), **options)
     if folder is not None:
         limit = wanted.pop("steps_wanted", None)
-        trainer._single._recorder = StepRecorder(strategy, Recording(folder, limit, **wanted))
+        trainer._single._recorder = StepRecorder(strategy, trainer._options, Recording(folder, limit, **wanted))
     state = trainer.init(VARIABLES)
     batches = strategy.distribute_dataset(DATA, batch_size=4, seed=1).epoch(0)
     for _, batch in zip(range(steps), batches, strict=False):
@@ -52,7 +53,7 @@ def recorded(strategy, folder, **options) -> Record:
 
 def test_nothing_is_recorded_unless_the_environment_asks_for_it(strategy, monkeypatch):
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    assert isinstance(recorder_for(strategy), NoRecorder)
+    assert isinstance(recorder_for(strategy, StepOptions()), NoRecorder)
 
 
 def test_a_trainer_records_where_the_environment_says(strategy, tmp_path, monkeypatch):
@@ -103,7 +104,7 @@ def test_every_spread_records_the_same(tmp_path, on_instances, options):
 def test_steps_of_one_execution_are_recorded_one_by_one(tmp_path):
     strategy = strategies.IPUStrategy(1)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-    trainer._single._recorder = StepRecorder(strategy, Recording(tmp_path))
+    trainer._single._recorder = StepRecorder(strategy, trainer._options, Recording(tmp_path))
     dataset = strategy.distribute_dataset(DATA, batch_size=8, seed=1)
     trainer.run(trainer.init(VARIABLES), dataset, steps_per_execution=4)
     assert len(read_record(tmp_path).steps) == len(dataset) == 8
@@ -157,7 +158,7 @@ def test_trainings_are_numbered(strategy, tmp_path, monkeypatch):
 
 def test_a_trainer_that_begins_anew_has_another_training(strategy, tmp_path):
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-    trainer._single._recorder = StepRecorder(strategy, Recording(tmp_path))
+    trainer._single._recorder = StepRecorder(strategy, trainer._options, Recording(tmp_path))
     for _ in range(2):
         state = trainer.init(VARIABLES)
         for _, batch in zip(range(2), strategy.distribute_dataset(DATA, batch_size=4).epoch(0), strict=False):

@@ -1,0 +1,288 @@
+"""State that is not trained: moving means, counters, keys; the same bits however replicas are spread."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies.step.model_state import ModelStateRule
+
+REPLICAS = 4
+VARIABLES = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2), "scale": np.ones(3, np.float32)}
+MODEL_STATE = {
+    "mean": np.float32([0.1, 0.2, 0.3]),
+    "seen": np.int32(0),
+    "key": jax.random.key(7),
+    "largest": np.float32(-1.0),
+}
+AGGREGATION = {"mean": None, "seen": None, "key": "first", "largest": "per_replica"}
+
+
+def loss_fn(variables, batch, key, model_state):
+    """A layer that subtracts a moving mean; what it draws comes from a key of its own."""
+    mean = 0.75 * model_state["mean"] + 0.25 * batch["x"].mean(0)
+    own, drawn = jax.random.split(model_state["key"])
+    noise = jax.random.normal(drawn, batch["x"].shape)
+    hidden = (batch["x"] - mean + 0.01 * noise) * variables["scale"]
+    loss = jnp.tanh(hidden @ variables["w"]).sum(1).mean()
+    after = {
+        "mean": mean,
+        "seen": model_state["seen"] + len(batch["x"]),
+        "key": own,
+        "largest": jnp.maximum(model_state["largest"], batch["x"].max()),
+    }
+    return strategies.Outcome(loss, {"seen": after["seen"]}, after)
+
+
+def rows_of(strategy, step, rows=2):
+    """The rows of this instance: as many for each replica."""
+    of_all = np.random.default_rng(step).standard_normal((REPLICAS * rows, 3)).astype(np.float32)
+    mine = strategy.local_replicas
+    return {"x": of_all[mine.start * rows : mine.stop * rows]}
+
+
+def trained(strategy, steps=3, rows=2, loss_fn=loss_fn, **options):
+    options = {"model_state_aggregation": AGGREGATION} | options
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), **options)
+    state = trainer.init(VARIABLES, MODEL_STATE)
+    for step in range(steps):
+        state, metrics = trainer.step(state, rows_of(strategy, step, rows))
+    return state, metrics
+
+
+def bits(tree):
+    hosted = [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in jax.tree.leaves(tree)]
+    return [(leaf.dtype.name, leaf.shape, leaf.tobytes()) for leaf in hosted]
+
+
+def is_key(leaf):
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def shared_bits(state):
+    return bits((state.variables, state.optimizer_state, {**state.model_state, "largest": None}))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_count": 2}, {"loss_scaling": 8.0}], ids=str)
+def test_it_has_the_same_bits_however_replicas_are_spread(on_instances, options):
+    def function(strategy):
+        state, metrics = trained(strategy, **options)
+        return shared_bits(state), np.asarray(state.model_state["largest"]).tolist(), dict(metrics)
+
+    [(alone, largest, metrics)] = on_instances(1, REPLICAS, function)
+    for instances in (2, 4):
+        found = on_instances(instances, REPLICAS, function)
+        assert [each[0] for each in found] == [alone] * instances
+        assert [one for each in found for one in each[1]] == largest
+        assert [each[2] for each in found] == [metrics] * instances
+    assert len(set(largest)) == REPLICAS
+
+
+def test_the_values_are_those_of_the_definition():
+    """The mean over replicas of what each has made of the same mean; of replica 0 what has no mean."""
+    strategy = strategies.IPUStrategy(REPLICAS)
+    state, _ = trained(strategy, steps=2)
+    mean, largest, key = np.float32(MODEL_STATE["mean"]), np.full(REPLICAS, -1, np.float32), MODEL_STATE["key"]
+    for step in range(2):
+        of_replicas = np.split(rows_of(strategy, step)["x"], REPLICAS)
+        mean = np.mean([0.75 * mean + 0.25 * rows.mean(0) for rows in of_replicas], axis=0)
+        largest = np.maximum(largest, [rows.max() for rows in of_replicas])
+        key = jax.random.split(key)[0]
+    np.testing.assert_allclose(state.model_state["mean"], mean, rtol=1e-6)
+    assert np.asarray(state.model_state["largest"]).tolist() == largest.tolist()
+    assert state.model_state["seen"] == 4
+    assert bits(state.model_state["key"]) == bits(key)
+
+
+def test_it_goes_from_micro_batch_to_micro_batch():
+    strategy = strategies.IPUStrategy(REPLICAS)
+    state, metrics = trained(strategy, steps=1, rows=4, gradient_accumulation_count=4)
+    of_replicas = np.split(rows_of(strategy, 0, 4)["x"], REPLICAS)
+    means = []
+    for rows in of_replicas:
+        mean = MODEL_STATE["mean"]
+        for row in rows:
+            mean = 0.75 * mean + 0.25 * row
+        means.append(mean)
+    np.testing.assert_allclose(state.model_state["mean"], np.mean(means, axis=0), rtol=1e-6)
+    assert state.model_state["seen"] == 4
+    assert metrics["seen"] == 2.5  # the mean of 1, 2, 3 and 4
+
+
+def test_a_step_that_is_skipped_leaves_it_alone():
+    def overflowing(variables, batch, key, model_state):
+        outcome = loss_fn(variables, batch, key, model_state)
+        return strategies.Outcome(outcome.loss * jnp.float32(3e38), {}, outcome.model_state)
+
+    strategy = strategies.IPUStrategy(REPLICAS)
+    state, metrics = trained(strategy, steps=1, loss_fn=overflowing, loss_scaling=2.0**15)
+    assert metrics["skipped_steps"] == 1
+    assert bits({**state.model_state, "largest": None}) == bits({**MODEL_STATE, "largest": None})
+    assert np.asarray(state.model_state["largest"]).tolist() == [-1] * REPLICAS
+
+
+@pytest.mark.parametrize("mechanism", ["ring", "window"])
+def test_streamed_gradients_have_the_same_bits_beside_it(on_instances, mechanism):
+    """Means of the model state travel with the gradients of the same bucket."""
+    large = {"w": np.linspace(-1, 1, 3 * 400_000, dtype=np.float32).reshape(3, -1), "scale": np.ones(3, np.float32)}
+
+    def function(strategy):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), model_state_aggregation=AGGREGATION)
+        state = trainer.init(large, MODEL_STATE)
+        for step in range(2):
+            state, _ = trainer.step(state, rows_of(strategy, step))
+        return shared_bits(state)
+
+    if mechanism == "window":
+        return
+    [alone] = on_instances(1, REPLICAS, function)
+    assert on_instances(2, REPLICAS, function, mechanism=mechanism) == [alone] * 2
+
+
+def test_a_checkpoint_has_it_for_any_number_of_instances(on_instances, tmp_path):
+    def saving(strategy):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)
+        state = trainer.init(VARIABLES, MODEL_STATE)
+        state, _ = trainer.step(state, rows_of(strategy, 0))
+        with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
+            checkpoints.save(state)
+        state, _ = trainer.step(state, rows_of(strategy, 1))
+        return shared_bits(state), np.asarray(state.model_state["largest"]).tolist()
+
+    def restoring(strategy):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)
+        empty = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.zeros_like(leaf), MODEL_STATE)
+        with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
+            state = checkpoints.restore(trainer.init(VARIABLES, empty))
+        state, _ = trainer.step(state, rows_of(strategy, 1))
+        return shared_bits(state), np.asarray(state.model_state["largest"]).tolist()
+
+    found = on_instances(2, REPLICAS, saving)
+    [alone] = on_instances(1, REPLICAS, restoring)
+    assert [each[0] for each in found] == [alone[0]] * 2
+    assert [one for each in found for one in each[1]] == alone[1]
+
+
+def test_evaluation_and_prediction_get_it(on_instances):
+    """Each replica its own part; nothing that they return changes it."""
+
+    def function(strategy):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)
+        state = trainer.init(VARIABLES, MODEL_STATE)
+        state, _ = trainer.step(state, rows_of(strategy, 0))
+
+        def of_model(variables, batch, key, model_state):
+            outputs = batch["x"] - model_state["mean"] + model_state["largest"]
+            return strategies.Outcome(outputs.sum(1).mean(), outputs=outputs)
+
+        before = bits(state.model_state)
+        found = trainer.evaluate(state, [rows_of(strategy, 1)], of_model)
+        counted = trainer.evaluate(
+            state,
+            [rows_of(strategy, 1)],
+            metrics_fn=lambda variables, batch, mask, key, model_state: {
+                "seen": strategies.Mean(model_state["seen"] * mask.sum(), mask.sum())
+            },
+        )
+        [predicted] = trainer.predict(state, [rows_of(strategy, 1)], of_model)
+        assert bits(state.model_state) == before
+        return found["loss"], counted["seen"], predicted.tobytes()
+
+    [alone] = on_instances(1, REPLICAS, function)
+    assert on_instances(2, REPLICAS, function) == [alone] * 2
+    assert alone[1] == 2
+
+
+def test_digests_cover_what_all_have(on_instances):
+    def function(strategy):
+        trainer = strategies.Trainer(
+            strategy, loss_fn, optax.adam(0.1), digest_every=1, model_state_aggregation=AGGREGATION
+        )
+        state = trainer.init(VARIABLES, MODEL_STATE)
+        state, _ = trainer.step(state, rows_of(strategy, 0))
+        state, _ = trainer.step(state, rows_of(strategy, 1))
+        state.model_state["mean"] = state.model_state["mean"] + strategy.instance_index
+        with pytest.raises(strategies.DivergenceError):
+            trainer.step(state, rows_of(strategy, 2))
+        return True
+
+    assert on_instances(2, REPLICAS, function) == [True] * 2
+
+
+class TestRefusals:
+    def trainer(self, function=loss_fn, **options):
+        return strategies.Trainer(strategies.IPUStrategy(2), function, optax.sgd(0.1), **options)
+
+    def step(self, function, model_state=MODEL_STATE, **options):
+        trainer = self.trainer(function, **options)
+        return trainer.step(trainer.init(VARIABLES, model_state), {"x": np.ones((2, 3), np.float32)})
+
+    def test_a_function_that_takes_none_where_there_is_one(self):
+        with pytest.raises(TypeError, match=r"takes \(variables, batch, key\), and .* let the function take it"):
+            self.trainer(lambda variables, batch, key: 0.0).init(VARIABLES, MODEL_STATE)
+
+    def test_a_function_that_takes_one_where_there_is_none(self):
+        with pytest.raises(TypeError, match=r"there is no model state; give one to init"):
+            self.trainer().init(VARIABLES)
+
+    def test_a_function_that_returns_none(self):
+        def forgetful(variables, batch, key, model_state):
+            return (batch["x"] @ variables["w"]).mean()
+
+        with pytest.raises(TypeError, match=r"returns a model state of PyTreeDef\(None\), and got"):
+            self.step(forgetful)
+
+    def test_a_leaf_of_another_dtype(self):
+        def narrow(variables, batch, key, model_state):
+            mean = model_state["mean"].astype(jnp.bfloat16)
+            return strategies.Outcome((batch["x"] @ variables["w"]).mean(), {}, model_state | {"mean": mean})
+
+        with pytest.raises(TypeError, match=r"returns bfloat16\[3\] as leaf \['mean'\] .* got float32\[3\]"):
+            self.step(narrow)
+
+    def test_one_that_is_returned_and_was_not_given(self):
+        def inventive(variables, batch, key):
+            return strategies.Outcome((batch["x"] @ variables["w"]).mean(), {}, {"mean": 0.0})
+
+        with pytest.raises(TypeError, match="returns a model state, and gets none; give it to init"):
+            self.step(inventive, None)
+
+    @pytest.mark.parametrize("word", ["median", 3])
+    def test_a_word_that_is_none(self, word):
+        with pytest.raises(ValueError, match="model_state_aggregation has .*; use None, 'mean', 'first'"):
+            self.trainer(model_state_aggregation={"mean": word})
+
+    def test_words_of_another_structure(self):
+        with pytest.raises(ValueError, match="and the model state is a PyTreeDef"):
+            self.trainer(model_state_aggregation={"other": "mean"}).init(VARIABLES, MODEL_STATE)
+
+    @pytest.mark.parametrize(
+        ("name", "word", "what"),
+        [("seen", "mean", "only floating-point leaves have a mean"), ("key", "per_replica", "which is a random key")],
+    )
+    def test_a_word_that_does_not_fit(self, name, word, what):
+        with pytest.raises(ValueError, match=what):
+            self.trainer(model_state_aggregation={**AGGREGATION, name: word}).init(VARIABLES, MODEL_STATE)
+
+    def test_gradients_as_int8(self):
+        with pytest.raises(ValueError, match="is int8, and there is a model state"):
+            self.trainer(gradient_transfer_dtype="int8").init(VARIABLES, MODEL_STATE)
+
+    def test_what_is_no_array(self):
+        with pytest.raises(TypeError, match=r"leaf \['mean'\] of the model state is of type str"):
+            self.trainer().init(VARIABLES, {"mean": "0"})
+
+
+def test_a_word_may_stand_for_a_tree():
+    rule = ModelStateRule.of(
+        {"a": {"b": np.float32(0), "c": np.int8(0)}, "d": np.float32(0)}, {"a": "first", "d": None}
+    )
+    assert dict(zip(rule.names, rule.words, strict=True)) == {
+        "['a']['b']": "first",
+        "['a']['c']": "first",
+        "['d']": "mean",
+    }
