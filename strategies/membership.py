@@ -153,7 +153,8 @@ def surviving(
             whatever the others are about to do; returns the result where another instance had done it already, and None
             where it is to be attempted once more.
         share: hands what was done to those who are late, given it and the rank that has it, in a collective call; None
-            where they need nothing. It is kept, and what was done too, until the next thing is done.
+            where they need nothing. It is kept until the next thing is done, and what was done too, where members
+            carry on without those that are lost.
 
     Raises:
         PeerLostError: if an instance is lost and the job was not started to go on without it, or if those that are left
@@ -168,7 +169,8 @@ def surviving(
             if done is None:
                 done = attempt()
             members.place.done += 1
-            members.place.share = None if share is None else partial(share, done)
+            kept = share if members.can_carry_on else None
+            members.place.share = None if kept is None else partial(kept, done)
             return done
         except (PeerLostError, BrokenError) as error:
             if not members.can_carry_on:

@@ -1,0 +1,136 @@
+"""Variables that are not trained: they keep their bits, and cost neither gradients nor optimizer state."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies.step.trainable import Trainable
+
+REPLICAS = 4
+VARIABLES = {
+    "body": {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "order": np.int32([2, 0, 1])},
+    "head": np.linspace(0.5, 1, 4, dtype=np.float32),
+}
+ROWS = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+
+
+def loss_fn(variables, batch, key):
+    hidden = jnp.tanh(batch[:, variables["body"]["order"]] @ variables["body"]["w"])
+    return (hidden @ variables["head"]).mean()
+
+
+def is_head(name, leaf):
+    return name == "['head']"
+
+
+def trained(strategy, trainable=is_head, variables=VARIABLES, loss_fn=loss_fn, **options):
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), trainable=trainable, **options)
+    state = trainer.init(variables)
+    mine = strategy.local_replicas
+    for _ in range(2):
+        state, _ = trainer.step(state, ROWS[2 * mine.start : 2 * mine.stop])
+    return state
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_only_the_others_change_and_have_optimizer_state():
+    state = trained(strategies.IPUStrategy(REPLICAS))
+    assert bits(state.variables["body"]) == bits(VARIABLES["body"])
+    assert bits(state.variables["head"]) != bits(VARIABLES["head"])
+    assert state.optimizer_state[0].mu["body"] == {"w": None, "order": None}
+    assert state.optimizer_state[0].mu["head"].shape == (4,)
+
+
+def test_the_others_are_trained_as_if_the_frozen_ones_were_constants():
+    def of_head(variables, batch, key):
+        return loss_fn({**VARIABLES, "head": variables["head"]}, batch, key)
+
+    strategy = strategies.IPUStrategy(REPLICAS)
+    alone = trained(strategy, None, {"head": VARIABLES["head"]}, of_head)
+    np.testing.assert_allclose(trained(strategy).variables["head"], alone.variables["head"], rtol=1e-6)
+
+
+def test_a_tree_of_bools_says_the_same_as_a_function():
+    strategy = strategies.IPUStrategy(REPLICAS)
+    assert bits(trained(strategy, {"body": False, "head": True})) == bits(trained(strategy))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1},
+        {"gradient_transfer_dtype": "int8"},
+        {"gradient_accumulation_count": 2, "check_numerics": True},
+    ],
+    ids=str,
+)
+def test_the_bits_are_the_same_however_replicas_are_spread(on_instances, options):
+    def function(strategy):
+        return bits(trained(strategy, **options).variables)
+
+    [alone] = on_instances(1, REPLICAS, function)
+    assert on_instances(2, REPLICAS, function) == [alone] * 2
+
+
+def test_several_steps_in_one_program_leave_them_alone_too():
+    strategy = strategies.IPUStrategy(1)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), trainable=is_head)
+    one_by_one, together = trainer.init(VARIABLES), trainer.init(VARIABLES)
+    batches = list(ROWS.reshape(4, 2, 3))
+    for batch in batches:
+        one_by_one, _ = trainer.step(one_by_one, batch)
+    together, _ = trainer.run(together, batches, steps_per_execution=2)
+    assert bits(together) == bits(one_by_one)
+    assert bits(together.variables["body"]) == bits(VARIABLES["body"])
+
+
+def test_a_checkpoint_has_all_of_them(tmp_path):
+    strategy = strategies.IPUStrategy(REPLICAS)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), trainable=is_head)
+    with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
+        checkpoints.save(trained(strategy))
+    with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
+        restored = checkpoints.restore(trainer.init(jax.tree.map(np.zeros_like, VARIABLES)))
+    assert bits(restored) == bits(trained(strategy))
+
+
+def test_the_gradient_that_is_not_finite_is_that_of_the_variable_which_is_named():
+    def infinite(variables, batch, key):
+        return loss_fn(variables, batch, key) + jnp.sqrt(variables["head"][0] - 0.5)
+
+    with pytest.raises(strategies.NonFiniteGradientError, match=r"variable \['head'\] on replica 0"):
+        trained(strategies.IPUStrategy(REPLICAS), loss_fn=infinite, check_numerics=True)
+
+
+def test_nothing_is_frozen_where_nothing_is_said():
+    assert Trainable.of(VARIABLES, None).is_all
+    with pytest.raises(
+        TypeError, match=r"variable \['body'\]\['order'\] is of dtype int32; .* Trainer\(trainable=...\)"
+    ):
+        trained(strategies.IPUStrategy(REPLICAS), None)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "error", "message"),
+    [
+        (lambda name, leaf: False, ValueError, "leaves no variable to train"),
+        ({"body": False, "head": False}, ValueError, "leaves no variable to train"),
+        (lambda name, leaf: 1, TypeError, r"trainable says 1 of variable \['body'\]\['order'\]"),
+        ({"head": True}, ValueError, "give a pytree of bools that begins like them"),
+        ({"body": None, "head": True}, ValueError, "give a pytree of bools that begins like them"),
+        (lambda name, leaf: True, TypeError, "only floating-point variables can be trained"),
+    ],
+    ids=["none", "no leaf", "no bool", "another tree", "a hole", "an integer"],
+)
+def test_what_makes_no_sense_is_refused(trainable, error, message):
+    with pytest.raises(error, match=message):
+        trained(strategies.IPUStrategy(REPLICAS), trainable)
