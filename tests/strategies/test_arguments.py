@@ -154,7 +154,7 @@ class TestTheLossFunction:
                 lambda v, b: 0.0,
                 r"takes \(v, b\), and is called with \(variables, batch, key\); let it take these",
             ),
-            (lambda v, b, key, more: 0.0, r"takes \(v, b, key, more\), and is called with"),
+            (lambda v, b, key, own, more: 0.0, r"takes \(v, b, key, own, more\), and is called with"),
             (lambda v, b, *, key: 0.0, r"takes \(v, b, \*, key\), and is called"),
             (3, "the loss function is a int; use a function of"),
         ],
