@@ -20,7 +20,7 @@ from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
 from popdist.exit_status import end_with
 from popdist.instance import Instance
-from popdist.records import NoProgress, ProgressPage, show_stack_when_asked, with_faults
+from popdist.records import NoProgress, Progress, ProgressPage, show_stack_when_asked, with_faults
 from popdist.spawned import refuse_while_spawned
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _Process:
     is_first_left: bool = True  # of those who are left
     at_end: Callable[[], None] | None = None  # ends what else runs on MPI
     at_failure: Callable[[], None] | None = None  # has this process end without it
-    progress: ProgressPage | NoProgress = NoProgress()
+    progress: Progress = NoProgress()
     was_finalized: bool = False
     failed_at: int | None = None  # how many collectives had been called when the program began to fail
     watches_exit: bool = False
@@ -379,7 +379,7 @@ def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -
         atexit.register(_leave)
 
 
-def progress() -> ProgressPage | NoProgress:
+def progress() -> Progress:
     """Where this instance notes what it is doing."""
     return _process.progress
 

@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import popdist
+from collectives import Communicator
 from popdist import horovod
+from popdist.instance import Instance
+from strategies.membership import Membership, refuse_to_carry_on
 from strategies.strategy import Strategy
 
 
+@final
+class Horovod(Membership):
+    """The instances of the job, connected by Horovod; who is lost ends the job of all."""
+
+    def join(self) -> tuple[Instance, Communicator]:
+        """See `Membership`; calls `popdist.init` and `horovod.init`."""
+        popdist.init()
+        return popdist.instance(), horovod.communicator()
+
+    @property
+    def is_chief(self) -> bool:
+        """Instance 0 is."""
+        return self.instance.is_leader
+
+    @property
+    def can_carry_on(self) -> bool:
+        """The others cannot."""
+        return False
+
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        """See `Membership`."""
+        refuse_to_carry_on("instances that Horovod connects")
+
+
+@final
 class IPUHorovodStrategy(Strategy):
     """The replicas of all instances of the job, connected by Horovod; calls `popdist.init` and `horovod.init`.
 
@@ -27,7 +57,5 @@ class IPUHorovodStrategy(Strategy):
     """
 
     def __init__(self, variables_on_host: bool = False) -> None:
-        popdist.init()
-        super().__init__(
-            popdist.instance(), horovod.communicator(), popdist.progress(), variables_on_host=variables_on_host
-        )
+        membership = Horovod()
+        super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)

@@ -2,12 +2,55 @@
 
 from __future__ import annotations
 
-from collectives import connect
+from typing import final
+
+from collectives import Communicator, connect
 from popdist.instance import Instance
+from strategies.membership import Membership, refuse_to_carry_on
 from strategies.numbers import positive
 from strategies.strategy import Strategy
 
 
+@final
+class Single(Membership):
+    """One process, with all replicas; nobody else takes part.
+
+    Args:
+        num_replicas: R.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        super().__init__()
+
+    def join(self) -> tuple[Instance, Communicator]:
+        """See `Membership`."""
+        alone = Instance(
+            index=0,
+            count=1,
+            local_replicas=self._num_replicas,
+            replica_offset=0,
+            total_replicas=self._num_replicas,
+            local_index=0,
+        )
+        return alone, connect("single")
+
+    @property
+    def is_chief(self) -> bool:
+        """It is."""
+        return True
+
+    @property
+    def can_carry_on(self) -> bool:
+        """There are no others who could."""
+        return False
+
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        """See `Membership`."""
+        refuse_to_carry_on("replicas of a single process")
+
+
+@final
 class IPUStrategy(Strategy):
     """All replicas in this process, in threads; the reference for all other strategies.
 
@@ -23,12 +66,4 @@ class IPUStrategy(Strategy):
 
     def __init__(self, num_replicas: int = 1) -> None:
         positive("num_replicas", num_replicas)
-        alone = Instance(
-            index=0,
-            count=1,
-            local_replicas=num_replicas,
-            replica_offset=0,
-            total_replicas=num_replicas,
-            local_index=0,
-        )
-        super().__init__(alone, connect("single"))
+        super().__init__(Single(num_replicas))

@@ -1,22 +1,84 @@
-"""Going on without instances that are lost, with the same bits."""
+"""Who takes part, and going on without instances that are lost, with the same bits."""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar, final
 
 import numpy as np
 
 from collectives import BrokenError, Communicator, PeerLostError
 from popdist.context import is_to_carry_on
+from popdist.errors import LifeCycleError
+from popdist.instance import Instance
 from strategies.data.datasets import DistributedDataset
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+class Membership(ABC):
+    """Who takes part in a job: what this instance is, and what connects it with the others.
+
+    There is one for each way to connect instances, beside the strategy that chooses it. To make one joins the job: a
+    collective call of all instances.
+
+    Attributes:
+        instance: which replicas this process drives, as the instances are numbered now.
+        communicator: connects those that are left.
+    """
+
+    def __init__(self) -> None:
+        self.instance, self.communicator = self.join()
+
+    @abstractmethod
+    def join(self) -> tuple[Instance, Communicator]:
+        """Connect with the other instances; called once, before all else."""
+
+    @property
+    @abstractmethod
+    def is_chief(self) -> bool:
+        """Whether this instance prints and writes for all of them; where some are lost it may be another one later."""
+
+    @property
+    @abstractmethod
+    def can_carry_on(self) -> bool:
+        """Whether the job goes on where an instance is lost."""
+
+    @abstractmethod
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        """Connect with the instances that are left; a collective call of theirs.
+
+        Returns:
+            What this instance is now, and what connects those that are left.
+
+        Raises:
+            LifeCycleError: the job cannot go on.
+        """
+
+    @final
+    def carry_on(self) -> None:
+        """Go on with those that are left, see `join_survivors`; where it raises, all is as before."""
+        self.instance, self.communicator = self.join_survivors()
+
+
+def refuse_to_carry_on(kind: str) -> NoReturn:
+    """What `Membership.join_survivors` does where nobody can go on.
+
+    Args:
+        kind: of the instances, in words, plural.
+
+    Raises:
+        LifeCycleError: always.
+    """
+    raise LifeCycleError(
+        f"{kind} cannot go on without one that is lost; use PopDistStrategy under poprun --on-failure shrink, which can"
+    )
 
 
 @dataclass
@@ -57,8 +119,8 @@ class Meeting:
     batches: np.ndarray
 
 
-class Membership(Protocol):
-    """Who takes part, as a strategy knows it."""
+class Members(Protocol):
+    """Who takes part, as those know it who do something together: a strategy."""
 
     @property
     def place(self) -> Place:
@@ -77,7 +139,7 @@ class Membership(Protocol):
 
 
 def surviving(
-    members: Membership,
+    members: Members,
     attempt: Callable[[], T],
     catch_up: Callable[[], T | None],
     share: Callable[[T, int], object] | None = None,
@@ -115,7 +177,7 @@ def surviving(
             is_behind = True
 
 
-def warn_of_loss(members: Membership, reason: str | None) -> None:
+def warn_of_loss(members: Members, reason: str | None) -> None:
     """Say why the others could not go on without an instance, where the job was started to go on.
 
     Args:
@@ -128,7 +190,7 @@ def warn_of_loss(members: Membership, reason: str | None) -> None:
         )
 
 
-def warn_where_none_goes_on(members: Membership) -> None:
+def warn_where_none_goes_on(members: Members) -> None:
     """Say, on one instance, that the job ends with the first one that is lost though it was started to go on.
 
     Args:
@@ -159,7 +221,7 @@ def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -
     return None
 
 
-def meet(members: Membership) -> Meeting:
+def meet(members: Members) -> Meeting:
     """Find out who has done what, and hand it to those who are late; a collective call.
 
     Those who are late take it, with the same call as `Place.share` of the others, once this returns.

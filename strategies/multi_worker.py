@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import popdist
+from collectives import Communicator
 from popdist.context import join_cluster
 from popdist.environments import Cluster
+from popdist.instance import Instance
+from strategies.membership import Membership, refuse_to_carry_on
 from strategies.numbers import positive
 from strategies.strategy import Strategy
 
@@ -26,6 +29,41 @@ class ClusterResolver(Protocol):
         """The cluster; `as_dict` gives the addresses of each job."""
 
 
+@final
+class Workers(Membership):
+    """The workers of a cluster, connected by a ring over gRPC; who is lost ends the job of all.
+
+    Args:
+        cluster: who they are.
+        num_local_replicas: replicas of each.
+    """
+
+    def __init__(self, cluster: Cluster, num_local_replicas: int) -> None:
+        self._cluster = cluster
+        self._num_local_replicas = num_local_replicas
+        super().__init__()
+
+    def join(self) -> tuple[Instance, Communicator]:
+        """See `Membership`; returns when all workers have come."""
+        join_cluster(self._cluster, self._num_local_replicas * len(self._cluster.addresses))
+        return popdist.instance(), popdist.communicator()
+
+    @property
+    def is_chief(self) -> bool:
+        """Worker 0 is."""
+        return self.instance.is_leader
+
+    @property
+    def can_carry_on(self) -> bool:
+        """The others cannot."""
+        return False
+
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        """See `Membership`."""
+        refuse_to_carry_on("workers of a cluster")
+
+
+@final
 class IPUMultiWorkerStrategy(Strategy):
     """The replicas of all workers of a cluster, connected by a ring over gRPC; no launcher, no MPI.
 
@@ -53,11 +91,8 @@ class IPUMultiWorkerStrategy(Strategy):
         self, cluster_resolver: ClusterResolver, variables_on_host: bool = False, num_local_replicas: int = 1
     ) -> None:
         positive("num_local_replicas", num_local_replicas)
-        cluster = _cluster_of(cluster_resolver)
-        join_cluster(cluster, num_local_replicas * len(cluster.addresses))
-        super().__init__(
-            popdist.instance(), popdist.communicator(), popdist.progress(), variables_on_host=variables_on_host
-        )
+        membership = Workers(_cluster_of(cluster_resolver), num_local_replicas)
+        super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)
 
 
 def _cluster_of(resolver: ClusterResolver) -> Cluster:

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import popdist
 from collectives import Communicator
 from popdist.instance import Instance
+from strategies.membership import Membership
 from strategies.strategy import Strategy
 
 
+@final
+class Job(Membership):
+    """The instances that a launcher started, connected by MPI; one alone without a launcher."""
+
+    def join(self) -> tuple[Instance, Communicator]:
+        """See `Membership`; calls `popdist.init`."""
+        popdist.init()
+        return popdist.instance(), popdist.communicator()
+
+    @property
+    def is_chief(self) -> bool:
+        """It is none of those who carry on after the chief has come to its end."""
+        return self.instance.is_leader and popdist.is_chief()
+
+    @property
+    def can_carry_on(self) -> bool:
+        """Under poprun --on-failure shrink."""
+        return popdist.can_carry_on()
+
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        """See `Membership`."""
+        return popdist.carry_on(), popdist.communicator()
+
+
+@final
 class PopDistStrategy(Strategy):
     """The replicas of all instances of the job, connected by MPI; calls `popdist.init`.
 
@@ -19,20 +47,5 @@ class PopDistStrategy(Strategy):
     """
 
     def __init__(self, add_ipu_cross_replica_reductions: bool = True) -> None:
-        popdist.init()
-        super().__init__(
-            popdist.instance(), popdist.communicator(), popdist.progress(), add_ipu_cross_replica_reductions
-        )
-
-    @property
-    def is_chief(self) -> bool:
-        """See `Strategy.is_chief`."""
-        return super().is_chief and popdist.is_chief()
-
-    @property
-    def can_carry_on(self) -> bool:
-        """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
-        return popdist.can_carry_on()
-
-    def _join_survivors(self) -> tuple[Instance, Communicator]:
-        return popdist.carry_on(), popdist.communicator()
+        membership = Job()
+        super().__init__(membership, popdist.progress(), add_ipu_cross_replica_reductions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,7 +18,7 @@ from collectives import Communicator
 from collectives.buffers import refuse_masked
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
-from popdist.records import NoProgress, ProgressPage
+from popdist.records import NoProgress, Progress
 from popdist.records.faults import DATA
 from popdist.records.recording import note_question
 from strategies.data.casts import DTypes
@@ -27,7 +28,7 @@ from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
 from strategies.errors import StrategyError
 from strategies.extended import Extended
-from strategies.membership import Place, meet, surviving, warn_where_none_goes_on
+from strategies.membership import Membership, Place, meet, surviving, warn_where_none_goes_on
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
 from strategies.programs.program import Program
@@ -42,14 +43,14 @@ Same = TypeVar("Same")
 _scope: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
 
 
-class Strategy:
+class Strategy(ABC):
     """R replicas of one program, spread over instances; what they compute does not depend on how.
 
-    Programs use `IPUStrategy`, `PopDistStrategy`, `IPUMultiWorkerStrategy` or `IPUHorovodStrategy`.
+    Programs use `IPUStrategy`, `PopDistStrategy`, `IPUMultiWorkerStrategy` or `IPUHorovodStrategy`, which choose a
+    membership and are otherwise this class.
 
     Args:
-        instance: which replicas this process drives.
-        communicator: connects the instances.
+        membership: who takes part, and which replicas this process drives.
         progress: where this instance notes what it is doing.
         add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
         variables_on_host: whether variables and optimizer state live in host memory.
@@ -62,21 +63,20 @@ class Strategy:
         place: how far this instance has come, for those who go on when one is lost.
     """
 
+    @abstractmethod
     def __init__(
         self,
-        instance: Instance,
-        communicator: Communicator,
-        progress: ProgressPage | NoProgress | None = None,
+        membership: Membership,
+        progress: Progress | None = None,
         add_cross_replica_reductions: bool = True,
         variables_on_host: bool = False,
     ) -> None:
         _require_switches(
             add_ipu_cross_replica_reductions=add_cross_replica_reductions, variables_on_host=variables_on_host
         )
-        self.instance = instance
-        self.first_index = instance.index
+        self._membership = membership
+        self.first_index = membership.instance.index
         self.place = Place()
-        self.communicator = communicator
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         self._add_cross_replica_reductions = add_cross_replica_reductions
@@ -97,6 +97,16 @@ class Strategy:
         self._program_numbers = itertools.count()
 
     # ---- who is there
+
+    @property
+    def instance(self) -> Instance:
+        """Which replicas this process drives, as the instances are numbered now."""
+        return self._membership.instance
+
+    @property
+    def communicator(self) -> Communicator:
+        """Connects the instances that are left."""
+        return self._membership.communicator
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -129,7 +139,7 @@ class Strategy:
         `on_chief` ask. It is none where some carry on after the chief has come to its end.
         """
         note_question("strategy.is_chief")
-        return self.instance.is_leader
+        return self._membership.is_chief
 
     def on_chief(self, function: Callable[[], object]) -> None:
         """Have one instance do what is to be done once, such as to report a result; a collective call.
@@ -182,21 +192,21 @@ class Strategy:
 
     @property
     def can_carry_on(self) -> bool:
-        """Whether the other instances can go on when one is lost."""
-        return False
+        """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
+        return self._membership.can_carry_on
 
     def carry_on(self) -> None:
         """Take over, with the other instances that are left, the replicas of those that are lost; a collective call.
 
         The number of replicas stays; each instance drives other ones than before, also of data sets.
+
+        Raises:
+            LifeCycleError: the job cannot go on.
         """
-        self.instance, self.communicator = self._join_survivors()
+        self._membership.carry_on()
         self._claim_replicas()
         for dataset in self._datasets:
             dataset.redistribute(self.local_replicas)
-
-    def _join_survivors(self) -> tuple[Instance, Communicator]:
-        raise NotImplementedError
 
     def replicas_batch(self, batch: Batch) -> Batch:
         """The batch of the same step for the replicas that this instance drives since it has carried on.

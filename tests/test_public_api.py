@@ -80,6 +80,7 @@ PAGES = (
     "training.md",
     "popdist.md",
 )
+NUMBER = re.compile(r"[\d.]+(?:e[+-]\d+)?")
 ONE_AFTER_THE_OTHER = """
 import contextlib, io, json, sys
 if len(sys.argv) > 2:
@@ -112,8 +113,8 @@ def check_what_it_says(program, output):
     """It prints the numbers that stand behind its calls of print."""
     said = re.findall(r"^print\(.*# (\[.*\])$", program, flags=re.MULTILINE)
     for words in (words for words in said if "..." not in words):
-        printed = re.findall(r"[\d.]+", output.splitlines()[0])
-        assert [round(float(x), 3) for x in printed] == [float(x) for x in re.findall(r"[\d.]+", words)]
+        printed = NUMBER.findall(output.splitlines()[0])
+        assert [round(float(x), 3) for x in printed] == [float(x) for x in NUMBER.findall(words)]
 
 
 @pytest.mark.job

@@ -12,8 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import final
 
-from popdist.records.progress import NoProgress, ProgressPage
+from popdist.records.progress import Progress
 
 VARIABLE = "POPDIST_INJECT"
 """The faults of all instances, separated by semicolons."""
@@ -125,9 +126,7 @@ def parse_fault(text: str) -> Fault:
     )
 
 
-def with_faults(
-    progress: ProgressPage | NoProgress, environ: Mapping[str, str], instance: int
-) -> ProgressPage | NoProgress:
+def with_faults(progress: Progress, environ: Mapping[str, str], instance: int) -> Progress:
     """A record of progress whose notes let the faults happen that the environment names for an instance, if any."""
     faults = [parse_fault(text) for text in environ.get(VARIABLE, "").split(";") if text]
     attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
@@ -135,10 +134,11 @@ def with_faults(
     return FaultyProgress(progress, due) if due else progress
 
 
-class FaultyProgress(NoProgress):
+@final
+class FaultyProgress(Progress):
     """Hands every note on, and lets faults happen at the notes that they are meant for."""
 
-    def __init__(self, progress: ProgressPage | NoProgress, faults: Sequence[Fault]) -> None:
+    def __init__(self, progress: Progress, faults: Sequence[Fault]) -> None:
         self._progress = progress
         self._faults = list(faults)
         self._step = -1

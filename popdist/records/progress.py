@@ -11,9 +11,11 @@ import mmap
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import final
 
 _Clock = Callable[[], int]
 
@@ -99,7 +101,72 @@ class ProgressRecord:
         return self.state in (State.LEAVING, State.LEAVING_INSIDE)
 
 
-class NoProgress:
+class Progress(ABC):
+    """Where an instance notes what it is doing. Not for several threads at once."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def flips_bit(self) -> bool:
+        """Whether a bit of this instance's variables is to be changed on purpose, before the step that begins."""
+
+    @property
+    @abstractmethod
+    def is_supervised(self) -> bool:
+        """Whether somebody reads the notes, and ends this process when another instance fails."""
+
+    @property
+    @abstractmethod
+    def is_released(self) -> bool:
+        """Whether the supervisor has said that waiting for the others is of no use any more."""
+
+    @abstractmethod
+    def joining(self) -> None:
+        """Note that the program has come to `popdist.init` and waits for the others to come too."""
+
+    @abstractmethod
+    def enter(self, number: int, label: bytes) -> None:
+        """Note that the `number`-th collective, counted from 1, begins; `label` says in UTF-8 what it is."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Note that the collective is complete. Not for one that failed."""
+
+    @abstractmethod
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        """Note that the wait inside the collective has become long, and for whom."""
+
+    @abstractmethod
+    def step(self, number: int) -> None:
+        """Note that the `number`-th training step begins."""
+
+    @abstractmethod
+    def begin(self, phase: str) -> None:
+        """Note that something else than a collective or a step begins."""
+
+    @abstractmethod
+    def grace(self, seconds: float) -> None:
+        """Note how long the program may take to end by itself after SIGTERM; 0 is as long as any other."""
+
+    @abstractmethod
+    def leaving(self) -> None:
+        """Note that the program is in its exit handlers and waits for the other instances."""
+
+    @abstractmethod
+    def finished(self) -> None:
+        """Note that every instance has agreed that the work is done, so that none waits for this one."""
+
+    @abstractmethod
+    def carry_on(self, lost: int) -> None:
+        """Note that so many instances are lost without which the others carry on."""
+
+    @abstractmethod
+    def cut_off(self) -> bool:
+        """Have the supervisor lose its connection, whereupon it ends this process; whether there is one."""
+
+
+class NoProgress(Progress):
     """Nobody supervises this process: every note is dropped."""
 
     @property
@@ -152,7 +219,8 @@ class NoProgress:
         return False
 
 
-class ProgressPage:
+@final
+class ProgressPage(Progress):
     """The writing side. Not for several threads at once; every method takes well under a microsecond."""
 
     __slots__ = ("_label", "_label_at", "_lost", "_map", "_words")

@@ -17,7 +17,7 @@ from strategies.data.layout import Layout, Remainder
 from strategies.data.lockstep import in_lockstep
 from strategies.data.position import Position
 from strategies.data.prefetch import prefetched
-from strategies.data.random_access import Elements, RandomAccessSource, Steps
+from strategies.data.random_access import RandomAccessSource, SameElements, Steps
 from strategies.data.sources import ArraySource, Masked, Source
 from strategies.data.streams import from_iterable, from_shards, from_values
 from strategies.errors import StrategyError
@@ -327,7 +327,7 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> So
     if _is_pytree_of_arrays(source):
         return ArraySource(source, layout, seed=seed, shuffle=shuffle)
     if not isinstance(source, Iterable) and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        return RandomAccessSource(Steps(Elements(source), layout, seed=seed, shuffle=shuffle))
+        return RandomAccessSource(Steps(SameElements(source), layout, seed=seed, shuffle=shuffle))
     return from_iterable(source, layout)
 
 

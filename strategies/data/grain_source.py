@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from popdist.spawned import refuse_while_spawned
 from strategies.data.layout import Layout
-from strategies.data.random_access import Elements, RandomAccessSource, Steps
+from strategies.data.random_access import Elements, RandomAccess, RandomAccessSource, Steps
 from strategies.data.sources import Source
 from strategies.numbers import at_least, positive
 from strategies.roles import Batch, Data, Element
@@ -94,8 +94,15 @@ class GrainSource:
         return WorkerSource(steps, self.num_workers, self.worker_buffer_size)
 
 
+@final
+@dataclass(frozen=True)
 class GrainElements(Elements):
     """Those of a `grain.MapDataset`, whose random transforms know the epoch by the index."""
+
+    source: RandomAccess
+
+    def __len__(self) -> int:
+        return len(self.source)
 
     def read(self, epoch: int, index: int) -> Element:
         """See `Elements`; ValueError where a filter of grain has left a hole."""

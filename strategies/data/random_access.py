@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 from strategies.data.layout import Indices, Layout, epoch_order
 from strategies.data.sources import Masked, Source, stacked
@@ -18,17 +20,30 @@ class RandomAccess(Protocol):
     def __getitem__(self, index: int, /) -> Element: ...
 
 
-class Elements:
+class Elements(ABC):
+    """Elements that can be read in any order; they can be pickled."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many there are in an epoch."""
+
+    @abstractmethod
+    def read(self, epoch: int, index: int) -> Element:
+        """Element `index` as it is in an epoch."""
+
+
+@final
+@dataclass(frozen=True)
+class SameElements(Elements):
     """The elements of an object with `[i]`: the same ones in every epoch."""
 
-    def __init__(self, source: RandomAccess) -> None:
-        self.source = source
+    source: RandomAccess
 
     def __len__(self) -> int:
         return len(self.source)
 
     def read(self, epoch: int, index: int) -> Element:
-        """Element `index` as it is in an epoch."""
+        """See `Elements`."""
         return self.source[index]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from connected import ConnectedStrategy
 
 import collectives
 import strategies
@@ -47,7 +48,7 @@ def on_instances():
         def one(communicator):
             index = communicator.rank
             instance = Instance(index, instances, local, index * local, replicas, index)
-            return function(strategies.Strategy(instance, communicator, **options))
+            return function(ConnectedStrategy(instance, communicator, **options))
 
         settings = collectives.Settings(mechanism=mechanism)
         return run_on_threads(instances, one, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, final
 
 from losing import LIMITS, Lost, run_members
 
@@ -16,6 +16,7 @@ from collectives.backends.thread import connect_survivors
 from popdist import Instance
 from popdist.records import NoProgress
 from popdist.records.faults import Fault, FaultyProgress, InjectedError, parse_fault
+from strategies.membership import Membership
 
 Result = TypeVar("Result")
 
@@ -50,6 +51,45 @@ class Job:
             assert self.changed.wait_for(lambda: len(self.settled) == self.hub.size, GUARD_S)
 
 
+@final
+class Threads(Membership):
+    """Instances on threads, some of which may be lost.
+
+    Args:
+        instance: this one.
+        settings: of its communicators.
+        job: who else is there.
+    """
+
+    def __init__(self, instance: Instance, settings: Settings, job: Job) -> None:
+        self._first = instance
+        self._settings = settings
+        self._job = job
+        super().__init__()
+
+    def join(self) -> tuple[Instance, Communicator]:
+        """See `Membership`."""
+        rank = self._first.index
+        return self._first, collectives.connect("thread", self._settings, hub=self._job.hub, rank=rank)
+
+    @property
+    def is_chief(self) -> bool:
+        """The first one that is left is."""
+        return self.instance.is_leader
+
+    @property
+    def can_carry_on(self) -> bool:
+        """Whether the others go on when one is lost."""
+        return self._job.survives
+
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        """See `Membership`."""
+        communicator = connect_survivors(self._settings, self._job.hub, self._first.index)
+        self.communicator.abandon()
+        return self.instance.renumbered(communicator.rank, communicator.size), communicator
+
+
+@final
 class SurvivingStrategy(strategies.Strategy):
     """The replicas of instances on threads, some of which may be lost: as `PopDistStrategy` under poprun.
 
@@ -60,21 +100,7 @@ class SurvivingStrategy(strategies.Strategy):
     """
 
     def __init__(self, instance: Instance, settings: Settings, job: Job) -> None:
-        communicator = collectives.connect("thread", settings, hub=job.hub, rank=instance.index)
-        self._settings = settings
-        self._job = job
-        super().__init__(instance, communicator, settings.progress)
-
-    @property
-    def can_carry_on(self) -> bool:
-        """Whether the others go on when one is lost."""
-        return self._job.survives
-
-    def _join_survivors(self) -> tuple[Instance, Communicator]:
-        lost = self.communicator
-        communicator = connect_survivors(self._settings, self._job.hub, self.first_index)
-        lost.abandon()
-        return self.instance.renumbered(communicator.rank, communicator.size), communicator
+        super().__init__(Threads(instance, settings, job), settings.progress)
 
 
 @dataclass(frozen=True)

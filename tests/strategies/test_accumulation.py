@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from connected import ConnectedStrategy
 
 import strategies
 from collectives import connect
@@ -262,6 +263,6 @@ def test_data_sets_read_the_micro_batches_of_each_replica_one_after_another(stra
     first = np.asarray(next(iter(dataset.epoch(0))))
     np.testing.assert_array_equal(first, np.arange(REPLICAS * COUNT * ROWS))
     assert len(dataset) == 2
-    alone = strategies.Strategy(Instance(1, 2, 2, 2, 4, 1), connect("single"))
+    alone = ConnectedStrategy(Instance(1, 2, 2, 2, 4, 1), connect("single"))
     other = alone.distribute_dataset(np.arange(64), ROWS, shuffle=False, gradient_accumulation_count=COUNT, prefetch=0)
     np.testing.assert_array_equal(np.asarray(next(iter(other.epoch(0)))), np.arange(16, 32))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from connected import ConnectedStrategy
 
 import collectives
 import strategies
@@ -635,7 +636,7 @@ class TestInstances:
         notes = Notes()
 
         def program(communicator):
-            strategy = strategies.Strategy(Instance(communicator.rank, 2, 2, communicator.rank * 2, 4, 0), communicator)
+            strategy = ConnectedStrategy(Instance(communicator.rank, 2, 2, communicator.rank * 2, 4, 0), communicator)
             evaluated(strategy, rows_of(13))
 
         run_on_threads(2, program, collectives.Settings(progress=notes))

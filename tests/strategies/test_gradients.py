@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from connected import ConnectedStrategy
 
 import strategies
 from strategies import get_replica_context
@@ -162,7 +163,8 @@ class Recorder:
 def test_each_gradient_byte_is_sent_once_and_large_gradients_in_pieces(on_instances):
     def program(strategy):
         sent = []
-        strategy.communicator = Recorder(strategy.communicator, lambda name, nbytes: sent.append((name, nbytes)))
+        recorder = Recorder(strategy.communicator, lambda name, nbytes: sent.append((name, nbytes)))
+        strategy = ConnectedStrategy(strategy.instance, recorder, variables_on_host=True)
         train(strategy, "mlp", steps=1)
         return [entry for entry in sent if entry[0].startswith("gradients/")]
 
@@ -204,7 +206,8 @@ def test_the_first_gradients_leave_before_the_last_are_computed(on_instances):
             if name.startswith("gradients/0/"):
                 may_go_on.set()
 
-        strategy.communicator = Recorder(strategy.communicator, note)
+        recorder = Recorder(strategy.communicator, note)
+        strategy = ConnectedStrategy(strategy.instance, recorder, variables_on_host=True)
         trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
         state = trainer.init(start)
         for _ in range(3):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from connected import ConnectedStrategy
 from test_ring_traffic import sent_by_each_rank
 
 import strategies
@@ -191,7 +192,7 @@ def test_a_step_sends_no_more_bytes_than_without_sharding(instances, times):
     def sent_in_a_step(**options):
         def program(steps, communicator):
             instance = Instance(communicator.rank, instances, 1, communicator.rank, instances, communicator.rank)
-            trained_large(strategies.Strategy(instance, communicator), "adam", steps, **options)
+            trained_large(ConnectedStrategy(instance, communicator), "adam", steps, **options)
 
         few, more = (sent_by_each_rank(instances, functools.partial(program, steps)) for steps in (1, 3))
         return [(after - before) / 2 for before, after in zip(few, more, strict=True)]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from connected import ConnectedStrategy
 
 import strategies
 
@@ -47,7 +48,7 @@ def loss_fn(variables, batch, key):
 @pytest.fixture
 def recorded(strategy):
     recorder = Recorded(strategy.communicator)
-    return strategies.Strategy(strategy.instance, recorder), recorder
+    return ConnectedStrategy(strategy.instance, recorder), recorder
 
 
 def steps(strategy, number, variables=None):

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 import jax.numpy as jnp
 import optax
 import train_digits
+from connected import ConnectedStrategy
 from digits_data import load_digits
 
 import collectives
@@ -32,7 +34,7 @@ def make_strategy(how):
     if how == "auto":
         return strategies.PopDistStrategy()
     ring = collectives.connect("mpi", collectives.Settings(mechanism="ring"))
-    return strategies.Strategy(popdist.instance(), ring, popdist.progress())
+    return ConnectedStrategy(popdist.instance(), ring, popdist.progress())
 
 
 def train_digits_model(strategy, name):

@@ -1,0 +1,60 @@
+"""A strategy of instances that something else has connected: threads, or a transport of a test's own choice."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import strategies
+from collectives import Communicator
+from popdist import Instance
+from popdist.records import NoProgress, Progress
+from strategies.membership import Membership, refuse_to_carry_on
+
+
+@final
+class Connected(Membership):
+    """Instances that are connected already.
+
+    Args:
+        instance: this one.
+        communicator: connects them.
+    """
+
+    def __init__(self, instance: Instance, communicator: Communicator) -> None:
+        self._joined = instance, communicator
+        super().__init__()
+
+    def join(self) -> tuple[Instance, Communicator]:
+        """What was given."""
+        return self._joined
+
+    @property
+    def is_chief(self) -> bool:
+        """The first one is."""
+        return self.instance.is_leader
+
+    @property
+    def can_carry_on(self) -> bool:
+        """The others cannot."""
+        return False
+
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        """See `Membership`."""
+        refuse_to_carry_on("instances of a test")
+
+
+@final
+class ConnectedStrategy(strategies.Strategy):
+    """Their replicas.
+
+    Args:
+        instance: see `Connected`.
+        communicator: see `Connected`.
+        progress: see `strategies.Strategy`.
+        options: of `strategies.Strategy`.
+    """
+
+    def __init__(
+        self, instance: Instance, communicator: Communicator, progress: Progress | None = None, **options: Any
+    ) -> None:
+        super().__init__(Connected(instance, communicator), progress or NoProgress(), **options)

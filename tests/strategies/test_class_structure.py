@@ -1,0 +1,142 @@
+"""Classes are abstract or final: nobody overrides what a concrete class has carried out."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+import strategies
+from strategies.membership import Membership
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("collectives", "popdist", "strategies", "poprun")
+COMMANDS = {"poprun.__main__", "strategies.dataset_benchmark"}
+"""Importing them starts them."""
+NEEDS = {"horovod", "torch"}
+"""Of one transport, and not installed everywhere."""
+
+
+def classes_of(package: str) -> Iterator[type]:
+    """All classes that the modules of a package define, also inside of other classes."""
+    root = importlib.import_module(package)
+    names = [found.name for found in pkgutil.walk_packages(root.__path__, f"{package}.")]
+    for name in [package, *names]:
+        if name in COMMANDS:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name not in NEEDS:
+                raise
+        else:
+            yield from defined_in(module, name)
+
+
+def defined_in(owner: object, module: str) -> Iterator[type]:
+    for value in list(vars(owner).values()):
+        if inspect.isclass(value) and value.__module__ == module:
+            yield value
+            yield from defined_in(value, module)
+
+
+def concrete_above(cls: type, packages: tuple[str, ...] = PACKAGES) -> list[str]:
+    """The classes of the packages that a class is made from though objects of them are made too."""
+    return [
+        f"{cls.__module__}.{cls.__qualname__} is a {base.__qualname__}"
+        for base in cls.__mro__[1:]
+        if base.__module__.partition(".")[0] in packages
+        and not is_abstract(base)
+        and not issubclass(base, BaseException)
+    ]
+
+
+def is_abstract(cls: type) -> bool:
+    return inspect.isabstract(cls) or getattr(cls, "_is_protocol", False)
+
+
+def raised_bare_in(source: str) -> set[str]:
+    """The names of the exceptions that are raised in a text without a word to the user."""
+    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
+    bare = [each.func if isinstance(each, ast.Call) and not each.args else each for each in raised]
+    return {each.id for each in bare if isinstance(each, ast.Name)}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_class_is_made_from_a_concrete_one(package: str) -> None:
+    """Exceptions apart, which are caught by their bases."""
+    classes = list(classes_of(package))
+    assert len(classes) > 10
+    assert [found for cls in classes for found in concrete_above(cls)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_is_left_to_others_but_by_abstract_methods(package: str) -> None:
+    """Where a user asks for what is not supported, the error says so."""
+    modules = sorted((ROOT / package).rglob("*.py"))
+    assert modules
+    found = [
+        str(path.relative_to(ROOT))
+        for path in modules
+        if "NotImplementedError" in raised_bare_in(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("base", [strategies.Strategy, Membership], ids=lambda each: each.__name__)
+def test_a_strategy_and_a_membership_have_four_finals(base: type) -> None:
+    assert is_abstract(base)
+    below = [cls for cls in classes_of("strategies") if base in cls.__mro__[1:]]
+    assert len(below) == 4
+    assert [cls.__name__ for cls in below if not getattr(cls, "__final__", False)] == []
+    assert [cls.__name__ for cls in below if cls.__mro__[1] is not base] == []
+
+
+def test_a_strategy_only_chooses_a_membership() -> None:
+    for cls in (
+        strategies.IPUStrategy,
+        strategies.PopDistStrategy,
+        strategies.IPUMultiWorkerStrategy,
+        strategies.IPUHorovodStrategy,
+    ):
+        own = {name for name, value in vars(cls).items() if isinstance(value, FunctionType | property)}
+        assert own == {"__init__"}, cls
+
+
+class TestTheWalk:
+    """It finds what it looks for."""
+
+    class Abstract(ABC):
+        @abstractmethod
+        def left(self) -> None: ...
+
+    class Concrete(Abstract):
+        def left(self) -> None: ...
+
+    class Worse(Concrete):
+        pass
+
+    @pytest.mark.parametrize(("name", "found"), [("Concrete", []), ("Worse", ["Concrete"])])
+    def test_names_what_is_made_from_a_concrete_class(self, name: str, found: list[str]) -> None:
+        said = concrete_above(getattr(self, name), (__name__.partition(".")[0],))
+        assert [line.rpartition(".")[2] for line in said] == found
+
+    @pytest.mark.parametrize(
+        ("source", "is_found"),
+        [
+            ("raise NotImplementedError", True),
+            ("def f():\n raise NotImplementedError()", True),
+            ("raise NotImplementedError from error", True),
+            ("raise NotImplementedError('this way out')", False),
+            ("raise", False),
+        ],
+    )
+    def test_finds_what_is_raised_without_a_word(self, source: str, is_found: bool) -> None:
+        assert raised_bare_in(source) == ({"NotImplementedError"} if is_found else set())
