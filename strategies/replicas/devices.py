@@ -245,9 +245,7 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def claim_devices(
-    replicas: range, total_replicas: int, local_index: int = 0, ipus_per_replica: int = 1
-) -> DeviceGrid:
+def claim_devices(replicas: range, total_replicas: int, local_index: int = 0, ipus_per_replica: int = 1) -> DeviceGrid:
     """Find devices for each local replica, and have JAX compute what is the same wherever they run.
 
     On CPUs replicas run on the first of JAX's devices. That there are as many as local replicas is for programs that
