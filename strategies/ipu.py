@@ -17,10 +17,12 @@ class Single(Membership):
 
     Args:
         num_replicas: R.
+        ipus_per_replica: devices that each of them spans.
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, ipus_per_replica: int = 1) -> None:
         self._num_replicas = num_replicas
+        self._ipus_per_replica = ipus_per_replica
         super().__init__()
 
     def join(self) -> tuple[Instance, Communicator]:
@@ -32,6 +34,7 @@ class Single(Membership):
             replica_offset=0,
             total_replicas=self._num_replicas,
             local_index=0,
+            ipus_per_replica=self._ipus_per_replica,
         )
         return alone, connect("single")
 
@@ -59,11 +62,13 @@ class IPUStrategy(Strategy):
 
     Args:
         num_replicas: R.
+        ipus_per_replica: devices that each of them spans, for pipelines.
 
     Raises:
-        ValueError: if `num_replicas` is not positive.
+        ValueError: if one of the numbers is not positive.
     """
 
-    def __init__(self, num_replicas: int = 1) -> None:
+    def __init__(self, num_replicas: int = 1, ipus_per_replica: int = 1) -> None:
         positive("num_replicas", num_replicas)
-        super().__init__(Single(num_replicas))
+        positive("ipus_per_replica", ipus_per_replica)
+        super().__init__(Single(num_replicas, ipus_per_replica))

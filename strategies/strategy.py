@@ -61,6 +61,8 @@ class Strategy(ABC):
     Attributes:
         first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
         place: how far this instance has come, for those who go on when one is lost.
+        grid: where the local replicas run, replicas x the devices that one spans.
+        devices: its first column, where all runs that is not in a pipeline.
     """
 
     @abstractmethod
@@ -88,7 +90,10 @@ class Strategy(ABC):
     def _claim_replicas(self) -> None:
         """Find devices for the local replicas; programs for others are of no use any more."""
         instance = self.instance
-        self.devices = claim_devices(instance.local_replica_range, instance.total_replicas, instance.local_index)
+        self.grid = claim_devices(
+            instance.local_replica_range, instance.total_replicas, instance.local_index, instance.ipus_per_replica
+        )
+        self.devices = self.grid.column(0)
         self.reducer = CrossReplicaReducer(
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )

@@ -188,6 +188,43 @@ class ReplicaDevices:
         return zeros
 
 
+@dataclass(frozen=True)
+class DeviceGrid:
+    """Where the local replicas run that span several devices each: replicas x stages.
+
+    On CPUs all devices are simulated by the same one, so that a stage has one executable wherever it runs; each column
+    has threads of its own.
+
+    Attributes:
+        columns: for each device of a replica where all local replicas have it, in the order of a replica's devices.
+    """
+
+    columns: tuple[ReplicaDevices, ...]
+
+    @property
+    def ipus_per_replica(self) -> int:
+        """The devices that a replica spans."""
+        return len(self.columns)
+
+    @property
+    def replicas(self) -> range:
+        """The global indices of the local replicas."""
+        return self.columns[0].replicas
+
+    def column(self, number: int) -> ReplicaDevices:
+        """The device of that number of each local replica.
+
+        Raises:
+            ValueError: if replicas do not have so many.
+        """
+        if not 0 <= number < len(self.columns):
+            raise ValueError(
+                f"device {number} of replicas that span {len(self.columns)}; make the strategy with more "
+                "ipus_per_replica, or start the job with poprun --ipus-per-replica"
+            )
+        return self.columns[number]
+
+
 def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
     """A read-only view of an array on one device, or of NumPy's; on CPU nothing is copied. Keys stay what they are."""
     if not isinstance(array, jax.Array):
@@ -208,8 +245,8 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) -> ReplicaDevices:
-    """Find a device for each local replica, and have JAX compute what is the same wherever they run.
+def claim_devices(replicas: range, total_replicas: int, local_index: int = 0, ipus_per_replica: int = 1) -> DeviceGrid:
+    """Find devices for each local replica, and have JAX compute what is the same wherever they run.
 
     On CPUs replicas run on the first of JAX's devices. That there are as many as local replicas is for programs that
     put shards on devices of their own.
@@ -219,6 +256,7 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
         total_replicas: the replicas of all instances; fixes the size of XLA's thread pool, so that replicas compute
             the same bits wherever they run.
         local_index: this instance's place on its host; with accelerators, whose turn begins there.
+        ipus_per_replica: the devices that each replica spans.
 
     Raises:
         DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
@@ -232,26 +270,43 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0) ->
             jax.config.update("jax_num_cpu_devices", len(replicas))
         except RuntimeError:
             logger.debug("JAX has started already, with %d devices", jax.local_device_count())
-    found = choose_devices(replicas, local_index, executables)
-    if found.is_cpu:
+    found = choose_grid(replicas, local_index, executables, ipus_per_replica)
+    if found.columns[0].is_cpu:
         insist_on_right_sums(os.environ)
         if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
             logger.info("%s is %s: keep it the same everywhere", POOL_VARIABLE, os.environ[POOL_VARIABLE])
     return found
 
 
-def choose_devices(replicas: range, local_index: int = 0, executables: Path | None = None) -> ReplicaDevices:
+def choose_grid(
+    replicas: range, local_index: int = 0, executables: Path | None = None, ipus_per_replica: int = 1
+) -> DeviceGrid:
     """Those of JAX's devices that `claim_devices` gives to local replicas, once JAX has started; changes nothing.
+
+    Where there are fewer devices than a replica spans, it uses some of them for several of its own.
 
     Args:
         replicas: see `claim_devices`.
         local_index: see `claim_devices`.
         executables: the folder where compiled programs are kept.
+        ipus_per_replica: see `claim_devices`.
     """
     devices = jax.local_devices()
+    local = len(replicas)
     if devices[0].platform == "cpu":
-        return ReplicaDevices((devices[0],) * len(replicas), replicas, executables)
-    width = max(width for width in range(1, len(replicas) + 1) if len(replicas) % width == 0 and width <= len(devices))
-    start = local_index * len(replicas)
-    chosen = tuple(devices[(start + number) % len(devices)] for number in range(width))
-    return ReplicaDevices(chosen, replicas, executables)
+        return DeviceGrid(
+            tuple(ReplicaDevices((devices[0],) * local, replicas, executables) for _ in range(ipus_per_replica))
+        )
+    possible = (width for width in range(1, local + 1) if local % width == 0)
+    width = max(width for width in possible if width == 1 or width * ipus_per_replica <= len(devices))
+    start = local_index * local * ipus_per_replica
+    columns = []
+    for number in range(ipus_per_replica):
+        places = (start + replica * ipus_per_replica + number for replica in range(width))
+        columns.append(ReplicaDevices(tuple(devices[place % len(devices)] for place in places), replicas, executables))
+    return DeviceGrid(tuple(columns))
+
+
+def choose_devices(replicas: range, local_index: int = 0, executables: Path | None = None) -> ReplicaDevices:
+    """The devices of local replicas that span one each; see `choose_grid`."""
+    return choose_grid(replicas, local_index, executables).column(0)

@@ -149,7 +149,8 @@ count = int(sys.argv[1])
 import strategies
 from strategies.replicas import devices
 if count:
-    devices.choose_devices = lambda replicas, *_: devices.ReplicaDevices(tuple(jax.local_devices()), replicas)
+    column = lambda replicas: devices.ReplicaDevices(tuple(jax.local_devices()), replicas)
+    devices.choose_grid = lambda replicas, *_: devices.DeviceGrid((column(replicas),))
 strategy = strategies.IPUStrategy(4)
 
 def loss_fn(variables, batch, key):

@@ -1,0 +1,1 @@
+"""Pipelines: a replica spans several devices, each with some of its stages."""

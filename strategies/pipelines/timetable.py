@@ -1,0 +1,267 @@
+"""What each device of a pipeline does, in which order; checked before anything runs.
+
+A schedule makes a timetable, an engine carries it out: each device its own actions in their order, each of them as
+soon as the `dependencies` are done. Nothing here knows what a stage computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What is done with a stage. The backward pass is one action, or two: for the inputs, and for the weights."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUTS = "backward of inputs"
+    BACKWARD_WEIGHTS = "backward of weights"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a device does.
+
+    Attributes:
+        kind: of what is done.
+        stage: the number of the stage.
+        micro_batch: the number of the micro-batch; None for an update, of which there is one for all.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int | None
+
+    def __str__(self) -> str:
+        of_batch = "" if self.micro_batch is None else f" for micro-batch {self.micro_batch}"
+        return f"{self.kind.value} of stage {self.stage}{of_batch}"
+
+
+class Timed(NamedTuple):
+    """When a device did an action, or would do it. Seconds from the begin of the pipeline, or any other unit."""
+
+    device: int
+    action: Action
+    begin_s: float
+    end_s: float
+
+
+Places = tuple[tuple[int, ...], ...]
+"""For each stage the devices on which it runs: several where it is a list of functions, or shards itself."""
+
+Durations = Mapping[tuple[Kind, int], float]
+"""(kind, stage) -> how long such an action takes."""
+
+PARTS = {Kind.BACKWARD: 2}
+"""How long an action takes that has no other duration, where that is not 1: a whole backward pass has two parts."""
+
+
+def placed(mapping: Sequence[int | Sequence[int]]) -> Places:
+    """A device, or a list of devices, for each stage, as `Places`."""
+    return tuple((devices,) if isinstance(devices, int) else tuple(devices) for devices in mapping)
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """The actions of a pipeline, for one update; or for one round of micro-batches where nothing is learned.
+
+    Attributes:
+        devices: for each device its actions in their order. A stage on several devices has its actions on all of
+            them; an action is done when all of them have done their part.
+        mapping: for each stage its devices.
+        num_micro_batches: how many go through the pipeline.
+        training: whether there are backward passes and updates.
+        in_turn: whether a micro-batch enters the pipeline only when the one before has left it.
+
+    Raises:
+        ValueError: if an action is missing, on a wrong device or there twice; if micro-batches overtake each other,
+            which would change the order of sums; if an update is not behind everything else; if devices would wait
+            for each other for ever.
+    """
+
+    devices: tuple[tuple[Action, ...], ...]
+    mapping: Places
+    num_micro_batches: int
+    training: bool
+    in_turn: bool = False
+
+    def __post_init__(self) -> None:
+        for device, actions in enumerate(self.devices):
+            self._refuse_others(device, actions)
+            _refuse_overtaking(device, actions)
+        self.timed()
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the pipeline has."""
+        return len(self.mapping)
+
+    @cached_property
+    def has_split_backward(self) -> bool:
+        """Whether backward passes are two actions, for inputs and for weights."""
+        return any(action.kind is Kind.BACKWARD_INPUTS for actions in self.devices for action in actions)
+
+    def actions_of(self, stage: int) -> Iterator[Action]:
+        """All that is to be done with a stage, on each of its devices."""
+        for micro_batch in range(self.num_micro_batches):
+            yield Action(Kind.FORWARD, stage, micro_batch)
+            if self.training:
+                yield from (Action(kind, stage, micro_batch) for kind in self._backward)
+        if self.training:
+            yield Action(Kind.UPDATE, stage, None)
+
+    def dependencies(self, action: Action) -> tuple[Action, ...]:
+        """What has to be done before an action, on whichever devices; besides what its device does before."""
+        stage, number = action.stage, action.micro_batch
+        if number is None:
+            return tuple(Action(self._backward[-1], stage, each) for each in range(self.num_micro_batches))
+        if action.kind is Kind.FORWARD:
+            if stage:
+                return (Action(Kind.FORWARD, stage - 1, number),)
+            return self._ends_of(number - 1) if self.in_turn and number else ()
+        if action.kind is Kind.BACKWARD_WEIGHTS:
+            return (Action(Kind.BACKWARD_INPUTS, stage, number),)
+        behind = (Action(action.kind, stage + 1, number),) if stage + 1 < self.num_stages else ()
+        return (Action(Kind.FORWARD, stage, number), *behind)
+
+    def stash(self, stage: int) -> int:
+        """The greatest number of micro-batches of which a device keeps what the backward pass of a stage needs.
+
+        That is from the forward pass until the backward pass, or its part for the weights, is done.
+        """
+        if not self.training:
+            return 0
+        change = {Kind.FORWARD: 1, self._backward[-1]: -1}
+        greatest = 0
+        for device in self.mapping[stage]:
+            kept = 0
+            for action in self.devices[device]:
+                kept += change.get(action.kind, 0) if action.stage == stage else 0
+                greatest = max(greatest, kept)
+        return greatest
+
+    def timed(self, durations: Durations | None = None) -> tuple[Timed, ...]:
+        """When each device would do what, if an action begins as soon as it can; in the order of their begins.
+
+        Args:
+            durations: of actions; 1 for those that are not in it, and 2 for a whole backward pass.
+        """
+        return tuple(simulated(self, durations or {})) if durations else self._spans
+
+    def length(self, durations: Durations | None = None) -> float:
+        """How long all of it takes; see `timed`."""
+        return max((span.end_s for span in self.timed(durations)), default=0.0)
+
+    def bubble_share(self, durations: Durations | None = None) -> float:
+        """The share of the devices' time, from the first begin to the last end, in which they do nothing."""
+        return bubble_share(self.timed(durations), len(self.devices))
+
+    @cached_property
+    def _spans(self) -> tuple[Timed, ...]:
+        return tuple(simulated(self, {}))
+
+    @cached_property
+    def _backward(self) -> tuple[Kind, ...]:
+        """The kinds that make a backward pass, the last of them being the one that frees what was kept for it."""
+        return (Kind.BACKWARD_INPUTS, Kind.BACKWARD_WEIGHTS) if self.has_split_backward else (Kind.BACKWARD,)
+
+    def _ends_of(self, micro_batch: int) -> tuple[Action, ...]:
+        """The last actions for a micro-batch: when they are done all others are, too."""
+        if not self.training:
+            return (Action(Kind.FORWARD, self.num_stages - 1, micro_batch),)
+        if not self.has_split_backward:
+            return (Action(Kind.BACKWARD, 0, micro_batch),)
+        return tuple(Action(Kind.BACKWARD_WEIGHTS, stage, micro_batch) for stage in range(self.num_stages))
+
+    def _refuse_others(self, device: int, actions: Sequence[Action]) -> None:
+        stages = [stage for stage, devices in enumerate(self.mapping) if device in devices]
+        expected = {action for stage in stages for action in self.actions_of(stage)}
+        seen: set[Action] = set()
+        updated = False
+        for action in actions:
+            if action not in expected or action in seen:
+                why = "a second time" if action in seen else f"which is none of those of stages {stages}"
+                raise ValueError(
+                    f"device {device} has the {action}, {why}; it needs each action of its stages once, "
+                    f"for {self.num_micro_batches} micro-batches"
+                )
+            if updated and action.kind is not Kind.UPDATE:
+                raise ValueError(
+                    f"device {device} has the {action} behind an update; stages of a device may share variables: "
+                    "put updates behind everything else"
+                )
+            seen.add(action)
+            updated = action.kind is Kind.UPDATE
+        if missing := expected - seen:
+            lowest = min(missing, key=lambda action: (action.micro_batch or 0, action.stage, action.kind.value))
+            raise ValueError(f"device {device} lacks the {lowest}; it needs each action of its stages once")
+        if beyond := {one for devices in self.mapping for one in devices} - set(range(len(self.devices))):
+            raise ValueError(f"there are actions for {len(self.devices)} devices, and stages on device {min(beyond)}")
+
+
+def _refuse_overtaking(device: int, actions: Sequence[Action]) -> None:
+    """Sums over micro-batches are the same to the bit only if they are added up in one order."""
+    last: dict[tuple[Kind, int], int] = {}
+    for action in actions:
+        if action.micro_batch is not None:
+            before = last.get((action.kind, action.stage), -1)
+            if action.micro_batch < before:
+                raise ValueError(
+                    f"device {device} has the {action} behind that for micro-batch {before}; the micro-batches of a "
+                    "stage must keep their order"
+                )
+            last[action.kind, action.stage] = action.micro_batch
+
+
+def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
+    """When each action would be done.
+
+    Raises:
+        ValueError: if devices wait for each other for ever; it names what they wait for.
+    """
+    ended: dict[Action, float] = {}
+    parts = {action: len(set(timetable.mapping[action.stage])) for actions in timetable.devices for action in actions}
+    place, free = [0] * len(timetable.devices), [0.0] * len(timetable.devices)
+    spans: list[Timed] = []
+    while True:
+        before = len(spans)
+        for device, actions in enumerate(timetable.devices):
+            while place[device] < len(actions):
+                action = actions[place[device]]
+                needed = timetable.dependencies(action)
+                if any(parts.get(one) for one in needed):
+                    break
+                begin = max([free[device], *[ended[one] for one in needed]])
+                free[device] = begin + duration_of(action, durations)
+                parts[action] -= 1
+                ended[action] = max(ended.get(action, 0.0), free[device])
+                spans.append(Timed(device, action, begin, free[device]))
+                place[device] += 1
+        if len(spans) == before:
+            break
+    waiting = [device for device, actions in enumerate(timetable.devices) if place[device] < len(actions)]
+    if waiting:
+        action = timetable.devices[waiting[0]][place[waiting[0]]]
+        lacking = next(one for one in timetable.dependencies(action) if parts.get(one))
+        raise ValueError(
+            f"devices {waiting} would wait for ever: device {waiting[0]} for the {lacking}, before the {action}; "
+            "it has to come earlier"
+        )
+    return sorted(spans, key=lambda span: (span.begin_s, span.device, span.end_s))
+
+
+def duration_of(action: Action, durations: Durations) -> float:
+    """How long an action takes; see `Timetable.timed`."""
+    return durations.get((action.kind, action.stage), float(PARTS.get(action.kind, 1)))
+
+
+def bubble_share(spans: Sequence[Timed], num_devices: int) -> float:
+    """The share of the devices' time, from the first begin to the last end, in which they do nothing."""
+    whole = max((span.end_s for span in spans), default=0.0) - min((span.begin_s for span in spans), default=0.0)
+    busy = sum(span.end_s - span.begin_s for span in spans)
+    return 1 - busy / (whole * num_devices) if whole else 0.0

@@ -1,0 +1,91 @@
+"""Replicas x the devices that each of them spans."""
+
+import threading
+from dataclasses import dataclass
+
+import jax
+import pytest
+
+import strategies
+from strategies.replicas.devices import choose_devices, choose_grid
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What stands for a device of JAX."""
+
+    number: int
+    platform: str = "gpu"
+
+
+def devices_of(grid):
+    return [[device.number for device in column.devices] for column in grid.columns]
+
+
+def test_with_one_device_for_each_replica_the_grid_is_what_there_was_before():
+    assert choose_grid(range(2, 5)).columns == (choose_devices(range(2, 5)),)
+
+
+def test_a_strategy_has_a_column_for_each_device_of_a_replica():
+    strategy = strategies.IPUStrategy(2, ipus_per_replica=3)
+    assert strategy.instance.ipus_per_replica == strategy.grid.ipus_per_replica == 3
+    assert strategy.devices is strategy.grid.column(0)
+    assert strategy.grid.replicas == strategy.local_replicas == range(2)
+
+
+def test_without_more_said_a_replica_is_one_device():
+    assert strategies.IPUStrategy(2).grid.ipus_per_replica == 1
+
+
+@pytest.mark.parametrize(("number", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_replica_spans_one_device_at_least(number, error):
+    with pytest.raises(error, match="ipus_per_replica"):
+        strategies.IPUStrategy(1, ipus_per_replica=number)
+
+
+def test_on_cpus_all_columns_share_one_device_and_each_has_threads_of_its_own():
+    grid = choose_grid(range(2), ipus_per_replica=2)
+    assert {device for column in grid.columns for device in column.devices} == {jax.local_devices()[0]}
+    meet = threading.Barrier(4, timeout=60)  # passed only if all four run at once
+
+    def work(position):
+        meet.wait()
+        return threading.get_ident()
+
+    futures = [future for column in grid.columns for future in column.begin(work)]
+    assert len({future.result(60) for future in futures}) == 4
+
+
+@pytest.mark.parametrize(
+    ("replicas", "local_index", "ipus", "columns"),
+    [
+        (range(2), 0, 2, [[0, 2], [1, 3]]),
+        (range(1), 0, 4, [[0], [1], [2], [3]]),
+        (range(1, 2), 1, 2, [[2], [3]]),
+        (range(4), 0, 2, [[0, 2], [1, 3]]),  # in two waves
+        (range(1), 0, 5, [[0], [1], [2], [3], [0]]),  # one of four serves twice
+    ],
+)
+def test_accelerators_of_a_replica_lie_beside_each_other(replicas, local_index, ipus, columns, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(number) for number in range(4)])
+    assert devices_of(choose_grid(replicas, local_index, ipus_per_replica=ipus)) == columns
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_a_device_that_replicas_have_not_is_refused(number):
+    grid = choose_grid(range(1), ipus_per_replica=2)
+    with pytest.raises(ValueError, match=rf"device {number} of replicas that span 2; make the strategy with more"):
+        grid.column(number)
+
+
+def test_poprun_says_how_many_devices_a_replica_spans(in_new_process):
+    program = "import strategies\nprint(strategies.PopDistStrategy().grid.ipus_per_replica)\n"
+    environ = {
+        "POPDIST_NUM_TOTAL_REPLICAS": "1",
+        "POPDIST_NUM_IPUS_PER_REPLICA": "3",
+        "POPDIST_NUM_LOCAL_REPLICAS": "1",
+        "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "1",
+        "POPDIST_REPLICA_INDEX_OFFSET": "0",
+        "POPDIST_LOCAL_INSTANCE_INDEX": "0",
+    }
+    assert in_new_process(program, **environ).strip() == "3"
