@@ -7,6 +7,7 @@ StrategyError
 ├── CheckpointError         no checkpoint can be used: the message says which folder and why
 ├── FeedError               an infeed or outfeed is not in a state for this: the message says what to do first
 │   └── EndOfDataError      a program asks an infeed for more than its data set has: run fewer steps, or repeat the data
+├── FailedPreconditionError a program is right by itself and not with what it is used with: the message says with what
 └── DeviceError             the devices will not do, too few for lockstep or with wrong sums: make the strategy before
                             JAX starts
 """
@@ -34,6 +35,10 @@ class CheckpointError(StrategyError, RuntimeError):
 
 class DeviceError(StrategyError, RuntimeError):
     """The replicas of this instance cannot run on the devices that JAX has, in lockstep or with right sums."""
+
+
+class FailedPreconditionError(StrategyError, RuntimeError):
+    """A program would run with other numbers than those with which it is used. The original's error of that name."""
 
 
 class FeedError(StrategyError, RuntimeError):

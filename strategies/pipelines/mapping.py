@@ -1,0 +1,179 @@
+"""On which devices the stages of a pipeline are, and how many micro-batches go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from strategies.errors import FailedPreconditionError
+from strategies.numbers import integer, positive
+from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
+from strategies.pipelines.schedules.schedule import Schedule
+from strategies.pipelines.timetable import Places
+
+_ALL_DEVICES = -1
+"""In a device mapping: the stage is on all devices of the replica, and may shard what it does over them."""
+
+GREATEST_COUNT = 2**31 - 1
+
+Stage = Callable[..., Any] | Sequence[Callable[..., Any]]
+"""A function, or a list of functions that run at the same time, with the same arguments."""
+
+DeviceMapping = Sequence[int | Sequence[int]]
+"""For each stage its device; for a stage that is a list of functions the list of theirs."""
+
+
+def places_of(
+    stages: Sequence[Stage],
+    device_mapping: DeviceMapping | None,
+    ipus_per_replica: int,
+    batch_serialization_iterations: int = 1,
+) -> Places:
+    """The devices of each stage: of each function where it is a list, and all where it is on all of them.
+
+    Devices may stay without a stage. Semantics: the original's `device_mapping`.
+
+    Args:
+        stages: of the pipeline.
+        device_mapping: None for a device each, or for device 0 with batch serialization.
+        ipus_per_replica: how many devices there are.
+        batch_serialization_iterations: above 1: a stage takes so many micro-batches one after another.
+
+    Raises:
+        TypeError: if the stages are no functions or lists of them, or the mapping is no list of whole numbers.
+        ValueError: if there are fewer than two stages, or a list has lists in it; if the mapping has not a device for
+            each stage, or devices that there are not.
+    """
+    widths = [_width(number, stage) for number, stage in enumerate(stages)]
+    if len(widths) < 2:
+        raise ValueError(f"Pipeline requires at least two computational stages, and has {len(widths)}; add a stage")
+    if device_mapping is None:
+        device_mapping = _default(widths, batch_serialization_iterations > 1)
+    if not _is_list(device_mapping):
+        raise TypeError(
+            f"device_mapping is {device_mapping!r}, a {type(device_mapping).__name__}; it must be a list of devices, "
+            "one for each stage"
+        )
+    if len(device_mapping) != len(widths):
+        raise ValueError(
+            f"Each stage must be mapped to an IPU: there are {len(widths)} stages, and device_mapping has "
+            f"{len(device_mapping)} devices: {list(device_mapping)}"
+        )
+    return tuple(
+        _devices_of(number, width, devices, ipus_per_replica)
+        for number, (width, devices) in enumerate(zip(widths, device_mapping, strict=True))
+    )
+
+
+def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_iterations: int = 1) -> Schedule:
+    """The schedule that was asked for: by default Grouped, and Sequential with batch serialization.
+
+    Raises:
+        TypeError: if it is neither a member of the enum nor a word, or the iterations are no whole number.
+        ValueError: if there is no such schedule, or the iterations are not positive.
+        NotImplementedError: if it is none that batch serialization is made for.
+    """
+    serializes = positive("batch_serialization_iterations", batch_serialization_iterations) > 1
+    if schedule is None:
+        schedule = PipelineSchedule.Sequential if serializes else PipelineSchedule.Grouped
+    found = schedule_named(schedule)
+    if serializes and found is not schedule_named(PipelineSchedule.Sequential):
+        raise NotImplementedError(
+            f"batch_serialization_iterations is {batch_serialization_iterations}, and the pipeline schedule "
+            f"{found.name}; batch serialization is for the Sequential schedule: use that, or no iterations"
+        )
+    return found
+
+
+def checked_count(
+    gradient_accumulation_count: object, schedule: Schedule, mapping: Places, training: bool = True
+) -> int:
+    """How many micro-batches go through the pipeline, if the original's schedule takes so many.
+
+    Raises:
+        TypeError: if it is no whole number.
+        ValueError: if it was not given, is not positive, or above the greatest number of 32 bits.
+        FailedPreconditionError: if it is no multiple of what the schedule has in the pipeline at once.
+    """
+    if gradient_accumulation_count is None:
+        raise ValueError("gradient_accumulation_count is needed: how many micro-batches go through the pipeline")
+    count = positive("gradient_accumulation_count", gradient_accumulation_count)
+    if count > GREATEST_COUNT:
+        raise ValueError(f"gradient_accumulation_count is {count}; it must be at most {GREATEST_COUNT}")
+    overlap = schedule.overlap(mapping, training)
+    if count % overlap:
+        below = count - count % overlap
+        use = f"{below} or {below + overlap}" if below else str(overlap)
+        raise FailedPreconditionError(
+            f"The number of iterations of the pipeline must be a multiple of {overlap}: {len(mapping)} stages under "
+            f"the {schedule.name} schedule {'train' if training else 'run'} with that many micro-batches at once. "
+            f"gradient_accumulation_count is {count}; use {use} (in Keras, steps_per_execution is such a number, too)"
+        )
+    return count
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _width(number: int, stage: Stage) -> int | None:
+    """How many functions a stage has; None if it is one, and no list."""
+    if callable(stage):
+        return None
+    if not _is_list(stage):
+        raise TypeError(
+            f"stage {number} is {stage!r}, a {type(stage).__name__}; a function or a list of them is needed"
+        )
+    if any(map(_is_list, stage)):
+        raise ValueError(f"stage {number} has a list within its list of functions; concurrent stages cannot be nested")
+    if odd := [one for one in stage if not callable(one)]:
+        raise TypeError(f"stage {number} has {odd[0]!r} among its functions, a {type(odd[0]).__name__}")
+    if not stage:
+        raise ValueError(f"stage {number} is a list of no functions; put one in, or leave the stage out")
+    return len(stage)
+
+
+def _default(widths: Sequence[int | None], serializes: bool) -> list[int | list[int]]:
+    if not serializes and any(widths):
+        number = next(number for number, width in enumerate(widths) if width)
+        raise ValueError(
+            f"Each stage must be mapped to an IPU: stage {number} is a list of functions, and there is no "
+            "device_mapping; give one, with a list of devices for this stage"
+        )
+    return [[0] * width if width else 0 if serializes else number for number, width in enumerate(widths)]
+
+
+def _devices_of(number: int, width: int | None, devices: object, ipus_per_replica: int) -> tuple[int, ...]:
+    if width is None:
+        if _is_list(devices):
+            raise ValueError(
+                f"Each stage must be mapped to an IPU: stage {number} is one function, and mapped to {devices!r}; "
+                "give it one device, or make it a list of functions"
+            )
+        if integer(devices) == _ALL_DEVICES:
+            return tuple(range(ipus_per_replica))
+        return (_checked(number, devices, ipus_per_replica),)
+    if not isinstance(devices, Sequence) or len(devices) != width:
+        raise ValueError(
+            f"Each stage must be mapped to an IPU: stage {number} is a list of {width} functions, and mapped to "
+            f"{devices!r}; give it a list of {width} devices"
+        )
+    if any(map(_is_list, devices)):
+        raise ValueError(
+            f"stage {number} is mapped to {devices!r}, lists within a list; concurrent stages cannot be nested"
+        )
+    return tuple(_checked(number, device, ipus_per_replica) for device in devices)
+
+
+def _checked(number: int, device: object, ipus_per_replica: int) -> int:
+    found = integer(device)
+    if found is None:
+        raise TypeError(
+            f"stage {number} is mapped to {device!r}, a {type(device).__name__}; a device is a whole number from 0"
+        )
+    if not 0 <= found < ipus_per_replica:
+        raise ValueError(
+            f"stage {number} is mapped to device {found}, and a replica spans {ipus_per_replica} devices: use devices "
+            f"0 to {ipus_per_replica - 1}, or a larger ipus_per_replica (poprun --ipus-per-replica)"
+        )
+    return found
