@@ -19,7 +19,7 @@ ROUNDS = 3
 
 @final
 class FilesOfTheDead:
-    """Hands out files as `--dist loadfile` does; others do what a dead worker had not done, but for the test it died of.
+    """Hands out files as `--dist loadfile` does; others do what a dead worker had not done, but the test it died of.
 
     Args:
         by_file: hands out the files.
