@@ -1,6 +1,6 @@
 """What distribution means to a training program: replicas, steps, data and reductions."""
 
-from strategies import cross_replica_ops, loops, within_replica_ops
+from strategies import cross_replica_ops, loops, pipelining_ops, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
@@ -100,6 +100,7 @@ __all__ = [
     "load_variables",
     "loops",
     "pipeline_stage",
+    "pipelining_ops",
     "recomputation_checkpoint",
     "within_replica_ops",
 ]
