@@ -74,7 +74,28 @@ class Evaluator:
     def evaluate(
         self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None, metrics_fn: MetricsFunction | None
     ) -> Evaluation:
-        """See `Trainer.evaluate`."""
+        """Means over all rows of a data set; a collective call.
+
+        The function gets each row as a batch of one, so that what is a mean over rows is the mean over all of them,
+        however many there are. It is added in float64, a replica's rows one after another, then replica by replica,
+        and batch by batch.
+
+        Args:
+            state: what `Trainer.init`, `step` or `run` returned last.
+            dataset: a `DistributedDataset` with `remainder="pad"`, the rest of whose epoch is read; or an iterable of
+                batches of this instance, of which later ones may have fewer rows than the first.
+            fn: as the `loss_fn` of a `Trainer`, for instance without dropout; None for that one itself. Its key is
+                always `jax.random.key(seed)`.
+            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}` of all rows of a replica, of
+                which those count whose mask, bool `[rows]`, is True. A metric is a `Mean`, or another pytree of arrays
+                with a method `merge(other)`, which is called with host arrays.
+
+        Raises:
+            TypeError: if a loss or metric is no scalar, or what `metrics_fn` returns cannot be merged.
+            ValueError: if there is no row, the data set leaves rows out or accumulates, batches differ in more than the
+                number of rows, the function has feeds or, of single rows, collectives, or the state was used up.
+            DisagreementError: on all instances, if they differ in what is evaluated.
+        """
         if fn is not None and metrics_fn is not None:
             raise ValueError("fn and metrics_fn are two ways to say what is evaluated; give one of them")
         has_state = getattr(state, "model_state", None) is not None
@@ -97,7 +118,23 @@ class Evaluator:
     def predict(
         self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None, to_all: bool
     ) -> Iterator[Tree]:
-        """See `Trainer.predict`."""
+        """What a function says of each row, in the order of the data and batch by batch.
+
+        Taking a batch is a collective call. Where all instances leave the iterator early the data set stays there.
+
+        Args:
+            state: see `evaluate`; not to be used up before the last batch is taken.
+            dataset: see `evaluate`; with `shuffle=False`.
+            fn: see `Trainer.predict`.
+            to_all: see there.
+
+        Returns:
+            For each batch the outputs for the rows of all replicas, as host arrays `[rows, ...]`.
+
+        Raises:
+            TypeError, ValueError, DisagreementError: see `evaluate`; and if the data set is shuffled, or the outputs
+                are not one for each row.
+        """
         self._check(fn, getattr(state, "model_state", None) is not None)
         rows = self._rows(dataset)
         if rows.dataset is not None and rows.dataset.is_shuffled:

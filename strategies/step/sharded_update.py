@@ -22,8 +22,9 @@ from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
 from strategies.step.accumulation import accumulator_dtypes
 from strategies.step.encoding import flatten
+from strategies.step.options import StepOptions
 from strategies.step.shards import PartOfArray, Shards
-from strategies.step.updates import Update, UpdateSettings
+from strategies.step.updates import Update, UpdateSettings, WholeUpdate
 from strategies.strategy import Strategy
 
 
@@ -252,3 +253,10 @@ def _uses_last_argument(traced: Any) -> bool:
     last = traced.jaxpr.invars[-1]
     used = itertools.chain(traced.jaxpr.outvars, *(equation.invars for equation in traced.jaxpr.eqns))
     return any(one is last for one in used)
+
+
+def update_for(strategy: Strategy, optimizer: optax.GradientTransformation, options: StepOptions) -> Update:
+    """The update with whole or with sharded optimizer state, as the options want it."""
+    if options.shards_state:
+        return ShardedUpdate(strategy, optimizer, options.of_update, options.min_elements_for_sharding)
+    return WholeUpdate(strategy, optimizer, options.of_update)

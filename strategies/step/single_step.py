@@ -133,6 +133,23 @@ class SingleStep:
         self._engine.claim_replicas()
         return meet(self._strategy)
 
+    def catch_up(self, state: TrainState) -> tuple[TrainState, Metrics] | None:
+        """After a loss, on all instances that are left: what others have made of the state; None if they have not.
+
+        Args:
+            state: with which the step begins.
+        """
+        meeting = self.meet()
+        if not meeting.is_late:
+            return None
+        newest = self.share(replace(state, step=state.step + 1), meeting.newest)
+        assert self.metrics is not None
+        return newest, self.metrics
+
+    def share_made(self, made: tuple[TrainState, Metrics], root: int) -> TrainState:
+        """See `share`, of what `make` has returned."""
+        return self.share(made[0], root)
+
     def share(self, state: TrainState, root: int) -> TrainState:
         """The state, and `metrics`, of instance `root`; a collective call.
 
