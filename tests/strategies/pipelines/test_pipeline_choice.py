@@ -43,6 +43,13 @@ def test_the_part_for_the_weights_frees():
     assert stash.greatest(table_of("zero_bubble"), False) == (4, 4, 4, 4)
 
 
+def test_what_is_computed_again_is_kept_between_the_parts_of_a_backward_pass():
+    """Stage k is behind by k micro-batches with the parts for the weights."""
+    stash = StashBytes((1,) * 4, (0,) * 4)
+    assert stash.greatest(table_of("zero_bubble"), True) == (1, 2, 3, 4)
+    assert stash.greatest(table_of("grouped"), True) == (1, 1, 1, 1)
+
+
 def test_nothing_is_kept_where_nothing_is_learned():
     made = schedule_named("grouped").timetable(FOUR, 8, False)
     assert STASH.greatest(made, False) == STASH.greatest(made, True) == (0, 0, 0, 0)
