@@ -207,19 +207,22 @@ class Graph:
             self.constants[names[variable]] = value
         return names
 
-    def _inline(self, jaxpr: core.Jaxpr, names: dict[Any, Any]) -> list[Atom]:
-        """Take over the equations of a jaxpr under new names; the names of its results."""
+    def _inline(self, jaxpr: core.Jaxpr, names: dict[Any, Any], outer: Any = None) -> list[Atom]:
+        """Take over the equations of a jaxpr under new names, in these scopes; the names of its results."""
         for equation in jaxpr.eqns:
             values = [_renamed(atom, names) for atom in equation.invars]
             body = body_of_call(equation)
+            own = equation.source_info.name_stack
+            scopes = own if outer is None else outer + own
             if body is not None:
                 inside = dict(zip(body.jaxpr.invars, values, strict=True))
                 inside |= self._constants(body.jaxpr.constvars, body.consts)
-                names.update(zip(equation.outvars, self._inline(body.jaxpr, inside), strict=True))
+                names.update(zip(equation.outvars, self._inline(body.jaxpr, inside, scopes), strict=True))
             else:
                 fresh = [Variable(var.aval) for var in equation.outvars]
                 names.update(zip(equation.outvars, fresh, strict=True))
-                self.add(equation.replace(invars=values, outvars=fresh))
+                where = equation.source_info.replace(name_stack=scopes)
+                self.add(equation.replace(invars=values, outvars=fresh, source_info=where))
         return [_renamed(atom, names) for atom in jaxpr.outvars]
 
     def add(self, equation: Equation) -> None:
@@ -286,7 +289,7 @@ def cut(
         graph: of the function.
         groups: one for each segment; an equation is in one of them at most.
         is_repeated: whether an equation is evaluated again in each segment that reads its results, which are no
-            residuals then.
+            residuals then; it need not be in a group.
 
     Raises:
         ValueError: if a segment reads what none before it makes.
@@ -322,16 +325,16 @@ def _look_back(
         number = graph.place(atom)
         if number < 0 or home.get(number) == place or atom in needed or number in repeated:
             continue
+        if is_repeated(graph.equations[number]):
+            repeated.add(number)
+            stack += graph.equations[number].invars
+            continue
         if home.get(number, math.inf) > place:
             raise ValueError(
                 f"segment {place} reads what {graph.equations[number].primitive} makes, which is in "
                 f"{f'segment {home[number]}' if number in home else 'none'}; it must be in this one or one before it"
             )
-        if is_repeated(graph.equations[number]):
-            repeated.add(number)
-            stack += graph.equations[number].invars
-        else:
-            needed.add(atom)
+        needed.add(atom)
     return repeated, needed
 
 
