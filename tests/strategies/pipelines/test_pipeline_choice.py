@@ -118,7 +118,7 @@ def test_the_reason_is_a_sentence_with_the_numbers():
         "interleaved would take 812 ms and keep 160 MiB"
     )
     assert choose(TIMES, STASH, FOUR, 24, 120 * MIB).reason == (
-        "interleaved with recomputation was chosen: 1.08 s for an update is the shortest of 6 of 10 ways to run it "
+        "interleaved with recomputation was chosen: 1.08 s for an update is the shortest of 5 of 10 ways to run it "
         "that keep at most 120 MiB on a device, and it keeps 48 MiB; zero_bubble would take 752 ms, but keep 160 MiB"
     )
 
