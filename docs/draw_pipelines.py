@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 
 from strategies.pipelines.pictures.svg import draw_svg
+from strategies.pipelines.pipelining_ops import Plan, plan
 from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
 from strategies.pipelines.timetable import placed
-from strategies.pipelining_ops import Plan, plan
 
 PICTURE = Path(__file__).with_name("schedules.svg")
 PAGE = Path(__file__).with_name("pipelines.md")
@@ -21,8 +21,13 @@ STAGES, MICRO_BATCHES, IN_PICTURE, IN_TEXT = 4, 24, 8, 12
 WIDTH = 1100
 ON_TWO_DEVICES = [0, 1, 1, 0]
 HEAD = (
+<<<<<<< HEAD
     "| schedule | length | bubbles | the same on two devices | micro-batches kept by stages 0 to 3 "
     "| with recomputation | accumulation count |\n|---|---|---|---|---|---|---|"
+=======
+    "| schedule | length | bubbles | the same on two devices | micro-batches kept by stages 0 to 3 | with "
+    "recomputation | accumulation count |\n|---|---|---|---|---|---|---|"
+>>>>>>> main
 )
 
 

@@ -1,6 +1,6 @@
 """What distribution means to a training program: replicas, steps, data and reductions."""
 
-from strategies import cross_replica_ops, loops, pipelining_ops, within_replica_ops
+from strategies import cross_replica_ops, loops, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
@@ -28,6 +28,7 @@ from strategies.loss_scaling import LossScale, LossScaling
 from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchmark
 from strategies.multi_worker import IPUMultiWorkerStrategy
 from strategies.per_replica import PerReplica
+from strategies.pipelines import pipelining_ops
 from strategies.pipelines.marks import pipeline_stage
 from strategies.popdist_strategy import PopDistStrategy
 from strategies.recomputation import recomputation_checkpoint

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from strategies import FailedPreconditionError, pipelining_ops
-from strategies.pipelining_ops import PipelineSchedule, StageTimes, plan
+from strategies.pipelines.pipelining_ops import PipelineSchedule, StageTimes, plan
 
 
 @pytest.mark.parametrize(
