@@ -52,9 +52,6 @@ class Strategy(ABC):
 
     Raises:
         TypeError: a switch is not True or False.
-
-    Attributes:
-        replicas: all of them, for what is built on strategies.
     """
 
     @abstractmethod
@@ -68,49 +65,54 @@ class Strategy(ABC):
         _require_switches(
             add_ipu_cross_replica_reductions=add_cross_replica_reductions, variables_on_host=variables_on_host
         )
-        self.replicas = Replicas(
+        self._replicas = Replicas(
             type(self).__name__, membership, progress, add_cross_replica_reductions, variables_on_host
         )
+
+    @property
+    def replicas(self) -> Replicas:
+        """All of them, as what is built on strategies sees them: a step, a checkpoint, a variable."""
+        return self._replicas
 
     # ---- who is there
 
     @property
     def instance(self) -> Instance:
         """Which replicas this process drives, as the instances are numbered now."""
-        return self.replicas.instance
+        return self._replicas.instance
 
     @property
     def communicator(self) -> Communicator:
         """Connects the instances that are left."""
-        return self.replicas.communicator
+        return self._replicas.communicator
 
     @property
     def progress(self) -> Progress:
         """Where this instance notes what it is doing."""
-        return self.replicas.progress
+        return self._replicas.progress
 
     @property
     def num_replicas_in_sync(self) -> int:
         """R, the replicas of all instances."""
-        return self.replicas.num_replicas_in_sync
+        return self._replicas.num_replicas_in_sync
 
     @property
     def num_instances(self) -> int:
         """n, the processes that drive them."""
         note_question("strategy.num_instances")
-        return self.replicas.num_instances
+        return self._replicas.num_instances
 
     @property
     def instance_index(self) -> int:
         """Which instance this is, 0 to n - 1."""
         note_question("strategy.instance_index")
-        return self.replicas.instance_index
+        return self._replicas.instance_index
 
     @property
     def local_replicas(self) -> range:
         """The global indices of this instance's replicas."""
         note_question("strategy.local_replicas")
-        return self.replicas.local_replicas
+        return self._replicas.local_replicas
 
     @property
     def is_chief(self) -> bool:
@@ -120,7 +122,7 @@ class Strategy(ABC):
         `on_chief` ask. It is none where some carry on after the chief has come to its end.
         """
         note_question("strategy.is_chief")
-        return self.replicas.is_chief
+        return self._replicas.is_chief
 
     def on_chief(self, function: Callable[[], object]) -> None:
         """Have one instance do what is to be done once, such as to report a result; a collective call.
@@ -136,7 +138,7 @@ class Strategy(ABC):
             PeerLostError: on the others, if the chief is lost and they cannot carry on.
         """
         refuse_in_replica("strategy.on_chief")
-        self.replicas.on_chief(function)
+        self._replicas.on_chief(function)
 
     @property
     def extended(self) -> Extended:
@@ -146,14 +148,14 @@ class Strategy(ABC):
     @property
     def variables_on_host(self) -> bool:
         """Whether variables and optimizer state live in host memory."""
-        return self.replicas.variables_on_host
+        return self._replicas.variables_on_host
 
     # ---- instances that are lost
 
     @property
     def can_carry_on(self) -> bool:
         """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
-        return self.replicas.can_carry_on
+        return self._replicas.can_carry_on
 
     def carry_on(self) -> None:
         """Take over, with the other instances that are left, the replicas of those that are lost; a collective call.
@@ -163,7 +165,7 @@ class Strategy(ABC):
         Raises:
             LifeCycleError: the job cannot go on.
         """
-        self.replicas.carry_on()
+        self._replicas.carry_on()
 
     # ---- values
 
@@ -178,11 +180,11 @@ class Strategy(ABC):
                 has of its own until it is read.
             aggregation: how replicas' values are reduced: "sum", "mean" or "only_first_replica".
         """
-        return make_variable(self.replicas, initial, synchronization, aggregation)
+        return make_variable(self._replicas, initial, synchronization, aggregation)
 
     def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
         """`function(r)` for the global index r of each local replica."""
-        return self.replicas.per_replica(function)
+        return self._replicas.per_replica(function)
 
     def dealt(self, tree: Tree) -> PerReplica:
         """Each local replica's rows of a tree that has those of all of them one after another along the first axis.
@@ -198,7 +200,7 @@ class Strategy(ABC):
         Raises:
             ValueError: if the arrays cannot be divided among the local replicas, or are a batch for others.
         """
-        return self.replicas.dealing.split(tree)
+        return self._replicas.dealing.split(tree)
 
     def shared(self, tree: Tree) -> Shared:
         """A pytree that `run` gives whole to every replica, and of which it does not ask whether it is a batch."""
@@ -214,7 +216,7 @@ class Strategy(ABC):
             ValueError: integers do not fit into 32 bits, where JAX has no more.
         """
         refuse_in_replica("strategy.broadcast")
-        return self.replicas.broadcast(tree, root)
+        return self._replicas.broadcast(tree, root)
 
     def reduce(self, op: str, value: Tree) -> Tree:
         """Reduce over all replicas of all instances, in replica order; the same result on every instance.
@@ -232,7 +234,7 @@ class Strategy(ABC):
             ValueError: for another op, if the replicas' pytrees differ, or if the value cannot be dealt out; see `run`.
         """
         refuse_in_replica("strategy.reduce")
-        return self.replicas.reduce(op, value)
+        return self._replicas.reduce(op, value)
 
     # ---- programs
 
@@ -260,7 +262,7 @@ class Strategy(ABC):
         """
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
-        named = [self.replicas.dealing.deal_argument(value) for value in (*args, *kwargs.values())]
+        named = [self._replicas.dealing.deal_argument(value) for value in (*args, *kwargs.values())]
         program = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
@@ -280,7 +282,7 @@ class Strategy(ABC):
     def _run(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """What the program returns for the arguments of each local replica."""
         executables = [
-            program.compiled(self.replicas.devices.device_of(position), *of_replica)
+            program.compiled(self._replicas.devices.device_of(position), *of_replica)
             for position, of_replica in enumerate(arguments)
         ]
 
@@ -288,10 +290,10 @@ class Strategy(ABC):
             result, _ = jax.block_until_ready(executables[position](*arguments[position]))
             return jax.tree.map(borrow, result)
 
-        reducer = self.replicas.reducer
+        reducer = self._replicas.reducer
         reducer.begin()
         try:
-            results = self.replicas.devices.each(compute, reducer.fail)
+            results = self._replicas.devices.each(compute, reducer.fail)
         except jax.errors.JaxRuntimeError as error:
             if reducer.last_error not in (None, error):
                 raise reducer.last_error from error
@@ -304,14 +306,14 @@ class Strategy(ABC):
 
     def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> Program:
         key = (function, names)
-        if key not in self.replicas.programs:
-            self.replicas.programs[key] = self.replicas.devices.compile(self._for_one_replica(function, names))
-        return self.replicas.programs[key]
+        if key not in self._replicas.programs:
+            self._replicas.programs[key] = self._replicas.devices.compile(self._for_one_replica(function, names))
+        return self._replicas.programs[key]
 
     def _for_one_replica(self, function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
         def one_replica(index: jax.Array, *values: Any) -> Any:
             first_named = len(values) - len(names)
-            context = self.replicas.new_context(index, "run", is_watched=True)
+            context = self._replicas.new_context(index, "run", is_watched=True)
             with replica_context(context):
                 result = function(*values[:first_named], **dict(zip(names, values[first_named:], strict=True)))
             # With the token the program has a result that is not ready before its last feed.
@@ -362,11 +364,11 @@ class Strategy(ABC):
             gradient_accumulation_count=gradient_accumulation_count,
             transfer_dtype=transfer_dtype,
             prefetch=prefetch,
-            place=lambda batch: self.replicas.dealing.batch(batch),
+            place=lambda batch: self._replicas.dealing.batch(batch),
             communicator=self.communicator,
             on_batch=lambda: self.progress.begin(DATA),
         )
-        self.replicas.adopt(dataset, gradient_accumulation_count * batch_size)
+        self._replicas.adopt(dataset, gradient_accumulation_count * batch_size)
         return dataset
 
     def distribute_datasets_from_function(
