@@ -13,6 +13,7 @@ import numpy as np
 
 from strategies.exchange.transfer import Int8Layout, Transfer
 from strategies.replicas.replica_context import replica_context
+from strategies.replicas.replicas import Replicas
 from strategies.step.accumulation import (
     AccumulationDtype,
     GradientAccumulationReductionMethod,
@@ -25,7 +26,6 @@ from strategies.step.encoding import encode
 from strategies.step.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
 from strategies.step.outcome import Outcome
 from strategies.step.trainable import Trainable
-from strategies.strategy import Strategy
 
 LossFunction = Callable[..., Any]
 
@@ -110,7 +110,7 @@ class ReplicaProgram:
     with `check_numerics` for each variable and replica whether its gradient is not finite.
 
     Args:
-        strategy: whose replicas run it.
+        replicas: whose replicas run it.
         loss_fn: see `Trainer`.
         shapes: of what a replica takes.
         trainable: which of the variables are trained.
@@ -142,7 +142,7 @@ class ReplicaProgram:
 
     def __init__(
         self,
-        strategy: Strategy,
+        replicas: Replicas,
         loss_fn: LossFunction,
         shapes: ReplicaShapes,
         trainable: Trainable,
@@ -153,7 +153,7 @@ class ReplicaProgram:
         transfer: Transfer,
         check_numerics: bool,
     ) -> None:
-        self._strategy = strategy
+        self._replicas = replicas
         self._loss_fn = loss_fn
         self._seed = seed
         self._accumulation = accumulation
@@ -174,7 +174,7 @@ class ReplicaProgram:
         self.results += rule.pick(shapes.model_state, MEAN)
         self.is_independent = True
         self.has_feeds = False
-        self.flags = len(self.gradient_dtypes) * strategy.num_replicas_in_sync if check_numerics else 0
+        self.flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
         self.names = self._metric_names(shapes)
 
     @property
@@ -264,7 +264,7 @@ class ReplicaProgram:
             tail.append(is_bad.any()[None].astype(jnp.float32))
         if self._checks_numerics:
             assert is_bad is not None
-            total = self._strategy.num_replicas_in_sync
+            total = self._replicas.num_replicas_in_sync
             tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
         return jnp.concatenate(tail)
 
@@ -275,7 +275,7 @@ class ReplicaProgram:
     @contextmanager
     def _in_context(self, index: jax.Array) -> Iterator[None]:
         """While the loss function is traced for a step."""
-        context = self._strategy.new_context(index, "step")
+        context = self._replicas.new_context(index, "step")
         with replica_context(context):
             yield
         self.is_independent &= context.is_independent
@@ -410,7 +410,7 @@ class ReplicaProgram:
 
     def _loss_of_one(self, variables: Any, batch: Any, index: jax.Array, model_state: Any) -> Any:
         """What the loss function returns, as arrays."""
-        with replica_context(self._strategy.new_context(index, "shapes")):
+        with replica_context(self._replicas.new_context(index, "shapes")):
             result = self._called(variables, batch, jax.random.key(0), model_state)
         try:
             return jax.tree.map(jnp.asarray, result)
