@@ -20,9 +20,9 @@ from strategies.pipelines.stage_plan import StagePlan
 from strategies.pipelines.stages import Staged
 from strategies.pipelines.timetable import Places, Timetable
 from strategies.programs.jaxpr import Graph
+from strategies.replicas.replicas import Replicas
 from strategies.step.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.step.shards import Shards
-from strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Pipelining:
         return made
 
     def plan(
-        self, strategy: Strategy, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
+        self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
     ) -> PipelinePlan:
         """See `Pipeline`."""
-        timetable = self.timetable(strategy.grid.ipus_per_replica, program.accumulation.count)
+        timetable = self.timetable(replicas.grid.ipus_per_replica, program.accumulation.count)
         arguments = Arguments.of(program, shapes)
         closed = jax.make_jaxpr(arguments.loss)(*arguments.shapes)
         _refuse_what_meets(program, timetable)
@@ -120,7 +120,7 @@ class Pipelining:
             0,
         )
         arguments.refuse_spread(staged, timetable.mapping)
-        stages = StagePlan(strategy.devices, program, arguments, staged, timetable, shards, self.recompute)
+        stages = StagePlan(replicas.devices, program, arguments, staged, timetable, shards, self.recompute)
         return PipelinePlan(stages, closed, self.watch)
 
     def _pairs(self, timetable: Timetable) -> list[tuple[tuple[int, ...], Any]]:

@@ -182,7 +182,7 @@ class JaxEngine(StepEngine):
 
     def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes) -> ReplicaPlan:
         if self._options.pipeline is not None:
-            return self._options.pipeline.plan(self._strategy, program, shapes, self._mean_shards(program))
+            return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program))
         return self._in_one_program(program, shapes, streams=False)
 
     def _mean_shards(self, program: ReplicaProgram) -> Shards | None:
@@ -208,12 +208,8 @@ class JaxEngine(StepEngine):
 
     def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Any) -> _Plan:
         """The plan, with gradients that are streamed if they may be; a collective call then."""
-<<<<<<< HEAD
         is_cut = plan.program.quantised is not None or self._options.pipeline is not None
-        if is_cut or not self._strategy.streams_gradients:
-=======
-        if plan.program.quantised is not None or not self._replicas.streams_gradients:
->>>>>>> main
+        if is_cut or not self._replicas.streams_gradients:
             return plan
         cut = self._in_one_program(plan.program, shapes, streams=True)
         if len(cut.segments) == 1:
@@ -232,13 +228,8 @@ class JaxEngine(StepEngine):
         logger.info("gradients are not streamed: computed in parts they would have other bits")
         return plan
 
-<<<<<<< HEAD
     def _programs(self, plan: ReplicaPlan, allocate: Allocate) -> ReplicaGradients:
-        return plan.gradients_on(self._strategy.grid, allocate, self._strategy.reducer.fail)
-=======
-    def _programs(self, plan: GradientPlan, allocate: Allocate) -> GradientPrograms:
-        return GradientPrograms(self._devices, plan, allocate, self._replicas.reducer.fail)
->>>>>>> main
+        return plan.gradients_on(self._replicas.grid, allocate, self._replicas.reducer.fail)
 
     @property
     def _is_compared(self) -> bool:

@@ -14,6 +14,7 @@ from strategies.exchange.transfer import Transfer
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
 from strategies.recomputation import Policy
+from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
 from strategies.step.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.step.computation import ReplicaPlan
@@ -22,7 +23,6 @@ from strategies.step.replica_program import Accumulation, Precision, ReplicaProg
 from strategies.step.shards import Shards
 from strategies.step.trainable import Filter
 from strategies.step.updates import UpdateSettings
-from strategies.strategy import Strategy
 
 
 class Options(TypedDict, total=False):
@@ -53,12 +53,12 @@ class Pipeline(Protocol):
         """What all instances have to have alike."""
 
     def plan(
-        self, strategy: Strategy, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
+        self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
     ) -> ReplicaPlan:
         """The programs of the stages.
 
         Args:
-            strategy: where the replicas are.
+            replicas: where they are.
             program: of a replica.
             shapes: of what a replica takes.
             shards: how means of gradients are cut; None for whole ones.
