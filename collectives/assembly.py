@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from collectives.named import NamedQueue
 from collectives.ring.link import Link
 from collectives.ring.transport import RingTransport
 from collectives.transport import Transport
-from collectives.waiting import SPINS, Clock, Limits, NoProgress, Progress, Watch
+from collectives.waiting import SPINS, Limits, NoProgress, Progress, Watch
 from collectives.window.layout import channel_bytes
 from collectives.window.shared_memory import SHARED_MEMORY_DIR, share_segment
 from collectives.window.transport import WindowTransport
@@ -30,13 +29,12 @@ class Settings:
     """What all backends take.
 
     Attributes:
-        limits: when waits warn and when they give up.
+        limits: when waits warn and when they give up, and by what clock.
         progress: where this rank notes what it does.
         mechanism: "window" (shared memory), "ring", or "auto": the window where all ranks share a host whose shared
             memory is large enough, else the ring.
         shared_memory_dir: where shared memory is made.
         spins: how often a wait polls before it offers its core to others.
-        clock: what waits are measured with.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -44,7 +42,6 @@ class Settings:
     mechanism: str = "auto"
     shared_memory_dir: Path = SHARED_MEMORY_DIR
     spins: int = SPINS
-    clock: Clock = time.monotonic
 
     def __post_init__(self) -> None:
         if self.mechanism not in MECHANISMS:
@@ -69,9 +66,7 @@ class Group:
 
     def watch(self, settings: Settings) -> Watch:
         """How one channel of this group waits."""
-        watch = Watch(
-            self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins, settings.clock
-        )
+        watch = Watch(self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins)
         watch.lost = self.lost
         return watch
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -183,7 +182,7 @@ class NamedQueue:
         try:
             while self._has_work():
                 if not self._round():
-                    time.sleep(_IDLE_ROUND_S)
+                    self._watch.clock.sleep(_IDLE_ROUND_S)
         except BaseException as error:
             self._fail_all(error)
             return False
@@ -234,7 +233,7 @@ class NamedQueue:
             handle._fail(entry.failure)
             return
         entry.handle = handle
-        entry.since = self._watch.clock()
+        entry.since = self._watch.clock.now_s()
         entry.next_warning = entry.since + self._watch.limits.stall_warning_s
 
     def _carry_out_complete(self) -> None:
@@ -288,7 +287,7 @@ class NamedQueue:
                 entry.handle._fail(layout_mismatch(calls), missing)
 
     def _watch_stalls(self) -> None:
-        now = self._watch.clock()
+        now = self._watch.clock.now_s()
         limits, names = self._watch.limits, self._watch.names
         for key, entry in list(self._pending.items()):
             if entry.handle is None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from collectives.calls import Call
+from collectives.clock import Clock, RealClock
 from collectives.errors import CollectiveTimeoutError, PeerLostError
 
 logger = logging.getLogger(__name__)
-
-Clock = Callable[[], float]  # seconds since any time
 
 SPINS = 4000  # polls of a flag, some 40 ns each, before the core is offered to others
 _YIELD_S = 0.001
@@ -31,11 +29,13 @@ class Limits:
         stall_warning_s: after this long, and then again and again, a warning says who is waited for.
         timeout_s: after this long the wait raises `CollectiveTimeoutError`.
         connect_timeout_s: so long workers that find each other over a network may start apart.
+        clock: what that is measured with.
     """
 
     stall_warning_s: float = 30.0
     timeout_s: float = 600.0
     connect_timeout_s: float = 300.0
+    clock: Clock = field(default_factory=RealClock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("stall_warning_s", "timeout_s", "connect_timeout_s"):
@@ -95,10 +95,9 @@ class Watch:
         rank: this rank.
         names: what each rank is called in messages, e.g. "rank 1 (instance 5 on node-b)".
         instances: the instance behind each rank, for the progress record.
-        limits: when to warn and when to give up.
+        limits: when to warn and when to give up, and by what clock.
         progress: where long waits are noted.
         spins: how often to poll before yielding; 0 where ranks share a core or an interpreter.
-        clock: what waits are measured with.
 
     Attributes:
         call: the call that waits; set by whoever begins one, as is `number`, its place in the sequence.
@@ -116,13 +115,12 @@ class Watch:
         limits: Limits,
         progress: Progress,
         spins: int = SPINS,
-        clock: Clock = time.monotonic,
     ) -> None:
         self.rank = rank
         self.names = names
         self.limits = limits
         self.spins = spins
-        self.clock = clock
+        self.clock = limits.clock
         self.call = Call("connect")
         self.number = 0
         self.cancelled = False
@@ -148,28 +146,30 @@ class Watch:
 
     def wait_patiently(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """`wait` for a caller that has spun already."""
-        started = self.clock()
-        while self.pause is None and self.clock() - started < _YIELD_S:
+        now_s, sleep = self.clock.now_s, self.clock.sleep
+        started = now_s()
+        while self.pause is None and now_s() - started < _YIELD_S:
             os.sched_yield()
-            time.sleep(0)
+            sleep(0)
             if ready():
                 return
         self._wait_long(ready, missing, started)
 
     def _wait_long(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], started: float) -> None:
         pause = _FIRST_SLEEP_S if self.pause is None else _LONGEST_SLEEP_S
-        sleep = self.pause or time.sleep
+        now_s, sleep = self.clock.now_s, self.pause or self.clock.sleep
         next_warning = started + self.limits.stall_warning_s
         give_up = started + self.limits.timeout_s
         next_note = started + _YIELD_S
         while not ready():
-            if (lost := self.lost(missing())) and not ready():  # what it sent before may have come in between
-                raise PeerLostError(f"{lost}; {self._facts(self.clock() - started, missing())}")
+            # What a lost rank sent before may have come in between, while others are still waited for.
+            if self.lost(missing()) and not ready() and (lost := self.lost(missing())):
+                raise PeerLostError(f"{lost}; {self._facts(now_s() - started, missing())}")
             if self.cancelled or self.progress.is_released:
-                raise PeerLostError(f"{self._facts(self.clock() - started, missing())}: the wait was abandoned")
+                raise PeerLostError(f"{self._facts(now_s() - started, missing())}: the wait was abandoned")
             sleep(pause)
             pause = min(_LONGEST_SLEEP_S, pause * 1.2)
-            now = self.clock()
+            now = now_s()
             if pause == _LONGEST_SLEEP_S and now >= next_note:
                 next_note = now + _NOTE_EVERY_S
                 self.note(missing())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 
 from collectives import Limits
 from collectives.assembly import MECHANISMS
@@ -18,12 +17,12 @@ def read_limits(environ: Mapping[str, str]) -> Limits:
     Raises:
         EnvironmentMismatchError: one is not a positive number of seconds.
     """
-    chosen = {}
-    for limit in fields(Limits):
-        name = f"{PREFIX}{limit.name.upper()}"
-        if name in environ:
-            chosen[limit.name] = _seconds(name, environ[name])
-    return Limits(**chosen)
+    usual = Limits()
+    return Limits(
+        _seconds(environ, "STALL_WARNING_S", usual.stall_warning_s),
+        _seconds(environ, "TIMEOUT_S", usual.timeout_s),
+        _seconds(environ, "CONNECT_TIMEOUT_S", usual.connect_timeout_s),
+    )
 
 
 def read_mechanism(environ: Mapping[str, str]) -> str:
@@ -41,11 +40,16 @@ def read_mechanism(environ: Mapping[str, str]) -> str:
     return mechanism
 
 
-def _seconds(name: str, text: str) -> float:
+def _seconds(environ: Mapping[str, str], limit: str, usual: float) -> float:
+    text = environ.get(f"{PREFIX}{limit}")
+    if text is None:
+        return usual
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise EnvironmentMismatchError(f"{name}={text!r} is not a positive number of seconds; correct or unset it")
+        raise EnvironmentMismatchError(
+            f"{PREFIX}{limit}={text!r} is not a positive number of seconds; correct or unset it"
+        )
     return seconds

@@ -28,6 +28,9 @@ from strategies.loss_scaling import LossScale, LossScaling
 from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchmark
 from strategies.multi_worker import IPUMultiWorkerStrategy
 from strategies.per_replica import PerReplica
+from strategies.pipelines import pipelining_ops
+from strategies.pipelines.marks import pipeline_stage
+from strategies.pipelines.pipelining import Pipelining
 from strategies.popdist_strategy import PopDistStrategy
 from strategies.recomputation import recomputation_checkpoint
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
@@ -79,6 +82,7 @@ __all__ = [
     "OutfeedQueue",
     "OwnLoop",
     "PerReplica",
+    "Pipelining",
     "PopDistStrategy",
     "Position",
     "ReplicaContext",
@@ -98,6 +102,8 @@ __all__ = [
     "infeed_benchmark",
     "load_variables",
     "loops",
+    "pipeline_stage",
+    "pipelining_ops",
     "recomputation_checkpoint",
     "within_replica_ops",
 ]

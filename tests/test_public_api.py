@@ -76,6 +76,7 @@ PAGES = (
     "evaluation.md",
     "feeds.md",
     "migrate.md",
+    "pipelines.md",
     "recomputation.md",
     "training.md",
     "popdist.md",

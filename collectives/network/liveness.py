@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from collectives.network.addresses import describe_os_error
 from collectives.network.peer import Peer
@@ -31,7 +30,7 @@ class Liveness:
         threading.Thread(target=self._watch, name="collectives-liveness", daemon=True).start()
 
     def _watch(self) -> None:
-        while not self._node.is_leaving.wait(BEAT_S):
+        while not self._node.clock.wait(self._node.is_leaving, BEAT_S):
             for peer in self._node.peers.values():
                 is_there = not (peer.has_left or peer.is_lost)
                 if peer.is_silent and is_there and peer.is_being_probed.acquire(blocking=False):
@@ -49,13 +48,13 @@ class Liveness:
             while peer.heard_at == silence.since and not self._node.is_leaving.is_set():
                 try:
                     peer.endpoint.connect(_ANSWER_LIMIT_S).close()
-                    silence.was_answered(time.monotonic())
+                    silence.was_answered(self._node.clock.now_s())
                 except OSError as error:
-                    if (silent_s := silence.was_not_answered(time.monotonic())) is not None:
+                    if (silent_s := silence.was_not_answered(self._node.clock.now_s())) is not None:
                         why = f"silent for {silent_s:.1f} s, and at its address: {describe_os_error(error)}"
                         self._node.lose(peer, why)
                         return
-                self._node.is_leaving.wait(BEAT_S)
+                self._node.clock.wait(self._node.is_leaving, BEAT_S)
         finally:
             peer.is_being_probed.release()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-import time
 from typing import Any
 
 from collectives.errors import CollectiveTimeoutError, PeerRefusedError
@@ -50,35 +49,39 @@ class Meeting:
         try:
             self._await_all()
         except PeerRefusedError:
-            self._over.wait(_LINGER_S)  # those who call this worker are to hear of it too
+            self._node.clock.wait(self._over, _LINGER_S)  # those who call this worker are to hear of it too
             raise
         finally:
             self._over.set()
 
     def _await_all(self) -> None:
         node = self._node
-        started = time.monotonic()
+        started = node.clock.now_s()
         next_news = started + _FIRST_NEWS_S
         limit_s = node.limits.connect_timeout_s
         with node.changed:
             while missing := [peer for peer in node.peers.values() if not peer.is_connected]:
                 if self._refusal is not None:
                     raise self._refusal
-                now = time.monotonic()
+                now = node.clock.now_s()
                 facts = f"{node.names[node.rank]} has waited {now - started:.0f} s for {_describe(missing)}"
                 if now - started > limit_s:
                     raise CollectiveTimeoutError(f"{facts}: gave up after connect_timeout_s = {limit_s:g}")
                 if now >= next_news:
                     next_news = now + _NEWS_EVERY_S
                     logger.warning("%s", facts)
-                node.changed.wait(max(0.01, min(next_news, started + limit_s) - now))
+                pause_s = max(0.01, min(next_news, started + limit_s) - now)
+                node.clock.wait_for(node.changed, self._is_decided, pause_s)
             node.is_met = True
+
+    def _is_decided(self) -> bool:
+        return self._refusal is not None or all(peer.is_connected for peer in self._node.peers.values())
 
     def _call(self, peer: Peer) -> None:
         while not self._over.is_set():
             if not peer.has_welcomed:
                 self._try_once(peer)
-            self._over.wait(_PAUSE_S)
+            self._node.clock.wait(self._over, _PAUSE_S)
 
     def _try_once(self, peer: Peer) -> None:
         certificates = self._node.security.certificates

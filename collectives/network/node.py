@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -51,7 +50,7 @@ class Node(Worker):
         rank: this one's.
         description: what else all workers have to agree on.
         security: how they know each other.
-        limits: how long to wait for them.
+        limits: how long to wait for them, and by what clock.
     """
 
     def __init__(
@@ -142,11 +141,11 @@ class Node(Worker):
     def await_streams(self, lanes: set[str]) -> None:
         """Wait until all the others that are there have begun to send on these lanes, but not for long."""
 
-        def has_begun(peer: Peer) -> bool:
-            return lanes <= peer.incoming or peer.has_left or peer.is_lost
+        def have_begun() -> bool:
+            return all(lanes <= peer.incoming or peer.has_left or peer.is_lost for peer in self.peers.values())
 
         with self.changed:
-            self.changed.wait_for(lambda: all(map(has_begun, self.peers.values())), _FIRST_STREAMS_LIMIT_S)
+            self.clock.wait_for(self.changed, have_begun, _FIRST_STREAMS_LIMIT_S)
 
     def _begin(self, peer: Peer, method: str, messages: Iterable[bytes], lane: str) -> grpc.Future:
         assert peer.channel is not None
@@ -163,7 +162,7 @@ class Node(Worker):
 
     def _beats(self) -> Iterator[bytes]:
         yield b""
-        while not self.is_leaving.wait(BEAT_S):
+        while not self.clock.wait(self.is_leaving, BEAT_S):
             yield b""
         yield GOODBYE + self.loss.encode()[:_FAREWELL_BYTES]
 
@@ -182,9 +181,9 @@ class Node(Worker):
         self._await_end(calls, limit_s)
 
     def _await_end(self, calls: Sequence[tuple[Peer, grpc.Future]], limit_s: float) -> None:
-        give_up = time.monotonic() + limit_s
+        give_up = self.clock.now_s() + limit_s
         for peer, call in calls:
-            while not (call.done() or peer.is_lost or peer.silent_s > _AWAY_S or time.monotonic() > give_up):
+            while not (call.done() or peer.is_lost or peer.silent_s > _AWAY_S or self.clock.now_s() > give_up):
                 try:
                     call.exception(timeout=BEAT_S)
                 except grpc.FutureTimeoutError:
@@ -198,11 +197,11 @@ class Node(Worker):
         """Send what is left, say goodbye, and close everything; waits a little, for those who are there."""
         if self.is_leaving.is_set():
             return
-        give_up = time.monotonic() + LEAVE_LIMIT_S
+        give_up = self.clock.now_s() + LEAVE_LIMIT_S
         self.end_lanes("")
         self.is_leaving.set()
         controls = [(peer, peer.control) for peer in self.peers.values() if peer.control and peer.is_connected]
-        self._await_end(controls, give_up - time.monotonic())
+        self._await_end(controls, give_up - self.clock.now_s())
         if self._server is not None:
             self._server.stop(None)
         self._close_channels()
@@ -223,9 +222,9 @@ class Node(Worker):
                 closing.start()
         except RuntimeError:  # the interpreter ends, and Python 3.12.0 and 3.12.1 start no threads then
             return
-        give_up = time.monotonic() + _CLOSE_LIMIT_S
+        give_up = self.clock.now_s() + _CLOSE_LIMIT_S
         for closing in closings:
-            closing.join(max(0.0, give_up - time.monotonic()))
+            closing.join(max(0.0, give_up - self.clock.now_s()))
 
     def lost(self, awaited: Iterable[int], members: Iterable[int]) -> str:
         """Why it is useless to wait, or "".
@@ -276,12 +275,12 @@ class Node(Worker):
             welcome()
             with self.changed:
                 peer.is_here = peer.claim.is_held_by(incarnation)
-                peer.heard_at = time.monotonic()
+                peer.hear()
                 self.changed.notify_all()
             for beat in beats:
                 if not peer.claim.is_held_by(incarnation):
                     break  # it was sent away
-                peer.heard_at = time.monotonic()
+                peer.hear()
                 last = beat
         except Exception as error:  # whatever gRPC raises when the connection breaks; sometimes it just ends
             logger.debug("%s: the stream of %s ended: %r", self.names[self.rank], peer.name, error)
@@ -370,7 +369,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
             node.changed.notify_all()
         try:
             for message in messages:
-                peer.heard_at = time.monotonic()
+                peer.hear()
                 inbox.put(message)
         except Exception as error:
             logger.debug("lane %s of %s ended: %r", foreign(hello.lane), peer.name, error)

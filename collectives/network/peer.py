@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
 
+from collectives.clock import Clock
 from collectives.network.addresses import Address, Endpoint
 from collectives.network.claims import Claim
 from collectives.network.identity import Runner
@@ -26,6 +26,7 @@ class Peer:
         rank: its rank.
         name: what it is called in messages, with its address.
         address: where it listens.
+        clock: of this worker.
         drawn: the incarnation of this process for it alone, see `Claim`.
         claim: which process it is.
         cancel: ends the stream of who has said hello in its name.
@@ -36,7 +37,7 @@ class Peer:
         endpoint: what of its address has accepted the connection to it.
         channel: the connection to it.
         incoming: the lanes on which it has begun to send.
-        heard_at: when something last came from it, in seconds of the monotonic clock.
+        heard_at: when something last came from it, in seconds of the clock.
         farewell: what it said when it left.
         has_left: whether it has left in order.
         is_lost: whether it is gone otherwise.
@@ -45,6 +46,7 @@ class Peer:
     rank: int
     name: str
     address: Address
+    clock: Clock = field(repr=False)
     drawn: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     claim: Claim = field(default_factory=Claim)
     cancel: Callable[[], None] | None = None
@@ -57,11 +59,18 @@ class Peer:
     control: grpc.Future | None = None
     outboxes: dict[str, tuple[Outbox, grpc.Future]] = field(default_factory=dict)
     incoming: set[str] = field(default_factory=set)
-    heard_at: float = field(default_factory=time.monotonic)
+    heard_at: float = field(init=False)
     farewell: str = ""
     has_left: bool = False
     is_lost: bool = False
     is_being_probed: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.hear()
+
+    def hear(self) -> None:
+        """Note that something has come from it."""
+        self.heard_at = self.clock.now_s()
 
     @property
     def is_silent(self) -> bool:
@@ -71,7 +80,7 @@ class Peer:
     @property
     def silent_s(self) -> float:
         """How long nothing has come."""
-        return time.monotonic() - self.heard_at
+        return self.clock.now_s() - self.heard_at
 
     @property
     def is_connected(self) -> bool:

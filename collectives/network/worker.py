@@ -22,6 +22,7 @@ class Worker(ABC):
     Args: see `Node`.
 
     Attributes:
+        clock: what its limits are measured with.
         peers: the others, by their ranks.
         changed: held while what is known of them changes, and notified then.
         channels: those that this worker uses.
@@ -43,11 +44,14 @@ class Worker(ABC):
         self.address = addresses[rank]
         self.security = security
         self.limits = limits
+        self.clock = limits.clock
         self.runner = this_runner()
         self.cluster = digest_cluster([address.text for address in addresses], description)
         self.description = f"{', '.join(address.text for address in addresses)}{description and '; '}{description}"
         self.peers = {
-            other: Peer(other, names[other], address) for other, address in enumerate(addresses) if other != rank
+            other: Peer(other, names[other], address, self.clock)
+            for other, address in enumerate(addresses)
+            if other != rank
         }
         self.changed = threading.Condition()
         self.channels: set[str] = set()

@@ -15,7 +15,7 @@ from jax.extend.core.primitives import dot_general_p, slice_p, transpose_p
 from strategies.programs.jaxpr import Atom, Equation, Graph, Group, Variable, cut, nbytes
 from strategies.programs.segments import Part, Segment
 
-_MOVEMENTS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota"})
+MOVEMENTS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota"})
 """Movements of data: evaluated again where they are needed, which is cheaper than to hand on what they return."""
 
 
@@ -41,7 +41,7 @@ def cut_in_buckets(
         parts |= pieces or {Part(number): graph.results[number]}
     buckets = _fill(parts, bucket_bytes)
     buckets[-1] |= {Part(number): atom for number, atom in enumerate(graph.results) if number not in set(early)}
-    return cut(graph, _groups(graph, buckets), lambda equation: equation.primitive.name in _MOVEMENTS)
+    return cut(graph, _groups(graph, buckets), lambda equation: equation.primitive.name in MOVEMENTS)
 
 
 def _fill(parts: dict[Part, Atom], bucket_bytes: int) -> list[dict[Part, Atom]]:

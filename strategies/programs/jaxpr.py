@@ -207,19 +207,22 @@ class Graph:
             self.constants[names[variable]] = value
         return names
 
-    def _inline(self, jaxpr: core.Jaxpr, names: dict[Any, Any]) -> list[Atom]:
-        """Take over the equations of a jaxpr under new names; the names of its results."""
+    def _inline(self, jaxpr: core.Jaxpr, names: dict[Any, Any], outer: Any = None) -> list[Atom]:
+        """Take over the equations of a jaxpr under new names, in these scopes; the names of its results."""
         for equation in jaxpr.eqns:
             values = [_renamed(atom, names) for atom in equation.invars]
             body = body_of_call(equation)
+            own = equation.source_info.name_stack
+            scopes = own if outer is None else outer + own
             if body is not None:
                 inside = dict(zip(body.jaxpr.invars, values, strict=True))
                 inside |= self._constants(body.jaxpr.constvars, body.consts)
-                names.update(zip(equation.outvars, self._inline(body.jaxpr, inside), strict=True))
+                names.update(zip(equation.outvars, self._inline(body.jaxpr, inside, scopes), strict=True))
             else:
                 fresh = [Variable(var.aval) for var in equation.outvars]
                 names.update(zip(equation.outvars, fresh, strict=True))
-                self.add(equation.replace(invars=values, outvars=fresh))
+                where = equation.source_info.replace(name_stack=scopes)
+                self.add(equation.replace(invars=values, outvars=fresh, source_info=where))
         return [_renamed(atom, names) for atom in jaxpr.outvars]
 
     def add(self, equation: Equation) -> None:
@@ -279,14 +282,14 @@ def cut(
 ) -> list[Segment]:
     """Cut a function into segments, which run in the order of the groups.
 
-    What a segment reads of an earlier one is handed on as a residual. Arithmetic is not changed, only where programs
-    begin and end. The same function is always cut into the same segments.
+    What a segment reads of an earlier one is handed on as an intermediate. Arithmetic is not changed, only where
+    programs begin and end. The same function is always cut into the same segments.
 
     Args:
         graph: of the function.
         groups: one for each segment; an equation is in one of them at most.
         is_repeated: whether an equation is evaluated again in each segment that reads its results, which are no
-            residuals then.
+            intermediates then; it need not be in a group.
 
     Raises:
         ValueError: if a segment reads what none before it makes.
@@ -312,7 +315,7 @@ def _in_order(graph: Graph, made: Collection[Variable]) -> list[Variable]:
 def _look_back(
     graph: Graph, home: Mapping[int, int], place: int, group: Group, is_repeated: Callable[[Equation], bool]
 ) -> tuple[set[int], set[Variable]]:
-    """What a segment needs of earlier ones: equations to repeat, and residuals."""
+    """What a segment needs of earlier ones: equations to repeat, and intermediates."""
     repeated: set[int] = set()
     needed: set[Variable] = set()
     stack = [atom for number in group.equations for atom in graph.equations[number].invars]
@@ -322,16 +325,16 @@ def _look_back(
         number = graph.place(atom)
         if number < 0 or home.get(number) == place or atom in needed or number in repeated:
             continue
+        if is_repeated(graph.equations[number]):
+            repeated.add(number)
+            stack += graph.equations[number].invars
+            continue
         if home.get(number, math.inf) > place:
             raise ValueError(
                 f"segment {place} reads what {graph.equations[number].primitive} makes, which is in "
                 f"{f'segment {home[number]}' if number in home else 'none'}; it must be in this one or one before it"
             )
-        if is_repeated(graph.equations[number]):
-            repeated.add(number)
-            stack += graph.equations[number].invars
-        else:
-            needed.add(atom)
+        needed.add(atom)
     return repeated, needed
 
 

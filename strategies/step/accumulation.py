@@ -114,13 +114,15 @@ def accumulate(
     parts = jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
     program = current_program()
 
-    def add(accumulated: Any, turn: Any) -> tuple[Any, None]:
-        total, sums, model_state, token = accumulated
+    def add(before: Any, turn: Any) -> tuple[Any, None]:
+        total, sums, model_state, token = before
         number, part = turn
         with program.inside(token):  # the feeds of a micro-batch come behind those of the one before
             own, new, model_state = gradients(part, jax.random.fold_in(key, number), model_state)
             token = program.token
-        sums = [_add(method, accumulator, one, number, count) for accumulator, one in zip(sums, new, strict=True)]
+        sums = [
+            accumulated(method, accumulator, one, number, count) for accumulator, one in zip(sums, new, strict=True)
+        ]
         return (total + own, sums, model_state, token), None
 
     sums = [jnp.zeros(each.shape, each.dtype) for each in accumulators]
@@ -132,13 +134,22 @@ def accumulate(
     return total / count, sums, model_state
 
 
-def _add(
+def accumulated(
     method: GradientAccumulationReductionMethod,
     accumulator: jax.Array,
     gradient: jax.Array,
     number: jax.Array,
     count: int,
 ) -> jax.Array:
+    """An accumulator with the gradient of one more micro-batch; traceable.
+
+    Args:
+        method: see there.
+        accumulator: zeros for the first micro-batch.
+        gradient: of the micro-batch.
+        number: of the micro-batch, n.
+        count: N.
+    """
     gradient = gradient.astype(accumulator.dtype)
     if method is GradientAccumulationReductionMethod.SUM:
         return accumulator + gradient

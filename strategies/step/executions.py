@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from popdist.records.faults import FaultyProgress
+from strategies.data.datasets import DistributedDataset
+from strategies.numbers import positive
+from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch
 from strategies.step.arguments import check_state
 from strategies.step.engine import Prepared
 from strategies.step.exactness import are_same, batch_like, variables_like
@@ -20,19 +25,19 @@ from strategies.step.metrics import Metrics
 from strategies.step.replica_program import ReplicaProgram
 from strategies.step.single_step import SingleStep
 from strategies.step.updates import Update
-from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
-Steps = Callable[[TrainState, Sequence[Any]], tuple[TrainState, Metrics]]
+MakeStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Steps = Callable[[TrainState, Sequence[Batch]], tuple[TrainState, Metrics]]
 
 
 class Executions:
-    """Makes steps in one program, after it has compared that with single steps.
+    """Makes steps with all batches of a data set: in one program, after it has compared that with single steps.
 
     Args:
-        strategy: where the replicas are.
+        replicas: where the replicas are.
         engine: computes the gradients of single steps.
         update: of the variables.
         single: makes single steps.
@@ -40,41 +45,80 @@ class Executions:
     """
 
     def __init__(
-        self, strategy: Strategy, engine: JaxEngine, update: Update, single: SingleStep, may_fuse: bool
+        self, replicas: Replicas, engine: JaxEngine, update: Update, single: SingleStep, may_fuse: bool
     ) -> None:
-        self._strategy = strategy
+        self._replicas = replicas
         self._engine = engine
         self._update = update
         self._single = single
         self._may_fuse = may_fuse
         self._programs: dict[tuple[int, int], FusedSteps | None] = {}  # None where it has other bits
 
-    @property
-    def are_possible(self) -> bool:
-        """Whether there is one replica, and neither is a fault to happen in a step nor is each of them recorded."""
-        is_faulty = isinstance(self._strategy.progress, FaultyProgress)
-        is_single = is_faulty or self._single.is_recorded
-        return self._may_fuse and not is_single and self._strategy.num_replicas_in_sync == 1
+    def run(
+        self,
+        state: TrainState,
+        dataset: Iterable[Batch],
+        steps_per_execution: int,
+        after_execution: Callable[[TrainState, Metrics], None],
+        make_step: MakeStep,
+    ) -> tuple[TrainState, Metrics]:
+        """See `Trainer.run`.
 
-    def make(self, state: TrainState, batches: Sequence[Any], singly: Steps) -> tuple[TrainState, Metrics]:
-        """A step with each of the batches, in one program if that has the same bits; the state is used up.
+        Where one instance drives all replicas and the same steps in one program have the same bits, which is tried out
+        the first time, `steps_per_execution` of them run without returning to Python; the log says if not. Otherwise
+        instances meet once in every step.
 
         Args:
-            state: see `Trainer.step`.
-            batches: see there.
-            singly: makes the steps one by one.
+            state: see `Trainer.run`.
+            dataset: see there.
+            steps_per_execution: see there.
+            after_execution: see there.
+            make_step: makes a single step, with the instances that are there.
         """
+        positive("steps_per_execution", steps_per_execution)
+        if isinstance(dataset, DistributedDataset):
+            dataset.restore(dataset.position())  # the rest of the epoch, not all of it
+            dataset = dataset.epoch(dataset.position().epoch)
+        batches = iter(dataset)
+        metrics: Metrics | None = None
+
+        def singly(state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
+            made = Metrics((), np.zeros(0, np.float32))
+            for batch in batches:
+                state, made = make_step(state, batch)
+            return state, made
+
+        for batch in batches:
+            rest = itertools.islice(batches, steps_per_execution - 1)
+            if steps_per_execution > 1 and self._are_possible:
+                state, metrics = self._make_all(state, [batch, *rest], singly)
+            else:
+                state, metrics = singly(state, itertools.chain([batch], rest))
+            after_execution(state, metrics)
+        if metrics is None:
+            raise ValueError("there is no batch to make a step with")
+        return state, metrics
+
+    @property
+    def _are_possible(self) -> bool:
+        """Whether there is one replica, and neither is a fault to happen in a step nor is each of them recorded."""
+        is_faulty = isinstance(self._replicas.progress, FaultyProgress)
+        is_single = is_faulty or self._single.is_recorded
+        return self._may_fuse and not is_single and self._replicas.num_replicas_in_sync == 1
+
+    def _make_all(self, state: TrainState, batches: Sequence[Batch], singly: Steps) -> tuple[TrainState, Metrics]:
+        """A step with each of the batches, in one program if that has the same bits."""
         check_state(state)
         step = self._engine.prepare(state, batches[0])
         if len(batches) == 1 or not all(self._engine.prepare(state, batch) is step for batch in batches):
             return singly(state, batches)
-        self._strategy.progress.step(state.step)
+        self._replicas.progress.step(state.step)
         state, metrics = self._made(step, state, batches, singly)
         self._single.take_over(metrics)
         return state, metrics
 
     def _made(
-        self, step: Prepared, state: TrainState, batches: Sequence[Any], singly: Steps
+        self, step: Prepared, state: TrainState, batches: Sequence[Batch], singly: Steps
     ) -> tuple[TrainState, Metrics]:
         program = step.program
         key = id(program), len(batches)
@@ -101,7 +145,7 @@ class Executions:
         found = self._programs[key]
         return singly(state, batches) if found is None else self._make(found, program, state, batches)
 
-    def _why_not(self, fused: FusedSteps, state: TrainState, batches: Sequence[Any]) -> str:
+    def _why_not(self, fused: FusedSteps, state: TrainState, batches: Sequence[Batch]) -> str:
         """Why steps cannot be made in one program, in words; empty if they can."""
         if state.model_state is not None:
             return "there is a model state"
@@ -109,7 +153,7 @@ class Executions:
         return "the loss function calls back into Python, as feeds do" if has_effects else ""
 
     def _make(
-        self, fused: FusedSteps, program: ReplicaProgram, state: TrainState, batches: Sequence[Any]
+        self, fused: FusedSteps, program: ReplicaProgram, state: TrainState, batches: Sequence[Batch]
     ) -> tuple[TrainState, Metrics]:
         optimizer_state = self._update.on_device(state.optimizer_state)
         variables, optimizer_state, tails = fused(state.variables, optimizer_state, batches, state.step)

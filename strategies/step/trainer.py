@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
-import jax
-import numpy as np
 import optax
 
-from strategies.data.datasets import DistributedDataset
-from strategies.exchange.transfer import Int8Layout
-from strategies.membership import surviving, warn_of_loss
-from strategies.numbers import positive
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.arguments import (
-    check_loss_function,
-    check_optimizer,
-    check_state,
-    check_takes_state,
-    check_variables,
-)
+from strategies.step.arguments import check_loss_function, check_optimizer, check_state, check_takes_state
 from strategies.step.digest import flip_bit
 from strategies.step.evaluation import Evaluator
 from strategies.step.evaluation_program import MetricsFunction
@@ -30,16 +17,13 @@ from strategies.step.executions import Executions
 from strategies.step.jax_engine import JaxEngine
 from strategies.step.merging import Evaluation
 from strategies.step.metrics import Metrics
-from strategies.step.model_state import as_arrays, check_model_state, has_own
 from strategies.step.notice import Notice
 from strategies.step.options import Options, StepOptions
 from strategies.step.replica_program import LossFunction
-from strategies.step.sharded_update import ShardedUpdate
-from strategies.step.shards import PartOfArray, Shards
+from strategies.step.sharded_update import update_for
 from strategies.step.single_step import SingleStep
+from strategies.step.states import States
 from strategies.step.step_record import recorder_for
-from strategies.step.trainable import Trainable
-from strategies.step.updates import Update, WholeUpdate
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
@@ -86,17 +70,19 @@ class Trainer:
     ) -> None:
         check_loss_function(loss_fn)
         check_optimizer(optimizer)
-        self._options = StepOptions(seed, check_numerics, digest_every, **options)
+        settings = StepOptions(seed, check_numerics, digest_every, **options)
         self.seed = seed
         self.notice = Notice()
         self._strategy = strategy
         self._loss_fn = loss_fn
-        self._update = _update_for(strategy, optimizer, self._options)
-        recorder = recorder_for(strategy, self._options)
-        engine = JaxEngine(strategy, loss_fn, self._options, self._update, recorder.is_on)
-        self._single = SingleStep(strategy, engine, self._update, self._options, self.notice, recorder)
-        self._executions = Executions(strategy, engine, self._update, self._single, self._options.may_fuse)
-        self._evaluator = Evaluator(strategy, loss_fn, self._options, self._single, not self.is_sharded)
+        replicas = strategy.replicas
+        update = update_for(replicas, optimizer, settings)
+        recorder = recorder_for(replicas, settings)
+        engine = JaxEngine(replicas, loss_fn, settings, update, recorder.is_on)
+        self._states = States(replicas, settings, update)
+        self._single = SingleStep(replicas, engine, update, settings, self.notice, recorder)
+        self._executions = Executions(replicas, engine, update, self._single, settings.may_fuse)
+        self._evaluator = Evaluator(replicas, loss_fn, settings, self._single, not self.is_sharded)
 
     @property
     def strategy(self) -> Strategy:
@@ -106,37 +92,14 @@ class Trainer:
     @property
     def is_sharded(self) -> bool:
         """Whether instances have different parts of the state: of the optimizer's or the model's, or residuals."""
-        return self._what_is_sharded is not None
-
-    @property
-    def _what_is_sharded(self) -> str | None:
-        options = self._options
-        kinds = {
-            "sharded optimizer state": self._update.is_sharded,
-            "residuals of int8 gradients": options.transfer.is_quantised,
-            "model state of single replicas": has_own(options.model_state_aggregation),
-        }
-        return next((kind for kind, has_it in kinds.items() if has_it), None)
+        return self._states.own_part is not None
 
     def share_notice(self) -> None:
         """Nothing is left to do: `notice` has travelled with the gradients."""
 
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
-        local = len(self._strategy.local_replicas)
-        shards = Shards(self._strategy.num_replicas_in_sync, local, 1)
-
-        def of_all(leaf: jax.Array) -> PartOfArray:
-            rows = leaf.shape[0] // local * self._strategy.num_replicas_in_sync
-            whole = jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
-            return PartOfArray(leaf, whole, shards, self._strategy)
-
-        return replace(
-            state,
-            optimizer_state=self._update.whole(state.optimizer_state),
-            residuals=jax.tree.map(of_all, state.residuals),
-            model_state=self._options.rule_of(state.model_state).map_own(of_all, state.model_state),
-        )
+        return self._states.whole(state)
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
         """The first state: instance 0's variables on every instance.
@@ -154,36 +117,8 @@ class Trainer:
                 `model_state_aggregation`.
             LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
         """
-        check_variables(variables, self._options.trainable)
         check_takes_state(self._loss_fn, model_state is not None)
-        check_model_state(model_state)
-        first = (variables, as_arrays(model_state))
-        self._options.rule_of(first[1])
-
-        def catch_up() -> TrainState | None:
-            meeting = self._single.meet()
-            return self._single.share(self._first_state(*first), meeting.newest) if meeting.is_late else None
-
-        if self._what_is_sharded is not None:
-            lost = f"every instance has a part of the state that no other has ({self._what_is_sharded})"
-            warn_of_loss(self._strategy, lost)
-        state: TrainState = self._surviving(
-            lambda: self._first_state(*self._strategy.broadcast(first)), catch_up, self._single.share
-        )
-        return state
-
-    def _first_state(self, variables: Variables, model_state: Tree) -> TrainState:
-        scaling, place = self._options.scaling, self._strategy.devices.place
-        trained = Trainable.of(variables, self._options.trainable).pick(variables)
-        local = len(self._strategy.local_replicas)
-        residuals = None
-        if self._options.transfer.is_quantised:
-            of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
-            residuals = [place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
-        scale = None if scaling is None else scaling.start()
-        rule = self._options.rule_of(model_state)
-        of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), model_state)
-        return TrainState(variables, self._update.init(trained), 0, scale, residuals, of_all)
+        return self._states.init(variables, model_state, self._single)
 
     def run(
         self,
@@ -194,15 +129,13 @@ class Trainer:
     ) -> tuple[TrainState, Metrics]:
         """Make a step with every batch; `state` is used up. The same bits as of `step`.
 
-        Nothing waits for the device before metrics are read. Where one instance drives all replicas and the same steps
-        in one program have the same bits, which is tried out the first time, `steps_per_execution` of them run without
-        returning to Python; the log says if not. Otherwise instances meet once in every step.
+        Nothing waits for the device before metrics are read.
 
         Args:
             state: what `init`, `step` or `run` returned last.
             dataset: a `DistributedDataset`, the rest of whose epoch is read, or an iterable of batches.
-            steps_per_execution: how many steps are made before `after_execution` is called; the last time fewer if the
-                number of batches is not a multiple of it.
+            steps_per_execution: how many steps are made before `after_execution` is called, in one program where they
+                can; the last time fewer if the number of batches is not a multiple of it.
             after_execution: called with the state and the metrics of the last step.
 
         Returns:
@@ -211,28 +144,7 @@ class Trainer:
         Raises:
             ValueError: if there is no batch, or `steps_per_execution` is not positive; and what `step` raises.
         """
-        positive("steps_per_execution", steps_per_execution)
-        if isinstance(dataset, DistributedDataset):
-            dataset.restore(dataset.position())  # the rest of the epoch, not all of it
-            dataset = dataset.epoch(dataset.position().epoch)
-        batches = iter(dataset)
-        metrics: Metrics | None = None
-        for batch in batches:
-            rest = itertools.islice(batches, steps_per_execution - 1)
-            if steps_per_execution > 1 and self._executions.are_possible:
-                state, metrics = self._executions.make(state, [batch, *rest], self._singly)
-            else:
-                state, metrics = self._singly(state, itertools.chain([batch], rest))
-            after_execution(state, metrics)
-        if metrics is None:
-            raise ValueError("there is no batch to make a step with")
-        return state, metrics
-
-    def _singly(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
-        metrics = Metrics((), np.zeros(0, np.float32))
-        for batch in batches:
-            state, metrics = self.step(state, batch)
-        return state, metrics
+        return self._executions.run(state, dataset, steps_per_execution, after_execution, self.step)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One update; `state` is used up.
@@ -256,24 +168,19 @@ class Trainer:
                 options, the data set, the loss function or the optimizer.
         """
         check_state(state)
-        self._strategy.progress.step(state.step)
-        if self._strategy.progress.flips_bit:
+        progress = self._strategy.progress
+        progress.step(state.step)
+        if progress.flips_bit:
             state = replace(state, variables=flip_bit(state.variables))
 
         def catch_up() -> tuple[TrainState, Metrics] | None:
             nonlocal batch
-            meeting = self._single.meet()
-            if meeting.is_late:
-                newest = self._single.share(replace(state, step=state.step + 1), meeting.newest)
-                assert self._single.metrics is not None
-                return newest, self._single.metrics
-            batch = self._strategy.replicas_batch(batch)
-            return None
+            made = self._single.catch_up(state)
+            if made is None:
+                batch = self._strategy.replicas.replicas_batch(batch)
+            return made
 
-        stepped: tuple[TrainState, Metrics] = self._surviving(
-            lambda: self._single.make(state, batch), catch_up, lambda made, root: self._single.share(made[0], root)
-        )
-        return stepped
+        return self._states.surviving(lambda: self._single.make(state, batch), catch_up, self._single.share_made)
 
     # ---- without training
 
@@ -287,62 +194,32 @@ class Trainer:
     ) -> Evaluation:
         """Means over all rows of a data set, each of which counts once; a collective call. The state stays as it is.
 
-        The function gets each row as a batch of one, so that what is a mean over rows is the mean over all of them,
-        however many there are. It is added in float64, a replica's rows one after another, then replica by replica,
-        and batch by batch: the bits depend on the number of replicas and the batch size, and not on the instances.
+        The bits depend on the number of replicas and the batch size, and not on the instances.
 
         Args:
             state: what `init`, `step` or `run` returned last.
-            dataset: a `DistributedDataset` with `remainder="pad"`, the rest of whose epoch is read; or an iterable of
-                batches of this instance, of which later ones may have fewer rows than the first.
-            fn: as `loss_fn`, for instance without dropout; None for `loss_fn` itself. Its key is always
-                `jax.random.key(seed)`.
-            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}` of all rows of a replica, of
-                which those count whose mask, bool `[rows]`, is True. A metric is a `Mean`, or another pytree of arrays
-                with a method `merge(other)`, which is called with host arrays.
+            dataset: a `DistributedDataset` with `remainder="pad"`, or an iterable of this instance's batches.
+            fn: as `loss_fn`, called with each row as a batch of one; None for `loss_fn` itself.
+            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}`; see `Evaluator.evaluate`.
 
         Raises:
-            TypeError: if a loss or metric is no scalar, or what `metrics_fn` returns cannot be merged.
-            ValueError: if there is no row, the data set leaves rows out or accumulates, batches differ in more than the
-                number of rows, the function has feeds or, of single rows, collectives, or the state was used up.
-            DisagreementError: on all instances, if they differ in what is evaluated.
+            TypeError, ValueError, DisagreementError: see `Evaluator.evaluate`.
         """
         return self._evaluator.evaluate(state, dataset, fn, metrics_fn)
 
     def predict(
         self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
     ) -> Iterator[Tree]:
-        """What the model says of each row, in the order of the data and batch by batch. The state stays as it is.
-
-        Taking a batch is a collective call. Where all instances leave the iterator early the data set stays there.
+        """What the model says of each row, in the order of the data; taking a batch is a collective call.
 
         Args:
             state: see `evaluate`; not to be used up before the last batch is taken.
-            dataset: see `evaluate`; with `shuffle=False`.
+            dataset: see there; with `shuffle=False`.
             fn: `(variables, batch, key) -> outputs` or `-> Outcome`, the outputs a pytree of arrays `[rows, ...]`; None
                 for a `loss_fn` that returns an `Outcome` with outputs.
-            to_all: whether all instances get the outputs; otherwise instance 0 does, and the others get None.
-
-        Returns:
-            For each batch the outputs for the rows of all replicas, as host arrays `[rows, ...]`.
+            to_all: whether all instances get the outputs, as host arrays; otherwise all but instance 0 get None.
 
         Raises:
-            TypeError, ValueError, DisagreementError: see `evaluate`; and if the data set is shuffled, or the outputs
-                are not one for each row.
+            TypeError, ValueError, DisagreementError: see `Evaluator.predict`.
         """
         return self._evaluator.predict(state, dataset, fn, to_all)
-
-    # ---- with those who are left
-
-    def _surviving(
-        self, attempt: Callable[[], Any], catch_up: Callable[[], Any], share: Callable[[Any, int], object]
-    ) -> Any:
-        """What `attempt` returns, also where instances are lost whose part of the state others have too."""
-        return attempt() if self.is_sharded else surviving(self._strategy, attempt, catch_up, share)
-
-
-def _update_for(strategy: Strategy, optimizer: optax.GradientTransformation, options: StepOptions) -> Update:
-    """The update with whole or with sharded optimizer state."""
-    if options.shards_state:
-        return ShardedUpdate(strategy, optimizer, options.of_update, options.min_elements_for_sharding)
-    return WholeUpdate(strategy, optimizer, options.of_update)

@@ -13,7 +13,7 @@ import pytest
 from conformance_checks import HEADLINE
 from reference import LARGE, Reduced, contribution, contributions
 from statements import LIMITS, Suite, assert_all_reduced, assert_same_bits, texts_of_all_ranks
-from watching import FakeClock, watched
+from watching import watched
 
 import collectives
 from collectives import (
@@ -22,10 +22,12 @@ from collectives import (
     CollectiveTimeoutError,
     Communicator,
     LayoutMismatchError,
+    Limits,
     Settings,
     load_backend,
 )
 from collectives.assembly import Group
+from collectives.clock import FakeClock
 from collectives.waiting import Watch
 
 suite = Suite()
@@ -236,10 +238,10 @@ def a_group_of_fewer_tensors_fails_on_all_ranks(communicator: Communicator) -> N
 def a_rank_that_does_not_come_is_warned_about_and_given_up(communicator: Communicator) -> None:
     """Only Horovod's coordinator knows who it is, so that all other ranks are named."""
     late = communicator.size - 1
-    clock = FakeClock()
-    group = collectives.connect("horovod", Settings(clock=clock))
+    clock = FakeClock(tick_s=1e-5)
+    group = collectives.connect("horovod", Settings(limits=Limits(clock=clock)))
     if communicator.rank != late:
-        clock.hurry()
+        clock.tick_s = 10.0
         with watched() as warnings, pytest.raises(CollectiveTimeoutError) as caught:
             group.all_reduce(np.ones(70_001), name="weights")
         for text in (*warnings.texts[:1], str(caught.value)):
@@ -259,10 +261,10 @@ def a_rank_that_does_not_come_is_warned_about_and_given_up(communicator: Communi
 @suite.add_for_groups
 def a_started_collective_that_a_rank_never_starts_is_given_up(communicator: Communicator) -> None:
     late = communicator.size - 1
-    clock = FakeClock()
-    group = collectives.connect("horovod", Settings(clock=clock))
+    clock = FakeClock(tick_s=1e-5)
+    group = collectives.connect("horovod", Settings(limits=Limits(clock=clock)))
     if communicator.rank != late:
-        clock.hurry()
+        clock.tick_s = 10.0
         handle = group.start_all_reduce(np.ones(7), name="bucket")
         with pytest.raises(CollectiveTimeoutError, match="in all_reduce 'bucket'.* gave up after timeout_s = 600"):
             handle.wait()

@@ -11,6 +11,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, Limits, Settings
+from collectives.clock import Clock, RealClock
 from collectives.network.security import Security
 
 LIMIT_S = 60.0
@@ -41,11 +42,12 @@ class WorkerThreads:
         addresses: Sequence[str] = (),
         security: Security | None = None,
         description: str = "",
+        clock: Clock | None = None,
     ) -> Communicator:
         """One worker looks for the others, in this thread."""
         return collectives.connect(
             "grpc",
-            Settings(limits=Limits(timeout_s=LIMIT_S, connect_timeout_s=connect_timeout_s)),
+            Settings(limits=Limits(timeout_s=LIMIT_S, connect_timeout_s=connect_timeout_s, clock=clock or RealClock())),
             addresses=addresses or self.addresses,
             rank=rank,
             description=description,

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from watching import LIMIT_S, FakeClock, watched
+from watching import LIMIT_S, watched
 
 from collectives import (
     BrokenError,
@@ -19,6 +19,7 @@ from collectives import (
     Settings,
     run_on_threads,
 )
+from collectives.clock import FakeClock
 
 MECHANISMS = pytest.mark.parametrize("mechanism", ["ring", "window"])
 SIZES = pytest.mark.parametrize("size", [2, 3])
@@ -26,12 +27,18 @@ LENGTHS = pytest.mark.parametrize("length", [7, 300_001])
 
 
 def patient(mechanism: str) -> Settings:
-    return Settings(mechanism=mechanism, limits=Limits(stall_warning_s=0.02, timeout_s=LIMIT_S))
+    """A warning at every third look at the clock, and no end."""
+    return Settings(mechanism=mechanism, limits=Limits(timeout_s=float("inf"), clock=FakeClock(tick_s=10.0)))
 
 
 def timed_by(clock: FakeClock, mechanism: str) -> Settings:
     """With the usual limits: a warning every 30 s, and the end after 600."""
-    return Settings(mechanism=mechanism, clock=clock)
+    return Settings(mechanism=mechanism, limits=Limits(clock=clock))
+
+
+def short_ticks() -> FakeClock:
+    """Who waits by it comes to its sleep, and not to its limit."""
+    return FakeClock(tick_s=1e-5)
 
 
 @MECHANISMS
@@ -65,7 +72,7 @@ def test_all_ranks_that_are_late_are_named(mechanism: str) -> None:
 @MECHANISMS
 def test_a_wait_that_is_short_is_not_mentioned(mechanism: str) -> None:
     with watched() as warnings:
-        run_on_threads(2, lambda communicator: communicator.barrier(), timed_by(FakeClock(), mechanism))
+        run_on_threads(2, lambda communicator: communicator.barrier(), timed_by(short_ticks(), mechanism))
     assert warnings.texts == []
 
 
@@ -128,12 +135,12 @@ def test_a_supervisor_ends_a_wait_that_is_useless(mechanism: str) -> None:
 @pytest.mark.parametrize(("size", "length"), [(2, 7), (3, 300_001)])
 def test_a_wait_that_is_too_long_fails_with_the_same_facts(mechanism: str, size: int, length: int) -> None:
     has_failed = threading.Barrier(size)
-    clock = FakeClock()
+    clock = short_ticks()
 
     def program(communicator: Communicator) -> None:
         communicator.barrier()
         if communicator.rank == size - 1:
-            clock.hurry()
+            clock.tick_s = 10.0
         else:
             with pytest.raises(CollectiveTimeoutError) as caught:
                 communicator.all_reduce(np.ones(length, np.float32), name="weights")
@@ -155,12 +162,12 @@ def test_a_wait_that_is_too_long_fails_with_the_same_facts(mechanism: str, size:
 @MECHANISMS
 def test_a_broken_communicator_closes_without_waiting(mechanism: str) -> None:
     has_failed = threading.Event()
-    clock = FakeClock()
+    clock = short_ticks()
 
     def program(communicator: Communicator) -> None:
         communicator.barrier()
         if communicator.rank == 0:
-            clock.hurry()
+            clock.tick_s = 10.0
             with pytest.raises(CollectiveTimeoutError):
                 communicator.barrier()
             communicator.close()
@@ -206,12 +213,12 @@ def test_warnings_name_both_of_two_names_that_wait_for_each_other(mechanism: str
 @MECHANISMS
 def test_a_started_collective_that_waits_too_long_fails_with_the_same_facts(mechanism: str) -> None:
     has_failed = threading.Barrier(2)
-    clock = FakeClock()
+    clock = short_ticks()
 
     def program(communicator: Communicator) -> None:
         communicator.barrier()
         if communicator.rank == 0:
-            clock.hurry()
+            clock.tick_s = 10.0
             handle = communicator.start_all_reduce(np.ones(7), name="bucket")
             with pytest.raises(CollectiveTimeoutError) as caught:
                 handle.wait()
@@ -229,11 +236,11 @@ def test_a_started_collective_that_waits_too_long_fails_with_the_same_facts(mech
 @MECHANISMS
 def test_two_names_that_wait_for_each_other_too_long_both_fail(mechanism: str) -> None:
     has_failed = threading.Barrier(2)
-    clock = FakeClock()
+    clock = short_ticks()
 
     def program(communicator: Communicator) -> None:
         communicator.barrier()
-        clock.hurry()
+        clock.tick_s = 10.0
         mine, other = ("left", "right") if communicator.rank == 0 else ("right", "left")
         handle = communicator.start_all_reduce(np.ones(7), name=mine)
         with pytest.raises(CollectiveTimeoutError, match=f"in all_reduce '{mine}'"):

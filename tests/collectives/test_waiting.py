@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
-from watching import FakeClock, watched
+from watching import watched
 
 from collectives import CollectiveTimeoutError, Limits, PeerLostError
 from collectives.calls import Call
+from collectives.clock import Clock, FakeClock
 from collectives.waiting import NoProgress, Progress, Watch
 
 NAMES = ("rank 0", "rank 1 on b", "rank 2 on c")
 PAUSE_S = 0.25
 
 
-class Time:
+class Time(Clock):
     """Every pause takes as long, and something may happen during it."""
 
     def __init__(self) -> None:
-        self.now_s = 1000.0
+        self.at_s = 1000.0
         self.pauses = 0
         self.at: dict[int, list] = {}
 
-    def __call__(self) -> float:
-        return self.now_s
+    def now_s(self) -> float:
+        return self.at_s
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("it sleeps, though there is something that would wake it")
+
+    def wait(self, event: threading.Event, limit_s: float) -> bool:
+        raise AssertionError("it waits for something else")
+
+    def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool], limit_s: float) -> bool:
+        raise AssertionError("it waits for something else")
 
     def pause(self, longest_s: float) -> None:
         assert 0 < longest_s <= PAUSE_S
-        self.now_s += PAUSE_S
+        self.at_s += PAUSE_S
         self.pauses += 1
         for event in self.at.get(self.pauses, ()):
             event()
@@ -43,7 +54,7 @@ class Notes(NoProgress):
         self.is_released = False
 
     def waiting_for(self, instances: Sequence[int]) -> None:
-        self.waits.append((self.time.now_s - 1000, list(instances)))
+        self.waits.append((self.time.at_s - 1000, list(instances)))
 
 
 @pytest.fixture
@@ -52,7 +63,7 @@ def time() -> Time:
 
 
 def watch_of(time: Time, progress: Progress | None = None, **limits: float) -> Watch:
-    watch = Watch(0, NAMES, (5, 6, 7), Limits(**limits), progress or NoProgress(), spins=3, clock=time)
+    watch = Watch(0, NAMES, (5, 6, 7), Limits(**limits, clock=time), progress or NoProgress(), spins=3)
     watch.pause = time.pause
     watch.call, watch.number = Call("all_reduce", "weights"), 17
     return watch
@@ -77,11 +88,10 @@ def test_a_wait_spins_before_it_looks_at_the_clock() -> None:
         looks += 1
         return looks == 3
 
-    def no_clock() -> float:
-        raise AssertionError("it has looked at the clock")
-
-    Watch(0, NAMES, (0, 1, 2), Limits(), NoProgress(), spins=3, clock=no_clock).wait(ready, list)
+    clock = FakeClock(tick_s=1.0)
+    Watch(0, NAMES, (0, 1, 2), Limits(clock=clock), NoProgress(), spins=3).wait(ready, list)
     assert looks == 3
+    assert clock.now_s() == 1.0
 
 
 def test_a_wait_without_a_bell_yields_and_then_sleeps() -> None:
@@ -92,20 +102,20 @@ def test_a_wait_without_a_bell_yields_and_then_sleeps() -> None:
         looks += 1
         return looks == 300
 
-    Watch(0, NAMES, (0, 1, 2), Limits(), NoProgress(), spins=0, clock=FakeClock()).wait(ready, list)
+    Watch(0, NAMES, (0, 1, 2), Limits(clock=FakeClock(tick_s=1e-5)), NoProgress(), spins=0).wait(ready, list)
     assert looks == 300
 
 
 def test_warnings_come_again_and_again_and_say_who_waits_how_long_for_whom_and_in_what(time: Time) -> None:
     with watched() as warnings:
-        watch_of(time, stall_warning_s=30).wait(lambda: time.now_s == 1100, lambda: [1, 2])
+        watch_of(time, stall_warning_s=30).wait(lambda: time.at_s == 1100, lambda: [1, 2])
     facts = "for rank 1 on b, rank 2 on c in all_reduce 'weights' (collective 17)"
     assert warnings.texts == [f"rank 0 has waited {seconds} s {facts}" for seconds in (30, 60, 90)]
 
 
 def test_a_wait_that_is_shorter_than_the_limit_is_not_mentioned(time: Time) -> None:
     with watched() as warnings:
-        watch_of(time, stall_warning_s=30).wait(lambda: time.now_s == 1029.75, lambda: [1])
+        watch_of(time, stall_warning_s=30).wait(lambda: time.at_s == 1029.75, lambda: [1])
     assert warnings.texts == []
 
 
@@ -114,11 +124,11 @@ def test_a_wait_ends_at_its_limit_and_says_the_same(time: Time) -> None:
         watch_of(time, timeout_s=600).wait(never, lambda: [2])
     facts = "rank 0 has waited 600 s for rank 2 on c in all_reduce 'weights' (collective 17)"
     assert str(caught.value) == f"{facts}: gave up after timeout_s = 600"
-    assert time.now_s == 1600
+    assert time.at_s == 1600
 
 
 def test_what_comes_at_the_limit_has_come(time: Time) -> None:
-    watch_of(time, timeout_s=600).wait(lambda: time.now_s >= 1600, lambda: [2])
+    watch_of(time, timeout_s=600).wait(lambda: time.at_s >= 1600, lambda: [2])
 
 
 def test_a_wait_for_a_lost_rank_ends_at_once(time: Time) -> None:
@@ -139,6 +149,25 @@ def test_what_a_lost_rank_sent_before_has_come(time: Time) -> None:
 
     watch.lost = lost
     watch.wait(lambda: bool(has_come), lambda: [2])
+
+
+def test_what_a_lost_rank_sent_before_has_come_while_another_one_is_waited_for(time: Time) -> None:
+    """It comes between the look at who is missing and the next look at the messages."""
+    watch, missing, looks = watch_of(time), [1, 2], []
+    time.at[4] = [lambda: setattr(watch, "lost", lost), looks.clear]
+    time.at[9] = [missing.clear]
+
+    def lost(awaited: Sequence[int]) -> str:
+        return "rank 2 is lost" if 2 in awaited else ""
+
+    def ready() -> bool:
+        looks.append(time.pauses)
+        if looks == [4, 4]:
+            missing.remove(2)
+        return not missing
+
+    watch.wait(ready, lambda: list(missing))
+    assert time.pauses == 9
 
 
 def test_a_wait_that_is_cancelled_ends(time: Time) -> None:

@@ -28,6 +28,7 @@ from workers import (
 
 import collectives
 from collectives import CollectiveTimeoutError, Limits, PeerRefusedError, Settings
+from collectives.clock import FakeClock
 
 
 @pytest.fixture
@@ -74,7 +75,8 @@ def test_addresses_may_be_of_different_kinds(addresses: Sequence[str]) -> None:
 def test_workers_that_wait_say_who_has_not_answered() -> None:
     with socket_addresses(3) as addresses, watched() as warnings:
         group = WorkerThreads(addresses)
-        workers = [group.join(rank) for rank in (0, 2)]
+        clock = FakeClock(tick_s=0.001)
+        workers = [group.join(rank, connect_timeout_s=float("inf"), clock=clock) for rank in (0, 2)]
         for rank in (0, 2):
             words = (f"rank {rank} at {addresses[rank]} has waited", f"s for rank 1 at {addresses[1]} (no such file")
             warnings.wait_for(1, *words)
@@ -311,7 +313,7 @@ def test_waiting_alone_in_this_process_ends_at_the_limit(addresses: Sequence[str
 
 
 def connect(addresses: Sequence[str], rank: int) -> collectives.Communicator:
-    settings = Settings(limits=Limits(connect_timeout_s=0.2))
+    settings = Settings(limits=Limits(connect_timeout_s=0.2, clock=FakeClock(tick_s=0.01)))
     return collectives.connect("grpc", settings, addresses=addresses, rank=rank)
 
 
@@ -374,8 +376,9 @@ def test_what_a_stranger_says_is_shown_on_one_line_and_cut(addresses: list[str])
     server.add_insecure_port(addresses[0])
     server.start()
     try:
+        settings = Settings(limits=Limits(clock=FakeClock(tick_s=0.01)))
         with pytest.raises(PeerRefusedError) as error:
-            collectives.connect("grpc", addresses=addresses[:2], rank=1)
+            collectives.connect("grpc", settings, addresses=addresses[:2], rank=1)
     finally:
         server.stop(None).wait()
     assert "\\x1b[2J\\nerror: all is well" in str(error.value)

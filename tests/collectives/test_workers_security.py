@@ -39,6 +39,7 @@ from workers import (
 
 import collectives
 from collectives import Communicator, Limits, PeerRefusedError, SecurityError, Settings
+from collectives.clock import FakeClock
 from collectives.network.addresses import Address
 from collectives.network.hello import CONTROL
 from collectives.network.security import AUTHORITY, CERTIFICATE, INSECURE, KEY, TLS_VARIABLES, TOKEN, Security
@@ -57,7 +58,7 @@ def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def connect(addresses: Sequence[str], rank: int, **options: object) -> collectives.Communicator:
-    settings = Settings(limits=Limits(connect_timeout_s=0.2))
+    settings = Settings(limits=Limits(connect_timeout_s=0.2, clock=FakeClock(tick_s=0.01)))
     return collectives.connect("grpc", settings, addresses=addresses, rank=rank, **options)
 
 
@@ -291,16 +292,24 @@ class Waiting:
         self._assert_refuses(reason, reason, **changes)
 
     def _assert_refuses(self, here: str, there: str, **changes: Any) -> None:
+        clock = FakeClock(SLOW_TICK_S)
+        second = self.group.join(1, clock=clock, **changes)
+        if there:
+            self.warnings.wait_for(1, f"rank 0 at {self.address}", there)
+            clock.advance(REFUSED_STAYS_S)
         with pytest.raises((PeerRefusedError, SecurityError)) as caught:
-            self.group.connect(1, **changes)
+            second.result(LIMIT_S)
         error = str(caught.value)
         assert here in error
         if caught.type is PeerRefusedError:
             assert error.startswith("rank 1 at")
             assert f"rank 0 at {self.address}" in error
-        if there:
-            self.warnings.wait_for(1, f"rank 0 at {self.address}", there)
         assert not self.first.done()
+
+
+SLOW_TICK_S = 0.001
+"""The second by which a worker that is refused stays takes a fifth of one."""
+REFUSED_STAYS_S = 1.0
 
 
 @contextlib.contextmanager
@@ -308,9 +317,11 @@ def first_of(group: WorkerThreads) -> Iterator[Waiting]:
     """The first of two workers, which waits for the second."""
     nobody = "no such file" if group.addresses[1].startswith("unix:") else "connection refused"
     with watched() as warnings:
-        first = group.join(0, connect_timeout_s=600.0)
+        clock = FakeClock(tick_s=0.01)
+        first = group.join(0, connect_timeout_s=float("inf"), clock=clock)
         words = f"rank 0 at {group.addresses[0]} has waited", f"for rank 1 at {group.addresses[1]} ({nobody}"
         warnings.wait_for(1, *words)  # so it was there first, and knows
+        clock.tick_s = SLOW_TICK_S
         yield Waiting(group, warnings, first)
 
 

@@ -1,4 +1,4 @@
-"""Seeing the warnings of a stall watch as they come, and a clock that tests move."""
+"""Seeing the warnings of a stall watch as they come."""
 
 from __future__ import annotations
 
@@ -43,27 +43,3 @@ def watched() -> Iterator[Warnings]:
         yield warnings
     finally:
         logger.removeHandler(warnings)
-
-
-class FakeClock:
-    """A clock that tests move; every look at it takes a moment, so that who waits by it comes to its sleep."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._now_s = 0.0
-        self._step_s = 1e-5
-
-    def __call__(self) -> float:
-        with self._lock:
-            self._now_s += self._step_s
-            return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        """So much time passes."""
-        with self._lock:
-            self._now_s += seconds
-
-    def hurry(self) -> None:
-        """From now on ten seconds pass at every look, so that whoever waits soon gives up."""
-        with self._lock:
-            self._step_s = 10.0

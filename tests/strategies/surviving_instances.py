@@ -16,7 +16,7 @@ from collectives.backends.thread import connect_survivors
 from popdist import Instance
 from popdist.records import NoProgress
 from popdist.records.faults import Fault, FaultyProgress, InjectedError, parse_fault
-from strategies.membership import Membership
+from strategies.replicas.membership import Membership
 
 Result = TypeVar("Result")
 

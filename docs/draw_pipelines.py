@@ -1,0 +1,76 @@
+"""Draws docs/schedules.svg, and writes what docs/pipelines.md shows of plans: the table of schedules, and a timetable.
+
+    python docs/draw_pipelines.py     after a schedule was added, or pictures look different
+
+What stands in the page between `<!-- name -->` and `<!-- end of name -->` is written here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from strategies.pipelines.pictures.svg import draw_svg
+from strategies.pipelines.pipelining_ops import Plan, plan
+from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
+from strategies.pipelines.timetable import placed
+
+PICTURE = Path(__file__).with_name("schedules.svg")
+PAGE = Path(__file__).with_name("pipelines.md")
+STAGES, MICRO_BATCHES, IN_PICTURE, IN_TEXT = 4, 24, 8, 12
+WIDTH = 1100
+ON_TWO_DEVICES = [0, 1, 1, 0]
+HEAD = (
+    "| schedule | length | bubbles | the same on two devices | micro-batches kept by stages 0 to 3 "
+    "| with recomputation | accumulation count |\n|---|---|---|---|---|---|---|"
+)
+
+
+def draw() -> str:
+    """The picture: a panel for each schedule."""
+    return draw_svg([plan(STAGES, IN_PICTURE, one).panel for one in PipelineSchedule], WIDTH)
+
+
+def table() -> str:
+    """The table: a row for each schedule."""
+    return "\n".join([HEAD, *map(_row, PipelineSchedule)])
+
+
+def _row(schedule: PipelineSchedule) -> str:
+    made = plan(STAGES, MICRO_BATCHES, schedule)
+    overlap = schedule_named(schedule).overlap(placed(range(STAGES)), True)
+    return (
+        f"| {schedule.name} | {made.length:g} | {made.bubble_share:.1%} | {_on_two_devices(schedule)} "
+        f"| {', '.join(map(str, made.stash))} | {plan(STAGES, MICRO_BATCHES, schedule, recompute=True).length:g} "
+        f"| {'any' if overlap == 1 else f'multiples of {overlap}'} |"
+    )
+
+
+def _on_two_devices(schedule: PipelineSchedule) -> str:
+    try:
+        made: Plan = plan(STAGES, MICRO_BATCHES, schedule, ON_TWO_DEVICES)
+    except NotImplementedError:
+        return "refused"
+    return f"{made.length:g}, {made.bubble_share:.1%}"
+
+
+def written(page: str) -> str:
+    """The page with what is computed."""
+    parts = {
+        "table of schedules": table(),
+        "a timetable": f"```text\n{plan(STAGES, IN_TEXT, 'zero_bubble').text()}```",
+    }
+    for name, text in parts.items():
+        page, number = re.subn(
+            rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)",
+            lambda found, text=text: f"{found[1]}{text}\n{found[2]}",
+            page,
+            flags=re.DOTALL,
+        )
+        assert number == 1, f"docs/pipelines.md lacks the place of {name}"
+    return page
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw(), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,137 @@
+"""Carries out a timetable: a thread for each device of a replica does the device's actions in their order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from strategies.pipelines.timetable import Action, Timed, Timetable
+
+Perform = Callable[[int, Action], None]
+"""(device, action) -> None: does the device's part of an action, and returns when that is done."""
+
+
+class AbandonedError(Exception):
+    """Another device of the replica has failed; the error of that one is what the user has to see."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An action of a device.
+
+    Attributes:
+        action: what is done.
+        needs: the numbers of the signals that it waits for; what its own device does before gives none.
+        gives: the number of the signal that it gives; None if nobody waits for it.
+    """
+
+    action: Action
+    needs: tuple[int, ...]
+    gives: int | None
+
+
+@dataclass(frozen=True)
+class Course:
+    """A timetable as drivers follow it.
+
+    Attributes:
+        devices: for each device its turns.
+        signals: how many there are.
+    """
+
+    devices: tuple[tuple[Turn, ...], ...]
+    signals: int
+
+    @classmethod
+    def of(cls, timetable: Timetable) -> Course:
+        """That of a timetable."""
+        waited_for = {
+            (other, needed)
+            for device, actions in enumerate(timetable.devices)
+            for action in actions
+            for other, needed in _elsewhere(timetable, device, action)
+        }
+        numbers = {part: number for number, part in enumerate(sorted(waited_for, key=str))}
+        return cls(
+            tuple(
+                tuple(
+                    Turn(
+                        action,
+                        tuple(numbers[part] for part in _elsewhere(timetable, device, action)),
+                        numbers.get((device, action)),
+                    )
+                    for action in actions
+                )
+                for device, actions in enumerate(timetable.devices)
+            ),
+            len(numbers),
+        )
+
+
+def _elsewhere(timetable: Timetable, device: int, action: Action) -> list[tuple[int, Action]]:
+    """The parts of other devices in what has to be done before an action."""
+    return [
+        (other, needed)
+        for needed in timetable.dependencies(action)
+        for other in sorted(set(timetable.mapping[needed.stage]))
+        if other != device
+    ]
+
+
+class Drive:
+    """One replica's devices while a course is followed once; each device calls `follow` in a thread of its own.
+
+    Args:
+        course: of the timetable.
+        perform: does the actions; called by all devices at once.
+        begin_s: when the pipeline began, on the clock.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, course: Course, perform: Perform, begin_s: float = 0.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._course = course
+        self._perform = perform
+        self._begin_s = begin_s
+        self._clock = clock
+        self._signals = [threading.Event() for _ in range(course.signals)]
+        self._has_failed = False
+        self._spans: list[list[Timed]] = [[] for _ in course.devices]
+
+    @property
+    def spans(self) -> Sequence[Timed]:
+        """When each device did what, once all have ended, in the order of the begins."""
+        every = [span for spans in self._spans for span in spans]
+        return sorted(every, key=lambda span: (span.begin_s, span.device, span.end_s))
+
+    def follow(self, device: int) -> None:
+        """Do all that a device has to do.
+
+        Raises:
+            AbandonedError: another device has failed.
+            BaseException: what an action has raised; all other devices end.
+        """
+        spans = self._spans[device]
+        try:
+            for turn in self._course.devices[device]:
+                for number in turn.needs:
+                    self._signals[number].wait()
+                if self._has_failed:
+                    raise AbandonedError(f"device {device} gives up before the {turn.action}: another one has failed")
+                begin_s = self._clock()
+                self._perform(device, turn.action)
+                spans.append(Timed(device, turn.action, begin_s - self._begin_s, self._clock() - self._begin_s))
+                if turn.gives is not None:
+                    self._signals[turn.gives].set()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Have all devices end before their next actions; from any thread."""
+        self._has_failed = True
+        for signal in self._signals:
+            signal.set()

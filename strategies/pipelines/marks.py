@@ -1,0 +1,134 @@
+"""Stages that are marked in a loss function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import jax
+
+from strategies.numbers import integer
+from strategies.programs.jaxpr import Atom, Equation, Graph, Group, bodies, cut, every_equation, variables
+from strategies.programs.segments import Part, Segment
+
+_SCOPE = "pipeline_stage_"
+_FUNCTION = "_function_"
+_MARK = re.compile(rf"{_SCOPE}(\d+)(?:{_FUNCTION}(\d+))?")
+
+Place = tuple[int, int]
+"""A stage, and a function of it."""
+
+
+def pipeline_stage(stage: int) -> AbstractContextManager[None]:
+    """What is computed inside belongs to this stage of a pipeline; does nothing without one.
+
+    What lies between the stages belongs to the one before; what depends on no stage to those that need it.
+
+    Args:
+        stage: its number; they come in their order.
+
+    Raises:
+        TypeError: if it is no whole number.
+        ValueError: if it is negative.
+    """
+    number = integer(stage)
+    if number is None:
+        raise TypeError(f"pipeline_stage({stage!r}): stages have whole numbers, from 0 on")
+    if number < 0:
+        raise ValueError(f"pipeline_stage({number}): stages have numbers from 0 on")
+    return jax.named_scope(f"{_SCOPE}{number}")
+
+
+def function_of_stage(stage: int, function: int) -> AbstractContextManager[None]:
+    """As `pipeline_stage`, for one of several functions that run at the same time."""
+    return jax.named_scope(f"{_SCOPE}{stage}{_FUNCTION}{function}")
+
+
+def cut_in_stages(
+    graph: Graph, widths: Sequence[int], without: Collection[int] = frozenset()
+) -> tuple[tuple[Segment, ...], ...]:
+    """Cut a loss function at its marks.
+
+    Args:
+        graph: of the function.
+        widths: for each stage how many functions it has.
+        without: the numbers of results that no stage makes.
+
+    Returns:
+        For each stage its segments, one for each of its functions.
+
+    Raises:
+        ValueError: if there are not as many marks as stages, if they are out of order or within each other, or in a
+            loop; or if a stage reads what a later one makes.
+    """
+    homes = _homes(graph, _marks(graph, len(widths)))
+    again = {id(equation) for number, equation in enumerate(graph.equations) if number not in homes}
+    places = [(stage, function) for stage, width in enumerate(widths) for function in range(width)]
+    parts: dict[Place, dict[Part, Atom]] = {place: {} for place in places}
+    for number, atom in enumerate(graph.results):
+        if number not in without:
+            parts[homes.get(graph.place(atom), (len(widths) - 1, 0))][Part(number)] = atom
+    groups = [Group({number for number, home in homes.items() if home == place}, parts[place]) for place in places]
+    segments = iter(cut(graph, groups, lambda equation: id(equation) in again))
+    return tuple(tuple(next(segments) for _ in range(width)) for width in widths)
+
+
+def _marks(graph: Graph, stages: int) -> dict[int, Place]:
+    """The stage of each equation that lies in one."""
+    found: dict[int, Place] = {}
+    last = 0
+    for number, equation in enumerate(graph.equations):
+        place = _mark_of(equation)
+        if place is None:
+            continue
+        if place[0] >= stages:
+            raise ValueError(
+                f"the loss function marks stage {place[0]}, and device_mapping has {stages} stages, from 0 on; "
+                "give it a device for each stage"
+            )
+        if place[0] < last:
+            raise ValueError(
+                f"stage {place[0]} is marked behind stage {last}; each stage reads what those before it make: mark "
+                "them in their order"
+            )
+        found[number] = place
+        last = place[0]
+    if missing := set(range(stages)) - {stage for stage, _ in found.values()}:
+        raise ValueError(
+            f"stage {min(missing)} is marked nowhere in the loss function, and device_mapping has {stages} stages; "
+            f"compute something in `with strategies.pipeline_stage({min(missing)}):`, or take its device out"
+        )
+    return found
+
+
+def _mark_of(equation: Equation) -> Place | None:
+    marks = _MARK.findall(str(equation.source_info.name_stack))
+    if len(marks) > 1:
+        raise ValueError(
+            f"stage {marks[1][0]} is marked within stage {marks[0][0]}; end a stage before the next one begins"
+        )
+    if marks:
+        return int(marks[0][0]), int(marks[0][1] or 0)
+    for inside in (one for body in bodies(equation) for one in every_equation(body)):
+        if within := _MARK.findall(str(inside.source_info.name_stack)):
+            raise ValueError(
+                f"stage {within[0][0]} is marked in a {equation.primitive.name}; a stage is run once for each "
+                "micro-batch: mark it outside of loops, branches and functions with derivatives of their own"
+            )
+    return None
+
+
+def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
+    """The stage of each equation but of those that read nothing that a stage makes.
+
+    One between stages belongs to the last one of which it reads; one with effects that reads of none to the first.
+    """
+    homes: dict[int, Place] = {}
+    for number, equation in enumerate(graph.equations):
+        read = [homes[place] for place in map(graph.place, variables(equation.invars)) if place in homes]
+        if number in marked:
+            homes[number] = marked[number]
+        elif read or equation.effects:
+            homes[number] = max(read, default=(0, 0))
+    return homes

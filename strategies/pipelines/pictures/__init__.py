@@ -1,0 +1,1 @@
+"""What the devices of a pipeline do when, planned or measured: as text, as SVG, and for Perfetto."""

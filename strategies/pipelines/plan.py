@@ -1,0 +1,167 @@
+"""What a pipeline would do, without running anything: its timetable in pictures and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from strategies.numbers import integer, positive
+from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
+from strategies.pipelines.pictures.panel import Panel, unit_of
+from strategies.pipelines.pictures.svg import WIDTH, draw_svg
+from strategies.pipelines.pictures.text import COLUMNS, draw_text
+from strategies.pipelines.schedules.registry import PipelineSchedule
+from strategies.pipelines.schedules.sequential import serialized
+from strategies.pipelines.times import StageTimes, equal_times
+from strategies.pipelines.timetable import Timed, Timetable, bubble_share
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the devices of a replica would do for one update; `str` of it is a table.
+
+    Attributes:
+        schedule: its name.
+        timetable: the actions of each device, in their order.
+        times: of the stages.
+        recompute: whether backward passes recompute what the forward passes had.
+        in_seconds: whether times are seconds; otherwise 1 is the time of a forward pass.
+    """
+
+    schedule: str
+    timetable: Timetable
+    times: StageTimes
+    recompute: bool = False
+    in_seconds: bool = False
+
+    @cached_property
+    def spans(self) -> tuple[Timed, ...]:
+        """Who would do what when, if every action began as soon as it could."""
+        return self.timetable.timed(self.times.durations(self.recompute))
+
+    @property
+    def length(self) -> float:
+        """How long an update takes."""
+        return max(span.end_s for span in self.spans)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of the devices' time in which they have nothing to do, 0 to 1."""
+        return bubble_share(self.spans, len({span.device for span in self.spans}))
+
+    @property
+    def stash(self) -> tuple[int, ...]:
+        """For each stage the greatest number of micro-batches that it keeps something of, for the backward pass.
+
+        With recomputation that is what goes into the stage, otherwise all that the backward pass needs.
+        """
+        return tuple(self.timetable.stash(stage) for stage in range(self.timetable.num_stages))
+
+    @cached_property
+    def panel(self) -> Panel:
+        """What pictures show."""
+        return Panel(self._title, self.spans, self.in_seconds)
+
+    def text(self, columns: int = COLUMNS) -> str:
+        """The timetable as lines of at most so many columns; see `draw_text`."""
+        return draw_text(self.panel, columns)
+
+    def svg(self, width: int = WIDTH) -> str:
+        """The timetable as a picture of so many pixels; see `draw_svg`."""
+        return draw_svg([self.panel], width)
+
+    def __str__(self) -> str:
+        unit = unit_of(max([*self.times.whole, *self.times.update]), self.in_seconds)
+        behind = f" ({unit.name})" if self.in_seconds else ""
+        rows = [["stage", "devices", f"forward{behind}", f"backward{behind}", "kept micro-batches"]]
+        for stage, devices in enumerate(self.timetable.mapping):
+            times = [f"{of[stage] / unit.size:.3g}" for of in (self.times.forward, self.times.backward)]
+            rows.append([str(stage), ", ".join(map(str, devices)), *times, str(self.stash[stage])])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in [self._title, *lines])
+
+    @property
+    def _title(self) -> str:
+        devices = len({span.device for span in self.spans})
+        what = " with recomputation" if self.recompute else "" if self.timetable.training else ", inference"
+        long = unit_of(self.length, self.in_seconds).said(self.length)
+        return (
+            f"{self.schedule}{what}: {_counted(self.timetable.num_stages, 'stage')} on {_counted(devices, 'device')}, "
+            f"{_counted(self.timetable.num_micro_batches, 'micro-batch')}, {long} long, {self.bubble_share:.1%} bubbles"
+        )
+
+
+def plan(
+    computational_stages: int | Sequence[Stage],
+    gradient_accumulation_count: int,
+    pipeline_schedule: PipelineSchedule | str | None = None,
+    device_mapping: DeviceMapping | None = None,
+    *,
+    training: bool = True,
+    recompute: bool = False,
+    times: StageTimes | None = None,
+    batch_serialization_iterations: int = 1,
+    ipus_per_replica: int | None = None,
+) -> Plan:
+    """What a pipeline with these arguments would do, without running or compiling anything.
+
+    Args:
+        computational_stages: the stages, or how many there are.
+        gradient_accumulation_count: how many micro-batches make an update.
+        pipeline_schedule: a member of the enum, or its name; Grouped by default.
+        device_mapping: the device of each stage, a list of devices where a stage is a list of functions; by default a
+            device for each.
+        training: whether there are backward passes and updates.
+        recompute: whether backward passes begin with the forward pass of their stage.
+        times: of the stages, in seconds, such as those of a `Trace`. By default all stages are alike: a backward pass
+            takes as long as two forward passes, an update as long as one.
+        batch_serialization_iterations: above 1: a stage takes so many micro-batches one after another.
+        ipus_per_replica: how many devices there are; by default as many as the mapping needs.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, FailedPreconditionError: where `pipeline` raises them.
+        ValueError: if there are not times of all stages.
+    """
+    stages = _stages(computational_stages, device_mapping)
+    if ipus_per_replica is None:
+        ipus_per_replica = _devices_of(device_mapping, len(stages))
+    devices = positive("ipus_per_replica", ipus_per_replica)
+    places = places_of(stages, device_mapping, devices, batch_serialization_iterations)
+    schedule = schedule_for(pipeline_schedule, batch_serialization_iterations)
+    count = checked_count(gradient_accumulation_count, schedule, places, training)
+    if times is not None and times.num_stages != len(stages):
+        raise ValueError(f"there are {len(stages)} stages, and times of {times.num_stages}; give those of each stage")
+    if batch_serialization_iterations > 1:
+        timetable = serialized(places, count, training, batch_serialization_iterations)
+    else:
+        timetable = schedule.timetable(places, count, training)
+    return Plan(schedule.name, timetable, times or equal_times(len(stages)), recompute, times is not None)
+
+
+def _stages(stages: int | Sequence[Stage], mapping: DeviceMapping | None) -> Sequence[Stage]:
+    """The stages, or where only their number is given functions in their place, as many as the mapping has devices."""
+    if isinstance(stages, Sequence):
+        return stages
+    number = positive("computational_stages", stages)
+    given = list(mapping)[:number] if isinstance(mapping, Sequence) else []
+    widths = [len(devices) if isinstance(devices, Sequence) else 0 for devices in given]
+    return [[_in_its_place] * width if width else _in_its_place for width in [*widths, *[0] * (number - len(widths))]]
+
+
+def _in_its_place() -> None:
+    """Stands for a stage of which nothing is known."""
+
+
+def _devices_of(mapping: DeviceMapping | None, num_stages: int) -> int:
+    """One more than the greatest device of a mapping; where it is no mapping, as many as there are stages."""
+    if not isinstance(mapping, Sequence):
+        return num_stages
+    flat = [one for each in mapping for one in (each if isinstance(each, Sequence) else (each,))]
+    return max([1, *(1 + number for one in flat if (number := integer(one)) is not None)])
+
+
+def _counted(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"

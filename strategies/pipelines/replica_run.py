@@ -1,0 +1,184 @@
+"""What one replica computes in a step: values between stages, what is kept of micro-batches, and accumulators."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from strategies.pipelines.stages import Staged, StagePrograms
+from strategies.pipelines.timetable import Action, Kind, Places
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a step.
+
+    Attributes:
+        lasting: by the numbers of the arguments, those that are the same for all micro-batches.
+        of_each: likewise those that each micro-batch has for itself, one after another.
+        first: likewise those that the first micro-batch gets, and that it makes for the next one.
+    """
+
+    lasting: Mapping[int, Any]
+    of_each: Mapping[int, Sequence[Any]]
+    first: Mapping[int, Any]
+
+
+@dataclass
+class _Kept:
+    """What a segment keeps of a micro-batch for its backward passes.
+
+    Attributes:
+        values: of the segment, None for those that nothing reads any more.
+        residuals: what the forward pass has made; None where it is run again.
+    """
+
+    values: list[Any]
+    residuals: dict[int, Any] | None
+
+
+class ReplicaRun:
+    """The actions of one replica; those of different devices are carried out at once.
+
+    Args:
+        staged: the stages.
+        programs: of their segments.
+        mapping: for each stage its devices.
+        devices: where those are.
+        recomputes: whether forward passes are run again for the backward passes.
+
+    Attributes:
+        carried: by the numbers of the arguments what the last micro-batch has made of those that it carries on.
+        outputs: for each result that is not carried what each micro-batch has made, in their order.
+        sums: for each segment the accumulators of its weights; None before there are any.
+    """
+
+    def __init__(
+        self,
+        staged: Staged,
+        programs: Sequence[StagePrograms],
+        mapping: Places,
+        devices: Sequence[jax.Device],
+        recomputes: bool = False,
+    ) -> None:
+        self._staged = staged
+        self._programs = programs
+        self._mapping = mapping
+        self._devices = devices
+        self._recomputes = recomputes
+        self._moves = len(set(devices)) > 1
+        self._lock = threading.Lock()
+        self._results = {result: argument for argument, result in staged.carried.items()}
+        self._needed = [one.needed(recomputes) for one in programs]
+        self.sums: list[list[Any] | None] = [None] * len(programs)
+
+    def prepare(self, given: Given) -> None:
+        """Take the arguments of a step."""
+        self._given = given
+        self.carried: dict[int, Any] = dict(given.first)
+        self.outputs: dict[int, list[Any]] = {}
+        self._handed: dict[tuple[int, int], Any] = {}
+        self._left: Counter[tuple[int, int]] = Counter()
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._cotangents: dict[tuple[int, int, int], Any] = {}
+        self._seed = jax.device_put(np.float32(1.0), self._devices[0])
+
+    def perform(self, device: int, action: Action) -> None:
+        """A device's part of an action that is no update; returns when it is done."""
+        assert action.micro_batch is not None
+        for number in self.segments_of(device, action.stage):
+            if action.kind is Kind.FORWARD:
+                self._forward(number, action.micro_batch, self._devices[device])
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUTS):
+                self._backward_inputs(number, action.micro_batch, self._devices[device])
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS):
+                self._backward_weights(number, action.micro_batch, self._devices[device])
+
+    def segments_of(self, device: int, stage: int) -> list[int]:
+        """The segments of a stage that a device computes. A stage of one function is computed by its first device."""
+        pairs = zip(self._staged.numbers[stage], self._mapping[stage], strict=False)
+        return [number for number, where in pairs if where == device]
+
+    # ---- actions
+
+    def _forward(self, number: int, micro_batch: int, device: jax.Device) -> None:
+        segment, programs = self._staged.segments[number], self._programs[number]
+        values = [self._argument(place, micro_batch) for place in segment.inputs]
+        values += [self._take(micro_batch, value) for value in segment.takes]
+        values = self._here(values, device)
+        made, residuals = programs.forward(device, values)
+        for part, value in zip(segment.parts, made, strict=False):
+            self._finish(part.result, micro_batch, value)
+        with self._lock:
+            for value, array in zip(segment.gives, made[len(segment.parts) :], strict=True):
+                self._handed[micro_batch, value] = array
+                self._left[micro_batch, value] = len(self._staged.takers(value))
+        if programs.has_backward:
+            needed = self._needed[number]
+            kept = [value if place in needed else None for place, value in enumerate(values)]
+            self._kept[number, micro_batch] = _Kept(kept, None if self._recomputes else residuals)
+
+    def _backward_inputs(self, number: int, micro_batch: int, device: jax.Device) -> None:
+        programs = self._programs[number]
+        if not programs.has_backward:
+            return
+        kept = self._kept[number, micro_batch]
+        if kept.residuals is None:
+            _, kept.residuals = programs.forward(device, kept.values)
+        cotangents = [
+            self._cotangents.pop((micro_batch, value, taker)) for value, takers in programs.slopes for taker in takers
+        ]
+        if programs.has_loss:
+            cotangents.append(self._seed)
+        kept.values += self._here(cotangents, device)
+        gradients = programs.backward_inputs(device, kept.values, kept.residuals)
+        for value, gradient in zip(programs.steep, gradients, strict=True):
+            self._cotangents[micro_batch, value, number] = gradient
+
+    def _backward_weights(self, number: int, micro_batch: int, device: jax.Device) -> None:
+        programs = self._programs[number]
+        kept = self._kept.pop((number, micro_batch), None)
+        if kept is None or not programs.weights:
+            return
+        assert kept.residuals is not None
+        sums = self.sums[number]
+        if sums is None:
+            sums = programs.zeros(device)
+        self.sums[number] = None  # used up, whatever happens
+        place = np.int32(micro_batch)
+        self.sums[number] = programs.backward_weights(device, kept.values, kept.residuals, sums, place)
+
+    # ---- values
+
+    def _argument(self, place: int, micro_batch: int) -> Any:
+        given = self._given
+        if place in self.carried:
+            return self.carried[place]
+        return given.of_each[place][micro_batch] if place in given.of_each else given.lasting[place]
+
+    def _take(self, micro_batch: int, value: int) -> Any:
+        key = (micro_batch, value)
+        with self._lock:
+            self._left[key] -= 1
+            if self._left[key]:
+                return self._handed[key]
+            del self._left[key]
+            return self._handed.pop(key)
+
+    def _here(self, values: list[Any], device: jax.Device) -> list[Any]:
+        """Values of other devices on this one."""
+        if not self._moves:
+            return values
+        return [jax.device_put(value, device) if isinstance(value, jax.Array) else value for value in values]
+
+    def _finish(self, result: int, micro_batch: int, value: Any) -> None:
+        if result in self._results:
+            self.carried[self._results[result]] = value
+        elif result != self._staged.loss:
+            self.outputs.setdefault(result, []).append(value)

@@ -1,0 +1,152 @@
+"""How long the stages of a pipeline take."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+from strategies.pipelines.timetable import Action, Durations, Kind, Timed
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """How long each stage takes for one micro-batch, without recomputation; in seconds or any other unit.
+
+    Attributes:
+        forward: for each stage its forward pass.
+        backward: for each stage its whole backward pass.
+        weights: for each stage the part of `backward` that is for the weights; half of it by default.
+        update: for each stage, once for all micro-batches; 0 by default.
+
+    Raises:
+        ValueError: if there are not as many of each, or one is negative or not finite; if a part for the weights is
+            longer than the whole.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weights: tuple[float, ...] = ()
+    update: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", tuple(self.weights) or tuple(time / 2 for time in self.backward))
+        object.__setattr__(self, "update", tuple(self.update) or (0.0,) * len(self.forward))
+        for name in ("forward", "backward", "weights", "update"):
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+            self._check(name, getattr(self, name))
+        for stage, (part, whole) in enumerate(zip(self.weights, self.backward, strict=True)):
+            if part > whole:
+                raise ValueError(
+                    f"stage {stage} takes {part:g} for the part of its backward pass for the weights, and {whole:g} "
+                    "for all of it; give the time of the whole backward pass"
+                )
+
+    def _check(self, name: str, times: Sequence[float]) -> None:
+        if len(times) != len(self.forward):
+            raise ValueError(f"there are {len(self.forward)} times of forward passes and {len(times)} of {name}")
+        for stage, time in enumerate(times):
+            if not (math.isfinite(time) and time >= 0):
+                raise ValueError(f"the time of stage {stage} for {name} is {time:g}; it must be 0 or more, and finite")
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are times of."""
+        return len(self.forward)
+
+    @property
+    def whole(self) -> tuple[float, ...]:
+        """For each stage its forward and its backward pass together."""
+        return tuple(there + back for there, back in zip(self.forward, self.backward, strict=True))
+
+    def durations(self, recompute: bool = False) -> Durations:
+        """How long each action takes. With recomputation a backward pass begins with a forward pass."""
+        found: dict[tuple[Kind, int], float] = {}
+        for stage, forward in enumerate(self.forward):
+            again = forward if recompute else 0.0
+            found[Kind.FORWARD, stage] = forward
+            found[Kind.BACKWARD, stage] = self.backward[stage] + again
+            found[Kind.BACKWARD_INPUTS, stage] = self.backward[stage] - self.weights[stage] + again
+            found[Kind.BACKWARD_WEIGHTS, stage] = self.weights[stage]
+            found[Kind.UPDATE, stage] = self.update[stage]
+        return found
+
+    def scaled(self, factors: Sequence[float]) -> StageTimes:
+        """The times of stages that take this many times as long; updates stay."""
+        forward, backward, weights = (
+            tuple(time * factor for time, factor in zip(times, factors, strict=True))
+            for times in (self.forward, self.backward, self.weights)
+        )
+        return StageTimes(forward, backward, weights, self.update)
+
+    def joined(self, sizes: Sequence[int]) -> StageTimes:
+        """The times of stages that are made of these, which are then parts: so many neighbours for each stage.
+
+        Raises:
+            ValueError: if a stage has none, or the parts are more or fewer.
+        """
+        if sum(sizes) != self.num_stages or min(sizes, default=0) < 1:
+            raise ValueError(
+                f"stages of {list(sizes)} parts are to be made of {self.num_stages} parts; every stage needs one or "
+                "more, and every part a stage"
+            )
+        bounds = list(pairwise(accumulate(sizes, initial=0)))
+        joined = [
+            tuple(sum(times[first:end]) for first, end in bounds)
+            for times in (self.forward, self.backward, self.weights, self.update)
+        ]
+        return StageTimes(*joined)
+
+
+def equal_times(num_stages: int) -> StageTimes:
+    """The times of stages that are alike: forward pass 1, backward pass 2, one part of it 1, update 1."""
+    return StageTimes((1,) * num_stages, (2,) * num_stages, (1,) * num_stages, (1,) * num_stages)
+
+
+def mean_times(pipelines: Iterable[Sequence[Timed]], recompute: bool = False) -> StageTimes:
+    """The mean times of stages, over micro-batches and replicas, from what was measured.
+
+    A stage on several devices takes as long as the slowest of them.
+
+    Args:
+        pipelines: for each replica what its devices did.
+        recompute: whether their backward passes recomputed; then a forward pass is taken off each.
+
+    Raises:
+        ValueError: if there is no forward pass of a stage.
+    """
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for spans in pipelines:
+        longest: dict[Action, float] = {}
+        for _, action, begin, end in spans:
+            longest[action] = max(longest.get(action, 0.0), end - begin)
+        for action, time in longest.items():
+            times[action.kind, action.stage].append(time)
+    stages = range(1 + max((stage for _, stage in times), default=-1))
+    if lacking := [stage for stage in stages if (Kind.FORWARD, stage) not in times]:
+        raise ValueError(f"no forward pass of stages {lacking} was measured; give what a whole pipeline did")
+    return _means(times, stages, recompute)
+
+
+def _means(times: dict[tuple[Kind, int], list[float]], stages: range, recompute: bool) -> StageTimes:
+    def mean(kind: Kind, stage: int) -> float:
+        return fmean(times.get((kind, stage), [0.0]))
+
+    def backward(kind: Kind, stage: int) -> float:
+        return max(mean(kind, stage) - (mean(Kind.FORWARD, stage) if recompute else 0.0), 0.0)
+
+    parts = [
+        [backward(Kind.BACKWARD_INPUTS, one) for one in stages],
+        [mean(Kind.BACKWARD_WEIGHTS, one) for one in stages],
+    ]
+    wholes = [backward(Kind.BACKWARD, stage) for stage in stages]
+    is_split = any(map(any, parts))
+    return StageTimes(
+        tuple(mean(Kind.FORWARD, stage) for stage in stages),
+        tuple(map(sum, zip(*parts, strict=True))) if is_split else tuple(wholes),
+        tuple(parts[1]) if is_split else (),
+        tuple(mean(Kind.UPDATE, stage) for stage in stages),
+    )

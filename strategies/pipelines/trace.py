@@ -1,0 +1,167 @@
+"""What the devices of a pipeline did when, as it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from strategies.pipelines.cuts import WORTH, Cut, better_cut, even_length, loads, slowest
+from strategies.pipelines.pictures.panel import Panel, Unit, unit_of
+from strategies.pipelines.pictures.perfetto import perfetto
+from strategies.pipelines.pictures.svg import WIDTH, draw_svg
+from strategies.pipelines.pictures.text import COLUMNS, draw_text
+from strategies.pipelines.times import StageTimes, mean_times
+from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, bubble_share
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One update, or one round of micro-batches, of a pipeline; `str` of it is a table.
+
+    Attributes:
+        replicas: for each replica that was watched, by its global index, what its devices did; in seconds from one
+            moment that is the same for all.
+        recompute: whether backward passes recomputed.
+
+    Raises:
+        ValueError: if there is nothing in it.
+    """
+
+    replicas: Mapping[int, Sequence[Timed]]
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.replicas or not all(self.replicas.values()):
+            raise ValueError("a trace of no action; give what the devices of one replica or more did")
+        object.__setattr__(self, "replicas", {number: tuple(self.replicas[number]) for number in sorted(self.replicas)})
+
+    @cached_property
+    def times(self) -> StageTimes:
+        """The mean times of the stages, over micro-batches and replicas, without recomputation."""
+        return mean_times(self.replicas.values(), self.recompute)
+
+    @property
+    def length_s(self) -> float:
+        """From the first begin to the last end, of the replica that took the longest."""
+        return max(panel.length for panel in self.panels)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of the devices' time in which they had nothing to do, 0 to 1, over all replicas."""
+        shares = [bubble_share(spans, len({span.device for span in spans})) for spans in self.replicas.values()]
+        return sum(shares) / len(shares)
+
+    @cached_property
+    def panels(self) -> list[Panel]:
+        """What pictures show: a panel for each replica."""
+        return [Panel(self._title(replica), tuple(spans), True) for replica, spans in self.replicas.items()]
+
+    def text(self, columns: int = COLUMNS) -> str:
+        """What was done as lines of at most so many columns, one replica below another; see `draw_text`."""
+        return "\n".join(draw_text(panel, columns) for panel in self.panels)
+
+    def svg(self, width: int = WIDTH) -> str:
+        """What was done as a picture of so many pixels; see `draw_svg`."""
+        return draw_svg(self.panels, width)
+
+    def perfetto(self) -> str:
+        """What was done, for ui.perfetto.dev: JSON to write into a file; see `perfetto`."""
+        return perfetto(self.replicas)
+
+    def timetable(self) -> Timetable:
+        """The order in which the first replica did it.
+
+        Raises:
+            ValueError: if it is not all of one update.
+        """
+        return observed(self.replicas[min(self.replicas)])
+
+    def advice(self) -> str:
+        """Which stage is the slowest, and what it would gain if all devices had equally much to do.
+
+        Whether the model can be cut like that is not known here: `better_cut` knows the parts.
+        """
+        stage, unit = slowest(self.times), unit_of(max(self.times.whole), True)
+        mean = sum(self.times.whole) / self.times.num_stages
+        return (
+            f"stage {stage} is the slowest: {unit.said(self.times.whole[stage])} for a micro-batch, where the mean is "
+            f"{unit.said(mean)}. {self._gain(unit)}"
+        )
+
+    def _gain(self, unit: Unit) -> str:
+        timetable = self.timetable()
+        length = timetable.length(self.times.durations(self.recompute))
+        even = even_length(timetable, self.times, self.recompute)
+        gain = 1 - even / length if length else 0.0
+        if gain < WORTH:
+            return f"Other cuts would gain less than {WORTH:.0%}"
+        there = loads(timetable, self.times)
+        device = there.index(max(there))
+        stages = [stage for stage, devices in enumerate(timetable.mapping) if device in devices]
+        before, after = (unit_of(time, True).said(time) for time in (length, even))
+        return (
+            f"If all devices had equally much to do an update would take {after} and not {before} (both simulated): "
+            f"{unit.said(there[device] - sum(there) / len(there))} would have to leave device {device}, with stage"
+            f"{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        )
+
+    def better_cut(self, parts: StageTimes, sizes: Sequence[int]) -> Cut:
+        """A cut that is better, for parts of stages whose times are known; see `cuts.better_cut`.
+
+        Args:
+            parts: the times of what the stages are made of (layers, blocks), in their order, in seconds.
+            sizes: for each stage how many parts it has now.
+        """
+        return better_cut(self.timetable(), parts, sizes, self.recompute)
+
+    def __str__(self) -> str:
+        unit = unit_of(max(self.times.whole), True)
+        lines = [panel.title for panel in self.panels]
+        lines.append(f"{'stage':5}  {f'forward ({unit.name})':>12}  {f'backward ({unit.name})':>13}  share of all")
+        for stage in range(self.times.num_stages):
+            numbers = [f"{of[stage] / unit.size:.3g}" for of in (self.times.forward, self.times.backward)]
+            share = self.times.whole[stage] / sum(self.times.whole) if any(self.times.whole) else 0.0
+            lines.append(f"{stage:<5}  {numbers[0]:>12}  {numbers[1]:>13}  {share:>12.1%}")
+        return "\n".join([*lines, self.advice()])
+
+    def _title(self, replica: int) -> str:
+        spans = self.replicas[replica]
+        devices = len({span.device for span in spans})
+        length = max(span.end_s for span in spans) - min(span.begin_s for span in spans)
+        return (
+            f"replica {replica}, measured: {unit_of(length, True).said(length)}, "
+            f"{bubble_share(spans, devices):.1%} bubbles on {devices} devices"
+        )
+
+
+def observed(spans: Sequence[Timed]) -> Timetable:
+    """The timetable that one update followed.
+
+    Raises:
+        ValueError: if actions of it are missing, or it is more than one update.
+    """
+    ordered = sorted(spans, key=lambda span: (span.begin_s, span.end_s))
+    actions: list[list[Action]] = [[] for _ in range(1 + max(span.device for span in spans))]
+    places: list[set[int]] = [set() for _ in range(1 + max(span.action.stage for span in spans))]
+    for span in ordered:
+        actions[span.device].append(span.action)
+        places[span.action.stage].add(span.device)
+    return Timetable(
+        tuple(map(tuple, actions)),
+        tuple(tuple(sorted(devices)) for devices in places),
+        1 + max((span.action.micro_batch or 0 for span in spans), default=0),
+        any(span.action.kind is not Kind.FORWARD for span in spans),
+        _is_in_turn(spans),
+    )
+
+
+def _is_in_turn(spans: Sequence[Timed]) -> bool:
+    """Whether every micro-batch began after the end of the one before."""
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for _, action, begin, end in spans:
+        if action.micro_batch is not None:
+            begins[action.micro_batch] = min(begin, begins.get(action.micro_batch, begin))
+            ends[action.micro_batch] = max(end, ends.get(action.micro_batch, end))
+    return len(begins) > 1 and all(ends[number - 1] <= begins[number] for number in begins if number - 1 in ends)

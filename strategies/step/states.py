@@ -1,0 +1,118 @@
+"""The first state of a training, and what becomes of a state where instances are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from strategies.exchange.transfer import Int8Layout
+from strategies.replicas.membership import surviving, warn_of_loss
+from strategies.replicas.replicas import Replicas
+from strategies.roles import Tree, Variables
+from strategies.step.arguments import check_variables
+from strategies.step.model_state import as_arrays, check_model_state, has_own
+from strategies.step.options import StepOptions
+from strategies.step.shards import PartOfArray, Shards
+from strategies.step.single_step import SingleStep
+from strategies.step.trainable import Trainable
+from strategies.step.updates import Update
+from strategies.train_state import TrainState
+
+T = TypeVar("T")
+
+
+class States:
+    """Knows which parts of a state only this instance has.
+
+    Args:
+        replicas: where the replicas are.
+        options: of the step.
+        update: of the variables; it makes the optimizer state.
+    """
+
+    def __init__(self, replicas: Replicas, options: StepOptions, update: Update) -> None:
+        self._replicas = replicas
+        self._options = options
+        self._update = update
+
+    @property
+    def own_part(self) -> str | None:
+        """What each instance has of the state that no other has, in words; None where all have the same."""
+        kinds = {
+            "sharded optimizer state": self._update.is_sharded,
+            "residuals of int8 gradients": self._options.transfer.is_quantised,
+            "model state of single replicas": has_own(self._options.model_state_aggregation),
+        }
+        return next((kind for kind, has_it in kinds.items() if has_it), None)
+
+    def init(self, variables: Variables, model_state: Tree, single: SingleStep) -> TrainState:
+        """The first state on all instances; see `Trainer.init`.
+
+        Args:
+            variables: see there.
+            model_state: see there.
+            single: makes the steps that follow.
+        """
+        first = self._checked(variables, model_state)
+
+        def catch_up() -> TrainState | None:
+            meeting = single.meet()
+            return single.share(self._first(*first), meeting.newest) if meeting.is_late else None
+
+        if part := self.own_part:
+            warn_of_loss(self._replicas, f"every instance has a part of the state that no other has ({part})")
+        return self.surviving(lambda: self._first(*self._replicas.broadcast(first)), catch_up, single.share)
+
+    def surviving(
+        self, attempt: Callable[[], T], catch_up: Callable[[], T | None], share: Callable[[T, int], object]
+    ) -> T:
+        """What `attempt` returns, also where instances are lost whose part of the state others have too.
+
+        Args:
+            attempt: see `membership.surviving`.
+            catch_up: see there.
+            share: see there.
+        """
+        return attempt() if self.own_part else surviving(self._replicas, attempt, catch_up, share)
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        local = len(self._replicas.local_replicas)
+        shards = Shards(self._replicas.num_replicas_in_sync, local, 1)
+
+        def of_all(leaf: jax.Array) -> PartOfArray:
+            rows = leaf.shape[0] // local * self._replicas.num_replicas_in_sync
+            whole = jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+            return PartOfArray(leaf, whole, shards, self._replicas)
+
+        return replace(
+            state,
+            optimizer_state=self._update.whole(state.optimizer_state),
+            residuals=jax.tree.map(of_all, state.residuals),
+            model_state=self._options.rule_of(state.model_state).map_own(of_all, state.model_state),
+        )
+
+    def _checked(self, variables: Variables, model_state: Tree) -> tuple[Variables, Tree]:
+        """What a state is to begin with, as arrays; raises what `Trainer.init` does."""
+        check_variables(variables, self._options.trainable)
+        check_model_state(model_state)
+        arrays = as_arrays(model_state)
+        self._options.rule_of(arrays)
+        return variables, arrays
+
+    def _first(self, variables: Variables, model_state: Tree) -> TrainState:
+        scaling, place = self._options.scaling, self._replicas.devices.place
+        trained = Trainable.of(variables, self._options.trainable).pick(variables)
+        local = len(self._replicas.local_replicas)
+        residuals = None
+        if self._options.transfer.is_quantised:
+            of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
+            residuals = [place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
+        scale = None if scaling is None else scaling.start()
+        rule = self._options.rule_of(model_state)
+        of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), model_state)
+        return TrainState(variables, self._update.init(trained), 0, scale, residuals, of_all)

@@ -1,0 +1,137 @@
+"""schedule="auto": which one is chosen, and why."""
+
+import itertools
+import random
+
+import pytest
+
+from strategies.pipelines.choice import MIB, StashBytes, choose
+from strategies.pipelines.schedules.registry import schedule_named, schedules_by_name
+from strategies.pipelines.times import StageTimes
+from strategies.pipelines.timetable import placed
+
+TIMES = StageTimes((0.01,) * 4, (0.02,) * 4, update=(0.002,) * 4)
+STASH = StashBytes((40 * MIB,) * 4, (2 * MIB,) * 4)
+FOUR = placed(range(4))
+
+
+def chosen(limit_mib, count=12, times=TIMES, stash=STASH, mapping=FOUR):
+    limit = None if limit_mib is None else int(limit_mib * MIB)
+    one = choose(times, stash, mapping, count, limit).chosen
+    return one.schedule, one.recompute
+
+
+def table_of(name, mapping=FOUR, count=24):
+    return schedule_named(name).timetable(mapping, count, True)
+
+
+def test_the_bytes_of_a_stage_are_those_of_its_micro_batches():
+    for name, expected in (("grouped", (7, 5, 3, 1)), ("interleaved", (4, 3, 2, 1)), ("sequential", (1, 1, 1, 1))):
+        assert STASH.greatest(table_of(name), False) == tuple(40 * MIB * number for number in expected)
+        assert STASH.greatest(table_of(name), True) == tuple((2 * number + 40) * MIB for number in expected)
+
+
+def test_a_device_keeps_what_all_of_its_stages_keep_at_one_time():
+    stash = StashBytes((1, 10, 100), (0, 0, 0))
+    made = schedule_named("sequential").timetable(placed([0, 1, 0]), 4, True)
+    assert stash.greatest(made, False) == (101, 10)
+    assert stash.greatest(made, True) == (100, 10)
+
+
+def test_the_part_for_the_weights_frees():
+    stash = StashBytes((1,) * 4, (0,) * 4)
+    assert stash.greatest(table_of("zero_bubble"), False) == (4, 4, 4, 4)
+
+
+def test_what_is_computed_again_is_kept_between_the_parts_of_a_backward_pass():
+    """Stage k is behind by k micro-batches with the parts for the weights."""
+    stash = StashBytes((1,) * 4, (0,) * 4)
+    assert stash.greatest(table_of("zero_bubble"), True) == (1, 2, 3, 4)
+    assert stash.greatest(table_of("grouped"), True) == (1, 1, 1, 1)
+
+
+def test_nothing_is_kept_where_nothing_is_learned():
+    made = schedule_named("grouped").timetable(FOUR, 8, False)
+    assert STASH.greatest(made, False) == STASH.greatest(made, True) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "expected"),
+    [
+        (None, ("zero_bubble", False)),
+        (160, ("zero_bubble", False)),
+        (159, ("interleaved", True)),
+        (48, ("interleaved", True)),
+        (47, ("sequential", False)),
+        (40, ("sequential", False)),
+    ],
+)
+def test_the_fastest_that_fits_is_chosen(limit_mib, expected):
+    assert chosen(limit_mib) == expected
+
+
+def test_it_fits_and_all_that_are_faster_do_not():
+    """For random stages and limits: the promise itself."""
+    rng = random.Random(7)
+    for _ in range(8):
+        stages = rng.randint(2, 4)
+        times = StageTimes(*(tuple(rng.uniform(1, 9) for _ in range(stages)) for _ in range(2)))
+        stash = StashBytes(*(tuple(rng.randint(1, most) for _ in range(stages)) for most in (90, 9)))
+        limit = rng.randint(150, 400)
+        mapping = placed([rng.randrange(stages) for _ in range(stages)])
+        count = rng.choice([6, 7, 8, 12])
+        found = choose(times, stash, mapping, count, limit)
+        assert found.chosen.most_bytes <= limit
+        for other in found.others:
+            assert other.most_bytes > limit or other.length_s >= found.chosen.length_s * (1 - 1e-5)
+
+
+def test_of_equally_long_ones_it_is_the_one_that_keeps_less():
+    slow_weights = StageTimes((0.01,) * 4, (0.02,) * 4, (0.0,) * 4)
+    names = [chosen(None, times=slow_weights)[0]]
+    lengths = {
+        name: round(table_of(name).length(slow_weights.durations()), 9)
+        for name in ("grouped", "interleaved", "zero_bubble")
+    }
+    assert len(set(lengths.values())) == 1
+    assert names == ["interleaved"]
+
+
+def test_schedules_that_do_not_take_the_number_or_the_mapping_are_left_out():
+    of_seven = choose(TIMES, STASH, FOUR, 7)
+    names = {one.schedule for one in (of_seven.chosen, *of_seven.others)}
+    assert names == set(schedules_by_name()) - {"grouped", "interleaved"}
+    repeated = choose(TIMES, STASH, placed([0, 1, 1, 0]), 8)
+    assert {one.schedule for one in (repeated.chosen, *repeated.others)} == set(schedules_by_name()) - {"interleaved"}
+
+
+def test_there_are_two_ways_for_each_schedule_and_the_best_comes_first():
+    found = choose(TIMES, STASH, FOUR, 24)
+    assert len(found.others) == 2 * len(schedules_by_name()) - 1
+    lengths = [one.length_s for one in (found.chosen, *found.others)]
+    assert all(before <= after * (1 + 1e-5) for before, after in itertools.pairwise(lengths))
+
+
+def test_the_reason_is_a_sentence_with_the_numbers():
+    assert choose(TIMES, STASH, FOUR, 24).reason == (
+        "zero_bubble was chosen: 752 ms for an update is the shortest of 10 ways to run it, and it keeps 160 MiB; "
+        "interleaved would take 812 ms and keep 160 MiB"
+    )
+    assert choose(TIMES, STASH, FOUR, 24, 120 * MIB).reason == (
+        "interleaved with recomputation was chosen: 1.08 s for an update is the shortest of 5 of 10 ways to run it "
+        "that keep at most 120 MiB on a device, and it keeps 48 MiB; zero_bubble would take 752 ms, but keep 160 MiB"
+    )
+
+
+def test_where_nothing_fits_it_says_what_would():
+    with pytest.raises(ValueError, match=r"at most 39\.5 MiB on a device: sequential keeps the least, 40 MiB; allow"):
+        chosen(39.5)
+
+
+def test_all_stages_need_times_and_bytes():
+    with pytest.raises(ValueError, match="4 stages, times of 4, and bytes of 3 and 4; give all of each stage"):
+        choose(TIMES, StashBytes((1,) * 3, (1,) * 4), FOUR, 8)
+
+
+def test_equal_arguments_give_equal_choices():
+    assert choose(TIMES, STASH, FOUR, 8, 100 * MIB) == choose(TIMES, STASH, FOUR, 8, 100 * MIB)

@@ -1,0 +1,129 @@
+"""Where to cut a model: the evenest cut, what it gains, and when there is nothing to gain."""
+
+import itertools
+import random
+
+import pytest
+
+from strategies.pipelines.cuts import better_cut, even_length, evenest, loads, slowest
+from strategies.pipelines.schedules.registry import schedule_named
+from strategies.pipelines.times import StageTimes
+from strategies.pipelines.timetable import placed
+
+
+def timetable(name, mapping, count=8):
+    return schedule_named(name).timetable(placed(mapping), count, True)
+
+
+def cuts_of(number, stages):
+    for bounds in itertools.combinations(range(1, number), stages - 1):
+        ends = (0, *bounds, number)
+        yield tuple(after - before for before, after in itertools.pairwise(ends))
+
+
+def longest(times, sizes):
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return max(sum(times[before:after]) for before, after in itertools.pairwise(ends))
+
+
+def test_no_cut_has_a_shorter_longest_group():
+    rng = random.Random(3)
+    for _ in range(60):
+        times = [rng.choice([0, 1, 2, rng.uniform(0, 9)]) for _ in range(rng.randint(1, 9))]
+        stages = rng.randint(1, len(times))
+        found = evenest(times, stages)
+        assert sum(found) == len(times)
+        assert min(found) >= 1
+        assert longest(times, found) == pytest.approx(min(longest(times, each) for each in cuts_of(len(times), stages)))
+
+
+def test_more_stages_than_parts_are_refused():
+    with pytest.raises(ValueError, match="2 parts cannot be cut into 3 stages"):
+        evenest([1, 2], 3)
+    with pytest.raises(ValueError, match="num_stages is 0"):
+        evenest([1, 2], 0)
+
+
+def test_the_slowest_stage_has_the_longest_passes_together():
+    assert slowest(StageTimes((1, 5, 2), (9, 1, 8))) == 0
+    assert slowest(StageTimes((1, 5, 2), (2, 6, 9))) == 1
+
+
+def test_a_device_has_the_load_of_all_of_its_stages():
+    made = timetable("grouped", [0, [1, 1], [0, 1]], 6)
+    assert loads(made, StageTimes((1, 2, 3), (1, 2, 3))) == [2 + 6, 4 + 6]
+
+
+@pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 1, 0]], ids=str)
+def test_with_equal_loads_nothing_is_gained(mapping):
+    made = timetable("grouped", mapping, 6)
+    times = StageTimes((1, 2, 1), (2, 4, 2)) if mapping[2] == 0 else StageTimes((1, 1, 1), (2, 2, 2))
+    assert even_length(made, times) == pytest.approx(made.length(times.durations()))
+
+
+def test_an_even_cut_is_what_the_mean_would_take():
+    made = timetable("grouped", [0, 1])
+    uneven = StageTimes((1, 3), (2, 6))
+    assert even_length(made, uneven) == made.length(StageTimes((2, 2), (4, 4)).durations())
+    assert even_length(made, uneven) < made.length(uneven.durations())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_part_is_moved_to_the_stage_that_has_less(recompute):
+    parts = StageTimes((1e-3,) * 8, (2e-3,) * 8)
+    found = better_cut(timetable("grouped", [0, 1]), parts, (6, 2), recompute)
+    assert found.sizes == (4, 4)
+    assert (
+        found.before_s
+        > found.length_s
+        == timetable("grouped", [0, 1]).length(parts.joined((4, 4)).durations(recompute))
+    )
+    assert f"{found}".startswith("stages of [4, 4] parts would shorten an update from ")
+    assert f"by {found.gain:.0%}" in str(found)
+
+
+def test_where_nothing_is_gained_it_says_so():
+    parts = StageTimes((1e-3,) * 8, (2e-3,) * 8)
+    even = better_cut(timetable("grouped", [0, 1]), parts, (4, 4))
+    assert (even.sizes, even.gain) == ((4, 4), 0)
+    assert str(even) == "no cut of these parts was found with which an update is 1% shorter than 108 ms"
+    in_turn = better_cut(timetable("sequential", [0, 1]), parts, (6, 2))
+    assert in_turn.sizes == (6, 2), "stages that never run at the same time are as fast however they are cut"
+
+
+def test_no_cut_that_is_found_is_worse_than_the_one_there_is():
+    rng = random.Random(5)
+    for _ in range(15):
+        number, stages = rng.randint(3, 9), 3
+        parts = StageTimes(*(tuple(rng.uniform(0, 5) for _ in range(number)) for _ in range(2)))
+        mapping = rng.choice([[0, 1, 2], [0, 1, 0], [0, 0, 1], [0, [0, 1], 1]])
+        sizes = rng.choice(list(cuts_of(number, stages)))
+        made = timetable("one_forward_one_backward", mapping, 5)
+        found = better_cut(made, parts, sizes)
+        assert found.length_s == pytest.approx(made.length(parts.joined(found.sizes).durations()))
+        assert found.length_s <= found.before_s == pytest.approx(made.length(parts.joined(sizes).durations()))
+
+
+def test_with_a_device_for_each_stage_the_slowest_is_as_fast_as_can_be():
+    rng = random.Random(11)
+    made = timetable("one_forward_one_backward", range(4), 6)
+    changed = 0
+    for _ in range(25):
+        parts = StageTimes(*(tuple(rng.choice([1, 1, 2, 9]) for _ in range(9)) for _ in range(2)))
+        sizes = rng.choice(list(cuts_of(9, 4)))
+        found = better_cut(made, parts, sizes).sizes
+        if found != sizes:
+            changed += 1
+            assert longest(parts.whole, found) == min(longest(parts.whole, each) for each in cuts_of(9, 4))
+    assert changed > 10
+
+
+def test_a_device_with_two_stages_gets_as_much_as_one_with_one():
+    parts = StageTimes((1.0,) * 8, (2.0,) * 8)
+    found = better_cut(timetable("one_forward_one_backward", [0, 1, 0], 12), parts, (3, 2, 3))
+    assert found.sizes[1] == 4
+
+
+def test_sizes_are_those_of_the_stages():
+    with pytest.raises(ValueError, match="sizes of 3 stages are given, and the pipeline has 2"):
+        better_cut(timetable("grouped", [0, 1]), StageTimes((1,) * 3, (1,) * 3), (1, 1, 1))

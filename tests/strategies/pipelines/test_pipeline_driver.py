@@ -1,0 +1,108 @@
+"""Threads that carry out a timetable: what they wait for, and how all of them end."""
+
+import itertools
+import threading
+
+import pytest
+
+from strategies.pipelines.driver import AbandonedError, Course, Drive
+from strategies.pipelines.schedules.registry import schedules_by_name
+from strategies.pipelines.timetable import Action, Kind, placed
+
+MAPPINGS = {
+    "chain": [0, 1, 2, 3],
+    "there and back": [0, 1, 1, 0],
+    "one": [0, 0, 0, 0],
+    "a stage on two": [0, [0, 1], 1],
+}
+
+
+def timetables():
+    for (name, schedule), (word, mapping) in itertools.product(sorted(schedules_by_name().items()), MAPPINGS.items()):
+        if name != "interleaved" or word == "chain":
+            yield pytest.param(schedule.timetable(placed(mapping), 8, True), id=f"{name}, {word}")
+
+
+def follow(drive, devices):
+    """The errors of all drivers, each in a thread of its own."""
+    errors = [None] * devices
+
+    def one(device):
+        try:
+            drive.follow(device)
+        except BaseException as error:
+            errors[device] = error
+
+    threads = [threading.Thread(target=one, args=(device,)) for device in range(devices)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+@pytest.mark.parametrize("timetable", list(timetables()))
+def test_an_action_begins_when_all_is_done_that_it_depends_on(timetable):
+    parts = {action: len(set(timetable.mapping[action.stage])) for actions in timetable.devices for action in actions}
+    lock = threading.Lock()
+
+    def perform(device, action):
+        with lock:
+            assert not [one for one in timetable.dependencies(action) if parts[one]]
+            parts[action] -= 1
+
+    drive = Drive(Course.of(timetable), perform)
+    assert follow(drive, len(timetable.devices)) == [None] * len(timetable.devices)
+    assert not any(parts.values())
+    for device, actions in enumerate(timetable.devices):
+        assert [span.action for span in drive.spans if span.device == device] == list(actions)
+
+
+def test_a_single_device_waits_for_nobody():
+    course = Course.of(schedules_by_name()["grouped"].timetable(placed([0, 0]), 4, True))
+    assert course.signals == 0
+
+
+def test_times_are_those_of_the_clock_since_the_begin():
+    timetable = schedules_by_name()["sequential"].timetable(placed([0, 0]), 1, False)
+    drive = Drive(Course.of(timetable), lambda device, action: None, 10.0, itertools.count(11).__next__)
+    drive.follow(0)
+    assert [(span.begin_s, span.end_s) for span in drive.spans] == [(1, 2), (3, 4)]
+
+
+@pytest.mark.parametrize("timetable", list(timetables()))
+def test_all_end_when_one_of_them_fails(timetable):
+    bad = Action(Kind.FORWARD, 1, 3)
+
+    def perform(device, action):
+        if action == bad:
+            raise ArithmeticError("no")
+
+    errors = follow(Drive(Course.of(timetable), perform), len(timetable.devices))
+    assert all(error is None or isinstance(error, ArithmeticError | AbandonedError) for error in errors)
+    assert [type(errors[device]) for device in set(timetable.mapping[1])].count(ArithmeticError) >= 1
+
+
+def test_those_who_wait_are_told_to_give_up():
+    timetable = schedules_by_name()["grouped"].timetable(placed([0, 1]), 4, False)
+    begun = threading.Event()
+
+    def perform(device, action):
+        begun.set()
+        stopped.wait(60)
+
+    stopped = threading.Event()
+    drive = Drive(Course.of(timetable), perform)
+
+    def stop():
+        begun.wait(60)
+        drive.give_up()
+        stopped.set()
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    errors = follow(drive, 2)
+    stopper.join()
+    assert [type(error) for error in errors] == [AbandonedError] * 2
+    assert "device 1 gives up before the forward of stage 1 for micro-batch 0" in str(errors[1])

@@ -1,0 +1,23 @@
+"""What docs/pipelines.md shows of plans is what they say."""
+
+import draw_pipelines
+
+from strategies.pipelines.choice import MIB, StashBytes, choose
+from strategies.pipelines.times import StageTimes
+from strategies.pipelines.timetable import placed
+
+
+def test_the_picture_of_schedules_is_up_to_date():
+    assert draw_pipelines.PICTURE.read_text(encoding="utf-8") == draw_pipelines.draw(), "run docs/draw_pipelines.py"
+
+
+def test_the_table_and_the_timetable_are_up_to_date():
+    page = draw_pipelines.PAGE.read_text(encoding="utf-8")
+    assert page == draw_pipelines.written(page), "run python docs/draw_pipelines.py"
+
+
+def test_the_sentence_on_auto_is_what_it_says():
+    times = StageTimes((0.01,) * 4, (0.02,) * 4, update=(0.002,) * 4)
+    stash = StashBytes((40 * MIB,) * 4, (2 * MIB,) * 4)
+    page = " ".join(draw_pipelines.PAGE.read_text(encoding="utf-8").split())
+    assert choose(times, stash, placed(range(4)), 24, 120 * MIB).reason in page

@@ -1,0 +1,119 @@
+"""Plans: the numbers of the issue, the table, and what is refused as the pipeline itself refuses it."""
+
+import re
+
+import pytest
+
+from strategies import FailedPreconditionError, pipelining_ops
+from strategies.pipelines.pipelining_ops import PipelineSchedule, StageTimes, plan
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stash"),
+    [
+        ("grouped", (7, 5, 3, 1)),
+        ("interleaved", (4, 3, 2, 1)),
+        ("sequential", (1, 1, 1, 1)),
+        ("one_forward_one_backward", (4, 3, 2, 1)),
+        ("zero_bubble", (4, 4, 4, 4)),
+    ],
+)
+def test_what_four_stages_keep(schedule, stash):
+    made = plan(4, 24, schedule)
+    assert made.stash == stash
+    assert plan(4, 24, schedule, training=False).stash == (0, 0, 0, 0)
+
+
+def test_length_and_bubbles_of_equal_stages():
+    made = plan(4, 24)
+    assert made.schedule == "grouped"
+    assert made.length == (24 + 3) * 3 + 1
+    assert made.bubble_share == pytest.approx(1 - 73 / 82)
+    assert plan(4, 24, "zero_bubble").bubble_share < made.bubble_share / 2.5
+    assert plan(4, 24, "sequential").length == 24 * 4 * 3 + 1
+
+
+def test_recomputation_makes_backward_passes_longer_by_forward_passes():
+    assert plan(4, 24, recompute=True).length == (24 + 3) * 4 + 1
+    assert plan(4, 24, recompute=True).stash == plan(4, 24).stash
+
+
+def test_given_times_are_seconds():
+    times = StageTimes((0.01, 0.02), (0.02, 0.05), update=(0.001, 0.001))
+    made = plan(2, 8, times=times)
+    assert made.in_seconds
+    assert made.length == pytest.approx(0.01 + 8 * 0.07 + 0.02 + 0.001)
+    assert "ms" in made.text()
+    with pytest.raises(ValueError, match="there are 3 stages, and times of 2"):
+        plan(3, 6, times=times)
+
+
+TABLE = """\
+grouped: 3 stages on 2 devices, 6 micro-batches, 41 forward passes long, 7.3% bubbles
+stage  devices  forward  backward  kept micro-batches
+0      0        1        2         5
+1      0, 1     1        2         3
+2      1        1        2         1"""
+
+
+def test_a_plan_is_a_table():
+    assert str(plan(3, 6, device_mapping=[0, [0, 1], 1])) == TABLE
+
+
+def test_a_table_of_times_has_their_unit():
+    lines = str(plan(2, 4, times=StageTimes((0.01, 0.02), (0.02, 0.05)), recompute=True)).splitlines()
+    assert lines[0] == "grouped with recomputation: 2 stages on 2 devices, 4 micro-batches, 400 ms long, 35.0% bubbles"
+    assert re.split(r"  +", lines[1])[2:4] == ["forward (ms)", "backward (ms)"]
+    assert lines[3].split() == ["1", "1", "20", "50", "1"]
+
+
+def test_pictures_show_the_same_timetable():
+    made = plan(2, 4, PipelineSchedule.Interleaved)
+    assert made.text().splitlines()[0] == str(made).splitlines()[0]
+    assert len(re.findall("forward of stage", made.svg())) == 8
+    assert 'width="700"' in made.svg(700)
+
+
+def test_stages_may_be_functions():
+    def one():
+        raise AssertionError("a plan runs nothing")
+
+    assert plan([one, [one, one], one], 6, device_mapping=[0, [1, 2], 0]).stash == (5, 3, 1)
+    assert plan(3, 6, device_mapping=[0, [1, 2], 0]).timetable.mapping == ((0,), (1, 2), (0,))
+
+
+def test_a_stage_on_all_devices_has_those_that_there_are():
+    assert plan(3, 6, device_mapping=[-1, 0, 1]).timetable.mapping == ((0, 1), (0,), (1,))
+    assert plan(2, 4, device_mapping=[-1, 0], ipus_per_replica=4).timetable.mapping == ((0, 1, 2, 3), (0,))
+
+
+def test_batch_serialization_keeps_as_many_micro_batches():
+    made = plan(3, 8, batch_serialization_iterations=4)
+    assert (made.schedule, made.stash, made.bubble_share) == ("sequential", (4, 4, 4), 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "arguments", "options"),
+    [
+        (ValueError, "at least two", (1, 8), {}),
+        (TypeError, "computational_stages is 2.5", (2.5, 8), {}),
+        (FailedPreconditionError, "must be a multiple of 3", (3, 10, "interleaved"), {"training": False}),
+        (FailedPreconditionError, "must be a multiple of 6", (3, 9), {}),
+        (ValueError, "gradient_accumulation_count is needed", (3, None), {}),
+        (TypeError, "must be a list of devices", (3, 6), {"device_mapping": 1}),
+        (ValueError, "Each stage must be mapped", (3, 6), {"device_mapping": range(4)}),
+        (ValueError, "Each stage must be mapped", (3, 6), {"device_mapping": (0,)}),
+        (ValueError, "a replica spans 2 devices", (3, 6), {"ipus_per_replica": 2}),
+        (ValueError, "ipus_per_replica is 0", (3, 6), {"ipus_per_replica": 0}),
+        (ValueError, "no pipeline schedule 'fast'", (3, 6, "fast"), {}),
+        (NotImplementedError, "The pipelining schedule", (4, 4, "interleaved", [0, 1, [2, 3], 0]), {}),
+    ],
+)
+def test_what_a_pipeline_refuses(error, words, arguments, options):
+    with pytest.raises(error, match=words):
+        plan(*arguments, **options)
+
+
+def test_the_names_of_the_module_are_described():
+    assert list(pipelining_ops.__all__) == sorted(pipelining_ops.__all__)
+    assert all(getattr(pipelining_ops, name).__doc__ for name in pipelining_ops.__all__)

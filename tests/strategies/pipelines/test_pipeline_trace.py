@@ -1,0 +1,131 @@
+"""Traces: the order that they show, mean times, and what they say of the stages."""
+
+import json
+
+import pytest
+
+from strategies.pipelines.plan import plan
+from strategies.pipelines.schedules.registry import schedules_by_name
+from strategies.pipelines.times import StageTimes
+from strategies.pipelines.timetable import Timed
+from strategies.pipelines.trace import Trace, observed
+
+TIMES = StageTimes((0.01, 0.01, 0.02), (0.02, 0.02, 0.06), update=(0.001, 0.002, 0.003))
+
+
+def trace(schedule="grouped", mapping=None, times=TIMES, recompute=False, replicas=(0,)):
+    made = plan(3, 6, schedule, mapping, times=times, recompute=recompute)
+    later = {r: tuple(s._replace(begin_s=s.begin_s + r, end_s=s.end_s + r) for s in made.spans) for r in replicas}
+    return Trace(later, recompute)
+
+
+REPEATED = [[0, 1, 0], [0, [0, 1], 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mapping"),
+    [
+        *((schedule, [0, 1, 2]) for schedule in sorted(schedules_by_name())),
+        *((schedule, mapping) for schedule in ("grouped", "sequential", "zero_bubble") for mapping in REPEATED),
+    ],
+)
+def test_the_timetable_that_was_followed_is_found(schedule, mapping):
+    made = plan(3, 6, schedule, mapping, times=TIMES)
+    seen = observed(sorted(made.spans, key=lambda span: span.end_s % 0.007))
+    assert (seen.devices, seen.mapping) == (made.timetable.devices, made.timetable.mapping)
+    assert seen.length(TIMES.durations()) == pytest.approx(made.length)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_whether_micro_batches_go_in_turn_is_seen(training):
+    made = plan(2, 4, "sequential", training=training)
+    assert observed(made.spans) == made.timetable
+    assert not observed(plan(2, 4, "grouped", training=training).spans).in_turn
+
+
+def test_a_part_of_an_update_is_refused():
+    with pytest.raises(ValueError, match="lacks the"):
+        observed(trace().replicas[0][:-1])
+
+
+@pytest.mark.parametrize("replicas", [{}, {0: ()}])
+def test_a_trace_of_nothing_is_refused(replicas):
+    with pytest.raises(ValueError, match="a trace of no action"):
+        Trace(replicas)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["grouped", "zero_bubble"])
+def test_times_are_those_of_the_stages(schedule, recompute):
+    found = trace(schedule, recompute=recompute, replicas=(2, 5)).times
+    for name in ("forward", "backward", "update"):
+        assert getattr(found, name) == pytest.approx(getattr(TIMES, name))
+
+
+def test_length_and_bubbles_are_those_of_the_replicas():
+    made = plan(3, 6, times=TIMES)
+    seen = trace(replicas=(0, 3))
+    assert seen.length_s == pytest.approx(made.length)
+    assert seen.bubble_share == pytest.approx(made.bubble_share)
+
+
+def test_advice_names_the_slowest_stage_and_what_an_even_cut_would_gain():
+    assert trace().advice() == (
+        "stage 2 is the slowest: 80 ms for a micro-batch, where the mean is 46.7 ms. If all devices had equally much "
+        "to do an update would take 374 ms and not 541 ms (both simulated): 33.3 ms would have to leave device 2, with "
+        "stage 2"
+    )
+
+
+def test_advice_is_for_devices_where_they_have_several_stages():
+    said = trace(mapping=[0, 1, 0]).advice()
+    assert said.startswith("stage 2 is the slowest: 80 ms")
+    assert said.endswith("40 ms would have to leave device 0, with stages 0, 2")
+
+
+def test_advice_promises_nothing_where_nothing_is_gained():
+    even = StageTimes((0.01,) * 3, (0.02,) * 3)
+    assert trace(times=even).advice().endswith("Other cuts would gain less than 1%")
+    assert trace("sequential").advice().endswith("Other cuts would gain less than 1%")
+
+
+def test_a_better_cut_is_found_for_parts_that_are_known():
+    parts = StageTimes((0.01, 0.01, 0.01, 0.01), (0.02, 0.02, 0.03, 0.03))
+    assert trace().better_cut(parts, (1, 1, 2)).sizes == (2, 1, 1)
+
+
+TABLE = """\
+replica 0, measured: 541 ms, 47.9% bubbles on 3 devices
+replica 3, measured: 541 ms, 47.9% bubbles on 3 devices
+stage  forward (ms)  backward (ms)  share of all
+0                10             20         21.4%
+1                10             20         21.4%
+2                20             60         57.1%
+"""
+
+
+def test_a_trace_is_a_table_with_its_advice():
+    seen = trace(replicas=(0, 3))
+    assert str(seen) == TABLE + seen.advice()
+
+
+def test_pictures_have_a_panel_for_each_replica():
+    seen = trace(replicas=(0, 3))
+    assert seen.text().count("measured: 541 ms") == 2
+    assert seen.svg().count('class="title"') == 2
+    assert 'width="640"' in seen.svg(640)
+    assert {one["pid"] for one in json.loads(seen.perfetto())["traceEvents"]} == {0, 3}
+
+
+def test_measured_times_make_a_plan():
+    seen = trace()
+    assert plan(3, 6, times=seen.times).length == pytest.approx(seen.length_s)
+
+
+def test_traces_may_have_gaps():
+    """A device that waits longer than it must shows as bubbles, and changes no time of a stage."""
+    slow = tuple(Timed(d, a, 3 * begin, 3 * begin + (end - begin)) for d, a, begin, end in trace().replicas[0])
+    late = Trace({0: slow})
+    assert late.times.forward == pytest.approx(TIMES.forward)
+    assert late.bubble_share > trace().bubble_share
+    assert late.advice() == trace().advice()
