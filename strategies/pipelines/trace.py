@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from strategies.pipelines.cuts import WORTH, Cut, better_cut, even_length, loads, slowest
 from strategies.pipelines.pictures.panel import Panel, Unit, unit_of
 from strategies.pipelines.pictures.perfetto import perfetto
 from strategies.pipelines.pictures.svg import WIDTH, draw_svg
 from strategies.pipelines.pictures.text import COLUMNS, draw_text
-from strategies.pipelines.times import StageTimes, mean_times
+from strategies.pipelines.times import StageTimes, measured_times
 from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, bubble_share
 
 
@@ -28,17 +29,23 @@ class Trace:
         ValueError: if there is nothing in it.
     """
 
-    replicas: Mapping[int, tuple[Timed, ...]]
+    replicas: Mapping[int, Sequence[Timed]]
     recompute: bool = False
 
     def __post_init__(self) -> None:
         if not self.replicas or not all(self.replicas.values()):
             raise ValueError("a trace of no action; give what the devices of one replica or more did")
+        object.__setattr__(self, "replicas", {number: tuple(self.replicas[number]) for number in sorted(self.replicas)})
 
     @cached_property
     def times(self) -> StageTimes:
-        """The mean times of the stages, over micro-batches and replicas, without recomputation."""
-        return mean_times(self.replicas.values(), self.recompute)
+        """The times of the stages without recomputation, medians over micro-batches and replicas."""
+        return measured_times(self.replicas.values(), self.recompute)
+
+    @cached_property
+    def mean_times(self) -> StageTimes:
+        """Likewise the means; larger ones than the medians show that actions were interrupted."""
+        return measured_times(self.replicas.values(), self.recompute, fmean)
 
     @property
     def length_s(self) -> float:
@@ -54,7 +61,7 @@ class Trace:
     @cached_property
     def panels(self) -> list[Panel]:
         """What pictures show: a panel for each replica."""
-        return [Panel(self._title(replica), self.replicas[replica], True) for replica in sorted(self.replicas)]
+        return [Panel(self._title(replica), tuple(spans), True) for replica, spans in self.replicas.items()]
 
     def text(self, columns: int = COLUMNS) -> str:
         """What was done as lines of at most so many columns, one replica below another; see `draw_text`."""
@@ -105,7 +112,7 @@ class Trace:
             f"{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         )
 
-    def better_cut(self, parts: StageTimes, sizes: tuple[int, ...]) -> Cut:
+    def better_cut(self, parts: StageTimes, sizes: Sequence[int]) -> Cut:
         """A cut that is better, for parts of stages whose times are known; see `cuts.better_cut`.
 
         Args:
@@ -117,11 +124,18 @@ class Trace:
     def __str__(self) -> str:
         unit = unit_of(max(self.times.whole), True)
         lines = [panel.title for panel in self.panels]
-        lines.append(f"{'stage':5}  {f'forward ({unit.name})':>12}  {f'backward ({unit.name})':>13}  share of all")
+        lines.append(f"times in {unit.name}, medians and (means)")
+        lines.append(f"{'stage':5}  {'forward':>16}  {'backward':>16}  share of all")
         for stage in range(self.times.num_stages):
-            numbers = [f"{of[stage] / unit.size:.3g}" for of in (self.times.forward, self.times.backward)]
+            cells = [
+                f"{of[stage] / unit.size:.3g} ({mean[stage] / unit.size:.3g})"
+                for of, mean in (
+                    (self.times.forward, self.mean_times.forward),
+                    (self.times.backward, self.mean_times.backward),
+                )
+            ]
             share = self.times.whole[stage] / sum(self.times.whole) if any(self.times.whole) else 0.0
-            lines.append(f"{stage:<5}  {numbers[0]:>12}  {numbers[1]:>13}  {share:>12.1%}")
+            lines.append(f"{stage:<5}  {cells[0]:>16}  {cells[1]:>16}  {share:>12.1%}")
         return "\n".join([*lines, self.advice()])
 
     def _title(self, replica: int) -> str:
@@ -134,7 +148,7 @@ class Trace:
         )
 
 
-def observed(spans: tuple[Timed, ...]) -> Timetable:
+def observed(spans: Sequence[Timed]) -> Timetable:
     """The timetable that one update followed.
 
     Raises:
@@ -155,7 +169,7 @@ def observed(spans: tuple[Timed, ...]) -> Timetable:
     )
 
 
-def _is_in_turn(spans: tuple[Timed, ...]) -> bool:
+def _is_in_turn(spans: Sequence[Timed]) -> bool:
     """Whether every micro-batch began after the end of the one before."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
