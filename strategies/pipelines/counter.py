@@ -24,7 +24,8 @@ def get_current_iteration_counter() -> jax.Array:
     """
     number = _number.get()
     if number is None and is_in_program():
-        return jnp.int32(0)
+        zero: jax.Array = jnp.int32(0)
+        return zero
     if number is None:
         raise RuntimeError(
             "get_current_iteration_counter counts the micro-batches of a pipeline, and there is none here; call it in "
