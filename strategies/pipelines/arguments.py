@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from strategies.pipelines.counter import counting
 from strategies.pipelines.replica_run import Given
 from strategies.pipelines.stages import Staged
 from strategies.pipelines.timetable import Places
@@ -27,13 +29,15 @@ class Arguments:
         program: of the replica.
         like: the arguments as pytrees of shapes: variables, micro-batch, its number, index of the replica, control
             words, model state, sum of the values so far.
+        has_outputs: whether outputs are computed.
     """
 
     program: ReplicaProgram
     like: tuple[Any, ...]
+    has_outputs: bool
 
     @classmethod
-    def of(cls, program: ReplicaProgram, shapes: ReplicaShapes) -> Arguments:
+    def of(cls, program: ReplicaProgram, shapes: ReplicaShapes, has_outputs: bool) -> Arguments:
         """Those of a program, for arguments of some shapes."""
         return cls(
             program,
@@ -46,6 +50,7 @@ class Arguments:
                 shapes.model_state,
                 jax.ShapeDtypeStruct((len(program.names),), np.float32),
             ),
+            has_outputs,
         )
 
     @property
@@ -74,12 +79,16 @@ class Arguments:
         del variables, index, control
         return frozenset([*batch, *number, *model_state, *total])
 
-    def loss(self, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-        """The loss, the new sum of the values, and the leaves of the new model state; traceable."""
+    def loss(self, *leaves: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array], Any]:
+        """The loss, the new sum of the values, the leaves of the new model state, and the outputs; traceable."""
         structure = jax.tree.structure(self.like)
         variables, part, number, index, control, model_state, total = jax.tree.unflatten(structure, leaves)
-        loss, values, after = self.program.loss_of_micro_batch(variables, part, number, index, control, model_state)
-        return (loss, total + values, *jax.tree.leaves(after))
+        with counting(number):
+            loss, values, outcome = self.program.loss_of_micro_batch(
+                variables, part, number, index, control, model_state
+            )
+        after = [jnp.asarray(leaf) for leaf in jax.tree.leaves(outcome.model_state)]
+        return loss, total + values, after, jax.tree.map(jnp.asarray, outcome.outputs) if self.has_outputs else None
 
     def carried(self, graph: Graph) -> tuple[dict[int, int], frozenset[int]]:
         """What a micro-batch hands to the next one: arguments with their results; and results that are arguments."""

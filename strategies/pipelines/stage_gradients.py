@@ -15,7 +15,7 @@ from jax.extend import core
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.pipelines.driver import AbandonedError, Drive
-from strategies.pipelines.replica_run import ReplicaRun
+from strategies.pipelines.replica_run import ReplicaRun, back_on
 from strategies.pipelines.stage_plan import StageBucket, StagePlan
 from strategies.pipelines.timetable import Action, Kind, Timed
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
@@ -24,6 +24,9 @@ from strategies.step.leaving import MeansMemory
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
 """Gets, after each step, for each local replica what its devices did when."""
+
+Take = Callable[[Mapping[int, Sequence[Any]]], None]
+"""Gets, after each step, for each local replica the outputs of each of its micro-batches."""
 
 
 @final
@@ -34,12 +37,16 @@ class PipelinePlan(ReplicaPlan):
         stages: the programs.
         closed: what is computed of a micro-batch.
         watch: called after each step.
+        take: likewise.
     """
 
-    def __init__(self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None) -> None:
+    def __init__(
+        self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None = None, take: Take | None = None
+    ) -> None:
         self.stages = stages
         self._closed = closed
         self._watch = watch
+        self._take = take
 
     def equations(self) -> core.ClosedJaxpr:
         """See `ReplicaPlan`: what is computed of a micro-batch."""
@@ -49,7 +56,7 @@ class PipelinePlan(ReplicaPlan):
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> StageGradients:
         """See `ReplicaPlan`."""
-        return StageGradients(self.stages, grid, allocate, failed, self._watch)
+        return StageGradients(self.stages, grid, allocate, failed, self._watch, self._take)
 
 
 @final
@@ -62,6 +69,7 @@ class StageGradients(ReplicaGradients):
         allocate: makes memory for results.
         failed: called with what a replica raises, when others may be waiting for it.
         watch: called after each step.
+        take: likewise.
     """
 
     def __init__(
@@ -71,10 +79,12 @@ class StageGradients(ReplicaGradients):
         allocate: Allocate,
         failed: Callable[[BaseException], None],
         watch: Watch | None = None,
+        take: Take | None = None,
     ) -> None:
         self.plan = plan
         self._grid = grid
         self._watch = watch
+        self._take = take
         self._failed = failed
         self._memory = MeansMemory(plan.leaving, allocate)
         self.buckets = [
@@ -139,9 +149,11 @@ class StageGradients(ReplicaGradients):
         errors = [error for error in (future.exception() for future in begun) if error is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
             raise error
+        runs = dict(zip(self._grid.replicas, self._runs, strict=True))
         if self._watch is not None:
-            pairs = zip(self._grid.replicas, self._runs, strict=True)
-            self._watch({replica: run.drive.spans for replica, run in pairs})
+            self._watch({replica: run.drive.spans for replica, run in runs.items()})
+        if self._take is not None:
+            self._take({replica: run.outputs for replica, run in runs.items()})
 
     def kept(self) -> list[list[Any]]:
         """See `ReplicaGradients`."""
@@ -196,7 +208,7 @@ class _Run:
         for finished in self.finished:
             finished.clear()
         if self.is_broken:  # no buffers yet, or what is left of donated ones
-            self._replica = ReplicaRun(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.recomputes)
+            self._replica = ReplicaRun(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.keeping)
             layouts = [*((bucket.segment, bucket.layout) for bucket in plan.buckets), (None, plan.state_layout)]
             self.buffers = [self._zeros(segment, layout) for segment, layout in layouts]
         self.is_broken = False
@@ -212,6 +224,11 @@ class _Run:
         return tuple(
             jax.device_put(np.zeros(buffer.size, buffer.dtype), device, may_alias=False) for buffer in layout.buffers
         )
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The outputs of each micro-batch."""
+        return self._replica.outputs_of(self._plan.outputs)
 
     def follow(self, device: int) -> None:
         """Do what a device has to do, in this thread."""
@@ -244,7 +261,7 @@ class _Run:
         found = self._replica.sums[segment]
         if found is None:  # nothing of it has a gradient
             found = self._plan.stages[segment].zeros(device)
-        return found[place]
+        return back_on(found[place], device) if self._plan.keeping.offloads_sums else found[place]
 
     def end(self) -> Sequence[jax.Array]:
         """The buffers of what is no gradient, when all devices have ended."""

@@ -14,6 +14,7 @@ from strategies.exchange.flat import FlatLayout
 from strategies.pipelines.arguments import Arguments
 from strategies.pipelines.driver import Course
 from strategies.pipelines.executables import Executables
+from strategies.pipelines.replica_run import Keeping, Outputs
 from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
@@ -60,7 +61,8 @@ class StagePlan:
         staged: the stages.
         timetable: what devices do.
         shards: how means of gradients are cut.
-        recomputes: whether forward passes are run again.
+        keeping: what is kept for backward passes.
+        outputs: what micro-batches put out.
 
     Attributes:
         buckets: in the order in which they leave, without the last one.
@@ -78,13 +80,15 @@ class StagePlan:
         staged: Staged,
         timetable: Timetable,
         shards: Shards | None,
-        recomputes: bool,
+        keeping: Keeping,
+        outputs: Outputs,
     ) -> None:
         self.program = program
         self.arguments = arguments
         self.staged = staged
         self.timetable = timetable
-        self.recomputes = recomputes
+        self.keeping = keeping
+        self.outputs = outputs
         self._executables = Executables(devices.compile)
         shapes = {
             place: jax.ShapeDtypeStruct(staged.arguments[place].shape, dtype)

@@ -143,6 +143,11 @@ class StagePrograms:
         self._executables = executables
         self._compiled: dict[jax.Device, list[Callable[..., Any]]] = {}
 
+    @cached_property
+    def seed(self) -> np.ndarray:
+        """The cotangent of the loss."""
+        return np.ones((), self.closed.in_avals[-1].dtype)
+
     @property
     def has_backward(self) -> bool:
         """Whether there are gradients to compute."""

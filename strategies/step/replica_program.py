@@ -288,8 +288,8 @@ class ReplicaProgram:
 
     def loss_of_micro_batch(
         self, variables: Any, part: Any, number: jax.Array, index: jax.Array, control: jax.Array, model_state: Any
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """What is differentiated, the loss and the metrics, and the new model state, of one micro-batch; traceable.
+    ) -> tuple[jax.Array, jax.Array, Outcome]:
+        """What is differentiated, the loss and the metrics, and all that is returned, of one micro-batch; traceable.
 
         Args:
             variables: whole.
@@ -303,8 +303,7 @@ class ReplicaProgram:
         if self._accumulation.count > 1:
             key = jax.random.fold_in(key, number)
         with self._in_context(index):
-            loss, (values, after) = self._loss(variables, part, key, control, model_state)
-        return loss, values, after
+            return self._computed(variables, part, key, control, model_state)
 
     def micro_batch_of(self, batch: Any) -> Any:
         """The shapes of one micro-batch of those that a replica's batch has.
@@ -364,13 +363,18 @@ class ReplicaProgram:
         self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
     ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """What is differentiated; the loss and the metrics as float32, and the new model state."""
+        loss, values, outcome = self._computed(variables, batch, key, control, model_state)
+        return loss, (values, jax.tree.map(jnp.asarray, outcome.model_state))
+
+    def _computed(
+        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
+    ) -> tuple[jax.Array, jax.Array, Outcome]:
         outcome = Outcome.of(self._called(variables, batch, key, model_state))
         loss = outcome.loss
         values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
         if self._precision.scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
-        after = jax.tree.map(jnp.asarray, outcome.model_state)
-        return loss, (values, after)
+        return loss, values, outcome
 
     # ---- shapes
 
