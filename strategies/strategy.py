@@ -16,10 +16,10 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.buffers import refuse_masked
+from collectives.instruments import COMPILE, Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
-from popdist.records import NoProgress, Progress
-from popdist.records.faults import DATA
+from popdist.records import FaultInjector, NoProgress, Progress
 from popdist.records.recording import note_question
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
@@ -51,7 +51,7 @@ class Strategy(ABC):
 
     Args:
         membership: who takes part, and which replicas this process drives.
-        progress: where this instance notes what it is doing.
+        progress: the line to its supervisor.
         add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
         variables_on_host: whether variables and optimizer state live in host memory.
 
@@ -60,6 +60,7 @@ class Strategy(ABC):
 
     Attributes:
         first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
+        faults: what the user wants to go wrong in this instance.
         place: how far this instance has come, for those who go on when one is lost.
         grid: where the local replicas run, replicas x the devices that one spans.
         devices: its first column, where all runs that is not in a pipeline.
@@ -81,6 +82,7 @@ class Strategy(ABC):
         self.place = Place()
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
+        self.faults = _injector_among(self.instruments)
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
@@ -91,7 +93,11 @@ class Strategy(ABC):
         """Find devices for the local replicas; programs for others are of no use any more."""
         instance = self.instance
         self.grid = claim_devices(
-            instance.local_replica_range, instance.total_replicas, instance.local_index, instance.ipus_per_replica
+            instance.local_replica_range,
+            instance.total_replicas,
+            instance.local_index,
+            instance.ipus_per_replica,
+            self.instruments.during[COMPILE],
         )
         self.devices = self.grid.column(0)
         self.reducer = CrossReplicaReducer(
@@ -112,6 +118,11 @@ class Strategy(ABC):
     def communicator(self) -> Communicator:
         """Connects the instances that are left."""
         return self._membership.communicator
+
+    @property
+    def instruments(self) -> Instruments:
+        """Those that see what this instance does."""
+        return self.communicator.instruments
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -469,7 +480,7 @@ class Strategy(ABC):
             prefetch=prefetch,
             place=lambda batch: self.dealing.batch(batch),
             communicator=self.communicator,
-            on_batch=lambda: self.progress.begin(DATA),
+            instruments=self.instruments,
         )
         self._datasets.add(dataset)
         self._batch_sizes.add(gradient_accumulation_count * batch_size)
@@ -503,6 +514,11 @@ class Strategy(ABC):
 def get_strategy() -> Strategy | None:
     """The strategy whose scope this is, or None."""
     return _scope.get()
+
+
+def _injector_among(instruments: Instruments) -> FaultInjector:
+    found = [each for each in instruments.attached if isinstance(each, FaultInjector)]
+    return found[0] if found else FaultInjector()
 
 
 def _require_switches(**switches: bool) -> None:

@@ -15,7 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import final
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collectives.calls import Call
 
 _Clock = Callable[[], int]
 
@@ -102,14 +105,12 @@ class ProgressRecord:
 
 
 class Progress(ABC):
-    """Where an instance notes what it is doing. Not for several threads at once."""
+    """The line to the supervisor of an instance: how far it is in its life, and what the supervisor wants of it.
+
+    What it works at meanwhile its instruments see. Not for several threads at once.
+    """
 
     __slots__ = ()
-
-    @property
-    @abstractmethod
-    def flips_bit(self) -> bool:
-        """Whether a bit of this instance's variables is to be changed on purpose, before the step that begins."""
 
     @property
     @abstractmethod
@@ -126,24 +127,8 @@ class Progress(ABC):
         """Note that the program has come to `popdist.init` and waits for the others to come too."""
 
     @abstractmethod
-    def enter(self, number: int, label: bytes) -> None:
-        """Note that the `number`-th collective, counted from 1, begins; `label` says in UTF-8 what it is."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Note that the collective is complete. Not for one that failed."""
-
-    @abstractmethod
-    def waiting_for(self, instances: Sequence[int]) -> None:
-        """Note that the wait inside the collective has become long, and for whom."""
-
-    @abstractmethod
-    def step(self, number: int) -> None:
-        """Note that the `number`-th training step begins."""
-
-    @abstractmethod
-    def begin(self, phase: str) -> None:
-        """Note that something else than a collective or a step begins."""
+    def joined(self) -> None:
+        """Note that it is connected with them."""
 
     @abstractmethod
     def grace(self, seconds: float) -> None:
@@ -166,13 +151,9 @@ class Progress(ABC):
         """Have the supervisor lose its connection, whereupon it ends this process; whether there is one."""
 
 
+@final
 class NoProgress(Progress):
     """Nobody supervises this process: every note is dropped."""
-
-    @property
-    def flips_bit(self) -> bool:
-        """Whether a bit of this instance's variables is to be changed on purpose, before the step that begins."""
-        return False
 
     @property
     def is_supervised(self) -> bool:
@@ -182,19 +163,7 @@ class NoProgress(Progress):
     def joining(self) -> None:
         """Do nothing."""
 
-    def enter(self, number: int, label: bytes) -> None:
-        """Do nothing."""
-
-    def leave(self) -> None:
-        """Do nothing."""
-
-    def waiting_for(self, instances: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def step(self, number: int) -> None:
-        """Do nothing."""
-
-    def begin(self, phase: str) -> None:
+    def joined(self) -> None:
         """Do nothing."""
 
     def grace(self, seconds: float) -> None:
@@ -221,11 +190,10 @@ class NoProgress(Progress):
 
 @final
 class ProgressPage(Progress):
-    """The writing side. Not for several threads at once; every method takes well under a microsecond."""
+    """The writing side, and an instrument. Not for several threads at once; a note takes well under a microsecond."""
 
     __slots__ = ("_label", "_label_at", "_lost", "_map", "_words")
 
-    flips_bit = False
     is_supervised = True
 
     def __init__(self, descriptor: int) -> None:
@@ -250,10 +218,10 @@ class ProgressPage(Progress):
             return NoProgress()
         return cls(int(descriptor))
 
-    def enter(
+    def operation_begins(
         self,
         number: int,
-        label: bytes,
+        call: Call,
         _now: _Clock = time.monotonic_ns,
         _in_collective: int = State.IN_COLLECTIVE.value,
     ) -> None:
@@ -261,9 +229,10 @@ class ProgressPage(Progress):
 
         Args:
             number: counts the collectives of this instance, from 1.
-            label: what it is, in UTF-8. Keep the object: its bytes are copied only when it is another one.
+            call: what it is. Keep the object: its label is copied only when it is another one.
         """
         words = self._words
+        label = call.label
         if label is not self._label:
             self._write_label(label)
         words[_NUMBER] = number
@@ -271,7 +240,7 @@ class ProgressPage(Progress):
         words[_SINCE_NS] = _now()
         words[_STATE] = _in_collective
 
-    def leave(self, _now: _Clock = time.monotonic_ns, _running: int = State.RUNNING.value) -> None:
+    def operation_ends(self, _now: _Clock = time.monotonic_ns, _running: int = State.RUNNING.value) -> None:
         """Note that the collective is complete. Not for one that failed: then the record says where."""
         words = self._words
         words[_STATE] = _running
@@ -286,20 +255,21 @@ class ProgressPage(Progress):
             words[_WAITING + position] = instance
         words[_WAITING_COUNT] = len(instances)
 
-    def step(self, number: int) -> None:
-        """Note that the `number`-th training step begins."""
-        self._words[_STEP] = number
+    def step_begins(self, step: int) -> None:
+        """Note that the training step with this number begins."""
+        self._words[_STEP] = step
 
     def grace(self, seconds: float) -> None:
         """Note how long the program may take to end by itself after SIGTERM; 0 is as long as any other."""
         self._words[_GRACE_MS] = int(1000 * seconds)
 
-    def begin(self, phase: str) -> None:
-        """Note that something else than a collective or a step begins; the record has no place for it."""
-
     def joining(self) -> None:
         """Note that the program has come to `popdist.init` and waits for the others to come too."""
         self._set_state(State.JOINING)
+
+    def joined(self) -> None:
+        """Note that it is connected with them; from here on the record says since when it does what it does."""
+        self.operation_ends()
 
     def leaving(self) -> None:
         """Note that the program is in its exit handlers and waits for the other instances."""
