@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar, cast, final, runtime_checkable
 
 from collectives.calls import Call
 
 DATA = "data"
-"""Waiting for the next batch; it ends when there is one."""
+"""Waiting for the next batch; it ends when there is one, so not at the end of an epoch."""
 COMPILE = "compile"
 """Tracing and compiling a program of replicas. That of the update is compiled inside of the first one."""
 FORWARD_BACKWARD = "forward and backward"
@@ -97,8 +98,8 @@ class Supervisor(Protocol):
         """So many instances of the job are lost, and the others carry on without them."""
 
 
-def _unseen(*_: object) -> None:
-    """Nobody looks."""
+def _unseen(first: object = None, second: object = None) -> None:
+    """Nobody looks, whatever the arguments are."""
 
 
 @final
@@ -157,15 +158,14 @@ class Instruments:
             self._supervisor.carry_on(lost)
 
     def each(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items; each wait for the next one is a phase."""
+        """The same items; each wait for the next one is a phase, also that in which none is left."""
         phase = self.during[name]
         while True:
-            try:
-                with phase:
-                    item = next(items)
-            except StopIteration:
+            with phase:
+                found = list(islice(items, 1))
+            if not found:
                 return
-            yield item
+            yield found[0]
 
 
 @final

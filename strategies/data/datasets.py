@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -278,8 +278,7 @@ class DistributedDataset:
             start = self._consumed[1]
             batches = prefetched(self._placed(epoch, start), self._prefetch)
             try:
-                waited_for = self._instruments.each(DATA, self._agreed(batches, epoch, start))
-                for step, batch in enumerate(waited_for, start + 1):
+                for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
                     self._consumed, self._last = (epoch, step), batch
                     yield batch
                     if source is not self._source:
@@ -288,6 +287,15 @@ class DistributedDataset:
                     self._consumed, self._last = (epoch + 1, 0), None
             finally:
                 batches.close()
+
+    def _waited_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            try:
+                with self._instruments.during[DATA]:
+                    batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
     def _agreed(self, batches: Generator[Batch, None, None], epoch: int, start: int) -> Generator[Batch, None, None]:
         """The batches of the steps that all instances make."""
