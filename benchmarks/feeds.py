@@ -158,7 +158,7 @@ def programs(
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[batches_of(replica) for replica in range(replicas)])
-    shared, lying = jax.device_put((variables, stacked), strategy.variables_device)
+    shared, lying = jax.device_put((variables, stacked), strategy.replicas.variables_device)
     return {
         "device": lambda: strategy.run(on_device, args=(shared, lying)),
         "infeed": lambda: strategy.run(with_infeed, args=(shared,)),

@@ -60,7 +60,8 @@ def main() -> None:
 def accumulation(strategy: strategies.Strategy, model: str, rounds: int) -> None:
     """Rows per second, and bytes of gradients for them."""
     batches = placed_batches(strategy, BATCH_SIZE, COUNT)
-    whole = strategy.devices.place({name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]})
+    joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    whole = strategy.replicas.devices.place(joined)
     apart, together = Training(strategy, model), Training(strategy, model, gradient_accumulation_count=COUNT)
     times = take_turns({"apart": lambda: apart.steps(batches), "together": lambda: together.steps([whole])}, rounds)
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first_variables(model)))
@@ -131,7 +132,7 @@ class ByHand:
 def placed_batches(strategy: strategies.Strategy, batch_size: int, count: int) -> list[Batch]:
     """So many batches on the device."""
     batches = itertools.cycle(training_task.batches_of(0, batch_size, 1))
-    return [strategy.devices.place(batch) for batch in itertools.islice(batches, count)]
+    return [strategy.replicas.devices.place(batch) for batch in itertools.islice(batches, count)]
 
 
 def take_turns(ways: dict[str, Way], rounds: int) -> dict[str, float]:

@@ -21,8 +21,8 @@ STAGES, MICRO_BATCHES, IN_PICTURE, IN_TEXT = 4, 24, 8, 12
 WIDTH = 1100
 ON_TWO_DEVICES = [0, 1, 1, 0]
 HEAD = (
-    "| schedule | length | bubbles | the same on two devices | micro-batches kept by stages 0 to 3 | with "
-    "recomputation | accumulation count |\n|---|---|---|---|---|---|---|"
+    "| schedule | length | bubbles | the same on two devices | micro-batches kept by stages 0 to 3 "
+    "| with recomputation | accumulation count |\n|---|---|---|---|---|---|---|"
 )
 
 

@@ -8,7 +8,7 @@ import popdist
 from collectives import Communicator
 from popdist import horovod
 from popdist.instance import Instance
-from strategies.membership import Membership, refuse_to_carry_on
+from strategies.replicas.membership import Membership, refuse_to_carry_on
 from strategies.strategy import Strategy
 
 

@@ -6,8 +6,8 @@ from typing import final
 
 from collectives import Communicator, connect
 from popdist.instance import Instance
-from strategies.membership import Membership, refuse_to_carry_on
 from strategies.numbers import positive
+from strategies.replicas.membership import Membership, refuse_to_carry_on
 from strategies.strategy import Strategy
 
 

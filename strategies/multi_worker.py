@@ -9,8 +9,8 @@ from collectives import Communicator
 from popdist.context import join_cluster
 from popdist.environments import Cluster
 from popdist.instance import Instance
-from strategies.membership import Membership, refuse_to_carry_on
 from strategies.numbers import positive
+from strategies.replicas.membership import Membership, refuse_to_carry_on
 from strategies.strategy import Strategy
 
 

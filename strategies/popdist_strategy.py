@@ -7,7 +7,7 @@ from typing import final
 import popdist
 from collectives import Communicator
 from popdist.instance import Instance
-from strategies.membership import Membership
+from strategies.replicas.membership import Membership
 from strategies.strategy import Strategy
 
 

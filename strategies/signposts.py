@@ -8,7 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 _HERE = Path(__file__).parent
-_RENAMED = {"sharding": "data/layout", "survival": "membership"}
+_RENAMED = {
+    "notes": "checkpoints/plain_values",
+    "sharding": "data/layout",
+    "streams": "data/sequential",
+    "survival": "replicas/membership",
+}
 
 
 class _Signpost(MetaPathFinder):

@@ -8,7 +8,7 @@ import strategies
 from collectives import Communicator
 from popdist import Instance
 from popdist.records import NoProgress, Progress
-from strategies.membership import Membership, refuse_to_carry_on
+from strategies.replicas.membership import Membership, refuse_to_carry_on
 
 
 @final

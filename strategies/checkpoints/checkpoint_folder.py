@@ -33,8 +33,8 @@ import numpy as np
 
 from popdist.records.private_folders import close_to_others, make_private
 from strategies.checkpoints.best import Best
-from strategies.checkpoints.notes import plain_metrics, plain_values
 from strategies.checkpoints.packing import Packing
+from strategies.checkpoints.plain_values import plain_metrics, plain_values
 from strategies.data.position import Position
 from strategies.errors import CheckpointError
 

@@ -22,13 +22,13 @@ from jax.typing import ArrayLike
 from collectives.instruments import CHECKPOINT
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training, shown
-from strategies.checkpoints.notes import plain_metrics, plain_values
 from strategies.checkpoints.packing import Packing
+from strategies.checkpoints.plain_values import plain_metrics, plain_values
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
-from strategies.membership import meet, surviving
 from strategies.numbers import positive
 from strategies.replicas.devices import borrow, is_key
+from strategies.replicas.membership import meet, surviving
 from strategies.step.agreement import broadcast_text
 from strategies.step.arguments import are_used_up, check_state
 from strategies.step.own_loop import Loop
@@ -431,11 +431,11 @@ class Checkpoints:
             return self._strategy.communicator.all_reduce(number, "max", name="signal to leave")
 
         def catch_up() -> None:
-            meet(self._strategy)
+            meet(self._strategy.replicas)
 
         # If the first instance is lost the next one saves; but no other one has its parts of sharded state.
         is_sharded = self._trainer.is_sharded
-        number = save_together() if is_sharded else surviving(self._strategy, save_together, catch_up)
+        number = save_together() if is_sharded else surviving(self._strategy.replicas, save_together, catch_up)
         if self._folder is not None:
             name = signal.Signals(int(number[0])).name
             logger.warning("%s: leaving after step %d; see %s", name, state.step, self._folder.path)

@@ -19,8 +19,8 @@ from strategies.data.lockstep import in_lockstep
 from strategies.data.position import Position
 from strategies.data.prefetch import prefetched
 from strategies.data.random_access import RandomAccessSource, SameElements, Steps
+from strategies.data.sequential import from_iterable, from_shards, from_values
 from strategies.data.sources import ArraySource, Masked, Source
-from strategies.data.streams import from_iterable, from_shards, from_values
 from strategies.errors import StrategyError
 from strategies.numbers import at_least
 from strategies.programs.feed_program import Replication

@@ -34,7 +34,8 @@ class StashBytes:
     def greatest(self, timetable: Timetable, recompute: bool) -> tuple[int, ...]:
         """For each device the greatest number of bytes that it keeps at once.
 
-        With recomputation that is the inputs, and all of the one micro-batch whose backward pass runs.
+        With recomputation that is the inputs, and all of the micro-batches whose backward pass runs, or has had one of
+        its parts and waits for the other.
         """
         if not timetable.training:
             return (0,) * len(timetable.devices)
@@ -45,15 +46,13 @@ class StashBytes:
 
     def _kept(self, timetable: Timetable, device: int, kept: Sequence[int], recompute: bool) -> Iterator[int]:
         """What a device keeps during each of its actions."""
-        frees = Kind.BACKWARD_WEIGHTS if timetable.has_split_backward else Kind.BACKWARD
         total = 0
-        for action in timetable.devices[device]:
-            if action.kind is Kind.FORWARD:
-                total += kept[action.stage]
-                yield total
-            elif action.kind is not Kind.UPDATE:
-                yield total + (self.stashed[action.stage] if recompute else 0)
-                total -= kept[action.stage] if action.kind is frees else 0
+        for kind, stage in ((action.kind, action.stage) for action in timetable.devices[device]):
+            again = self.stashed[stage] if recompute else 0
+            total += kept[stage] if kind is Kind.FORWARD else 0
+            total += again if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUTS) else 0
+            yield total
+            total -= kept[stage] + again if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS) else 0
 
 
 @dataclass(frozen=True)

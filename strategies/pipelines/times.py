@@ -63,14 +63,14 @@ class StageTimes:
         return tuple(there + back for there, back in zip(self.forward, self.backward, strict=True))
 
     def durations(self, recompute: bool = False) -> Durations:
-        """How long each action takes. With recomputation every backward action begins with a forward pass."""
+        """How long each action takes. With recomputation a backward pass begins with a forward pass."""
         found: dict[tuple[Kind, int], float] = {}
         for stage, forward in enumerate(self.forward):
             again = forward if recompute else 0.0
             found[Kind.FORWARD, stage] = forward
             found[Kind.BACKWARD, stage] = self.backward[stage] + again
             found[Kind.BACKWARD_INPUTS, stage] = self.backward[stage] - self.weights[stage] + again
-            found[Kind.BACKWARD_WEIGHTS, stage] = self.weights[stage] + again
+            found[Kind.BACKWARD_WEIGHTS, stage] = self.weights[stage]
             found[Kind.UPDATE, stage] = self.update[stage]
         return found
 
@@ -138,7 +138,10 @@ def _means(times: dict[tuple[Kind, int], list[float]], stages: range, recompute:
     def backward(kind: Kind, stage: int) -> float:
         return max(mean(kind, stage) - (mean(Kind.FORWARD, stage) if recompute else 0.0), 0.0)
 
-    parts = [[backward(kind, stage) for stage in stages] for kind in (Kind.BACKWARD_INPUTS, Kind.BACKWARD_WEIGHTS)]
+    parts = [
+        [backward(Kind.BACKWARD_INPUTS, one) for one in stages],
+        [mean(Kind.BACKWARD_WEIGHTS, one) for one in stages],
+    ]
     wholes = [backward(Kind.BACKWARD, stage) for stage in stages]
     is_split = any(map(any, parts))
     return StageTimes(

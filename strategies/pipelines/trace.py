@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,12 +28,13 @@ class Trace:
         ValueError: if there is nothing in it.
     """
 
-    replicas: Mapping[int, tuple[Timed, ...]]
+    replicas: Mapping[int, Sequence[Timed]]
     recompute: bool = False
 
     def __post_init__(self) -> None:
         if not self.replicas or not all(self.replicas.values()):
             raise ValueError("a trace of no action; give what the devices of one replica or more did")
+        object.__setattr__(self, "replicas", {number: tuple(self.replicas[number]) for number in sorted(self.replicas)})
 
     @cached_property
     def times(self) -> StageTimes:
@@ -54,7 +55,7 @@ class Trace:
     @cached_property
     def panels(self) -> list[Panel]:
         """What pictures show: a panel for each replica."""
-        return [Panel(self._title(replica), self.replicas[replica], True) for replica in sorted(self.replicas)]
+        return [Panel(self._title(replica), tuple(spans), True) for replica, spans in self.replicas.items()]
 
     def text(self, columns: int = COLUMNS) -> str:
         """What was done as lines of at most so many columns, one replica below another; see `draw_text`."""
@@ -105,7 +106,7 @@ class Trace:
             f"{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         )
 
-    def better_cut(self, parts: StageTimes, sizes: tuple[int, ...]) -> Cut:
+    def better_cut(self, parts: StageTimes, sizes: Sequence[int]) -> Cut:
         """A cut that is better, for parts of stages whose times are known; see `cuts.better_cut`.
 
         Args:
@@ -134,7 +135,7 @@ class Trace:
         )
 
 
-def observed(spans: tuple[Timed, ...]) -> Timetable:
+def observed(spans: Sequence[Timed]) -> Timetable:
     """The timetable that one update followed.
 
     Raises:
@@ -155,7 +156,7 @@ def observed(spans: tuple[Timed, ...]) -> Timetable:
     )
 
 
-def _is_in_turn(spans: tuple[Timed, ...]) -> bool:
+def _is_in_turn(spans: Sequence[Timed]) -> bool:
     """Whether every micro-batch began after the end of the one before."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}

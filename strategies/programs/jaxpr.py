@@ -282,14 +282,14 @@ def cut(
 ) -> list[Segment]:
     """Cut a function into segments, which run in the order of the groups.
 
-    What a segment reads of an earlier one is handed on as a residual. Arithmetic is not changed, only where programs
-    begin and end. The same function is always cut into the same segments.
+    What a segment reads of an earlier one is handed on as an intermediate. Arithmetic is not changed, only where
+    programs begin and end. The same function is always cut into the same segments.
 
     Args:
         graph: of the function.
         groups: one for each segment; an equation is in one of them at most.
         is_repeated: whether an equation is evaluated again in each segment that reads its results, which are no
-            residuals then; it need not be in a group.
+            intermediates then; it need not be in a group.
 
     Raises:
         ValueError: if a segment reads what none before it makes.
@@ -315,7 +315,7 @@ def _in_order(graph: Graph, made: Collection[Variable]) -> list[Variable]:
 def _look_back(
     graph: Graph, home: Mapping[int, int], place: int, group: Group, is_repeated: Callable[[Equation], bool]
 ) -> tuple[set[int], set[Variable]]:
-    """What a segment needs of earlier ones: equations to repeat, and residuals."""
+    """What a segment needs of earlier ones: equations to repeat, and intermediates."""
     repeated: set[int] = set()
     needed: set[Variable] = set()
     stack = [atom for number in group.equations for atom in graph.equations[number].invars]

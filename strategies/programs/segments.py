@@ -27,12 +27,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a program: `function(*inputs, *residuals) -> (*parts, *residuals)`.
+    """A part of a program: `function(*inputs, *intermediates) -> (*parts, *intermediates)`.
 
     Attributes:
         function: traceable.
         inputs: which of the program's flat arguments it reads.
-        takes: the numbers of the residuals that it reads.
+        takes: the numbers of the intermediates that it reads.
         gives: the numbers of those that it hands on.
         parts: what it finishes.
     """
@@ -61,7 +61,7 @@ class Action:
 
 
 Compute = Callable[[Action, list[Any]], Sequence[Any]]
-"""(An action, what its segment reads) -> what the segment makes, its residuals last."""
+"""(An action, what its segment reads) -> what the segment makes, its intermediates last."""
 
 
 def in_turn(segments: int, micro_batches: int = 1) -> tuple[Action, ...]:
@@ -74,7 +74,7 @@ def refuse_impossible(actions: Sequence[Action], segments: Sequence[Segment], mi
 
     Raises:
         ValueError: if it does not have each segment once for each micro-batch, or a segment comes before one of which
-            it takes residuals.
+            it takes intermediates.
     """
     expected, counts = set(in_turn(len(segments), micro_batches)), Counter(actions)
     wrong = [action for action in counts if action not in expected or counts[action] > 1]
@@ -98,7 +98,7 @@ def carry_out(
 ) -> Iterator[tuple[Action, Sequence[Any]]]:
     """Each action when it is computed, with what its segment has made; the next one is begun when that is asked for.
 
-    A residual is let go when it was taken for the last time.
+    An intermediate is let go when it was taken for the last time.
 
     Args:
         actions: possible ones, see `refuse_impossible`.
@@ -107,16 +107,16 @@ def carry_out(
         compute: computes a segment; values may be arrays, tracers or shapes.
     """
     left = Counter((action.micro_batch, number) for action in actions for number in segments[action.segment].takes)
-    residuals: dict[tuple[int, int], Any] = {}
+    intermediates: dict[tuple[int, int], Any] = {}
 
     def take(key: tuple[int, int]) -> Any:
         left[key] -= 1
-        return residuals[key] if left[key] else residuals.pop(key)
+        return intermediates[key] if left[key] else intermediates.pop(key)
 
     for action in actions:
         segment, of_batch = segments[action.segment], action.micro_batch
         inputs = (arguments[of_batch][place] for place in segment.inputs)
         results = compute(action, [*inputs, *[take((of_batch, number)) for number in segment.takes]])
         given = results[len(results) - len(segment.gives) :]
-        residuals.update(zip([(of_batch, number) for number in segment.gives], given, strict=True))
+        intermediates.update(zip([(of_batch, number) for number in segment.gives], given, strict=True))
         yield action, results

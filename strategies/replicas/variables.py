@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from strategies.per_replica import PerReplica
-from strategies.replicas.dealing import Dealing, mirrored
+from strategies.replicas.dealing import mirrored
+from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
 
 Synchronization = Literal["on_write", "on_read"]
 AGGREGATIONS = ("sum", "mean", "only_first_replica")
-
-
-class Replicas(Protocol):
-    """What a variable asks of the strategy that has made it."""
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Of all instances."""
-
-    @property
-    def variables_on_host(self) -> bool:
-        """Whether variables are NumPy arrays."""
-
-    @property
-    def variables_device(self) -> jax.Device:
-        """Where variables are, otherwise."""
-
-    @property
-    def dealing(self) -> Dealing:
-        """Knows what of a value goes to which replica."""
-
-    def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
-        """What a function returns for each local replica."""
-
-    def broadcast(self, tree: Tree) -> Tree:
-        """The tree of instance 0; a collective call."""
-
-    def reduce(self, op: str, value: Tree) -> Tree:
-        """The reduction over all replicas; a collective call."""
 
 
 class MirroredVariable:
@@ -55,10 +27,10 @@ class MirroredVariable:
         value: the current value; with `variables_on_host` NumPy arrays in host memory, else JAX arrays.
     """
 
-    def __init__(self, strategy: Replicas, initial: Tree, aggregation: str) -> None:
-        self._strategy = strategy
+    def __init__(self, replicas: Replicas, initial: Tree, aggregation: str) -> None:
+        self._replicas = replicas
         self._aggregation = _checked(aggregation)
-        self.value = self._placed(strategy.broadcast(initial))
+        self.value = self._placed(replicas.broadcast(initial))
 
     def read_value(self) -> Tree:
         """The current value; asks nobody."""
@@ -74,12 +46,12 @@ class MirroredVariable:
         Raises:
             ValueError: if it differs from the variable in structure or shapes, or an integer variable cannot hold it.
         """
-        self.value = self._placed(_like(self.value, _reduced(self._strategy, self._aggregation, value)))
+        self.value = self._placed(_like(self.value, _reduced(self._replicas, self._aggregation, value)))
 
     def _placed(self, value: Tree) -> Tree:
-        if self._strategy.variables_on_host:
+        if self._replicas.variables_on_host:
             return mirrored(jax.tree.map(_host_copy, value))
-        return mirrored(jax.device_put(value, self._strategy.variables_device, may_alias=False))
+        return mirrored(jax.device_put(value, self._replicas.variables_device, may_alias=False))
 
 
 class SyncOnReadVariable:
@@ -92,16 +64,16 @@ class SyncOnReadVariable:
         values: the local replicas' values; hand them to `strategy.run` as an argument.
     """
 
-    def __init__(self, strategy: Replicas, initial: Tree, aggregation: str) -> None:
-        self._strategy = strategy
+    def __init__(self, replicas: Replicas, initial: Tree, aggregation: str) -> None:
+        self._replicas = replicas
         self._aggregation = _checked(aggregation)
-        first = strategy.broadcast(initial)
+        first = replicas.broadcast(initial)
         self._layout = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), first)
-        self.values = strategy.per_replica(lambda _: first)
+        self.values = replicas.per_replica(lambda _: first)
 
     def read_value(self) -> Tree:
         """The values of all replicas of all instances, reduced; a collective call."""
-        return _reduced(self._strategy, self._aggregation, self.values)
+        return _reduced(self._replicas, self._aggregation, self.values)
 
     def assign(self, value: Tree) -> None:
         """Set the replicas' values; asks nobody.
@@ -115,17 +87,17 @@ class SyncOnReadVariable:
             ValueError: if it differs from the variable in structure or shapes, or has not one tree for each replica; if
                 an integer variable cannot hold it, or its part of a sum.
         """
-        value = self._strategy.dealing.deal(value)
+        value = self._replicas.dealing.deal(value)
         if isinstance(value, PerReplica):
             self.values = PerReplica(tuple(_like(self._layout, one) for one in value), value.replicas)
             return
-        parts = self._strategy.num_replicas_in_sync if self._aggregation == "sum" else 1
+        parts = self._replicas.num_replicas_in_sync if self._aggregation == "sum" else 1
         share = jax.tree.map(lambda leaf: _part(leaf, parts), _like(self._layout, value))
-        self.values = self._strategy.per_replica(lambda _: share)
+        self.values = self._replicas.per_replica(lambda _: share)
 
 
 def make_variable(
-    strategy: Replicas, initial: Tree, synchronization: Synchronization, aggregation: str
+    replicas: Replicas, initial: Tree, synchronization: Synchronization, aggregation: str
 ) -> MirroredVariable | SyncOnReadVariable:
     """The variable that `strategy.variable` describes."""
     kinds: dict[str, Callable[..., MirroredVariable | SyncOnReadVariable]] = {
@@ -134,7 +106,7 @@ def make_variable(
     }
     if synchronization not in kinds:
         raise ValueError(f"synchronization is {synchronization!r}; use one of {', '.join(kinds)}")
-    return kinds[synchronization](strategy, initial() if callable(initial) else initial, aggregation)
+    return kinds[synchronization](replicas, initial() if callable(initial) else initial, aggregation)
 
 
 def _checked(aggregation: str) -> str:
@@ -144,13 +116,13 @@ def _checked(aggregation: str) -> str:
     return lower
 
 
-def _reduced(strategy: Replicas, aggregation: str, value: Tree) -> Tree:
-    value = strategy.dealing.deal(value)
+def _reduced(replicas: Replicas, aggregation: str, value: Tree) -> Tree:
+    value = replicas.dealing.deal(value)
     if not isinstance(value, PerReplica):
         return value
     if aggregation == "only_first_replica":
-        return strategy.broadcast(value.values[0])
-    return strategy.reduce(aggregation, value)
+        return replicas.broadcast(value.values[0])
+    return replicas.reduce(aggregation, value)
 
 
 def _like(variable: Any, value: Tree) -> Tree:

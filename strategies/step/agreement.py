@@ -14,8 +14,8 @@ from collectives import Communicator
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import DisagreementError
 from strategies.programs.compilation import shapes_by_name
+from strategies.replicas.replicas import Replicas
 from strategies.step.program_text import scalars_by_name
-from strategies.strategy import Strategy
 
 Terms = Sequence[Mapping[str, str | Sequence[str]]]
 """What decides the result, by name: a value, or the lines of a program. In several groups: what is in a later one may
@@ -51,19 +51,19 @@ def terms_of(
     ]
 
 
-def insist_on_agreement(strategy: Strategy, terms: Terms) -> None:
+def insist_on_agreement(replicas: Replicas, terms: Terms) -> None:
     """Compare what decides the result with that of all other instances; a collective call.
 
     Instances exchange 32 bytes each where they agree, and everything where they do not.
 
     Args:
-        strategy: connects the instances.
+        replicas: connects the instances.
         terms: of this instance.
 
     Raises:
         DisagreementError: on all instances, with the same text, if they do not agree.
     """
-    communicator = strategy.communicator
+    communicator = replicas.communicator
     if communicator.size == 1:
         return
     text = json.dumps([dict(group) for group in terms])
@@ -73,7 +73,7 @@ def insist_on_agreement(strategy: Strategy, terms: Terms) -> None:
         return
     name = "what an instance was started with"
     told = [json.loads(broadcast_text(communicator, text, root, name)) for root in range(communicator.size)]
-    numbers = communicator.all_gather(np.array(strategy.first_index, np.int64), name="numbers of instances")
+    numbers = communicator.all_gather(np.array(replicas.first_index, np.int64), name="numbers of instances")
     raise DisagreementError(describe(dict(zip(numbers.tolist(), told, strict=True))))
 
 

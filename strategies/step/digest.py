@@ -12,7 +12,7 @@ import numpy as np
 
 from strategies.errors import DivergenceError
 from strategies.replicas.devices import borrow, is_key
-from strategies.strategy import Strategy
+from strategies.replicas.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ def instances_that_differ(digests: Sequence[Digest]) -> list[int]:
     return [instance for instance, other in enumerate(digests) if other != digest]
 
 
-def compare(strategy: Strategy, tree: Any, step: int) -> Any:
+def compare(replicas: Replicas, tree: Any, step: int) -> Any:
     """Compare a tree that has to be the same everywhere; a collective call.
 
     Args:
-        strategy: connects the instances.
+        replicas: connects the instances.
         tree: arrays, with the same names, shapes and dtypes on all instances.
         step: for messages.
 
@@ -59,21 +59,21 @@ def compare(strategy: Strategy, tree: Any, step: int) -> Any:
     Raises:
         DivergenceError: on all instances if their bits differ, and the job does not carry on or there is no majority.
     """
-    mine = np.array([*digest_of(tree), strategy.first_index], np.uint64)
-    gathered = strategy.communicator.all_gather(mine, name="digests of the state")
+    mine = np.array([*digest_of(tree), replicas.first_index], np.uint64)
+    gathered = replicas.communicator.all_gather(mine, name="digests of the state")
     differ = instances_that_differ([(int(mixed), int(total)) for mixed, total, _ in gathered])
     if not differ:
         return tree
     if len(differ) == len(gathered):
         raise DivergenceError(f"before step {step} the instances have different bits, and no majority has the same")
     who = f"{'instance' if len(differ) == 1 else 'instances'} {', '.join(str(gathered[each, 2]) for each in differ)}"
-    if not strategy.can_carry_on:
+    if not replicas.can_carry_on:
         raise DivergenceError(f"before step {step} {who} had other bits than the other {len(gathered) - len(differ)}")
     source = next(instance for instance in range(len(gathered)) if instance not in differ)
-    majority = strategy.broadcast(tree, source)
-    if strategy.instance_index == source:
+    majority = replicas.broadcast(tree, source)
+    if replicas.instance_index == source:
         logger.warning("before step %d %s had other bits than the others, and got theirs", step, who)
-    return majority if strategy.instance_index in differ else tree
+    return majority if replicas.instance_index in differ else tree
 
 
 def flip_bit(variables: Any) -> Any:

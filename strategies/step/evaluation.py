@@ -19,7 +19,8 @@ from popdist.instance import replica_block
 from strategies.data.every_row import EveryRow, every_row
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
-from strategies.membership import lost_with_an_instance, surviving, warn_of_loss
+from strategies.replicas.membership import lost_with_an_instance, surviving, warn_of_loss
+from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree
 from strategies.step.agreement import insist_on_agreement, terms_of
 from strategies.step.arguments import MODEL_STATE, check_function, check_loss_function, check_state, check_takes_state
@@ -37,7 +38,6 @@ from strategies.step.options import StepOptions
 from strategies.step.program_text import lines_of
 from strategies.step.replica_program import LossFunction
 from strategies.step.single_step import SingleStep
-from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
 _AHEAD = 2  # batches that are begun before what the first of them says is asked for
@@ -47,7 +47,7 @@ class Evaluator:
     """Evaluates and predicts with the variables of a state, which stays as it is.
 
     Args:
-        strategy: where the replicas are.
+        replicas: where the replicas are.
         loss_fn: of the `Trainer`, for where no other function is given.
         options: of the step.
         single: makes the steps between which this happens.
@@ -59,12 +59,12 @@ class Evaluator:
     """
 
     def __init__(
-        self, strategy: Strategy, loss_fn: LossFunction, options: StepOptions, single: SingleStep, survives: bool
+        self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, single: SingleStep, survives: bool
     ) -> None:
         self.single = single
         self.survives = survives
-        self._strategy = strategy
-        self._devices = strategy.devices
+        self._replicas = replicas
+        self._devices = replicas.devices
         self._loss_fn = loss_fn
         self._options = options
         self._programs: dict[Any, EvaluationProgram] = {}
@@ -150,7 +150,7 @@ class Evaluator:
     ) -> Generator[Tree, None, None]:
         with closing(batches):
             for of_replicas in batches:
-                gets_them = to_all or self._strategy.instance.is_leader
+                gets_them = to_all or self._replicas.instance.is_leader
                 yield _in_order(of_replicas, is_interleaved) if gets_them else None
 
     def _check(self, fn: LossFunction | None, has_state: bool) -> None:
@@ -159,37 +159,37 @@ class Evaluator:
             check_takes_state(fn, has_state, "fn")
 
     def _rows(self, dataset: Iterable[Batch]) -> EveryRow:
-        strategy = self._strategy
-        return every_row(dataset, strategy.dealing.batch, strategy.communicator, len(strategy.local_replicas))
+        replicas = self._replicas
+        return every_row(dataset, replicas.dealing.batch, replicas.communicator, len(replicas.local_replicas))
 
     def _pass(self, task: Task, state: TrainState, rows: EveryRow) -> Generator[Told, None, None]:
         check_state(state)
         if not self._has_warned:
             self._has_warned = True
-            warn_of_loss(self._strategy, lost_with_an_instance(False, rows.dataset))
-        self._strategy.instruments.step_begins(state.step)
-        return _Pass(self, self._strategy, task, state, rows).results()
+            warn_of_loss(self._replicas, lost_with_an_instance(False, rows.dataset))
+        self._replicas.instruments.step_begins(state.step)
+        return _Pass(self, self._replicas, task, state, rows).results()
 
     # ---- programs
 
     def program(self, task: Task, state: TrainState, batch: Masked, rows: EveryRow) -> EvaluationProgram:
         """The program for such a batch; a collective call where it is the first one of its shapes."""
-        strategy = self._strategy
-        if self._devices is not strategy.devices:  # an instance was lost
-            self._devices = strategy.devices
+        replicas = self._replicas
+        if self._devices is not replicas.devices:  # an instance was lost
+            self._devices = replicas.devices
             self._agreed.clear()
-        strategy.dealing.refuse_others(batch)
-        of_one = jax.tree.map(strategy.devices.replica_shape, batch)
+        replicas.dealing.refuse_others(batch)
+        of_one = jax.tree.map(replicas.devices.replica_shape, batch)
         model_state = self._options.shapes_of_replica(state.model_state)
         leaves, structure = jax.tree.flatten((state.variables, model_state, of_one))
         key = task, structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
         found = self._programs.get(key)
-        if found is None or not found.fits(strategy):
-            found = self._programs[key] = EvaluationProgram(strategy, task, self._options, state, of_one)
-        if key not in self._agreed and strategy.communicator.size > 1 and not self.single.is_recorded:
+        if found is None or not found.fits(replicas):
+            found = self._programs[key] = EvaluationProgram(replicas, task, self._options, state, of_one)
+        if key not in self._agreed and replicas.communicator.size > 1 and not self.single.is_recorded:
             programs = {f"the {task.title}": lines_of(found.equations)}
             terms = terms_of({"seed": self._options.seed, "step": state.step}, rows.dataset, of_one, programs, None)
-            insist_on_agreement(strategy, terms)
+            insist_on_agreement(replicas, terms)
         self._agreed.add(key)
         return found
 
@@ -199,15 +199,15 @@ class _Pass:
 
     Args:
         evaluator: has the programs.
-        strategy: connects the instances.
+        replicas: connects the instances.
         task: what is wanted of every batch.
         state: what it is computed with.
         rows: the data set.
     """
 
-    def __init__(self, evaluator: Evaluator, strategy: Strategy, task: Task, state: TrainState, rows: EveryRow) -> None:
+    def __init__(self, evaluator: Evaluator, replicas: Replicas, task: Task, state: TrainState, rows: EveryRow) -> None:
         self._evaluator = evaluator
-        self._strategy = strategy
+        self._replicas = replicas
         self._task = task
         self._state = state
         self._rows = rows
@@ -226,16 +226,16 @@ class _Pass:
                 yield told
         finally:
             self._stop()
-            self._strategy.place.passes += 1
-            self._strategy.place.batches = 0
+            self._replicas.place.passes += 1
+            self._replicas.place.batches = 0
             if not self._is_at_end:
                 self._rows.leave(done)
 
     def _surviving(self, done: int) -> Told:
-        self._strategy.place.batches = done
+        self._replicas.place.batches = done
         if not self._evaluator.survives:
             return self._next(done)
-        return surviving(self._strategy, lambda: self._next(done), lambda: self._catch_up(done))
+        return surviving(self._replicas, lambda: self._next(done), lambda: self._catch_up(done))
 
     def _next(self, done: int) -> Told:
         """What is told of the batch that comes after so many; nothing behind the last one."""
@@ -245,10 +245,10 @@ class _Pass:
             title = f"{self._task.title} at step {self._state.step}"
             if not self._begun:
                 self._is_at_end = True
-                self._strategy.communicator.barrier(name=f"end of {title}")
+                self._replicas.communicator.barrier(name=f"end of {title}")
                 return []
             local = self._wait(self._begun.popleft())
-            told = gather_replicas(self._strategy, local, f"{title}, batch {self._number}")
+            told = gather_replicas(self._replicas, local, f"{title}, batch {self._number}")
             self._number += 1
             if self._number > done:
                 return told
@@ -265,7 +265,7 @@ class _Pass:
 
     def _wait(self, begun: Callable[[], Told]) -> Told:
         """What the local replicas tell. Errors of collectives inside of the function are those raised there."""
-        reducer = self._strategy.reducer
+        reducer = self._replicas.reducer
         try:
             return begun()
         except jax.errors.JaxRuntimeError as error:
@@ -281,7 +281,7 @@ class _Pass:
         Who is through has met all others at the end, where they have got everything.
         """
         self._stop()
-        meeting, own = self._evaluator.single.meet(), self._strategy.place.passes
+        meeting, own = self._evaluator.single.meet(), self._replicas.place.passes
         if meeting.passes.max() > own:
             if not self._is_at_end:
                 raise StrategyError(
@@ -302,17 +302,17 @@ class _Pass:
                 self._begun.popleft()()
 
 
-def gather_replicas(strategy: Strategy, local: Sequence[Tree], name: str) -> list[Tree]:
+def gather_replicas(replicas: Replicas, local: Sequence[Tree], name: str) -> list[Tree]:
     """The host trees of all replicas, in their order; a collective call.
 
     Args:
-        strategy: connects the instances.
+        replicas: connects the instances.
         local: those of the local replicas, alike in structure, shapes and dtypes.
         name: of the call.
     """
-    communicator = strategy.communicator
+    communicator = replicas.communicator
     blocks = [
-        replica_block(rank, communicator.size, strategy.num_replicas_in_sync) for rank in range(communicator.size)
+        replica_block(rank, communicator.size, replicas.num_replicas_in_sync) for rank in range(communicator.size)
     ]
     packed = [_packed(tree) for tree in local]
     mine = np.zeros((max(map(len, blocks)), packed[0].size), np.uint8)  # some may have one replica less than others

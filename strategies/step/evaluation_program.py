@@ -15,6 +15,7 @@ from jax.extend import core
 from strategies.data.sources import Masked
 from strategies.replicas.devices import is_key
 from strategies.replicas.replica_context import replica_context
+from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Key, Tree, Variables
 from strategies.step.arguments import metric_names, naming_missing_keys
 from strategies.step.merging import Mean, Mergeable
@@ -22,7 +23,6 @@ from strategies.step.model_state import PER_REPLICA
 from strategies.step.options import StepOptions
 from strategies.step.outcome import Outcome
 from strategies.step.replica_program import LossFunction
-from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]
@@ -150,7 +150,7 @@ class EvaluationProgram:
     The key that functions get is `jax.random.key(seed)`, for every row, batch and replica.
 
     Args:
-        strategy: whose replicas run it.
+        replicas: whose replicas run it.
         task: what is wanted.
         options: of the step, whose seed and precision count.
         state: what it is computed with.
@@ -165,12 +165,12 @@ class EvaluationProgram:
         TypeError: see `Task`.
     """
 
-    def __init__(self, strategy: Strategy, task: Task, options: StepOptions, state: TrainState, rows: Masked) -> None:
-        self._strategy = strategy
+    def __init__(self, replicas: Replicas, task: Task, options: StepOptions, state: TrainState, rows: Masked) -> None:
+        self._replicas = replicas
         self._task = task
         self._options = options
-        self._devices = strategy.devices
-        self._program = strategy.devices.compile(self._of_replica)
+        self._devices = replicas.devices
+        self._program = replicas.devices.compile(self._of_replica)
         self._executables: dict[jax.Device, Callable[..., Any]] = {}
         self._has_feeds = False
         self.is_independent = True
@@ -186,9 +186,9 @@ class EvaluationProgram:
                 "which sees a whole batch, or a function fn without collectives"
             )
 
-    def fits(self, strategy: Strategy) -> bool:
+    def fits(self, replicas: Replicas) -> bool:
         """Whether it may run on the replicas that this instance drives now."""
-        return self.is_independent or strategy.devices is self._devices
+        return self.is_independent or replicas.devices is self._devices
 
     def begin(self, state: TrainState, batch: Masked) -> Callable[[], Told]:
         """Begin to compute; does not wait.
@@ -200,7 +200,7 @@ class EvaluationProgram:
         Returns:
             A function that waits, and returns what each local replica tells, and its mask.
         """
-        strategy, devices = self._strategy, self._strategy.devices
+        replicas, devices = self._replicas, self._replicas.devices
         parts, masks = devices.parts(batch.values), [np.asarray(mask) for mask in devices.parts(batch.mask)]
         rule = self._options.rule_of(state.model_state)
         shared = devices.share((state.variables, rule.map_own(lambda leaf: None, state.model_state)))
@@ -214,11 +214,11 @@ class EvaluationProgram:
             index = np.int32(devices.replicas[position])
             return executables[position](index, variables, parts[position], masks[position], model_state)
 
-        strategy.reducer.begin()
+        replicas.reducer.begin()
         if len(positions) == 1:
             computed = [compute(0)]
             return lambda: self._told(computed, masks)
-        futures = devices.begin(lambda position: jax.block_until_ready(compute(position)), strategy.reducer.fail)
+        futures = devices.begin(lambda position: jax.block_until_ready(compute(position)), replicas.reducer.fail)
 
         def wait_for_all() -> Told:
             errors = [future.exception() for future in futures]
@@ -243,7 +243,7 @@ class EvaluationProgram:
     ) -> Tree:
         key = jax.random.key(self._options.seed)
         cast = self._options.precision.cast
-        context = self._strategy.new_context(index, self._task.title)
+        context = self._replicas.new_context(index, self._task.title)
         with replica_context(context):
             given = () if model_state is None else (model_state,)
             computed = self._task(cast(variables), cast(batch), mask, key, *given)

@@ -13,6 +13,7 @@ import numpy as np
 
 from strategies.data.datasets import DistributedDataset
 from strategies.numbers import positive
+from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
 from strategies.step.arguments import check_state
 from strategies.step.engine import Prepared
@@ -23,7 +24,6 @@ from strategies.step.metrics import Metrics
 from strategies.step.replica_program import ReplicaProgram
 from strategies.step.single_step import SingleStep
 from strategies.step.updates import Update
-from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Executions:
     """Makes steps with all batches of a data set: in one program, after it has compared that with single steps.
 
     Args:
-        strategy: where the replicas are.
+        replicas: where the replicas are.
         engine: computes the gradients of single steps.
         update: of the variables.
         single: makes single steps.
@@ -44,9 +44,9 @@ class Executions:
     """
 
     def __init__(
-        self, strategy: Strategy, engine: JaxEngine, update: Update, single: SingleStep, may_fuse: bool
+        self, replicas: Replicas, engine: JaxEngine, update: Update, single: SingleStep, may_fuse: bool
     ) -> None:
-        self._strategy = strategy
+        self._replicas = replicas
         self._engine = engine
         self._update = update
         self._single = single
@@ -101,8 +101,8 @@ class Executions:
     @property
     def _are_possible(self) -> bool:
         """Whether there is one replica, and neither is a fault to happen in a step nor is each of them recorded."""
-        is_single = self._strategy.faults.is_armed or self._single.is_recorded
-        return self._may_fuse and not is_single and self._strategy.num_replicas_in_sync == 1
+        is_single = self._replicas.faults.is_armed or self._single.is_recorded
+        return self._may_fuse and not is_single and self._replicas.num_replicas_in_sync == 1
 
     def _make_all(self, state: TrainState, batches: Sequence[Batch], singly: Steps) -> tuple[TrainState, Metrics]:
         """A step with each of the batches, in one program if that has the same bits."""
@@ -110,7 +110,7 @@ class Executions:
         step = self._engine.prepare(state, batches[0])
         if len(batches) == 1 or not all(self._engine.prepare(state, batch) is step for batch in batches):
             return singly(state, batches)
-        self._strategy.instruments.step_begins(state.step)
+        self._replicas.instruments.step_begins(state.step)
         state, metrics = self._made(step, state, batches, singly)
         self._single.take_over(metrics)
         return state, metrics

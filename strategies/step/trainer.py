@@ -75,13 +75,14 @@ class Trainer:
         self.notice = Notice()
         self._strategy = strategy
         self._loss_fn = loss_fn
-        update = update_for(strategy, optimizer, settings)
-        recorder = recorder_for(strategy, settings)
-        engine = JaxEngine(strategy, loss_fn, settings, update, recorder.is_on)
-        self._states = States(strategy, settings, update)
-        self._single = SingleStep(strategy, engine, update, settings, self.notice, recorder)
-        self._executions = Executions(strategy, engine, update, self._single, settings.may_fuse)
-        self._evaluator = Evaluator(strategy, loss_fn, settings, self._single, not self.is_sharded)
+        replicas = strategy.replicas
+        update = update_for(replicas, optimizer, settings)
+        recorder = recorder_for(replicas, settings)
+        engine = JaxEngine(replicas, loss_fn, settings, update, recorder.is_on)
+        self._states = States(replicas, settings, update)
+        self._single = SingleStep(replicas, engine, update, settings, self.notice, recorder)
+        self._executions = Executions(replicas, engine, update, self._single, settings.may_fuse)
+        self._evaluator = Evaluator(replicas, loss_fn, settings, self._single, not self.is_sharded)
 
     @property
     def strategy(self) -> Strategy:
@@ -168,14 +169,14 @@ class Trainer:
         """
         check_state(state)
         self._strategy.instruments.step_begins(state.step)
-        if self._strategy.faults.take_flip():
+        if self._strategy.replicas.faults.take_flip():
             state = replace(state, variables=flip_bit(state.variables))
 
         def catch_up() -> tuple[TrainState, Metrics] | None:
             nonlocal batch
             made = self._single.catch_up(state)
             if made is None:
-                batch = self._strategy.replicas_batch(batch)
+                batch = self._strategy.replicas.replicas_batch(batch)
             return made
 
         return self._states.surviving(lambda: self._single.make(state, batch), catch_up, self._single.share_made)

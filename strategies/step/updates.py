@@ -17,10 +17,10 @@ from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.products import with_rounded_products
 from strategies.programs.program import jit
 from strategies.programs.rounding import add_stochastically
+from strategies.replicas.replicas import Replicas
 from strategies.step.accumulation import AccumulationDtype, accumulator_dtypes
 from strategies.step.replica_program import LOSS_SCALE, STEP
 from strategies.step.shards import Shards
-from strategies.strategy import Strategy
 
 HOST_MEMORY = "pinned_host"
 _ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
@@ -51,14 +51,14 @@ class Update(ABC):
     The step calls `init` once, and then `apply` for each step, with `wait` before the mean gradients are overwritten.
 
     Args:
-        strategy: whose variables are updated.
+        replicas: whose variables are updated.
         optimizer: an optax gradient transformation. One that takes extra arguments gets `gradient_norm`, the norm of
             all mean gradients together, float32.
         settings: see there.
     """
 
-    def __init__(self, strategy: Strategy, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
-        self._strategy = strategy
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+        self._replicas = replicas
         self._optimizer = optax.with_extra_args_support(optimizer)
         self._settings = settings
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
@@ -130,7 +130,7 @@ class Update(ABC):
 
         Committed to that device, as what `apply` returns is: JAX compiles a program again for arguments that are not.
         """
-        device = self._strategy.variables_device
+        device = self._replicas.variables_device
         with jax.default_device(device):
             return self.offloaded(jax.device_put(init(*arguments), device))
 
@@ -139,7 +139,7 @@ class Update(ABC):
         return self._in_turn(jit(function, **options))
 
     def _in_turn(self, program: Any) -> Callable[..., Any]:
-        return compiled_in_turn(program, self._strategy.devices.executables)
+        return compiled_in_turn(program, self._replicas.devices.executables)
 
     def _gradients(self, variables: Any, means: Any, control: jax.Array | None) -> tuple[Any, jax.Array]:
         """The mean gradients as the optimizer gets them, and their norm."""
@@ -187,15 +187,15 @@ class Update(ABC):
         return jax.device_put(optimizer_state, self._placement(None))
 
     def _placement(self, kind: str | None) -> jax.sharding.Sharding:
-        return jax.sharding.SingleDeviceSharding(self._strategy.variables_device, memory_kind=kind)
+        return jax.sharding.SingleDeviceSharding(self._replicas.variables_device, memory_kind=kind)
 
 
 @final
 class WholeUpdate(Update):
     """The whole optimizer state on every instance; see `Update`."""
 
-    def __init__(self, strategy: Strategy, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
-        super().__init__(strategy, optimizer, settings)
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+        super().__init__(replicas, optimizer, settings)
         self._jitted = jit(self.traced, donate_argnums=(0, 1))
         self._program = self._in_turn(self._jitted)
 

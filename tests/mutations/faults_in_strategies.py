@@ -168,7 +168,7 @@ IN_STRATEGIES = (
     Fault(
         name="steps are made on the replicas that an instance had before others were lost in something else",
         path="strategies/step/jax_engine.py",
-        old="if self._devices is not self._strategy.devices:",
+        old="if self._devices is not self._replicas.devices:",
         new="if False:",
         caught_by=(
             "tests/strategies/test_surviving.py::"

@@ -16,7 +16,7 @@ from collectives.backends.thread import connect_survivors
 from collectives.instruments import Instruments
 from popdist import Instance
 from popdist.records.faults import Fault, FaultInjector, InjectedError, parse_fault
-from strategies.membership import Membership
+from strategies.replicas.membership import Membership
 
 Result = TypeVar("Result")
 

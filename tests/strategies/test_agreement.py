@@ -250,7 +250,7 @@ def test_those_who_are_left_agree_again_however_far_they_had_come(lost):
 def test_those_who_are_left_still_learn_who_differs():
     def program(strategy):
         with pytest.raises(DisagreementError, match="instance 2 has seed 1, instance 1 seed 0"):
-            trained(strategy, seed=strategy.first_index // 2)
+            trained(strategy, seed=strategy.replicas.first_index // 2)
         return True
 
     assert run_instances(3, 6, program, ["kill:instance=0,step=0,phase=all_gather"]) == [None, True, True]

@@ -14,7 +14,7 @@ from types import FunctionType
 import pytest
 
 import strategies
-from strategies.membership import Membership
+from strategies.replicas.membership import Membership
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("collectives", "popdist", "strategies", "poprun")

@@ -8,7 +8,7 @@ from surviving_instances import run_instances
 
 import strategies
 from strategies.extended import Extended
-from strategies.membership import surviving
+from strategies.replicas.membership import surviving
 
 
 def role(strategy):
@@ -33,12 +33,12 @@ def test_when_the_first_instance_is_lost_the_next_one_has_its_role():
         before = role(strategy)
 
         def attempt():
-            if strategy.first_index == 0:
+            if strategy.replicas.first_index == 0:
                 raise Lost
             strategy.communicator.barrier()
             return before, role(strategy)
 
-        return surviving(strategy, attempt, lambda: None)
+        return surviving(strategy.replicas, attempt, lambda: None)
 
     writer, other = (True, True), (False, False)
     assert run_instances(3, 6, function) == [None, (other, writer), (other, other)]

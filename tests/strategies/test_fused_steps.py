@@ -44,8 +44,10 @@ class Steps:
         shapes = ReplicaShapes(*jax.tree.map(jax.typeof, (variables or start(), jax.tree.map(jnp.asarray, batch))))
         trainable, rule = Trainable.of(shapes.variables, None), ModelStateRule.of(None, None)
         options = Accumulation(), Precision(), Transfer(), False
-        self.program = ReplicaProgram(strategy, loss_fn, shapes, trainable, rule, SEED, *options)
-        self.update = WholeUpdate(strategy, optimizer or optax.sgd(0.5, momentum=0.5), UpdateSettings(**settings))
+        self.program = ReplicaProgram(strategy.replicas, loss_fn, shapes, trainable, rule, SEED, *options)
+        self.update = WholeUpdate(
+            strategy.replicas, optimizer or optax.sgd(0.5, momentum=0.5), UpdateSettings(**settings)
+        )
         self.fused = FusedSteps(self.program, self.update)
 
     def together(self, variables):

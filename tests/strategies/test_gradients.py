@@ -238,11 +238,11 @@ def test_a_loss_with_collectives_of_its_own_is_not_cut(on_instances):
 
 def test_without_host_variables_all_gradients_leave_at_the_end(on_instances):
     def program(strategy):
-        return strategy.streams_gradients
+        return strategy.replicas.streams_gradients
 
     assert on_instances(2, 2, program) == [False, False]
     assert on_instances(2, 2, program, variables_on_host=True) == [True, True]
-    assert not strategies.IPUStrategy(2).streams_gradients
+    assert not strategies.IPUStrategy(2).replicas.streams_gradients
 
 
 def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypatch):

@@ -140,7 +140,7 @@ def test_a_strategy_takes_one_and_moves_it_to_the_device():
     dataset = strategy.distribute_dataset(augmented(Records()), 3, gradient_accumulation_count=2)
     assert (len(dataset), dataset.dropped) == (3, 5)
     batch = next(dataset.epoch(0))
-    assert batch["row"].device == strategy.devices.devices[0]
+    assert batch["row"].device == strategy.replicas.devices.devices[0]
     assert batch["row"].shape == (4 * 2 * 3,)
 
 

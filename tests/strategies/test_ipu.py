@@ -11,7 +11,7 @@ def test_it_is_the_only_instance_with_all_replicas():
     assert (strategy.num_instances, strategy.instance_index, strategy.num_replicas_in_sync) == (1, 0, 3)
     assert strategy.local_replicas == range(3)
     assert not strategy.can_carry_on
-    assert not strategy.streams_gradients
+    assert not strategy.replicas.streams_gradients
 
 
 def test_it_writes_checkpoints_and_summaries_and_makes_variables():

@@ -16,7 +16,7 @@ from collectives import (
     PeerLostError,
     ThreadHub,
 )
-from strategies.membership import Place, meet, surviving
+from strategies.replicas.membership import Place, meet, surviving
 
 REPLICAS = 6
 MOST_CALLS = 10
@@ -57,7 +57,7 @@ class Attempts:
 
     def run(self):
         """The result, the calls, and the replicas in the end."""
-        result = surviving(self._strategy, self.attempt, self.catch_up)
+        result = surviving(self._strategy.replicas, self.attempt, self.catch_up)
         return result, self.calls, list(self._strategy.local_replicas)
 
 
@@ -80,14 +80,14 @@ def test_without_a_loss_it_is_attempted_once(instances):
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_after_a_loss_it_is_attempted_once_more_by_those_that_have_taken_over_the_replicas(lost, caplog):
     def function(strategy):
-        return Attempts(strategy, raising(Lost, strategy.first_index == lost)).run()
+        return Attempts(strategy, raising(Lost, strategy.replicas.first_index == lost)).run()
 
-    with caplog.at_level("INFO", "strategies.membership"):
+    with caplog.at_level("INFO", "strategies.replicas.membership"):
         found = run_instances(3, REPLICAS, function)
     assert found.pop(lost) is None
     calls = ["attempt", "catch up", "attempt"]
     assert found == [(15, calls, [0, 1, 2]), (15, calls, [3, 4, 5])]
-    messages = [record.message for record in caplog.records if record.name == "strategies.membership"]
+    messages = [record.message for record in caplog.records if record.name == "strategies.replicas.membership"]
     assert len(messages) == 2
     assert all(message.startswith("an instance is lost: ") for message in messages)
 
@@ -97,7 +97,7 @@ def test_what_another_instance_had_done_already_is_not_attempted_again(result):
     """Whatever it is: only None says that there is nothing yet."""
 
     def function(strategy):
-        return Attempts(strategy, raising(Lost, strategy.first_index == 1), lambda number: result).run()
+        return Attempts(strategy, raising(Lost, strategy.replicas.first_index == 1), lambda number: result).run()
 
     calls = ["attempt", "catch up"]
     assert run_instances(3, REPLICAS, function) == [(result, calls, [0, 1, 2]), None, (result, calls, [3, 4, 5])]
@@ -107,7 +107,7 @@ def test_a_call_that_an_earlier_loss_has_broken_is_attempted_again_too():
     """All carry on then, and nobody is lost."""
 
     def function(strategy):
-        return Attempts(strategy, raising(BrokenError("half-way"), strategy.first_index == 0)).run()
+        return Attempts(strategy, raising(BrokenError("half-way"), strategy.replicas.first_index == 0)).run()
 
     calls = ["attempt", "catch up", "attempt"]
     assert run_instances(2, REPLICAS, function) == [(15, calls, [0, 1, 2]), (15, calls, [3, 4, 5])]
@@ -117,10 +117,10 @@ class TestASecondLoss:
     def test_while_the_others_catch_up_has_them_catch_up_again(self):
         def function(strategy):
             def caught_up(number):
-                raising(Lost, strategy.first_index == 2)(number)
-                meet(strategy)
+                raising(Lost, strategy.replicas.first_index == 2)(number)
+                meet(strategy.replicas)
 
-            return Attempts(strategy, raising(Lost, strategy.first_index == 1), caught_up).run()
+            return Attempts(strategy, raising(Lost, strategy.replicas.first_index == 1), caught_up).run()
 
         calls = ["attempt", "catch up", "catch up", "attempt"]
         found = run_instances(4, 8, function)
@@ -129,7 +129,7 @@ class TestASecondLoss:
     def test_while_it_is_attempted_again_is_as_the_first(self):
         def function(strategy):
             def disturb(number):
-                if strategy.first_index == number < 2:
+                if strategy.replicas.first_index == number < 2:
                     raise Lost
 
             return Attempts(strategy, disturb).run()
@@ -162,7 +162,7 @@ class TestFinalErrors:
         calls = []
 
         def function(strategy):
-            attempts = Attempts(strategy, raising(Lost, strategy.first_index == 0))
+            attempts = Attempts(strategy, raising(Lost, strategy.replicas.first_index == 0))
             calls.append(attempts.calls)
             attempts.run()
 
@@ -175,7 +175,7 @@ class TestFinalErrors:
         hub, said = ThreadHub(3), []
 
         def function(strategy):
-            is_given_up = strategy.first_index == 1
+            is_given_up = strategy.replicas.first_index == 1
 
             def disturb(number):
                 if number == 0 and is_given_up:
@@ -185,7 +185,7 @@ class TestFinalErrors:
             try:
                 return attempts.run()
             except PeerLostError as error:
-                said.append((strategy.first_index, str(error), attempts.calls))
+                said.append((strategy.replicas.first_index, str(error), attempts.calls))
                 raise
 
         calls = ["attempt", "catch up", "attempt"]
@@ -197,8 +197,8 @@ class TestFinalErrors:
 class TestMeeting:
     def test_nobody_is_late_where_all_have_done_the_same(self):
         def function(strategy):
-            strategy.place = Place(done=2**40, share=pytest.fail)
-            return meet(strategy).is_late
+            strategy.replicas.place = Place(done=2**40, share=pytest.fail)
+            return meet(strategy.replicas).is_late
 
         assert run_instances(2, REPLICAS, function) == [False, False]
 
@@ -210,16 +210,16 @@ class TestMeeting:
             share = strategy.broadcast
             value = np.float32(number)
             if number:
-                strategy.place = Place(done=1, share=lambda root: share(value, root))
-            meeting = meet(strategy)
+                strategy.replicas.place = Place(done=1, share=lambda root: share(value, root))
+            meeting = meet(strategy.replicas)
             return meeting.is_late, meeting.newest, float(share(value, meeting.newest)) if meeting.is_late else number
 
         assert run_instances(3, REPLICAS, function) == [(True, 1, 1.0), (False, 1, 1), (False, 1, 2)]
 
     def test_passes_and_batches_are_those_of_all_in_their_order(self):
         def function(strategy):
-            strategy.place = Place(passes=7, batches=10 - strategy.instance_index)
-            meeting = meet(strategy)
+            strategy.replicas.place = Place(passes=7, batches=10 - strategy.instance_index)
+            meeting = meet(strategy.replicas)
             return meeting.passes.tolist(), meeting.batches.tolist()
 
         assert run_instances(3, REPLICAS, function) == [([7] * 3, [10, 9, 8])] * 3
@@ -232,9 +232,9 @@ class TestMeeting:
                 shared.append((done, root))
 
             for value in (5, 6):
-                assert surviving(strategy, lambda value=value: value, lambda: None, share)
-            strategy.place.share(1)
-            surviving(strategy, lambda: 7, lambda: None)
-            return strategy.place, shared
+                assert surviving(strategy.replicas, lambda value=value: value, lambda: None, share)
+            strategy.replicas.place.share(1)
+            surviving(strategy.replicas, lambda: 7, lambda: None)
+            return strategy.replicas.place, shared
 
         assert run_instances(1, REPLICAS, function) == [(Place(done=3), [(6, 1)])]

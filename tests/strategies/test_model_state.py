@@ -205,10 +205,10 @@ def surviving_program(strategy, lost=-1, begin=lambda: None, end=lambda: None):
     batches = strategy.distribute_dataset({"x": rows}, 2).epoch(0)
     trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1))
     state = trainer.init(VARIABLES, MODEL_STATE)
-    if strategy.first_index == lost:
+    if strategy.replicas.first_index == lost:
         begin()
     state, _ = trainer.step(state, next(batches))
-    if strategy.first_index == lost:
+    if strategy.replicas.first_index == lost:
         end()
     state, _ = trainer.step(state, next(batches))
     return bits(state)

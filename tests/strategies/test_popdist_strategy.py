@@ -18,7 +18,7 @@ def test_it_is_the_only_instance_and_has_every_role(in_new_process):
         "    'same': [strategy.instance is popdist.instance(), strategy.communicator is popdist.communicator(),\n"
         "             strategy.progress is popdist.progress()],\n"
         "    'launcher': strategy.instance.launcher,\n"
-        "    'streams': strategy.streams_gradients,\n"
+        "    'streams': strategy.replicas.streams_gradients,\n"
         "    'carries on': strategy.can_carry_on,\n"
         "}))\n"
         "with pytest.raises(popdist.LifeCycleError, match='start it with poprun --on-failure shrink'):\n"

@@ -205,7 +205,7 @@ class TestErrors:
         assert list(strategy.run(lambda: program(fails=False))) == [6] * 4
 
     def test_the_first_one_stays(self, strategy):
-        reducer = strategy.reducer
+        reducer = strategy.replicas.reducer
         reducer.last_error = None
         for error in (EndOfDataError("end"), ValueError("cause"), KeyError("consequence"), EndOfDataError("end")):
             reducer.fail(error)

@@ -51,7 +51,7 @@ def program_of(
     checks=False,
 ):
     return ReplicaProgram(
-        strategy,
+        strategy.replicas,
         loss_fn,
         ReplicaShapes(shapes_of(variables), shapes_of(batch)),
         Trainable.of(variables, None),

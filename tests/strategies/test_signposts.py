@@ -14,7 +14,7 @@ import strategies
         ("strategies.trainer", "strategies.step.trainer"),
         ("strategies.datasets", "strategies.data.datasets"),
         ("strategies.sharding", "strategies.data.layout"),
-        ("strategies.survival", "strategies.membership"),
+        ("strategies.survival", "strategies.replicas.membership"),
     ],
 )
 def test_what_has_moved_says_where_it_is(old, new):

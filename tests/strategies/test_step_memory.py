@@ -87,16 +87,16 @@ def test_every_replica_contributes_a_view_of_memory_that_is_not_its_own(recorded
 
 
 def test_replicas_read_their_rows_of_a_batch_where_they_lie(strategy):
-    batch = strategy.devices.place(np.arange(4096, dtype=np.float32))
-    parts = strategy.devices.parts(batch)
+    batch = strategy.replicas.devices.place(np.arange(4096, dtype=np.float32))
+    parts = strategy.replicas.devices.parts(batch)
     assert [part.ctypes.data - batch.unsafe_buffer_pointer() for part in parts] == [0, 4096, 8192, 12288]
     np.testing.assert_array_equal(np.concatenate(parts), np.arange(4096))
 
 
 def test_all_replicas_read_the_same_variables(strategy):
     given = strategy.broadcast({"w": np.ones(4096, np.float32)})
-    assert all(shared is given for shared in strategy.devices.share(given))
-    assert len(strategy.devices.share(given)) == 4
+    assert all(shared is given for shared in strategy.replicas.devices.share(given))
+    assert len(strategy.replicas.devices.share(given)) == 4
 
 
 def test_the_sums_are_written_into_the_same_memory_in_every_step(recorded):

@@ -33,8 +33,8 @@ def test_every_row_is_read_at_most_once_in_an_epoch(strategy):
 def test_batches_lie_on_the_device_of_the_replicas(strategy):
     batch = next(iter(strategy.distribute_dataset(ROWS, batch_size=4, shuffle=False).epoch(0)))
     assert isinstance(batch, jax.Array)
-    assert batch.device == strategy.devices.devices[0]
-    assert [part.tolist() for part in strategy.devices.parts(batch)][1] == [4, 5, 6, 7]
+    assert batch.device == strategy.replicas.devices.devices[0]
+    assert [part.tolist() for part in strategy.replicas.devices.parts(batch)][1] == [4, 5, 6, 7]
 
 
 def test_the_rest_can_be_padded_and_masked(strategy):

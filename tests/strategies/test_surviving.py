@@ -397,7 +397,7 @@ def duties(strategy, done, faults=()):
         def duty(number=number):
             for fault in faults:
                 fault(strategy, number)
-            done.append((number, strategy.first_index))
+            done.append((number, strategy.replicas.first_index))
 
         strategy.on_chief(duty)
     return strategy.is_chief
@@ -405,7 +405,7 @@ def duties(strategy, done, faults=()):
 
 def losing(instance, number):
     def fault(strategy, at):
-        if (strategy.first_index, at) == (instance, number):
+        if (strategy.replicas.first_index, at) == (instance, number):
             raise Lost
 
     return fault
@@ -430,7 +430,9 @@ def test_steps_after_a_duty_are_made_on_the_replicas_of_those_who_are_left(lost)
             state, metrics = trainer.step(state, batch)
             means.append(metrics["loss"])
             if is_losing:
-                strategy.on_chief(lambda: None) if strategy.first_index != lost else losing(lost, 0)(strategy, 0)
+                if strategy.replicas.first_index == lost:
+                    losing(lost, 0)(strategy, 0)
+                strategy.on_chief(lambda: None)
         return means
 
     [expected] = run_instances(1, 6, functools.partial(function, is_losing=False))
@@ -448,18 +450,18 @@ def test_a_duty_that_is_done_is_not_done_again_by_those_who_have_not_heard_of_it
     first_lost = threading.Event()
 
     def function(strategy):
-        if strategy.first_index == 2:  # as if its barrier had failed where that of the others had not
+        if strategy.replicas.first_index == 2:  # as if its barrier had failed where that of the others had not
             strategy.on_chief(lambda: None)
             first_lost.wait(GUARD_S)
-            strategy.place.done = 0
-        elif strategy.first_index == 1:
+            strategy.replicas.place.done = 0
+        elif strategy.replicas.first_index == 1:
             strategy.on_chief(lambda: done.append((0, 1)))
             first_lost.set()
             raise Lost
         else:
             strategy.on_chief(lambda: done.append((0, 0)))
-        strategy.on_chief(lambda: done.append((1, strategy.first_index)))
-        if strategy.first_index == 2:
+        strategy.on_chief(lambda: done.append((1, strategy.replicas.first_index)))
+        if strategy.replicas.first_index == 2:
             strategy.on_chief(lambda: None)
         return strategy.num_instances
 

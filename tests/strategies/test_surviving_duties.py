@@ -32,7 +32,7 @@ def program(strategy, parts, lost=-1, begin=lambda: None, end=lambda: None):
     testing = strategy.distribute_dataset(rows[:31], 2, shuffle=False, remainder="pad")
     batches = training.epoch(0)
     duties, found = [], []
-    if strategy.first_index == lost:
+    if strategy.replicas.first_index == lost:
         begin()
     trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1))
     state = trainer.init({"w": np.float32([0.3, -1.7, 0.9])})
@@ -47,7 +47,7 @@ def program(strategy, parts, lost=-1, begin=lambda: None, end=lambda: None):
             found.append(strategies.fingerprint(other.init({"w": np.float32([1, 2, 3])}).variables))
         else:
             strategy.on_chief(functools.partial(duties.append, len(found)))
-    if strategy.first_index == lost:
+    if strategy.replicas.first_index == lost:
         end()
     state, _ = trainer.step(state, next(batches))
     found.append(strategies.fingerprint(state))

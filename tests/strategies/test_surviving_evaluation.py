@@ -43,10 +43,10 @@ def program(strategy, parts, begin=lambda: None, end=lambda: None):
     state = trainer.init({"w": np.float32([0.3, -1.7, 0.9])})
     batches = training.epoch(0)
     found = []
-    if strategy.first_index == LOST:
+    if strategy.replicas.first_index == LOST:
         begin()
     for part in (*parts, "step"):
-        if part == "step" and strategy.first_index == LOST and len(found) == len(parts):
+        if part == "step" and strategy.replicas.first_index == LOST and len(found) == len(parts):
             end()
         if part == "step":
             state, metrics = trainer.step(state, next(batches))
@@ -99,7 +99,7 @@ def predict(strategy, dataset):
     found = []
     for scores in trainer.predict(state, dataset(strategy), lambda w, batch, key: w * batch):
         found += scores.tolist()
-        if strategy.first_index == LOST:
+        if strategy.replicas.first_index == LOST:
             raise Lost
     return found
 
@@ -136,12 +136,12 @@ def leave_early(strategy, begin=lambda: None, end=lambda: None):
     trainer = strategies.Trainer(strategy, lambda w, batch, key: (w * batch).mean(), optax.sgd(0.1))
     batches = strategy.distribute_dataset(X, 2).epoch(0)
     state, _ = trainer.step(trainer.init(np.float32(2)), next(batches))
-    if strategy.first_index == LOST:
+    if strategy.replicas.first_index == LOST:
         begin()
     predictions = trainer.predict(state, padded(strategy), lambda w, batch, key: w * batch)
     found = next(predictions).tolist()
     predictions.close()
-    if strategy.first_index == LOST:
+    if strategy.replicas.first_index == LOST:
         end()
     _, metrics = trainer.step(state, next(batches))
     return found, metrics["loss"]

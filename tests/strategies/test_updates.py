@@ -20,7 +20,7 @@ def alone():
 
 
 def updated(strategy, optimizer=None, means=MEANS, variables=VARIABLES, step=0, scale=1.0, **settings):
-    update = WholeUpdate(strategy, optimizer or optax.sgd(0.5), UpdateSettings(**settings))
+    update = WholeUpdate(strategy.replicas, optimizer or optax.sgd(0.5), UpdateSettings(**settings))
     placed = jax.tree.map(jnp.array, variables)  # a copy, which is used up
     after, state = update.apply(placed, update.init(placed), means, control_words(step, False, scale))
     update.wait()
@@ -35,8 +35,8 @@ def test_variables_become_what_the_optimizer_says(alone):
 
 def test_old_variables_and_state_are_used_up(alone):
     """Declared to the compiler: it may write the new ones where they lie."""
-    update = WholeUpdate(alone, optax.sgd(0.5, momentum=0.9), UpdateSettings())
-    variables = {"w": jax.device_put(np.ones(1000, np.float32), alone.variables_device)}
+    update = WholeUpdate(alone.replicas, optax.sgd(0.5, momentum=0.9), UpdateSettings())
+    variables = {"w": jax.device_put(np.ones(1000, np.float32), alone.replicas.variables_device)}
     state = update.init(variables)
     jax.block_until_ready((variables, state))
     compiled = update._program.lower(variables, state, {"w": np.ones(1000, np.float32)}, None).compile()

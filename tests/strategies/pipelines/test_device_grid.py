@@ -28,13 +28,13 @@ def test_with_one_device_for_each_replica_the_grid_is_what_there_was_before():
 
 def test_a_strategy_has_a_column_for_each_device_of_a_replica():
     strategy = strategies.IPUStrategy(2, ipus_per_replica=3)
-    assert strategy.instance.ipus_per_replica == strategy.grid.ipus_per_replica == 3
-    assert strategy.devices is strategy.grid.column(0)
-    assert strategy.grid.replicas == strategy.local_replicas == range(2)
+    assert strategy.instance.ipus_per_replica == strategy.replicas.grid.ipus_per_replica == 3
+    assert strategy.replicas.devices is strategy.replicas.grid.column(0)
+    assert strategy.replicas.grid.replicas == strategy.local_replicas == range(2)
 
 
 def test_without_more_said_a_replica_is_one_device():
-    assert strategies.IPUStrategy(2).grid.ipus_per_replica == 1
+    assert strategies.IPUStrategy(2).replicas.grid.ipus_per_replica == 1
 
 
 @pytest.mark.parametrize(("number", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
@@ -79,7 +79,7 @@ def test_a_device_that_replicas_have_not_is_refused(number):
 
 
 def test_poprun_says_how_many_devices_a_replica_spans(in_new_process):
-    program = "import strategies\nprint(strategies.PopDistStrategy().grid.ipus_per_replica)\n"
+    program = "import strategies\nprint(strategies.PopDistStrategy().replicas.grid.ipus_per_replica)\n"
     environ = {
         "POPDIST_NUM_TOTAL_REPLICAS": "1",
         "POPDIST_NUM_IPUS_PER_REPLICA": "3",

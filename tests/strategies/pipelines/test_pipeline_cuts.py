@@ -104,6 +104,20 @@ def test_no_cut_that_is_found_is_worse_than_the_one_there_is():
         assert found.length_s <= found.before_s == pytest.approx(made.length(parts.joined(sizes).durations()))
 
 
+def test_with_a_device_for_each_stage_the_slowest_is_as_fast_as_can_be():
+    rng = random.Random(11)
+    made = timetable("one_forward_one_backward", range(4), 6)
+    changed = 0
+    for _ in range(25):
+        parts = StageTimes(*(tuple(rng.choice([1, 1, 2, 9]) for _ in range(9)) for _ in range(2)))
+        sizes = rng.choice(list(cuts_of(9, 4)))
+        found = better_cut(made, parts, sizes).sizes
+        if found != sizes:
+            changed += 1
+            assert longest(parts.whole, found) == min(longest(parts.whole, each) for each in cuts_of(9, 4))
+    assert changed > 10
+
+
 def test_a_device_with_two_stages_gets_as_much_as_one_with_one():
     parts = StageTimes((1.0,) * 8, (2.0,) * 8)
     found = better_cut(timetable("one_forward_one_backward", [0, 1, 0], 12), parts, (3, 2, 3))

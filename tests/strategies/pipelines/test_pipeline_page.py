@@ -2,6 +2,10 @@
 
 import draw_pipelines
 
+from strategies.pipelines.choice import MIB, StashBytes, choose
+from strategies.pipelines.times import StageTimes
+from strategies.pipelines.timetable import placed
+
 
 def test_the_picture_of_schedules_is_up_to_date():
     assert draw_pipelines.PICTURE.read_text(encoding="utf-8") == draw_pipelines.draw(), "run docs/draw_pipelines.py"
@@ -13,9 +17,7 @@ def test_the_table_and_the_timetable_are_up_to_date():
 
 
 def test_the_sentence_on_auto_is_what_it_says():
-    """For the numbers of `test_pipeline_choice.py`."""
+    times = StageTimes((0.01,) * 4, (0.02,) * 4, update=(0.002,) * 4)
+    stash = StashBytes((40 * MIB,) * 4, (2 * MIB,) * 4)
     page = " ".join(draw_pipelines.PAGE.read_text(encoding="utf-8").split())
-    assert (
-        "interleaved with recomputation was chosen: 1.08 s for an update is the shortest of 6 of 10 ways to run it "
-        "that keep at most 120 MiB on a device, and it keeps 48 MiB; zero_bubble would take 752 ms, but keep 160 MiB"
-    ) in page
+    assert choose(times, stash, placed(range(4)), 24, 120 * MIB).reason in page

@@ -20,7 +20,7 @@ from strategies.programs.jaxpr import Graph
 
 WIDTH, ROWS, COUNT = 33, 5, 8
 DEVICE = jax.devices()[0]
-DEVICES = strategies.IPUStrategy(1).devices
+DEVICES = strategies.IPUStrategy(1).replicas.devices
 
 
 def variables(seed=0):

@@ -162,7 +162,7 @@ def one_more_than_index(strategy):
 
 def place_of(strategy, value):
     if isinstance(value, jax.Array):
-        assert list(value.devices()) == [strategy.devices.devices[0]]
+        assert list(value.devices()) == [strategy.replicas.devices.devices[0]]
         return "device"
     return type(value).__name__
 

@@ -123,6 +123,10 @@ class Members(Protocol):
     """Who takes part, as those know it who do something together: a strategy."""
 
     @property
+    def kind(self) -> str:
+        """Of these instances, for messages."""
+
+    @property
     def place(self) -> Place:
         """How far this instance has come."""
 
@@ -203,7 +207,7 @@ def warn_where_none_goes_on(members: Members) -> None:
         logger.warning(
             "%s cannot go on without an instance, as --on-failure shrink wants it: if one is lost the job ends; "
             "use PopDistStrategy over MPI, or to go on from a checkpoint poprun --on-failure restart",
-            type(members).__name__,
+            members.kind,
         )
 
 

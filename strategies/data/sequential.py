@@ -22,7 +22,7 @@ class Round(NamedTuple):
         return Round(self.elements, [False] * len(self.valid))
 
 
-class StreamSource(Source):
+class SequentialSource(Source):
     """Elements that come one after another; `elements_per_replica` rounds are stacked into a batch.
 
     Order is the source's own: nothing is shuffled here.
@@ -88,7 +88,7 @@ def from_iterable(source: Data, layout: Layout) -> Source:
     length = _length(source)
     if length is not None:
         layout.check_length(length)
-    return StreamSource(
+    return SequentialSource(
         lambda: _interleaved(source, layout),
         layout,
         length=length,
@@ -103,7 +103,7 @@ def from_shards(source: Data, layout: Layout) -> Source:
     for replica, shard in zip(layout.local_replicas, shards, strict=True):
         _require_iterable(f"shard {replica} of {replicas}", shard)
     lengths = _shard_lengths(source, shards[0], replicas)
-    return StreamSource(
+    return SequentialSource(
         lambda: _side_by_side(shards, layout),
         layout,
         length=None if lengths is None else sum(lengths),
@@ -117,7 +117,7 @@ def from_values(values: Sequence[Element], layout: Layout) -> Source:
         raise ValueError(f"got {len(values)} iterables for {len(layout.local_replicas)} local replicas; each needs one")
     for replica, value in zip(layout.local_replicas, values, strict=True):
         _require_iterable(f"the data set of replica {replica}", value)
-    return StreamSource(lambda: _side_by_side(values, layout), layout)
+    return SequentialSource(lambda: _side_by_side(values, layout), layout)
 
 
 def _interleaved(source: Iterable[Element], layout: Layout) -> Iterator[Round]:

@@ -1,0 +1,288 @@
+"""All replicas of a job: those that this instance drives, and what connects it with the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+from weakref import WeakSet
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import Communicator
+from collectives.buffers import refuse_masked
+from collectives.instruments import COMPILE, Instruments
+from collectives.reduction import normalise_op
+from popdist.instance import Instance
+from popdist.records import FaultInjector, NoProgress, Progress
+from strategies.data.datasets import DistributedDataset
+from strategies.errors import StrategyError
+from strategies.per_replica import PerReplica
+from strategies.programs.float64 import refuse_cut_integers
+from strategies.programs.program import Program
+from strategies.replicas.dealing import Dealing
+from strategies.replicas.devices import claim_devices, is_key
+from strategies.replicas.membership import Membership, Place, meet, surviving, warn_where_none_goes_on
+from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext
+from strategies.roles import Batch, Tree
+
+Same = TypeVar("Same")
+
+
+@final
+class Replicas:
+    """What a step, a checkpoint or a variable needs to know of a job; a strategy chooses the membership.
+
+    Args:
+        kind: the name of the strategy, for messages.
+        membership: who takes part, and which replicas this process drives.
+        progress: the line to the supervisor of this instance.
+        add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
+        variables_on_host: whether variables and optimizer state live in host memory.
+
+    Attributes:
+        kind: see above.
+        first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
+        place: how far this instance has come, for those who go on when one is lost.
+        progress: see above.
+        faults: what the user wants to go wrong in this instance.
+        variables_on_host: see above.
+        grid: where the local replicas run, replicas x the devices that one spans.
+        devices: its first column, where all runs that is not in a pipeline.
+        reducer: carries out what replicas compute together.
+        dealing: deals batches out among the local replicas.
+        programs: that `Strategy.run` has compiled for these devices.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        membership: Membership,
+        progress: Progress | None = None,
+        add_cross_replica_reductions: bool = True,
+        variables_on_host: bool = False,
+    ) -> None:
+        self.kind = kind
+        self._membership = membership
+        self.first_index = membership.instance.index
+        self.place = Place()
+        self.variables_on_host = variables_on_host
+        self.progress = progress or NoProgress()
+        self.faults = _injector_among(self.instruments)
+        self._add_cross_replica_reductions = add_cross_replica_reductions
+        self._datasets: WeakSet[DistributedDataset] = WeakSet()
+        self._batch_sizes: set[int] = set()
+        self._claim()
+        warn_where_none_goes_on(self)
+
+    def _claim(self) -> None:
+        """Find devices for the local replicas; programs for others are of no use any more."""
+        instance = self.instance
+        self.grid = claim_devices(
+            instance.local_replica_range,
+            instance.total_replicas,
+            instance.local_index,
+            instance.ipus_per_replica,
+            self.instruments.during[COMPILE],
+        )
+        self.devices = self.grid.column(0)
+        self.reducer = CrossReplicaReducer(
+            self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
+        )
+        self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
+        self.programs: dict[Any, Program] = {}
+        self._program_numbers = itertools.count()
+
+    # ---- who is there
+
+    @property
+    def instance(self) -> Instance:
+        """Which replicas this process drives, as the instances are numbered now."""
+        return self._membership.instance
+
+    @property
+    def communicator(self) -> Communicator:
+        """Connects the instances that are left."""
+        return self._membership.communicator
+
+    @property
+    def instruments(self) -> Instruments:
+        """Those that see what this instance does."""
+        return self.communicator.instruments
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R, the replicas of all instances."""
+        return self.instance.total_replicas
+
+    @property
+    def num_instances(self) -> int:
+        """n, the processes that drive them."""
+        return self.instance.count
+
+    @property
+    def instance_index(self) -> int:
+        """Which instance this is, 0 to n - 1."""
+        return self.instance.index
+
+    @property
+    def local_replicas(self) -> range:
+        """The global indices of this instance's replicas."""
+        return self.instance.local_replica_range
+
+    @property
+    def is_chief(self) -> bool:
+        """See `Strategy.is_chief`."""
+        return self._membership.is_chief
+
+    def on_chief(self, function: Callable[[], object]) -> None:
+        """See `Strategy.on_chief`."""
+        is_done = False
+
+        def attempt() -> bool:
+            nonlocal is_done
+            if self.is_chief and not is_done:
+                function()
+                is_done = True
+            self.communicator.barrier(name="duty of the chief")
+            return True
+
+        def catch_up() -> bool | None:
+            return True if meet(self).is_late else None
+
+        surviving(self, attempt, catch_up)
+
+    @property
+    def variables_device(self) -> jax.Device:
+        """Where variables and optimizer state lie and are updated: the host's CPU, or the first device."""
+        first = self.devices.devices[0]
+        if first.platform != "cpu" and self.variables_on_host:
+            return jax.local_devices(backend="cpu")[0]
+        return first
+
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether a step sends gradients to the other instances while it computes the rest of them."""
+        return self.variables_on_host and self.num_instances > 1
+
+    # ---- instances that are lost
+
+    @property
+    def can_carry_on(self) -> bool:
+        """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
+        return self._membership.can_carry_on
+
+    def carry_on(self) -> None:
+        """Take over, with the other instances that are left, the replicas of those that are lost; a collective call.
+
+        The number of replicas stays; each instance drives other ones than before, also of data sets.
+
+        Raises:
+            LifeCycleError: the job cannot go on.
+        """
+        self._membership.carry_on()
+        self._claim()
+        for dataset in self._datasets:
+            dataset.redistribute(self.local_replicas)
+
+    def adopt(self, dataset: DistributedDataset, rows: int) -> None:
+        """Redistribute a data set whenever this instance drives other replicas than before.
+
+        Args:
+            dataset: of all replicas.
+            rows: of each replica in a batch; arrays that have as many rows are taken for parts of batches.
+        """
+        self._datasets.add(dataset)
+        self._batch_sizes.add(rows)
+
+    def replicas_batch(self, batch: Batch) -> Batch:
+        """The batch of the same step for the replicas that this instance drives since it has carried on.
+
+        Raises:
+            StrategyError: if the batch is not the last one of a data set that this strategy has distributed.
+        """
+        dataset = self.dataset_of(batch)
+        if dataset is not None:
+            return dataset.read_again()
+        raise StrategyError(
+            "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
+            "strategy.distribute_dataset as they come"
+        )
+
+    def dataset_of(self, batch: Batch) -> DistributedDataset | None:
+        """The data set whose last batch this is; None if no data set of this strategy has given it last."""
+        return next((dataset for dataset in self._datasets if dataset.has_given(batch)), None)
+
+    # ---- values
+
+    def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
+        """See `Strategy.per_replica`."""
+        return PerReplica(tuple(function(replica) for replica in self.local_replicas), self.local_replicas)
+
+    def broadcast(self, tree: Same, root: int = 0) -> Same:
+        """See `Strategy.broadcast`."""
+        if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(tree)):
+            raise TypeError(
+                "a PerReplica has a value of each local replica, and broadcast sends one of the instance; give it one "
+                "of the values, or reduce them"
+            )
+        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+        received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf, root) for path, leaf in paths]
+        self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
+        whole: Same = jax.tree.unflatten(structure, received)
+        return whole
+
+    def _broadcast_leaf(self, name: str, leaf: Any, root: int) -> jax.Array:
+        array = np.array(jax.random.key_data(leaf) if is_key(leaf) else as_jax_would(leaf), order="C")
+        self.communicator.broadcast(array, root, name=name)
+        placed: jax.Array = jax.device_put(array, self.variables_device, may_alias=False)
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf)) if is_key(leaf) else placed
+
+    def reduce(self, op: str, value: Tree) -> Tree:
+        """See `Strategy.reduce`."""
+        op = normalise_op(op)
+        value = self.dealing.deal_argument(value)
+        values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
+        trees = [jax.tree.flatten(one) for one in values]
+        structure = trees[0][1]
+        structures = sorted({str(tree) for _, tree in trees})
+        if len(structures) > 1:
+            raise ValueError(f"replicas have values of different structures, {', '.join(structures)}; make them alike")
+        reduced = [
+            self.communicator.ordered_all_reduce([_host_array(leaf) for leaf in leaves], op=op, name=f"reduce/{number}")
+            for number, leaves in enumerate(zip(*(leaves for leaves, _ in trees), strict=True))
+        ]
+        return jax.tree.unflatten(structure, reduced)
+
+    # ---- programs
+
+    def new_context(self, replica_index: jax.Array, program: str, is_watched: bool = False) -> ReplicaContext:
+        """The context of a replica whose program is about to be traced.
+
+        Programs with collectives are numbered as they are traced, which happens in the same order on every instance.
+
+        Args:
+            replica_index: its global index.
+            program: what kind of program.
+            is_watched: whether who runs it looks at `reducer.last_error` when it has ended.
+        """
+        numbers = self._program_numbers
+        return ReplicaContext(self.reducer, replica_index, lambda: f"{program}{next(numbers)}", is_watched)
+
+
+def _host_array(leaf: Any) -> np.ndarray:
+    refuse_masked(leaf)
+    return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
+
+
+def as_jax_would(leaf: Any) -> np.ndarray:
+    """What `jnp.asarray` would make of a leaf, but on the host: that compiles a program for each shape and dtype."""
+    array: np.ndarray = refuse_cut_integers(_host_array(leaf))
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _injector_among(instruments: Instruments) -> FaultInjector:
+    found = [each for each in instruments.attached if isinstance(each, FaultInjector)]
+    return found[0] if found else FaultInjector()
