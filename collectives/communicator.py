@@ -320,10 +320,11 @@ class Communicator:
             if self._state is not None:
                 raise self._state
             self._number = number = self._number + 1
-            self._watch.call = call
-            self._watch.number = number
-            if self._begins is not None:
-                self._begins(number, call)
+            watch = self._watch
+            watch.call = call
+            watch.number = number
+            if (begins := self._begins) is not None:
+                begins(number, call)
             try:
                 result = prepared.carry_out(self._transport, self._moves)
             except LayoutMismatchError as error:
@@ -333,8 +334,8 @@ class Communicator:
             except BaseException as error:
                 self._state = BrokenError(f"{call.title} (collective {number}) failed before: {error}")
                 raise
-            if self._ends is not None:
-                self._ends()  # not after a failure: what was seen last is where it was
+            if (ends := self._ends) is not None:
+                ends()  # not after a failure: what was seen last is where it was
             return result
         finally:
             self._lock.release()

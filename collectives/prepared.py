@@ -59,14 +59,15 @@ class Prepared(Generic[Result]):
         Raises:
             LayoutMismatchError: on every rank if one differs; no buffer was touched.
         """
-        if self.call.into_shared:
+        call, result = self.call, self.result
+        if call.into_shared:
             contributions, _, reduction = self.arguments
             transport.stage(contributions, reduction)
-        parts = agree(transport, self.call, self.carried, self.count)
+        parts = agree(transport, call, self.carried, self.count)
         if moves is not None:
-            moves(self.call.nbytes)
+            moves(call.nbytes)
         made: Result = self.finish(transport, parts, *self.arguments)
-        return made if self.result is None else self.result
+        return made if result is None else result
 
 
 class Preparations:

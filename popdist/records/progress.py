@@ -12,15 +12,13 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from collectives.calls import Call
-
-_Clock = Callable[[], int]
 
 DESCRIPTOR_VARIABLE = "POPRUN_PROGRESS_FD"
 PAGE_BYTES = 4096
@@ -55,6 +53,8 @@ class State(IntEnum):
 
 
 _STATES = frozenset(map(int, State))
+_RUNNING, _IN_COLLECTIVE = State.RUNNING.value, State.IN_COLLECTIVE.value
+_now_ns = time.monotonic_ns
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class NoProgress(Progress):
 class ProgressPage(Progress):
     """The writing side, and an instrument. Not for several threads at once; a note takes well under a microsecond."""
 
-    __slots__ = ("_label", "_label_at", "_lost", "_map", "_words")
+    __slots__ = ("_call", "_label_at", "_lost", "_map", "_words")
 
     is_supervised = True
 
@@ -201,7 +201,7 @@ class ProgressPage(Progress):
         view = memoryview(self._map)
         self._words = view.cast("Q")
         self._label_at = view[_LABEL_OFFSET:]
-        self._label = b""
+        self._call: Call | None = None
         self._lost = 0
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
@@ -218,13 +218,7 @@ class ProgressPage(Progress):
             return NoProgress()
         return cls(int(descriptor))
 
-    def operation_begins(
-        self,
-        number: int,
-        call: Call,
-        _now: _Clock = time.monotonic_ns,
-        _in_collective: int = State.IN_COLLECTIVE.value,
-    ) -> None:
+    def operation_begins(self, number: int, call: Call) -> None:
         """Note that the `number`-th collective begins.
 
         Args:
@@ -232,20 +226,19 @@ class ProgressPage(Progress):
             call: what it is. Keep the object: its label is copied only when it is another one.
         """
         words = self._words
-        label = call.label
-        if label is not self._label:
-            self._write_label(label)
+        if call is not self._call:
+            self._write_label(call)
         words[_NUMBER] = number
         words[_WAITING_COUNT] = 0
-        words[_SINCE_NS] = _now()
-        words[_STATE] = _in_collective
+        words[_SINCE_NS] = _now_ns()
+        words[_STATE] = _IN_COLLECTIVE
 
-    def operation_ends(self, _now: _Clock = time.monotonic_ns, _running: int = State.RUNNING.value) -> None:
+    def operation_ends(self) -> None:
         """Note that the collective is complete. Not for one that failed: then the record says where."""
         words = self._words
-        words[_STATE] = _running
+        words[_STATE] = _RUNNING
         words[_WAITING_COUNT] = 0
-        words[_SINCE_NS] = _now()
+        words[_SINCE_NS] = _now_ns()
 
     def waiting_for(self, instances: Sequence[int]) -> None:
         """Note that the wait inside the collective has become long, and for whom; called seldom."""
@@ -304,14 +297,14 @@ class ProgressPage(Progress):
         return bool(supervisor)
 
     def _set_state(self, state: State) -> None:
-        self._words[_SINCE_NS] = time.monotonic_ns()
+        self._words[_SINCE_NS] = _now_ns()
         self._words[_STATE] = state
 
-    def _write_label(self, label: bytes) -> None:
-        written = label[:_LABEL_BYTES]
+    def _write_label(self, call: Call) -> None:
+        written = call.label[:_LABEL_BYTES]
         self._label_at[: len(written)] = written
         self._words[_LABEL_LENGTH] = len(written)
-        self._label = label
+        self._call = call
 
 
 def new_page() -> bytes:
