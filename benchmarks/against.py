@@ -82,7 +82,9 @@ def row_of(
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, control.Coordinator(folder, options.limit_s) as coordinator:
         versions = {
-            way: coordinator.start(way, 1, [worker(coordinator.path, way, model, replicas, options)], finding(root))
+            way: coordinator.start(
+                way, 1, [worker(root, coordinator.path, way, model, replicas, options)], finding(root)
+            )
             for way, root in zip(WAYS, (before, ROOT), strict=True)
         }
         first = {way: group.ask(do="train", steps=1)[0] for way, group in versions.items()}
@@ -106,9 +108,10 @@ def row_of(
     }
 
 
-def worker(path: str, way: str, model: str, replicas: int, options: argparse.Namespace) -> list[str]:
+def worker(root: Path, path: str, way: str, model: str, replicas: int, options: argparse.Namespace) -> list[str]:
+    """A process of a checkout, with its own benchmark: what that imports may lie elsewhere in another commit."""
     return [
-        *(sys.executable, __file__, "--batch-size", str(options.batch_size)),
+        *(sys.executable, str(root / "benchmarks" / "against.py"), "--batch-size", str(options.batch_size)),
         *("--worker", path, way, model, str(replicas)),
     ]
 

@@ -30,6 +30,7 @@ from strategies.multi_worker import IPUMultiWorkerStrategy
 from strategies.per_replica import PerReplica
 from strategies.pipelines import pipelining_ops
 from strategies.pipelines.marks import pipeline_stage
+from strategies.pipelines.pipelining import Pipelining
 from strategies.popdist_strategy import PopDistStrategy
 from strategies.recomputation import recomputation_checkpoint
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
@@ -81,6 +82,7 @@ __all__ = [
     "OutfeedQueue",
     "OwnLoop",
     "PerReplica",
+    "Pipelining",
     "PopDistStrategy",
     "Position",
     "ReplicaContext",

@@ -7,10 +7,15 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from leftovers import Lookout
 from sharing_cores import SERVER_VARIABLE, TokenServer, cores_of
+
+if TYPE_CHECKING:
+    from handing_out import FilesOfTheDead
+    from xdist.remote import Producer
 
 SEED = 13
 LOOKOUT = pytest.StashKey[Lookout]()
@@ -37,6 +42,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("complete")]
     if hasattr(config, "workerinput"):  # pytest-xdist hands files out in this order
         items[:] = mixed(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesOfTheDead | None:
+    """Have a run whose worker is killed go on to its end."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from handing_out import FilesOfTheDead
+    from xdist.scheduler import LoadFileScheduling
+
+    return FilesOfTheDead(LoadFileScheduling(config, log))
 
 
 def mixed(items: list[pytest.Item]) -> list[pytest.Item]:

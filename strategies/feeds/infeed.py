@@ -172,6 +172,24 @@ class InfeedQueue:
 
     # ---- on the host
 
+    def take(self, replication: Replication, count: int) -> list[list[Arrays]]:
+        """The next elements of each local replica, for a program that gets them as arguments.
+
+        Args:
+            replication: the replicas that run it.
+            count: how many for each of them.
+
+        Raises:
+            EndOfDataError: if there are not so many.
+            FeedError: see `dequeue`.
+        """
+        self._dequeued = True
+        found: list[list[Arrays]] = [[] for _ in replication.local]
+        for replica, elements in zip(replication.local, found, strict=True):
+            while len(elements) < count:
+                elements += self._take(replication, replica, count - len(elements))
+        return found
+
     def _take(self, replication: Replication, replica: int, most: int) -> list[Arrays]:
         """The next element of a replica, for which it waits, and those behind it that are there already."""
         place = replication.local.index(replica)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -153,6 +153,23 @@ class OutfeedQueue:
         """
         with self._lock:
             self._rounds.end()
+
+    def put(self, replication: Replication, number: int, values: Sequence[Tree]) -> None:
+        """Enqueue what a program has returned.
+
+        Args:
+            replication: the replicas that have run it.
+            number: of the value; the same one only once.
+            values: of each local replica, pytrees of arrays.
+
+        Raises:
+            FeedError: if values of other shapes still wait here.
+        """
+        for replica, value in zip(replication.local, values, strict=True):
+            leaves, structure = jax.tree.flatten(value)
+            arrays = [np.asarray(leaf) for leaf in leaves]
+            layout = _Layout(replication, structure, tuple((array.shape, array.dtype) for array in arrays))
+            self._put(layout, replica, (number,), arrays)
 
     def _expect(self, layout: _Layout) -> None:
         if layout == self._layout:

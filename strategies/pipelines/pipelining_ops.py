@@ -5,9 +5,28 @@ Semantics: the original's `pipelining_ops`. `plan`, traces, and schedules beyond
 
 from __future__ import annotations
 
+from strategies.pipelines.counter import get_current_iteration_counter
+from strategies.pipelines.mapping import _ALL_DEVICES as _ALL_DEVICES
+from strategies.pipelines.network import Pipeline, pipeline
+from strategies.pipelines.optimizer_function import OptimizerFunctionOutput, PipelineStageOptions
+from strategies.pipelines.pipelining import RecomputationMode
 from strategies.pipelines.plan import Plan, plan
 from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.pipelines.times import StageTimes
 from strategies.pipelines.trace import Trace
+from strategies.recomputation import recomputation_checkpoint
 
-__all__ = ["PipelineSchedule", "Plan", "StageTimes", "Trace", "plan"]
+__all__ = [
+    "OptimizerFunctionOutput",
+    "Pipeline",
+    "PipelineSchedule",
+    "PipelineStageOptions",
+    "Plan",
+    "RecomputationMode",
+    "StageTimes",
+    "Trace",
+    "get_current_iteration_counter",
+    "pipeline",
+    "plan",
+    "recomputation_checkpoint",
+]

@@ -13,6 +13,7 @@ import numpy as np
 
 from strategies.pipelines.stages import Staged, StagePrograms
 from strategies.pipelines.timetable import Action, Kind, Places
+from strategies.step.updates import HOST_MEMORY
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,43 @@ class _Kept:
     residuals: dict[int, Any] | None
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """What is kept of micro-batches for backward passes, and where.
+
+    Attributes:
+        recomputes: whether forward passes are run again for the backward passes.
+        offloads: whether what is kept lies in host memory.
+        offloads_sums: whether accumulators lie there while nothing is added to them.
+        in_blocks: the numbers of the segments that recompute by themselves.
+    """
+
+    recomputes: bool = False
+    offloads: bool = False
+    offloads_sums: bool = False
+    in_blocks: frozenset[int] = frozenset()
+
+    def runs_again(self, number: int) -> bool:
+        """Whether the forward pass of a segment does."""
+        return self.recomputes and number not in self.in_blocks
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What each micro-batch puts out.
+
+    Attributes:
+        structure: of it.
+        results: the numbers of its leaves among the results.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+    results: range
+
+
+_KEEPING = Keeping()
+
+
 class ReplicaRun:
     """The actions of one replica; those of different devices are carried out at once.
 
@@ -51,7 +89,7 @@ class ReplicaRun:
         programs: of their segments.
         mapping: for each stage its devices.
         devices: where those are.
-        recomputes: whether forward passes are run again for the backward passes.
+        keeping: what is kept.
 
     Attributes:
         carried: by the numbers of the arguments what the last micro-batch has made of those that it carries on.
@@ -65,17 +103,17 @@ class ReplicaRun:
         programs: Sequence[StagePrograms],
         mapping: Places,
         devices: Sequence[jax.Device],
-        recomputes: bool = False,
+        keeping: Keeping = _KEEPING,
     ) -> None:
         self._staged = staged
         self._programs = programs
         self._mapping = mapping
         self._devices = devices
-        self._recomputes = recomputes
+        self._keeping = keeping
         self._moves = len(set(devices)) > 1
         self._lock = threading.Lock()
         self._results = {result: argument for argument, result in staged.carried.items()}
-        self._needed = [one.needed(recomputes) for one in programs]
+        self._needed = [one.needed(keeping.runs_again(number)) for number, one in enumerate(programs)]
         self.sums: list[list[Any] | None] = [None] * len(programs)
 
     def prepare(self, given: Given) -> None:
@@ -87,7 +125,6 @@ class ReplicaRun:
         self._left: Counter[tuple[int, int]] = Counter()
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._cotangents: dict[tuple[int, int, int], Any] = {}
-        self._seed = jax.device_put(np.float32(1.0), self._devices[0])
 
     def perform(self, device: int, action: Action) -> None:
         """A device's part of an action that is no update; returns when it is done."""
@@ -122,20 +159,24 @@ class ReplicaRun:
         if programs.has_backward:
             needed = self._needed[number]
             kept = [value if place in needed else None for place, value in enumerate(values)]
-            self._kept[number, micro_batch] = _Kept(kept, None if self._recomputes else residuals)
+            if self._keeping.offloads:
+                kept, residuals = on_host((kept, residuals), device)
+            self._kept[number, micro_batch] = _Kept(kept, None if self._keeping.runs_again(number) else residuals)
 
     def _backward_inputs(self, number: int, micro_batch: int, device: jax.Device) -> None:
         programs = self._programs[number]
         if not programs.has_backward:
             return
         kept = self._kept[number, micro_batch]
+        if self._keeping.offloads:
+            kept.values, kept.residuals = back_on((kept.values, kept.residuals), device)
         if kept.residuals is None:
             _, kept.residuals = programs.forward(device, kept.values)
         cotangents = [
             self._cotangents.pop((micro_batch, value, taker)) for value, takers in programs.slopes for taker in takers
         ]
         if programs.has_loss:
-            cotangents.append(self._seed)
+            cotangents.append(programs.seed)
         kept.values += self._here(cotangents, device)
         gradients = programs.backward_inputs(device, kept.values, kept.residuals)
         for value, gradient in zip(programs.steep, gradients, strict=True):
@@ -150,9 +191,17 @@ class ReplicaRun:
         sums = self.sums[number]
         if sums is None:
             sums = programs.zeros(device)
+        elif self._keeping.offloads_sums:
+            sums = back_on(sums, device)
         self.sums[number] = None  # used up, whatever happens
         place = np.int32(micro_batch)
-        self.sums[number] = programs.backward_weights(device, kept.values, kept.residuals, sums, place)
+        sums = programs.backward_weights(device, kept.values, kept.residuals, sums, place)
+        self.sums[number] = on_host(sums, device) if self._keeping.offloads_sums else sums
+
+    def outputs_of(self, outputs: Outputs) -> list[Any]:
+        """For each micro-batch what it has put out."""
+        of_each = zip(*(self.outputs[result] for result in outputs.results), strict=True)
+        return [jax.tree.unflatten(outputs.structure, leaves) for leaves in of_each]
 
     # ---- values
 
@@ -182,3 +231,17 @@ class ReplicaRun:
             self.carried[self._results[result]] = value
         elif result != self._staged.loss:
             self.outputs.setdefault(result, []).append(value)
+
+
+def on_host(tree: Any, device: jax.Device) -> Any:
+    """A tree with its JAX arrays in host memory."""
+    return _placed(tree, jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
+
+
+def back_on(tree: Any, device: jax.Device) -> Any:
+    """A tree with its JAX arrays in the memory of a device."""
+    return _placed(tree, jax.sharding.SingleDeviceSharding(device))
+
+
+def _placed(tree: Any, where: jax.sharding.Sharding) -> Any:
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if isinstance(leaf, jax.Array) else leaf, tree)

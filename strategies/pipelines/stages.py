@@ -122,6 +122,7 @@ class StagePrograms:
         weights: the numbers of the arguments whose gradients it computes.
         slopes: for each of the values that it gives, and that has gradients, the segments that take it.
         steep: which of the values that it takes have gradients.
+        sum_shapes: of the accumulators of its weights.
         has_loss: whether the last cotangent is that of the loss.
     """
 
@@ -138,9 +139,14 @@ class StagePrograms:
         self.closed = self._traced()
         self._forward, self._inputs, self._weights, self._outputs = self._cut()
         self._accumulators = accumulators
-        self._shapes = [accumulators.shapes[place] for place in self.weights]
+        self.sum_shapes = [accumulators.shapes[place] for place in self.weights]
         self._executables = executables
         self._compiled: dict[jax.Device, list[Callable[..., Any]]] = {}
+
+    @cached_property
+    def seed(self) -> np.ndarray:
+        """The cotangent of the loss."""
+        return np.ones((), self.closed.in_avals[-1].dtype)
 
     @property
     def has_backward(self) -> bool:
@@ -275,7 +281,7 @@ class StagePrograms:
         given = [values[place] for place in self._weights.inputs] + [kept[number] for number in self._weights.takes]
         if not self.weights:
             return [*found, None]
-        given += [*self._shapes, jax.ShapeDtypeStruct((), jnp.int32)]
+        given += [*self.sum_shapes, jax.ShapeDtypeStruct((), jnp.int32)]
         donated = range(self._first, self._first + len(self.weights))
         found.append(self._executables.compiled(device, self._accumulated, given, donated))
         return found
@@ -294,7 +300,7 @@ class StagePrograms:
 
     def zeros(self, device: jax.Device) -> list[Any]:
         """New accumulators."""
-        return [jax.device_put(np.zeros(one.shape, one.dtype), device, may_alias=False) for one in self._shapes]
+        return [jax.device_put(np.zeros(one.shape, one.dtype), device, may_alias=False) for one in self.sum_shapes]
 
     def forward(self, device: jax.Device, values: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
         """The parts and what is given; and what the backward passes read of it, by numbers."""

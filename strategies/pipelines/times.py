@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import fmean
+from statistics import median
 
 from strategies.pipelines.timetable import Action, Durations, Kind, Timed
+
+Average = Callable[[Sequence[float]], float]
+"""`statistics.median`, `fmean`, `min`: one time for several."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,17 @@ def equal_times(num_stages: int) -> StageTimes:
     return StageTimes((1,) * num_stages, (2,) * num_stages, (1,) * num_stages, (1,) * num_stages)
 
 
-def mean_times(pipelines: Iterable[Sequence[Timed]], recompute: bool = False) -> StageTimes:
-    """The mean times of stages, over micro-batches and replicas, from what was measured.
+def measured_times(
+    pipelines: Iterable[Sequence[Timed]], recompute: bool = False, average: Average = median
+) -> StageTimes:
+    """The times of stages that were measured, averaged over micro-batches and replicas.
 
     A stage on several devices takes as long as the slowest of them.
 
     Args:
         pipelines: for each replica what its devices did.
         recompute: whether their backward passes recomputed; then a forward pass is taken off each.
+        average: of times of one kind; medians do not show that a few actions were interrupted.
 
     Raises:
         ValueError: if there is no forward pass of a stage.
@@ -128,25 +134,25 @@ def mean_times(pipelines: Iterable[Sequence[Timed]], recompute: bool = False) ->
     stages = range(1 + max((stage for _, stage in times), default=-1))
     if lacking := [stage for stage in stages if (Kind.FORWARD, stage) not in times]:
         raise ValueError(f"no forward pass of stages {lacking} was measured; give what a whole pipeline did")
-    return _means(times, stages, recompute)
+    return _averaged({key: average(found) for key, found in times.items()}, stages, recompute)
 
 
-def _means(times: dict[tuple[Kind, int], list[float]], stages: range, recompute: bool) -> StageTimes:
-    def mean(kind: Kind, stage: int) -> float:
-        return fmean(times.get((kind, stage), [0.0]))
+def _averaged(times: Mapping[tuple[Kind, int], float], stages: range, recompute: bool) -> StageTimes:
+    def one(kind: Kind, stage: int) -> float:
+        return times.get((kind, stage), 0.0)
 
     def backward(kind: Kind, stage: int) -> float:
-        return max(mean(kind, stage) - (mean(Kind.FORWARD, stage) if recompute else 0.0), 0.0)
+        return max(one(kind, stage) - (one(Kind.FORWARD, stage) if recompute else 0.0), 0.0)
 
     parts = [
-        [backward(Kind.BACKWARD_INPUTS, one) for one in stages],
-        [mean(Kind.BACKWARD_WEIGHTS, one) for one in stages],
+        [backward(Kind.BACKWARD_INPUTS, stage) for stage in stages],
+        [one(Kind.BACKWARD_WEIGHTS, stage) for stage in stages],
     ]
     wholes = [backward(Kind.BACKWARD, stage) for stage in stages]
     is_split = any(map(any, parts))
     return StageTimes(
-        tuple(mean(Kind.FORWARD, stage) for stage in stages),
+        tuple(one(Kind.FORWARD, stage) for stage in stages),
         tuple(map(sum, zip(*parts, strict=True))) if is_split else tuple(wholes),
         tuple(parts[1]) if is_split else (),
-        tuple(mean(Kind.UPDATE, stage) for stage in stages),
+        tuple(one(Kind.UPDATE, stage) for stage in stages),
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from strategies.pipelines.cuts import WORTH, Cut, better_cut, even_length, loads, slowest
 from strategies.pipelines.pictures.panel import Panel, Unit, unit_of
 from strategies.pipelines.pictures.perfetto import perfetto
 from strategies.pipelines.pictures.svg import WIDTH, draw_svg
 from strategies.pipelines.pictures.text import COLUMNS, draw_text
-from strategies.pipelines.times import StageTimes, mean_times
+from strategies.pipelines.times import StageTimes, measured_times
 from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, bubble_share
 
 
@@ -38,8 +39,13 @@ class Trace:
 
     @cached_property
     def times(self) -> StageTimes:
-        """The mean times of the stages, over micro-batches and replicas, without recomputation."""
-        return mean_times(self.replicas.values(), self.recompute)
+        """The times of the stages without recomputation, medians over micro-batches and replicas."""
+        return measured_times(self.replicas.values(), self.recompute)
+
+    @cached_property
+    def mean_times(self) -> StageTimes:
+        """Likewise the means; larger ones than the medians show that actions were interrupted."""
+        return measured_times(self.replicas.values(), self.recompute, fmean)
 
     @property
     def length_s(self) -> float:
@@ -118,11 +124,18 @@ class Trace:
     def __str__(self) -> str:
         unit = unit_of(max(self.times.whole), True)
         lines = [panel.title for panel in self.panels]
-        lines.append(f"{'stage':5}  {f'forward ({unit.name})':>12}  {f'backward ({unit.name})':>13}  share of all")
+        lines.append(f"times in {unit.name}, medians and (means)")
+        lines.append(f"{'stage':5}  {'forward':>16}  {'backward':>16}  share of all")
         for stage in range(self.times.num_stages):
-            numbers = [f"{of[stage] / unit.size:.3g}" for of in (self.times.forward, self.times.backward)]
+            cells = [
+                f"{of[stage] / unit.size:.3g} ({mean[stage] / unit.size:.3g})"
+                for of, mean in (
+                    (self.times.forward, self.mean_times.forward),
+                    (self.times.backward, self.mean_times.backward),
+                )
+            ]
             share = self.times.whole[stage] / sum(self.times.whole) if any(self.times.whole) else 0.0
-            lines.append(f"{stage:<5}  {numbers[0]:>12}  {numbers[1]:>13}  {share:>12.1%}")
+            lines.append(f"{stage:<5}  {cells[0]:>16}  {cells[1]:>16}  {share:>12.1%}")
         return "\n".join([*lines, self.advice()])
 
     def _title(self, replica: int) -> str:

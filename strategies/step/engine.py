@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from strategies.exchange.means import Bucket, Means
-from strategies.step.gradients import GradientPrograms
+from strategies.step.computation import ReplicaGradients
 from strategies.step.replica_program import ReplicaProgram, control_words
 from strategies.train_state import TrainState
 
@@ -31,7 +31,7 @@ class Prepared:
     """
 
     program: ReplicaProgram
-    gradients: GradientPrograms
+    gradients: ReplicaGradients
     means: Any
     state_means: Sequence[np.ndarray]
     exchange: Means

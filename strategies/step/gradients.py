@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
 from jax.extend import core
 
-from collectives.memory import aligned_empty
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.program import Program
 from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
-from strategies.replicas.devices import ReplicaDevices, borrow, is_key
+from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
+from strategies.step.computation import Allocate, ReplicaGradients, ReplicaPlan
 from strategies.step.encoding import flatten
+from strategies.step.leaving import TAIL, Leaving, MeansMemory
 from strategies.step.shards import Shards
 
 logger = logging.getLogger(__name__)
 
-TAIL = 0  # the first result of a gradient function, before the gradients
 BUCKET_BYTES = LARGE_BYTES
 """Gradients travel as soon as so many bytes are finished. (Over 200 Mbit/s a message of 1 MiB takes 42 ms, what
 precedes it 2 to 5 ms.)"""
 
 GradientFunction = Callable[..., Sequence[jax.Array]]
-Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
-class GradientPlan:
+@final
+class GradientPlan(ReplicaPlan):
     """The compiled programs behind the gradients, and how these will lie in buffers; has no such memory itself.
 
     With one segment all gradients come at the end. With several, XLA computes the later ones while the earlier ones
@@ -56,8 +55,7 @@ class GradientPlan:
         kept: how many arrays a replica keeps.
 
     Attributes:
-        gradients: see above.
-        shards: see above.
+        leaving: how gradients lie in buffers.
         segments: the parts of the function.
         actions: what a replica does in a step: all segments in turn, for one micro-batch. (Those that accumulate to
             one gradient lie in one program.)
@@ -77,17 +75,15 @@ class GradientPlan:
         whole: int = 0,
         kept: int = 0,
     ) -> None:
-        self.gradients = list(gradients)
-        self.shards = shards
-        self._first_whole = TAIL + 1 + len(self.gradients) - whole
+        self.leaving = Leaving(tuple(gradients), shards, whole)
         self._shapes = jax.tree.leaves(shapes)
         self._executables: dict[jax.Device, list[Callable[..., Any]]] = {}
-        results = TAIL + 1 + len(self.gradients) + kept
+        results = TAIL + 1 + len(gradients) + kept
         self.segments = self._cut(function, shapes, results) if streams else [_uncut(function, shapes, results)]
         self.actions = in_turn(len(self.segments))
         refuse_impossible(self.actions, self.segments)
         self.layouts = [
-            self._layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
+            self.leaving.layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
         ]
         pairs = zip(self.segments, self.layouts, strict=True)
         self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
@@ -101,7 +97,8 @@ class GradientPlan:
         if closed.effects:
             logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
             return [_uncut(function, shapes, results)]
-        return cut_in_buckets(closed, range(TAIL + 1, TAIL + 1 + len(self.gradients)), BUCKET_BYTES, LARGE_BYTES)
+        early = range(TAIL + 1, TAIL + 1 + len(self.leaving.leaves))
+        return cut_in_buckets(closed, early, BUCKET_BYTES, LARGE_BYTES)
 
     def compiled(self, device: jax.Device) -> list[Callable[..., Any]]:
         """The executables of the segments on a device; compiled when they are asked for first."""
@@ -110,7 +107,7 @@ class GradientPlan:
         return self._executables[device]
 
     def equations(self) -> core.ClosedJaxpr:
-        """What the first segment computes; where there is no other one that is everything."""
+        """See `ReplicaPlan`: what the first segment computes; where there is no other one that is everything."""
         inputs = [self._shapes[place] for place in self.segments[0].inputs]
         return self.programs[0].equations(*inputs, *self._buffers(0))
 
@@ -132,34 +129,15 @@ class GradientPlan:
         """The shapes of the buffers of a segment."""
         return [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
 
-    def shards_of(self, parts: Sequence[Part]) -> Shards | None:
-        """How the means of gradients that travel together are cut."""
-        return None if any(part.rows for part in parts) else self.shards
-
-    def is_cut(self, part: Part, shards: Shards) -> bool:
-        """Whether the mean of a gradient is cut where its bucket is."""
-        return part.result < self._first_whole and shards.divides(self.shape_of(part))
-
-    def of_gradients(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Those that are averaged, of what a segment finishes."""
-        return tuple(part for part in parts if TAIL < part.result <= TAIL + len(self.gradients))
-
     def of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Those that are for the next step."""
-        return tuple(part for part in parts if part.result > TAIL + len(self.gradients))
+        """Those of what a segment finishes that are for the next step."""
+        return tuple(part for part in parts if part.result > TAIL + len(self.leaving.leaves))
 
-    def shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
-        """The shape of a gradient, or of the rows of it that are a part."""
-        leaf = self.gradients[part.result - TAIL - 1]
-        if part.rows is None:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        start, stop = part.rows
-        return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
-
-    def _layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
-        leaves = [self.shape_of(part) for part in self.of_gradients(parts)]
-        shards = self.shards_of(parts)
-        return FlatLayout.of(leaves, tail, shards.replicas if shards else 1)
+    def gradients_on(
+        self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
+    ) -> GradientPrograms:
+        """See `ReplicaPlan`: on the first device of each."""
+        return GradientPrograms(grid.column(0), self, allocate, failed)
 
     def _program(self, devices: ReplicaDevices, segment: Segment, layout: FlatLayout) -> Program:
         first_buffer = len(segment.inputs) + len(segment.takes)
@@ -167,7 +145,7 @@ class GradientPlan:
         def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
             results = segment.function(*values[:first_buffer])
             finished = dict(zip(segment.parts, results, strict=False))
-            gradients = [finished[part] for part in self.of_gradients(segment.parts)]
+            gradients = [finished[part] for part in self.leaving.of_gradients(segment.parts)]
             buffers = flatten(layout, gradients, finished.get(Part(TAIL)), values[first_buffer:])
             kept = [finished[part] for part in self.of_kept(segment.parts)]
             return (*buffers, *kept, *results[len(segment.parts) :])
@@ -175,7 +153,8 @@ class GradientPlan:
         return devices.compile(of_one_replica, range(first_buffer, first_buffer + len(layout.buffers)))
 
 
-class GradientPrograms:
+@final
+class GradientPrograms(ReplicaGradients):
     """Computes the gradients of all local replicas, bucket by bucket.
 
     Args:
@@ -195,36 +174,30 @@ class GradientPrograms:
         self.plan = plan
         self._devices = devices
         self._failed = failed
-        self._means: dict[int, np.ndarray] = {}
-        pairs = zip(plan.segments, plan.layouts, strict=True)
+        self._memory = MeansMemory(plan.leaving, allocate)
         self.buckets = [
-            self._bucket(segment.parts, layout, number, allocate) for number, (segment, layout) in enumerate(pairs)
+            self._memory.bucket(self._named(number), segment.parts, layout)
+            for number, (segment, layout) in enumerate(zip(plan.segments, plan.layouts, strict=True))
         ]
-        self._parts = [plan.of_gradients(segment.parts) for segment in plan.segments]  # what lies in each bucket
+        self._parts = [plan.leaving.of_gradients(segment.parts) for segment in plan.segments]  # in each bucket
         self._runs = [_Run(devices, plan, position) for position in range(len(devices.replicas))]
         self._begun: list[Future[None]] = []
 
     @property
     def means(self) -> list[np.ndarray]:
-        """Where the mean gradients are, once all buckets have been reduced.
+        """See `ReplicaGradients`."""
+        return self._memory.means
 
-        Of those that are cut this instance's part, in its shape.
-        """
-        return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self.plan.gradients))]
+    def _named(self, number: int) -> str:
+        return "gradients" if len(self.plan.segments) == 1 else f"gradients/{number}"
 
     @property
     def tail(self) -> np.ndarray:
-        """Where the mean tail is, once the last bucket has been reduced."""
+        """See `ReplicaGradients`."""
         return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
     def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]], others: Any = None) -> None:
-        """Begin to compute the gradients; does not wait for them.
-
-        Args:
-            variables: as they lie on the first device; not to be used up before all buckets are collected.
-            of_replicas: for each local replica the arguments of the gradient function that it has for itself.
-            others: what all of them share besides, as the variables; the last arguments of the gradient function.
-        """
+        """See `ReplicaGradients`."""
         wait(self._begun)  # of a step that was given up
         shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
         for position, run in enumerate(self._runs):
@@ -237,15 +210,11 @@ class GradientPrograms:
             self._begun = self._devices.begin(lambda position: self._runs[position].compute(), self._failed)
 
     def kept(self) -> list[list[jax.Array]]:
-        """What each local replica keeps for its next step, once all buckets are collected."""
+        """See `ReplicaGradients`."""
         return [run.kept for run in self._runs]
 
     def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
-        """Each bucket when it is ready, with the local replicas' arrays for each of its buffers.
-
-        Raises:
-            BaseException: what the program of a replica has raised, when all have ended.
-        """
+        """See `ReplicaGradients`."""
         for number, bucket in enumerate(self.buckets):
             contributions: list[list[np.ndarray]] = [[] for _ in bucket.results]
             for run in self._runs:
@@ -273,7 +242,7 @@ class GradientPrograms:
                 raise error
 
     def leaves(self) -> list[list[np.ndarray]]:
-        """The gradients that were begun last, and what is kept, for each local replica."""
+        """See `ReplicaGradients`."""
         found: list[dict[Part, np.ndarray]] = [{} for _ in self._devices.replicas]
         for of_bucket, (bucket, contributions) in zip(self._parts, self.collect(), strict=True):
             for parts, buffers in zip(found, zip(*contributions, strict=True), strict=True):
@@ -287,45 +256,6 @@ class GradientPrograms:
         ordered = sorted(parts, key=lambda part: (part.result, part.rows or (0, 0)))
         grouped = itertools.groupby(ordered, key=lambda part: part.result)
         return [np.concatenate([parts[part].reshape(-1) for part in group]) for _, group in grouped]
-
-    # ---- memory
-
-    def _bucket(self, parts: Sequence[Part], layout: FlatLayout, number: int, allocate: Allocate) -> Bucket:
-        of_gradients = self.plan.of_gradients(parts)
-        shards = self.plan.shards_of(parts)
-        name = "gradients" if len(self.plan.segments) == 1 else f"gradients/{number}"
-        results: list[np.ndarray] = []
-        scattered: set[int] = set()
-        for place, buffer in enumerate(layout.buffers):
-            part = of_gradients[buffer.leaves[0]] if buffer.is_of_one else None
-            if part is not None and part.rows is not None:
-                results.append(self._piece(part, allocate))
-            elif part is not None and shards is not None and self.plan.is_cut(part, shards):
-                results.append(self._share(part, shards))
-                scattered.add(place)
-            else:
-                results.append(allocate((buffer.size,), buffer.dtype))
-        for leaf, part in enumerate(of_gradients):
-            if part.result not in self._means:
-                self._means[part.result] = layout.view(leaf, results)
-        return Bucket(name, layout, tuple(results), frozenset(scattered))
-
-    def _piece(self, part: Part, allocate: Allocate) -> np.ndarray:
-        """The place of some rows in the mean of the whole gradient."""
-        assert part.rows is not None
-        leaf = self.plan.gradients[part.result - TAIL - 1]
-        if part.result not in self._means:
-            self._means[part.result] = allocate(leaf.shape, np.dtype(leaf.dtype))
-        rows: np.ndarray = self._means[part.result][slice(*part.rows)].reshape(-1)
-        return rows
-
-    def _share(self, part: Part, shards: Shards) -> np.ndarray:
-        """Memory for this instance's part of the mean of a gradient."""
-        leaf = self.plan.gradients[part.result - TAIL - 1]
-        shape, dtype = shards.shape(leaf), np.dtype(leaf.dtype)
-        room: np.ndarray = aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
-        self._means[part.result] = room.reshape(shape)
-        return room
 
 
 class _Run:

@@ -18,13 +18,15 @@ from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.step.agreement import insist_on_agreement, terms_of
 from strategies.step.arguments import check_takes_state
+from strategies.step.computation import Allocate, ReplicaGradients, ReplicaPlan
 from strategies.step.engine import Contributions, Prepared, StepEngine, control_of
 from strategies.step.exactness import Gradients, have_same_gradients, is_so_everywhere
-from strategies.step.gradients import Allocate, GradientPlan, GradientPrograms
+from strategies.step.gradients import GradientPlan
 from strategies.step.model_state import PER_REPLICA
 from strategies.step.options import StepOptions
 from strategies.step.program_text import lines_of
 from strategies.step.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
+from strategies.step.shards import Shards
 from strategies.step.trainable import Trainable
 from strategies.step.updates import Update
 from strategies.train_state import TrainState
@@ -43,7 +45,7 @@ class _Plan:
     """
 
     program: ReplicaProgram
-    gradients: GradientPlan
+    gradients: ReplicaPlan
     lines: Sequence[str]
 
 
@@ -83,7 +85,7 @@ class JaxEngine(StepEngine):
         """See `StepEngine`."""
         self._begin(step.gradients, state, batch, control)
 
-    def _begin(self, gradients: GradientPrograms, state: TrainState, batch: Any, control: np.ndarray) -> None:
+    def _begin(self, gradients: ReplicaGradients, state: TrainState, batch: Any, control: np.ndarray) -> None:
         own, shared = self._divided(state.model_state)
         kept = self._devices.parts((state.residuals or [], own))
         parts = zip(self._devices.parts(batch), self._indices, kept, strict=True)
@@ -101,7 +103,7 @@ class JaxEngine(StepEngine):
         """See `StepEngine`."""
         return step.gradients.collect()
 
-    def gradients_of(self, programs: GradientPrograms, state: TrainState, batch: Any) -> Gradients:
+    def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Any) -> Gradients:
         """The gradients of each local replica, by some programs."""
         self._begin(programs, state, batch, control_of(state))
         return programs.leaves()
@@ -175,15 +177,22 @@ class JaxEngine(StepEngine):
             options.transfer,
             options.check_numerics,
         )
-        gradients = self._planned(program, shapes, streams=False)
+        gradients = self._planned(program, shapes)
         return _Plan(program, gradients, lines_of(gradients.equations()) if self._is_compared else [])
 
-    def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> GradientPlan:
+    def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes) -> ReplicaPlan:
+        if self._options.pipeline is not None:
+            return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program))
+        return self._in_one_program(program, shapes, streams=False)
+
+    def _mean_shards(self, program: ReplicaProgram) -> Shards | None:
+        return None if program.quantised else self._update.mean_shards
+
+    def _in_one_program(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> GradientPlan:
         own, shared = self._divided(shapes.model_state)
         own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
         control = control_words(0, False, 1.0)
         arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
-        shards = None if program.quantised else self._update.mean_shards
         of_state = len(program.results) - program.num_gradients
         return GradientPlan(
             self._devices,
@@ -192,16 +201,17 @@ class JaxEngine(StepEngine):
             program.results,
             streams,
             program.tail_size,
-            shards,
+            self._mean_shards(program),
             of_state,
             program.num_kept,
         )
 
     def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Any) -> _Plan:
         """The plan, with gradients that are streamed if they may be; a collective call then."""
-        if plan.program.quantised is not None or not self._replicas.streams_gradients:
+        is_cut = plan.program.quantised is not None or self._options.pipeline is not None
+        if is_cut or not self._replicas.streams_gradients:
             return plan
-        cut = self._planned(plan.program, shapes, streams=True)
+        cut = self._in_one_program(plan.program, shapes, streams=True)
         if len(cut.segments) == 1:
             return plan
         streamed, at_once = self._programs(cut, np.empty), self._programs(plan.gradients, np.empty)
@@ -218,8 +228,8 @@ class JaxEngine(StepEngine):
         logger.info("gradients are not streamed: computed in parts they would have other bits")
         return plan
 
-    def _programs(self, plan: GradientPlan, allocate: Allocate) -> GradientPrograms:
-        return GradientPrograms(self._devices, plan, allocate, self._replicas.reducer.fail)
+    def _programs(self, plan: ReplicaPlan, allocate: Allocate) -> ReplicaGradients:
+        return plan.gradients_on(self._replicas.grid, allocate, self._replicas.reducer.fail)
 
     @property
     def _is_compared(self) -> bool:

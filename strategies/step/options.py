@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import jax
 from jax.typing import DTypeLike
@@ -14,10 +14,13 @@ from strategies.exchange.transfer import Transfer
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
 from strategies.recomputation import Policy
+from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
 from strategies.step.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.step.computation import ReplicaPlan
 from strategies.step.model_state import ModelStateRule, check_aggregation
-from strategies.step.replica_program import Accumulation, Precision, float_dtype
+from strategies.step.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
+from strategies.step.shards import Shards
 from strategies.step.trainable import Filter
 from strategies.step.updates import UpdateSettings
 
@@ -39,6 +42,30 @@ class Options(TypedDict, total=False):
     compile_ahead: bool
     model_state_aggregation: Tree
     trainable: Filter
+    pipeline: Pipeline | None
+
+
+class Pipeline(Protocol):
+    """How a replica is cut into stages; `strategies.Pipelining`."""
+
+    @property
+    def terms(self) -> Mapping[str, object]:
+        """What all instances have to have alike."""
+
+    def plan(
+        self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
+    ) -> ReplicaPlan:
+        """The programs of the stages.
+
+        Args:
+            replicas: where they are.
+            program: of a replica.
+            shapes: of what a replica takes.
+            shards: how means of gradients are cut; None for whole ones.
+
+        Raises:
+            ValueError: if the program cannot be cut like that.
+        """
 
 
 @dataclass(frozen=True)
@@ -85,6 +112,8 @@ class StepOptions:
             `['dense']['kernel']`, or a pytree of bools that begins as the variables do; None for all. The others keep
             their bits, may be of any dtype, and have no gradients and no optimizer state, which is that of a tree with
             None in their places.
+        pipeline: None, or how a replica is cut into stages that run on several devices. Not with `recompute`, in whose
+            place a pipeline has its own, nor with gradients as int8.
 
     Raises:
         ValueError: if an option is out of range, or two of them exclude each other.
@@ -107,6 +136,7 @@ class StepOptions:
     compile_ahead: bool = False
     model_state_aggregation: Tree = None
     trainable: Filter = None
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         at_least(0, "digest_every", self.digest_every)
@@ -120,6 +150,20 @@ class StepOptions:
             )
         check_aggregation(self.model_state_aggregation)
         _ = self.accumulation, self.precision, self.transfer  # each refuses what is out of range
+        if self.pipeline is not None:
+            self._refuse_with_pipeline()
+
+    def _refuse_with_pipeline(self) -> None:
+        if self.recompute != "none":
+            raise ValueError(
+                f"recompute is {_named(self.recompute)!r}, and there is a pipeline, whose stages recompute by "
+                "themselves; leave recompute out, and use Pipelining(recompute=True)"
+            )
+        if self.transfer.is_quantised:
+            raise ValueError(
+                "gradient_transfer_dtype is int8, whose blocks go through all gradients, and with a pipeline gradients "
+                "leave stage by stage; use float16 or bfloat16"
+            )
 
     @cached_property
     def scaling(self) -> LossScaling | None:
@@ -183,7 +227,8 @@ class StepOptions:
     @property
     def may_fuse(self) -> bool:
         """Whether several steps may be one program."""
-        return self.scaling is None and not self.transfer.is_quantised and not self.check_numerics
+        is_plain = self.scaling is None and self.pipeline is None
+        return is_plain and not self.transfer.is_quantised and not self.check_numerics
 
     @property
     def terms(self) -> Mapping[str, object]:
@@ -205,6 +250,7 @@ class StepOptions:
             "recompute": _named(self.recompute),
             "model_state_aggregation": self.model_state_aggregation,
             "trainable": _named(self.trainable),
+            "pipeline": None if self.pipeline is None else dict(self.pipeline.terms),
         }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,26 +226,92 @@ class ReplicaProgram:
             own_state: what this replica has for itself of the model state, with a first axis of length 1.
             model_state: what all replicas have of it; None for what they have for themselves.
         """
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
-        context = self._replicas.new_context(index, "step")
-        with replica_context(context):
+        key = self._key(index, control)
+        with self._in_context(index):
             values, leaves, after = self._gradients(
                 variables, batch, key, control, self.rule.with_own(model_state, [one[0] for one in own_state])
             )
-        self.is_independent &= context.is_independent
-        self.has_feeds |= context.has_feeds
         means, firsts, own = (self.rule.pick(after, word) for word in (MEAN, FIRST, PER_REPLICA))
         results, residuals = self._on_the_way(leaves, control, residuals)
-        checked = leaves if self.quantised is not None else results
+        is_bad = self.not_finite(leaves if self.quantised is not None else results) if self.needs_flags else None
+        tail = self.tail(values, index, control, is_bad)
+        return (tail, *results, *means, *residuals, *firsts, *[one[None] for one in own])
+
+    @property
+    def needs_flags(self) -> bool:
+        """Whether the tail depends on which gradients are finite."""
+        return self._precision.scales_loss or self._checks_numerics
+
+    @staticmethod
+    def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
+        """For each leaf whether something in it is not finite, bool `[leaves]`; traceable."""
+        return jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
+
+    def tail(
+        self, values: jax.Array, index: jax.Array, control: jax.Array, is_bad: jax.Array | None = None
+    ) -> jax.Array:
+        """The tail of a replica; traceable.
+
+        Args:
+            values: the loss and the metrics.
+            index: of the replica.
+            control: see `control_words`.
+            is_bad: which gradients are not finite; needed with `needs_flags` only.
+        """
         tail = [values, control[NOTICE, None].astype(jnp.float32)]
         if self._precision.scales_loss:
-            is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in checked]).all()
-            tail.append((~is_finite)[None].astype(jnp.float32))
+            assert is_bad is not None
+            tail.append(is_bad.any()[None].astype(jnp.float32))
         if self._checks_numerics:
+            assert is_bad is not None
             total = self._replicas.num_replicas_in_sync
-            is_bad = jnp.stack([~jnp.isfinite(leaf).all() for leaf in checked])
             tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
-        return (jnp.concatenate(tail), *results, *means, *residuals, *firsts, *[one[None] for one in own])
+        return jnp.concatenate(tail)
+
+    def _key(self, index: jax.Array, control: jax.Array) -> jax.Array:
+        """That of a replica and a step."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
+
+    @contextmanager
+    def _in_context(self, index: jax.Array) -> Iterator[None]:
+        """While the loss function is traced for a step."""
+        context = self._replicas.new_context(index, "step")
+        with replica_context(context):
+            yield
+        self.is_independent &= context.is_independent
+        self.has_feeds |= context.has_feeds
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """How micro-batches become one gradient."""
+        return self._accumulation
+
+    def loss_of_micro_batch(
+        self, variables: Any, part: Any, number: jax.Array, index: jax.Array, control: jax.Array, model_state: Any
+    ) -> tuple[jax.Array, jax.Array, Outcome]:
+        """What is differentiated, the loss and the metrics, and all that is returned, of one micro-batch; traceable.
+
+        Args:
+            variables: whole.
+            part: the micro-batch.
+            number: of the micro-batch, an int32 scalar.
+            index: of the replica, likewise.
+            control: see `control_words`.
+            model_state: of the replica, for this micro-batch.
+        """
+        key = self._key(index, control)
+        if self._accumulation.count > 1:
+            key = jax.random.fold_in(key, number)
+        with self._in_context(index):
+            return self._computed(variables, part, key, control, model_state)
+
+    def micro_batch_of(self, batch: Any) -> Any:
+        """The shapes of one micro-batch of those that a replica's batch has.
+
+        Raises:
+            ValueError: if it cannot be divided.
+        """
+        return jax.tree.map(self._micro_shape, batch)
 
     def unpack_kept(self, kept: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Of what a replica keeps the new residuals, what replica 0 has of the model state, and what each one has."""
@@ -296,19 +363,24 @@ class ReplicaProgram:
         self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
     ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """What is differentiated; the loss and the metrics as float32, and the new model state."""
+        loss, values, outcome = self._computed(variables, batch, key, control, model_state)
+        return loss, (values, jax.tree.map(jnp.asarray, outcome.model_state))
+
+    def _computed(
+        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
+    ) -> tuple[jax.Array, jax.Array, Outcome]:
         outcome = Outcome.of(self._called(variables, batch, key, model_state))
         loss = outcome.loss
         values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
         if self._precision.scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
-        after = jax.tree.map(jnp.asarray, outcome.model_state)
-        return loss, (values, after)
+        return loss, values, outcome
 
     # ---- shapes
 
     def _metric_names(self, given: ReplicaShapes) -> tuple[str, ...]:
         """What the loss function returns besides the loss; checks that all of it is scalar, and the model state."""
-        micro_batch = jax.tree.map(self._micro_shape, given.batch)
+        micro_batch = self.micro_batch_of(given.batch)
         with naming_missing_keys(given.variables, given.batch):
             shapes = jax.eval_shape(self._loss_of_one, given.variables, micro_batch, np.int32(0), given.model_state)
         outcome = Outcome.of(shapes)

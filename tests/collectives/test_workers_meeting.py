@@ -233,7 +233,7 @@ def test_a_second_process_leaves_the_first_alone(addresses: Sequence[str], kind:
 def test_workers_listen_only_where_the_cluster_says() -> None:
     addresses = port_addresses(2)
     ports = [int(address.rpartition(":")[2]) for address in addresses]
-    with running(Job(addresses, ["--pause-s", "0.01"]), "rounds") as workers:
+    with running(Job(addresses, ["--pause-s", "0.05"]), "rounds") as workers:
         for worker, port in zip(workers, ports, strict=True):
             worker.wait_for("round 1 was right")
             assert listening_places(worker) == {("127.0.0.1", port)}

@@ -564,7 +564,7 @@ class Running:
 def pair() -> Iterator[Running]:
     """With a token; afterwards the job completes."""
     with socket_addresses(2) as addresses:
-        job = Job(addresses, ["--pause-s", "0.01"], environ={TOKEN: RIGHT_TOKEN})
+        job = Job(addresses, ["--pause-s", "0.05"], environ={TOKEN: RIGHT_TOKEN})
         with running(job, "rounds") as workers:
             for worker in workers:
                 worker.wait_for("round 1 was right")
@@ -575,7 +575,7 @@ def pair() -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def secured_pair(right: Files) -> Iterator[Running]:
     """With certificates; afterwards the job completes."""
-    job = Job(port_addresses(2, "localhost"), ["--pause-s", "0.01"], environ=right.environ)
+    job = Job(port_addresses(2, "localhost"), ["--pause-s", "0.05"], environ=right.environ)
     with running(job, "rounds") as workers:
         for worker in workers:
             worker.wait_for("round 1 was right")

@@ -1,5 +1,7 @@
 """The reference models: shapes, names, seeds."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,15 +9,19 @@ import pytest
 from digits_models import MODELS, convolve, max_pool
 
 
-def shapes(variables):
-    return {
-        "/".join(key.key for key in path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
-    }
+def traced(model, image_shape):
+    """What the variables will be: only their shapes and dtypes are known."""
+    return jax.eval_shape(lambda: MODELS[model].init(jax.random.key(0), image_shape))
+
+
+def shapes(model, image_shape):
+    leaves = jax.tree_util.tree_leaves_with_path(traced(model, image_shape))
+    return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
 
 
 @pytest.mark.parametrize(("size", "flat"), [(8, 72), (28, 1352), (9, 72), (4, 8)])
 def test_the_convolutional_network_is_that_of_the_mnist_examples(size, flat):
-    assert shapes(MODELS["cnn"].init(jax.random.key(0), (size, size, 1))) == {
+    assert shapes("cnn", (size, size, 1)) == {
         "conv/kernel": (3, 3, 1, 8),
         "conv/bias": (8,),
         "hidden/kernel": (flat, 8),
@@ -26,7 +32,7 @@ def test_the_convolutional_network_is_that_of_the_mnist_examples(size, flat):
 
 
 def test_the_perceptron_has_two_hidden_layers_of_1024():
-    assert shapes(MODELS["mlp"].init(jax.random.key(0), (28, 28, 1))) == {
+    assert shapes("mlp", (28, 28, 1)) == {
         "hidden1/kernel": (784, 1024),
         "hidden1/bias": (1024,),
         "hidden2/kernel": (1024, 1024),
@@ -39,10 +45,10 @@ def test_the_perceptron_has_two_hidden_layers_of_1024():
 @pytest.mark.parametrize("model", sorted(MODELS))
 @pytest.mark.parametrize("shape", [(8, 8, 1), (28, 28, 1), (9, 12, 1), (5, 4, 3)])
 def test_a_model_turns_images_of_any_size_into_ten_logits(model, shape):
-    variables = MODELS[model].init(jax.random.key(1), shape)
+    variables = traced(model, shape)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
     with jax.numpy_rank_promotion("allow"):
-        logits = MODELS[model].apply(variables, np.ones((3, *shape), np.float32))
+        logits = jax.eval_shape(MODELS[model].apply, variables, np.ones((3, *shape), np.float32))
     assert (logits.shape, logits.dtype) == ((3, 10), jnp.float32)
 
 
@@ -62,9 +68,12 @@ def test_every_variable_gets_a_gradient_after_one_update(model):
             MODELS[model].apply(variables, images)[:, 3].mean()
         )
 
+    gradient = jax.jit(jax.grad(loss))
     variables = MODELS[model].init(jax.random.key(0), (8, 8, 1))
-    variables = jax.tree.map(lambda v, g: v - 0.1 * g, variables, jax.grad(loss)(variables))
-    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(jax.grad(loss)(variables)))
+    variables = jax.tree.map(
+        lambda v, g: np.asarray(v) - np.float32(0.1) * np.asarray(g), variables, gradient(variables)
+    )
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(jax.device_get(gradient(variables))))
 
 
 def test_max_pool_takes_the_maximum_of_every_window_and_leaves_odd_rows_out():
@@ -87,9 +96,11 @@ def test_a_convolution_and_its_gradients_are_those_of_jax(kernel_shape, size):
     def of_jax(kernel, images):
         return jax.lax.conv_general_dilated(images, kernel, (1, 1), "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN"))
 
-    found, gradients_of = jax.vjp(convolve, kernel, images)
-    expected, expected_gradients_of = jax.vjp(of_jax, kernel, images)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    cotangents = random.standard_normal(found.shape, np.float32)
-    for mine, theirs in zip(gradients_of(cotangents), expected_gradients_of(cotangents), strict=True):
+    def with_gradients(function, cotangents):
+        result, gradients_of = jax.vjp(function, kernel, images)
+        return result, *gradients_of(cotangents)
+
+    cotangents = random.standard_normal(jax.eval_shape(of_jax, kernel, images).shape, np.float32)
+    found, expected = (jax.jit(functools.partial(with_gradients, each))(cotangents) for each in (convolve, of_jax))
+    for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)

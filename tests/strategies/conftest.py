@@ -42,12 +42,13 @@ def bits():
 def on_instances():
     """Run `function(strategy)` on n instances in n threads; the results in the order of the instances."""
 
-    def run(instances, replicas, function, mechanism="ring", **options):
+    def run(instances, replicas, function, mechanism="ring", ipus_per_replica=1, **options):
         local = replicas // instances
 
         def one(communicator):
             index = communicator.rank
-            instance = Instance(index, instances, local, index * local, replicas, index)
+            own = {"ipus_per_replica": ipus_per_replica}
+            instance = Instance(index, instances, local, index * local, replicas, index, **own)
             return function(ConnectedStrategy(instance, communicator, **options))
 
         settings = collectives.Settings(mechanism=mechanism)

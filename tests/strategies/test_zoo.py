@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from zoo import ELEMENTWISE, MODELS, OPTIMIZERS, fingerprints
+from zoo import ELEMENTWISE, FOR_OPTIMIZERS, MODELS, OPTIMIZERS, fingerprints
 
 import strategies
 
@@ -55,11 +55,21 @@ def test_a_model_is_the_same_however_its_replicas_are_spread(on_instances, name,
     assert on_instances(instances, REPLICAS, on_one) == [wanted] * instances
 
 
-@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances, optimizer, instances):
-    """The MLP has a matrix of 257 x 257, whose parts are no multiples of anything."""
+def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances, optimizer):
+    def train(strategy, **state):
+        return fingerprints(strategy, FOR_OPTIMIZERS, optimizer, **state)
 
+    wanted = train(strategies.IPUStrategy(REPLICAS))
+    assert len(set(wanted)) == 5
+    state = STATES["sharded" if optimizer in ELEMENTWISE else "whole"]
+    assert on_instances(2, REPLICAS, lambda strategy: train(strategy, **state)) == [wanted] * 2
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_of_several_layers_is_the_same_too(on_instances, optimizer, instances):
     def on_one(strategy):
         is_sharded = optimizer in ELEMENTWISE
         return fingerprints(strategy, MODELS["mlp"], optimizer, replicated_optimizer_state_sharding=is_sharded)

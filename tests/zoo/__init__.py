@@ -4,8 +4,8 @@ What imports it has `launch_scripts` on its path, where the digits are read.
 """
 
 from zoo.model import Model
-from zoo.models import MODELS
+from zoo.models import FOR_OPTIMIZERS, MODELS
 from zoo.optimizers import ELEMENTWISE, OPTIMIZERS
 from zoo.training import fingerprints
 
-__all__ = ["ELEMENTWISE", "MODELS", "OPTIMIZERS", "Model", "fingerprints"]
+__all__ = ["ELEMENTWISE", "FOR_OPTIMIZERS", "MODELS", "OPTIMIZERS", "Model", "fingerprints"]

@@ -89,3 +89,6 @@ MODELS = {
     "bfloat16": _attention(compute_dtype="bfloat16"),
     "float16": _mlp(compute_dtype="float16", loss_scaling="dynamic"),
 }
+
+FOR_OPTIMIZERS = Model(images.wide_loss, lambda: variables_of(matrix=(257, 257), bias=(257,)), digits, 8)
+"""A model that compiles quickly; the parts of its matrix and of its vector are no multiples of anything."""

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import train_digits
 from connected import ConnectedStrategy
@@ -57,10 +58,10 @@ def train_dropout(strategy):
         return loss.mean(), {"kept": kept.mean()}
 
     data = load_digits("digits")
-    pixels = data.train_images[0].size
+    rng = np.random.default_rng(1)  # of NumPy: what is drawn outside of the step each instance would compile for itself
     variables = {
-        "first": jax.random.normal(jax.random.key(1), (pixels, 33)) / 8,
-        "last": jax.random.normal(jax.random.key(2), (33, 10), jnp.bfloat16) / 8,
+        "first": rng.standard_normal((data.train_images[0].size, 33)).astype(np.float32) / 8,
+        "last": rng.standard_normal((33, 10)).astype(jnp.bfloat16) / 8,
     }
     arrays = {"image": data.train_images, "label": data.train_labels}
     dataset = strategy.distribute_dataset(arrays, batch_size=5, seed=3)

@@ -12,7 +12,7 @@ import strategies
 from strategies.pipelines.driver import AbandonedError, Course, Drive
 from strategies.pipelines.executables import Executables
 from strategies.pipelines.marks import cut_in_stages, pipeline_stage
-from strategies.pipelines.replica_run import Given, ReplicaRun
+from strategies.pipelines.replica_run import Given, Keeping, ReplicaRun
 from strategies.pipelines.schedules.registry import schedules_by_name
 from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Kind, placed
@@ -67,7 +67,7 @@ def run(pipeline, timetable, recomputes=False, perform=lambda action: None):
     """A replica that has computed everything, each device in a thread of its own."""
     staged, programs = pipeline
     count = len(timetable.devices)
-    one = ReplicaRun(staged, programs, timetable.mapping, [DEVICE] * count, recomputes)
+    one = ReplicaRun(staged, programs, timetable.mapping, [DEVICE] * count, Keeping(recomputes))
     one.prepare(Given(dict(enumerate(jax.tree.leaves(variables()))), {3: list(rows())}, {4: np.float32(0)}))
 
     def act(device, action):

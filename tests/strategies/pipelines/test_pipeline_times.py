@@ -1,8 +1,10 @@
 """Times of stages: given, measured, and of stages made of others."""
 
+from statistics import fmean
+
 import pytest
 
-from strategies.pipelines.times import StageTimes, equal_times, mean_times
+from strategies.pipelines.times import StageTimes, equal_times, measured_times
 from strategies.pipelines.timetable import Action, Kind, Timed
 
 F, B, BI, BW, U = Kind
@@ -51,32 +53,38 @@ def of(device, kind, stage, number, begin, end):
     return Timed(device, Action(kind, stage, number), begin, end)
 
 
-def test_means_are_over_micro_batches_and_replicas():
+def test_averages_are_over_micro_batches_and_replicas():
     first = [of(0, F, 0, 0, 0, 1), of(0, F, 0, 1, 1, 3), of(0, B, 0, 0, 3, 6), of(0, B, 0, 1, 6, 9)]
     second = [of(0, F, 0, 0, 5, 9), of(0, F, 0, 1, 9, 14), of(0, B, 0, 0, 20, 26), of(0, B, 0, 1, 30, 38)]
-    assert mean_times([first, second]) == StageTimes((3,), (5,))
-    assert mean_times([first, second], recompute=True) == StageTimes((3,), (2,))
-    assert mean_times([second]) == StageTimes((4.5,), (7,))
+    assert measured_times([first, second], average=fmean) == StageTimes((3,), (5,))
+    assert measured_times([first, second], True, fmean) == StageTimes((3,), (2,))
+    assert measured_times([second]) == StageTimes((4.5,), (7,))
+
+
+def test_a_pass_that_was_interrupted_does_not_change_a_median():
+    spans = [of(0, F, 0, number, 0, 100 if number == 2 else 1) for number in range(5)]
+    assert measured_times([spans]).forward == (1,)
+    assert measured_times([spans], average=fmean).forward == (20.8,)
 
 
 def test_a_stage_on_several_devices_takes_as_long_as_the_slowest():
     for times in ((1, 4), (4, 1)):
-        assert mean_times([[of(device, F, 0, 0, 0, time) for device, time in enumerate(times)]]).forward == (4,)
+        assert measured_times([[of(device, F, 0, 0, 0, time) for device, time in enumerate(times)]]).forward == (4,)
 
 
 def test_the_parts_of_a_backward_pass_are_measured_apart():
     spans = [of(0, F, 0, 0, 0, 2), of(0, BI, 0, 0, 2, 6), of(0, BW, 0, 0, 6, 9), of(0, U, 0, None, 9, 10)]
-    assert mean_times([spans]) == StageTimes((2,), (7,), (3,), (1,))
-    assert mean_times([spans], recompute=True) == StageTimes((2,), (5,), (3,), (1,))
+    assert measured_times([spans]) == StageTimes((2,), (7,), (3,), (1,))
+    assert measured_times([spans], recompute=True) == StageTimes((2,), (5,), (3,), (1,))
 
 
 def test_recomputation_takes_nothing_off_what_is_not_there():
-    assert mean_times([[of(0, F, 0, 0, 0, 2)]], recompute=True).backward == (0,)
+    assert measured_times([[of(0, F, 0, 0, 0, 2)]], recompute=True).backward == (0,)
 
 
 def test_stages_of_which_nothing_was_measured_are_named():
     with pytest.raises(ValueError, match=r"no forward pass of stages \[0\] was measured"):
-        mean_times([[of(0, F, 1, 0, 0, 1)]])
+        measured_times([[of(0, F, 1, 0, 0, 1)]])
 
 
 def test_equal_stages_are_those_of_timetables_without_durations():

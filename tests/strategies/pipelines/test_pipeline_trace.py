@@ -97,10 +97,11 @@ def test_a_better_cut_is_found_for_parts_that_are_known():
 TABLE = """\
 replica 0, measured: 541 ms, 47.9% bubbles on 3 devices
 replica 3, measured: 541 ms, 47.9% bubbles on 3 devices
-stage  forward (ms)  backward (ms)  share of all
-0                10             20         21.4%
-1                10             20         21.4%
-2                20             60         57.1%
+times in ms, medians and (means)
+stage           forward          backward  share of all
+0               10 (10)           20 (20)         21.4%
+1               10 (10)           20 (20)         21.4%
+2               20 (20)           60 (60)         57.1%
 """
 
 

@@ -1,0 +1,160 @@
+"""The arguments of a loss function in a pipeline: which of them micro-batches share, have each, or hand on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.pipelines.counter import counting
+from strategies.pipelines.replica_run import Given
+from strategies.pipelines.stages import Staged
+from strategies.pipelines.timetable import Places
+from strategies.programs.jaxpr import Graph
+from strategies.step.replica_program import ReplicaProgram, ReplicaShapes, control_words
+
+LOSS, TOTAL = range(2)
+"""The first results of a micro-batch, before the leaves of the model state: the loss; the sum of the values so far."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flat arguments of what a replica computes of one micro-batch, and what it is.
+
+    Attributes:
+        program: of the replica.
+        like: the arguments as pytrees of shapes: variables, micro-batch, its number, index of the replica, control
+            words, model state, sum of the values so far.
+        has_outputs: whether outputs are computed.
+    """
+
+    program: ReplicaProgram
+    like: tuple[Any, ...]
+    has_outputs: bool
+
+    @classmethod
+    def of(cls, program: ReplicaProgram, shapes: ReplicaShapes, has_outputs: bool) -> Arguments:
+        """Those of a program, for arguments of some shapes."""
+        return cls(
+            program,
+            (
+                shapes.variables,
+                program.micro_batch_of(shapes.batch),
+                jax.ShapeDtypeStruct((), np.int32),
+                jax.ShapeDtypeStruct((), np.int32),
+                jax.ShapeDtypeStruct(control_words(0, False, 1.0).shape, np.int32),
+                shapes.model_state,
+                jax.ShapeDtypeStruct((len(program.names),), np.float32),
+            ),
+            has_outputs,
+        )
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of all of them, flat."""
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.like)]
+
+    @property
+    def places(self) -> tuple[range, ...]:
+        """For each of the pytrees the numbers of its leaves."""
+        counts = [len(jax.tree.leaves(tree)) for tree in self.like]
+        ends = np.cumsum(counts).tolist()
+        return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The numbers of those that are trained."""
+        structure = jax.tree.structure(self.like[0])
+        numbers = jax.tree.unflatten(structure, list(self.places[0]))
+        return tuple(jax.tree.leaves(self.program.trainable.pick(numbers)))
+
+    @property
+    def varying(self) -> frozenset[int]:
+        """The numbers of those that are others for each micro-batch."""
+        variables, batch, number, index, control, model_state, total = self.places
+        del variables, index, control
+        return frozenset([*batch, *number, *model_state, *total])
+
+    def loss(self, *leaves: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array], Any]:
+        """The loss, the new sum of the values, the leaves of the new model state, and the outputs; traceable."""
+        structure = jax.tree.structure(self.like)
+        variables, part, number, index, control, model_state, total = jax.tree.unflatten(structure, leaves)
+        with counting(number):
+            loss, values, outcome = self.program.loss_of_micro_batch(
+                variables, part, number, index, control, model_state
+            )
+        after = [jnp.asarray(leaf) for leaf in jax.tree.leaves(outcome.model_state)]
+        return loss, total + values, after, jax.tree.map(jnp.asarray, outcome.outputs) if self.has_outputs else None
+
+    def carried(self, graph: Graph) -> tuple[dict[int, int], frozenset[int]]:
+        """What a micro-batch hands to the next one: arguments with their results; and results that are arguments."""
+        *_, state, (total,) = self.places
+        pairs = {number: TOTAL + 1 + place for place, number in enumerate(state)} | {total: TOTAL}
+        same = {number for number, result in pairs.items() if graph.results[result] is graph.arguments[number]}
+        changed = {number: result for number, result in pairs.items() if number not in same}
+        return changed, frozenset(pairs[number] for number in same)
+
+    def refuse_spread(self, staged: Staged, mapping: Places) -> None:
+        """Refuse what would have to be on several devices at once, or in several micro-batches.
+
+        Raises:
+            ValueError: if stages on several devices read a variable; or one reads a leaf of the model state that
+                another one makes.
+        """
+        stage_of = [stage for stage, numbers in enumerate(staged.numbers) for _ in numbers]
+        for place, (path, _) in zip(self.places[0], jax.tree_util.tree_leaves_with_path(self.like[0]), strict=True):
+            where = {number: _device_of(staged, mapping, number) for number in staged.readers(place)}
+            if len({device for device in where.values() if device is not None}) > 1:
+                stages = sorted({stage_of[number] for number in where})
+                raise ValueError(
+                    f"stages {stages} use variable {jax.tree_util.keystr(path)}, and are on devices "
+                    f"{sorted({device for device in where.values() if device is not None})}; stages that share a "
+                    "variable must be on one device: map them to the same one"
+                )
+        names = self.program.rule.names
+        for place, name in zip(self.places[5], names, strict=True):
+            if place in staged.carried:
+                makers = {
+                    number
+                    for number, segment in enumerate(staged.segments)
+                    if staged.carried[place] in [part.result for part in segment.parts]
+                }
+                if others := set(staged.readers(place)) - makers:
+                    raise ValueError(
+                        f"leaf {name} of the model state is used by stage {stage_of[min(others)]}, and stage "
+                        f"{stage_of[min(makers)]} makes the new one, when the next micro-batch has been in the other "
+                        "stage already; use it in the stage that makes it only"
+                    )
+
+    def given(self, variables: Sequence[Any], rows: Sequence[Any], index: Any, control: Any, model_state: Any) -> Given:
+        """The arguments of a step of a replica.
+
+        Args:
+            variables: flat.
+            rows: of its batch, flat.
+            index: of the replica.
+            control: see `control_words`.
+            model_state: of the replica, a pytree.
+        """
+        of_variables, batch, (number,), (own,), (words,), state, (total,) = self.places
+        count = self.program.accumulation.count
+        each: dict[int, Sequence[Any]] = {number: [np.int32(n) for n in range(count)]}
+        for place, leaf in zip(batch, rows, strict=True):
+            size = leaf.shape[0] // count
+            each[place] = [leaf[n * size : (n + 1) * size] for n in range(count)]
+        first = dict(zip(state, jax.tree.leaves(model_state), strict=True))
+        first[total] = np.zeros(len(self.program.names), np.float32)
+        lasting = {**dict(zip(of_variables, variables, strict=True)), own: index, words: control}
+        return Given(lasting, each, first)
+
+
+def _device_of(staged: Staged, mapping: Places, number: int) -> int | None:
+    """The device of a segment; None if it is on several."""
+    for own, devices in zip(staged.numbers, mapping, strict=True):
+        if number in own:
+            return devices[number - own[0]] if len(own) == len(devices) else None
+    return None

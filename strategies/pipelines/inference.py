@@ -1,0 +1,111 @@
+"""Pipelines that learn nothing: forward passes only, on all local replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.pipelines.counter import counting
+from strategies.pipelines.driver import AbandonedError, Course, Drive
+from strategies.pipelines.executables import Executables
+from strategies.pipelines.marks import cut_in_stages
+from strategies.pipelines.pipelining import refuse_captured, refuse_what_meets
+from strategies.pipelines.replica_run import Given, Outputs, ReplicaRun
+from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
+from strategies.pipelines.timetable import Timetable
+from strategies.programs.jaxpr import Graph
+from strategies.replicas.devices import ReplicaDevices
+from strategies.replicas.replica_context import replica_context
+from strategies.replicas.replicas import Replicas
+
+
+class Inference:
+    """The stages of a function of variables and elements, for elements of some shapes.
+
+    Args:
+        replicas: where they run.
+        function: `(variables, elements) -> outputs`, with marks of stages; elements are flat.
+        variables: of some shapes.
+        elements: the shapes of those of one micro-batch.
+        timetable: what devices do.
+        widths: for each stage how many functions it has.
+
+    Raises:
+        ValueError: if the function cannot be cut like that.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        function: Callable[[Any, Sequence[Any]], Any],
+        variables: Any,
+        elements: Sequence[jax.ShapeDtypeStruct],
+        timetable: Timetable,
+        widths: Sequence[int],
+    ) -> None:
+        self._grid = replicas.grid
+        self._failed = replicas.reducer.fail
+        self._timetable = timetable
+        leaves, structure = jax.tree.flatten(variables)
+        self._count = len(leaves)
+
+        def traced(*flat: jax.Array) -> Any:
+            *values, number, index = flat
+            context = replicas.new_context(index, "pipeline", is_watched=True)
+            with replica_context(context), counting(number):
+                out = function(jax.tree.unflatten(structure, values[: len(leaves)]), values[len(leaves) :])
+            refuse_what_meets(context.has_feeds, context.is_independent, timetable)
+            return jax.tree.map(jnp.asarray, out)
+
+        scalar = jax.ShapeDtypeStruct((), np.int32)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*leaves, *elements)] + [scalar, scalar]
+        closed, outputs = jax.make_jaxpr(traced, return_shape=True)(*shapes)
+        refuse_captured(closed)
+        varying = frozenset(range(len(leaves), len(shapes) - 1))
+        self._staged = Staged(cut_in_stages(Graph.of(closed), widths), tuple(shapes), varying=varying)
+        self._outputs = Outputs(jax.tree.structure(outputs), range(len(jax.tree.leaves(outputs))))
+        executables = Executables(replicas.devices.compile)
+        numbers = range(len(self._staged.segments))
+        self._programs = [StagePrograms(self._staged, number, Accumulators(), executables) for number in numbers]
+        self._course = Course.of(timetable)
+
+    def __call__(self, variables: Any, elements: Sequence[Sequence[Sequence[Any]]]) -> Mapping[int, Sequence[Any]]:
+        """For each local replica the outputs of its micro-batches.
+
+        Args:
+            variables: as they lie on the first device.
+            elements: for each local replica and micro-batch the arrays of its element.
+
+        Raises:
+            BaseException: what a stage has raised.
+        """
+        runs = [self._run(position, variables, own) for position, own in enumerate(elements)]
+        columns = self._grid.columns[: len(self._timetable.devices)]
+        begun = [future for device, column in enumerate(columns) for future in self._begin(device, column, runs)]
+        errors = [error for error in (future.exception() for future in begun) if error is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
+            raise error
+        pairs = zip(self._grid.replicas, runs, strict=True)
+        return {replica: run.outputs_of(self._outputs) for replica, (run, _) in pairs}
+
+    def _run(self, position: int, variables: Any, elements: Sequence[Sequence[Any]]) -> tuple[ReplicaRun, Drive]:
+        devices = [column.device_of(position) for column in self._grid.columns]
+        run = ReplicaRun(self._staged, self._programs, self._timetable.mapping, devices)
+        number = len(self._staged.arguments) - 2
+        each: dict[int, Sequence[Any]] = dict(enumerate(zip(*elements, strict=True), self._count))
+        each[number] = [np.int32(micro_batch) for micro_batch in range(self._timetable.num_micro_batches)]
+        lasting = dict(enumerate(jax.tree.leaves(variables)))
+        lasting[number + 1] = np.int32(self._grid.replicas[position])
+        run.prepare(Given(lasting, each, {}))
+        return run, Drive(self._course, run.perform)
+
+    def _begin(self, device: int, column: ReplicaDevices, runs: Sequence[tuple[ReplicaRun, Drive]]) -> Sequence[Any]:
+        return column.begin(lambda position: runs[position][1].follow(device), self._fail)
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, AbandonedError):
+            self._failed(error)

@@ -1,0 +1,119 @@
+"""What the optimizer function of a pipeline returns, and options that only the original's hardware has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from strategies.roles import Tree
+
+
+@dataclass(frozen=True)
+class OptimizerFunctionOutput:
+    """How a pipeline learns from the loss.
+
+    Semantics: the original's class of that name. An optimizer of optax computes no gradients by itself and needs no
+    tape, so what is about them is refused.
+
+    Attributes:
+        opt: an optax gradient transformation.
+        loss: a floating-point scalar.
+        compute_gradients_args: not with optax; see `variables`.
+        compute_gradients_kwargs: not with optax.
+        apply_gradients_args: not with optax.
+        apply_gradients_kwargs: not with optax.
+        variables: which variables are trained, as `trainable` of a `Trainer`; None for all.
+        tape: not with JAX.
+
+    Raises:
+        TypeError: if the optimizer or the loss is none, or arguments are no tuple or dictionary.
+        ValueError: for arguments that optax does not take, or if there are no variables to optimize.
+    """
+
+    opt: optax.GradientTransformation
+    loss: jax.Array
+    compute_gradients_args: tuple[Any, ...] | None = None
+    compute_gradients_kwargs: Mapping[str, Any] | None = None
+    apply_gradients_args: tuple[Any, ...] | None = None
+    apply_gradients_kwargs: Mapping[str, Any] | None = None
+    variables: Tree = None
+    tape: object = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.opt, optax.GradientTransformation):
+            raise TypeError(f"opt is {self.opt!r}, a {type(self.opt).__name__}; use an optax gradient transformation")
+        if not hasattr(self.loss, "dtype"):
+            raise TypeError(f"loss is {self.loss!r}, a {type(self.loss).__name__}; it must be an array")
+        for name in ("compute_gradients", "apply_gradients"):
+            self._check_arguments(name)
+        if self.tape is not None and self.variables is not None:
+            raise ValueError("there are both variables and a tape; the variables are enough: leave out the tape")
+        if self.tape is not None:
+            raise ValueError("there is a gradient tape, and JAX differentiates functions; leave out the tape")
+        if isinstance(self.variables, Sequence) and not self.variables:
+            raise ValueError("No variables to optimize.")
+
+    def _check_arguments(self, name: str) -> None:
+        given, named = getattr(self, f"{name}_args"), getattr(self, f"{name}_kwargs")
+        if given is not None and not isinstance(given, tuple):
+            raise TypeError(f"{name}_args is {given!r}, a {type(given).__name__}; it must be a tuple")
+        if named is not None and not isinstance(named, Mapping):
+            raise TypeError(f"{name}_kwargs is {named!r}, a {type(named).__name__}; it must be a dictionary")
+        if name == "compute_gradients" and given and isinstance(given[0], Sequence) and not given[0]:
+            raise ValueError("No variables to optimize.")
+        if given or named:
+            word = f"{name}_args" if given else f"{name}_kwargs"
+            raise ValueError(f"OptimizerFunctionOutput.{word} may not be used with optax optimizers; leave it out")
+
+
+@dataclass(frozen=True)
+class PipelineStageOptions:
+    """Options of the original's compiler, which are checked and have no effect here.
+
+    Attributes:
+        convolution_options: by their names.
+        matmul_options: likewise.
+        slice_options: likewise.
+
+    Raises:
+        TypeError: if they are no dictionaries.
+    """
+
+    convolution_options: Mapping[str, Any] | None = None
+    matmul_options: Mapping[str, Any] | None = None
+    slice_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("convolution_options", "matmul_options", "slice_options"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Mapping):
+                raise TypeError(f"{name} is {given!r}, a {type(given).__name__}; it must be a dictionary")
+
+
+def check_stage_options(name: str, options: Any, stages: int) -> None:
+    """Check one `PipelineStageOptions` for each stage.
+
+    Raises:
+        TypeError: if it is no list of them.
+        ValueError: if there are not as many as stages.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Sequence) or not all(isinstance(one, PipelineStageOptions) for one in options):
+        raise TypeError(f"{name} is {options!r}; it must be a list of PipelineStageOptions, one for each stage")
+    if len(options) != stages:
+        raise ValueError(f"{name} has {len(options)} PipelineStageOptions, and there are {stages} stages")
+
+
+def check_update_options(name: str, options: Any) -> None:
+    """Check the options of the update.
+
+    Raises:
+        TypeError: if they are not one `PipelineStageOptions`.
+    """
+    if not isinstance(options, PipelineStageOptions | None):
+        raise TypeError(f"{name} is {options!r}, a {type(options).__name__}; it must be one PipelineStageOptions")

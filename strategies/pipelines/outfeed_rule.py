@@ -1,0 +1,92 @@
+"""What of the outputs of a pipeline goes into its outfeed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
+
+
+@dataclass(frozen=True)
+class OutfeedRule:
+    """What of the outputs of the last stage goes into the outfeed.
+
+    Attributes:
+        queue: the outfeed; None if there is none.
+        loss: whether it gets the loss and nothing else.
+        mask: for each output whether it is left out; None leaves none out.
+        accumulates: whether it gets the sum over all micro-batches of an update.
+        dtype: of that sum: None for the output's, a dtype, or a function of the output that returns one.
+    """
+
+    queue: OutfeedQueue | None = None
+    loss: bool = False
+    mask: Sequence[bool] | None = None
+    accumulates: bool = False
+    dtype: Any = None
+
+    def check(self, learns: bool) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            TypeError: if the queue is none.
+            ValueError: else.
+        """
+        if not isinstance(self.queue, OutfeedQueue | None):
+            raise TypeError(f"outfeed_queue is {self.queue!r}, a {type(self.queue).__name__}; use an OutfeedQueue")
+        wanted = {"outfeed_loss": self.loss, "outfeed_mask": self.mask is not None}
+        if all(wanted.values()):
+            raise ValueError("there are outfeed_loss and outfeed_mask; only one of them can be used: drop the other")
+        for name, is_given in wanted.items():
+            if is_given and not learns:
+                raise ValueError(f"An optimizer_function must be provided when {name} is given; give one, or drop it")
+        wanted["accumulate_outfeed"] = self.accumulates
+        for name, is_given in wanted.items():
+            if is_given and self.queue is None:
+                raise ValueError(
+                    f"An outfeed_queue must be provided when {name} is given, and no outfeed_queue has been provided"
+                )
+        if self.accumulates and self.queue is not None and self.queue.mode is not OutfeedMode.ALL:
+            raise ValueError("accumulate_outfeed is given, and the outfeed's mode is LAST; use OutfeedMode.ALL")
+
+    def check_outputs(self, outputs: Sequence[Any]) -> None:
+        """Refuse outputs for which there is no place.
+
+        Raises:
+            ValueError: if there is no outfeed for them, or the mask has another length.
+        """
+        if self.queue is None and jax.tree.leaves(outputs):
+            raise ValueError(
+                f"The last computational stage has tensor outputs: {outputs}, but no outfeed_queue has been provided; "
+                "give one, or return nothing"
+            )
+        if self.mask is not None and len(self.mask) != len(outputs):
+            raise ValueError(f"outfeed_mask has {len(self.mask)} entries, and the last stage {len(outputs)} outputs")
+
+    def chosen(self, outputs: Sequence[Any], loss: Any) -> Any:
+        """Of what a micro-batch puts out what goes into the outfeed; None if there is none."""
+        if self.queue is None:
+            return None
+        if self.loss:
+            return loss
+        mask = self.mask or [False] * len(outputs)
+        return [output for output, is_dropped in zip(outputs, mask, strict=True) if not is_dropped]
+
+    def summed(self, outputs: Sequence[Any]) -> Any:
+        """The sum of what all micro-batches put out, one after another."""
+        return jax.tree.map(self._sum, *outputs)
+
+    def _sum(self, *leaves: Any) -> np.ndarray:
+        first = np.asarray(leaves[0])
+        dtype = self.dtype(first) if inspect.isfunction(self.dtype) else self.dtype
+        total = np.zeros(first.shape, first.dtype if dtype is None else dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for leaf in leaves:
+                total = (total + np.asarray(leaf).astype(total.dtype)).astype(total.dtype)
+        return total

@@ -1,0 +1,225 @@
+"""The option of a Trainer that cuts its loss function into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from strategies.numbers import positive
+from strategies.pipelines.arguments import LOSS, TOTAL, Arguments
+from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
+from strategies.pipelines.marks import cut_in_stages
+from strategies.pipelines.replica_run import Keeping, Outputs
+from strategies.pipelines.schedules.registry import PipelineSchedule
+from strategies.pipelines.schedules.sequential import serialized
+from strategies.pipelines.stage_gradients import PipelinePlan, Take, Watch
+from strategies.pipelines.stage_plan import StagePlan
+from strategies.pipelines.stages import Staged
+from strategies.pipelines.timetable import Places, Timetable
+from strategies.programs.jaxpr import Graph, every_equation
+from strategies.programs.segments import Segment
+from strategies.recomputation import MARK, recomputing
+from strategies.replicas.replicas import Replicas
+from strategies.step.replica_program import ReplicaProgram, ReplicaShapes
+from strategies.step.shards import Shards
+
+
+class RecomputationMode(Enum):
+    """How what backward passes need is recomputed; the original's enum.
+
+    The whole forward pass of a stage runs again before its backward pass, or one block between two
+    `recomputation_checkpoint`s after another, each before the part of the backward pass that needs it.
+    """
+
+    Auto = 1
+    RecomputeThenBackpropagate = 2
+    RecomputeAndBackpropagateInterleaved = 3
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """A replica spans several devices, each with some stages of the loss function, which `pipeline_stage` marks.
+
+    Semantics: the original's `pipelining_ops.pipeline`. No schedule, mapping or recomputation changes a bit.
+
+    Attributes:
+        device_mapping: the device of each stage, 0 to ipus_per_replica - 1.
+        schedule: which stage works on which micro-batch when: a member of `PipelineSchedule` or its name.
+        recompute: whether stages keep their inputs only, and run their forward passes again for the backward passes.
+        batch_serialization_iterations: each stage takes so many micro-batches one after another; all are on one device.
+        recomputation_mode: `RecomputeAndBackpropagateInterleaved` makes stages with a `recomputation_checkpoint`
+            recompute one block after another. None: they run their whole forward passes again.
+        offload_activations: keep what backward passes need in host memory.
+        offload_gradient_accumulation_buffers: keep accumulators there while nothing is added to them.
+        watch: called after each step with what the devices of each local replica did when.
+        take_outputs: called after each step with the outputs of an `Outcome`, for each local replica those of each
+            micro-batch.
+
+    Raises:
+        TypeError: if the mapping is no list of whole numbers, or the schedule no member and no name.
+        ValueError: if there is no such schedule, or the iterations are not positive.
+        NotImplementedError: for another schedule than Sequential with batch serialization, and for Interleaved with
+            `RecomputeAndBackpropagateInterleaved`.
+    """
+
+    device_mapping: DeviceMapping
+    schedule: PipelineSchedule | str | None = None
+    recompute: bool = False
+    batch_serialization_iterations: int = 1
+    recomputation_mode: RecomputationMode | None = None
+    offload_activations: bool = False
+    offload_gradient_accumulation_buffers: bool = False
+    watch: Watch | None = None
+    take_outputs: Take | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recompute, bool):
+            raise TypeError(f"recompute of a pipeline is {self.recompute!r}; it is True or False")
+        if not isinstance(self.recomputation_mode, RecomputationMode | None):
+            raise TypeError(f"recomputation_mode is {self.recomputation_mode!r}; use a member of RecomputationMode")
+        positive("batch_serialization_iterations", self.batch_serialization_iterations)
+        is_in_turns = self._schedule.name == "interleaved"
+        if is_in_turns and self.recomputation_mode is RecomputationMode.RecomputeAndBackpropagateInterleaved:
+            raise NotImplementedError(
+                "recomputation_mode is RecomputeAndBackpropagateInterleaved, and the schedule Interleaved, which the "
+                "original does not take together; use RecomputeThenBackpropagate, or the schedule Grouped"
+            )
+        if not isinstance(self.device_mapping, Sequence) or isinstance(self.device_mapping, str):
+            raise TypeError(
+                f"device_mapping is {self.device_mapping!r}, a {type(self.device_mapping).__name__}; it must be a "
+                "list of devices, one for each stage"
+            )
+
+    @cached_property
+    def _schedule(self) -> Any:
+        return schedule_for(self.schedule, self.batch_serialization_iterations)
+
+    @property
+    def terms(self) -> Mapping[str, object]:
+        """See `Pipeline`."""
+        return {
+            "device_mapping": list(self.device_mapping),
+            "schedule": self._schedule.name,
+            "recompute": self.recompute,
+            "batch_serialization_iterations": self.batch_serialization_iterations,
+        }
+
+    def places(self, ipus_per_replica: int) -> Places:
+        """The devices of each stage; see `places_of` for what is refused."""
+        stages: list[Stage] = [
+            [_nothing] * len(devices) if isinstance(devices, Sequence) else _nothing for devices in self.device_mapping
+        ]
+        return places_of(stages, self.device_mapping, ipus_per_replica, self.batch_serialization_iterations)
+
+    def timetable(self, ipus_per_replica: int, count: int, training: bool = True) -> Timetable:
+        """What each device does for an update.
+
+        Args:
+            ipus_per_replica: the devices of a replica.
+            count: of micro-batches.
+            training: whether there are backward passes.
+
+        Raises:
+            FailedPreconditionError: if the count is no multiple of what the schedule needs.
+        """
+        places = self.places(ipus_per_replica)
+        if self.batch_serialization_iterations > 1:
+            return serialized(places, count, training, self.batch_serialization_iterations)
+        checked_count(count, self._schedule, places, training)
+        made: Timetable = self._schedule.timetable(places, count, training)
+        return made
+
+    def plan(
+        self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
+    ) -> PipelinePlan:
+        """See `Pipeline`."""
+        timetable = self.timetable(replicas.grid.ipus_per_replica, program.accumulation.count)
+        arguments = Arguments.of(program, shapes, self.take_outputs is not None)
+        closed, (_, _, after, outputs) = jax.make_jaxpr(arguments.loss, return_shape=True)(*arguments.shapes)
+        refuse_captured(closed)
+        refuse_what_meets(program.has_feeds, program.is_independent, timetable)
+        graph = Graph.of(closed)
+        carried, untouched = arguments.carried(graph)
+        staged = Staged(
+            cut_in_stages(graph, self.widths(timetable), untouched),
+            tuple(arguments.shapes),
+            arguments.weights,
+            arguments.varying,
+            carried,
+            LOSS,
+        )
+        blocks: frozenset[int] = frozenset()
+        if self.recompute and self.recomputation_mode is RecomputationMode.RecomputeAndBackpropagateInterleaved:
+            staged, blocks = in_blocks(staged)
+        arguments.refuse_spread(staged, timetable.mapping)
+        first = TOTAL + 1 + len(after)
+        out = Outputs(jax.tree.structure(outputs), range(first, first + len(jax.tree.leaves(outputs))))
+        stages = StagePlan(replicas.devices, program, arguments, staged, timetable, shards, self._keeping(blocks), out)
+        return PipelinePlan(stages, closed, self.watch, self.take_outputs)
+
+    def _keeping(self, blocks: frozenset[int]) -> Keeping:
+        return Keeping(self.recompute, self.offload_activations, self.offload_gradient_accumulation_buffers, blocks)
+
+    def widths(self, timetable: Timetable) -> list[int]:
+        """For each stage how many functions it has."""
+        pairs = zip(timetable.mapping, self.device_mapping, strict=True)
+        return [len(places) if isinstance(given, Sequence) else 1 for places, given in pairs]
+
+
+def _nothing() -> None:
+    """In the place of a function of a stage."""
+
+
+def in_blocks(staged: Staged) -> tuple[Staged, frozenset[int]]:
+    """Have the segments with a `recomputation_checkpoint` recompute block by block; the numbers of these segments."""
+    marked = frozenset(number for number, segment in enumerate(staged.segments) if _has_mark(staged, segment))
+    changed = [
+        replace(segment, function=recomputing(segment.function, "blocks")) if number in marked else segment
+        for number, segment in enumerate(staged.segments)
+    ]
+    return replace(staged, stages=tuple(tuple(changed[one] for one in own) for own in staged.numbers)), marked
+
+
+def _has_mark(staged: Staged, segment: Segment) -> bool:
+    given = [staged.arguments[place] for place in segment.inputs] + [staged.shapes[one] for one in segment.takes]
+    equations = every_equation(jax.make_jaxpr(segment.function)(*given).jaxpr)
+    return any(one.primitive.name == "name" and one.params["name"] == MARK for one in equations)
+
+
+def refuse_captured(closed: core.ClosedJaxpr) -> None:
+    """Refuse values of another program in what was traced.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for value in closed.consts:
+        if isinstance(value, jax.core.Tracer):
+            raise ValueError(
+                f"Trying to capture the tensor {value.aval} in a stage, which another program computes; hand it over "
+                "as an input"
+            )
+
+
+def refuse_what_meets(has_feeds: bool, is_independent: bool, timetable: Timetable) -> None:
+    """Refuse what micro-batches or replicas would have to do in one order.
+
+    Raises:
+        ValueError: for feeds in stages, and collectives where stages run at the same time.
+    """
+    if has_feeds:
+        raise ValueError(
+            "a stage of the pipeline uses an infeed or outfeed, and stages take several micro-batches at once; give "
+            "elements as the batch, and return outputs"
+        )
+    if not is_independent and not timetable.in_turn and len(timetable.devices) > 1:
+        raise ValueError(
+            "a stage of the pipeline calls a collective of the replicas, which have to call all of them in one order, "
+            "and the schedule runs stages at the same time; use the schedule 'Sequential', or call it outside of the "
+            "loss function"
+        )

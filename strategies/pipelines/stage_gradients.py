@@ -1,0 +1,278 @@
+"""Carries out a pipeline on the local replicas: a thread for each device of each of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from strategies.exchange.flat import FlatLayout
+from strategies.exchange.means import Bucket
+from strategies.pipelines.driver import AbandonedError, Drive
+from strategies.pipelines.replica_run import ReplicaRun, back_on
+from strategies.pipelines.stage_plan import StageBucket, StagePlan
+from strategies.pipelines.timetable import Action, Kind, Timed
+from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
+from strategies.step.computation import Allocate, ReplicaGradients, ReplicaPlan
+from strategies.step.leaving import MeansMemory
+
+Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
+"""Gets, after each step, for each local replica what its devices did when."""
+
+Take = Callable[[Mapping[int, Sequence[Any]]], None]
+"""Gets, after each step, for each local replica the outputs of each of its micro-batches."""
+
+
+@final
+class PipelinePlan(ReplicaPlan):
+    """See `ReplicaPlan`.
+
+    Args:
+        stages: the programs.
+        closed: what is computed of a micro-batch.
+        watch: called after each step.
+        take: likewise.
+    """
+
+    def __init__(
+        self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None = None, take: Take | None = None
+    ) -> None:
+        self.stages = stages
+        self._closed = closed
+        self._watch = watch
+        self._take = take
+
+    def equations(self) -> core.ClosedJaxpr:
+        """See `ReplicaPlan`: what is computed of a micro-batch."""
+        return self._closed
+
+    def gradients_on(
+        self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
+    ) -> StageGradients:
+        """See `ReplicaPlan`."""
+        return StageGradients(self.stages, grid, allocate, failed, self._watch, self._take)
+
+
+@final
+class StageGradients(ReplicaGradients):
+    """See `ReplicaGradients`.
+
+    Args:
+        plan: the programs.
+        grid: where the local replicas run.
+        allocate: makes memory for results.
+        failed: called with what a replica raises, when others may be waiting for it.
+        watch: called after each step.
+        take: likewise.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        grid: DeviceGrid,
+        allocate: Allocate,
+        failed: Callable[[BaseException], None],
+        watch: Watch | None = None,
+        take: Take | None = None,
+    ) -> None:
+        self.plan = plan
+        self._grid = grid
+        self._watch = watch
+        self._take = take
+        self._failed = failed
+        self._memory = MeansMemory(plan.leaving, allocate)
+        self.buckets = [
+            self._memory.bucket(f"gradients/{number}", bucket.parts, bucket.layout)
+            for number, bucket in enumerate(plan.buckets)
+        ]
+        self.buckets.append(self._memory.bucket("gradients/tail", plan.state_parts, plan.state_layout))
+        self._runs = [_Run(plan, grid, position) for position in range(len(grid.replicas))]
+        self._begun: list[Future[None]] = []
+
+    @property
+    def means(self) -> list[np.ndarray]:
+        """See `ReplicaGradients`."""
+        return self._memory.means
+
+    @property
+    def tail(self) -> np.ndarray:
+        """See `ReplicaGradients`."""
+        return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
+
+    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]], others: Any = None) -> None:
+        """See `ReplicaGradients`."""
+        wait(self._begun)  # of a step that was given up
+        flat = jax.tree.leaves(variables)
+        begin_s = time.perf_counter()
+        for run, arguments in zip(self._runs, of_replicas, strict=True):
+            run.prepare(flat, arguments, others, begin_s)
+        columns = self._grid.columns[: len(self.plan.timetable.devices)]
+        self._begun = [future for device, column in enumerate(columns) for future in self._begin(device, column)]
+
+    def _begin(self, device: int, column: ReplicaDevices) -> list[Future[None]]:
+        """Have a device of all local replicas do what it has to do."""
+        return column.begin(lambda position: self._runs[position].follow(device), self._fail)
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, AbandonedError):
+            self._failed(error)
+
+    def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
+        """See `ReplicaGradients`."""
+        for number, bucket in enumerate(self.buckets):
+            if bucket is self.buckets[-1]:
+                self._end()
+            contributions: list[list[np.ndarray]] = [[] for _ in bucket.results]
+            for run in self._runs:
+                for of_buffer, array in zip(contributions, self._finished(run, number), strict=True):
+                    of_buffer.append(borrow(array))
+            yield bucket, contributions
+
+    def _finished(self, run: _Run, number: int) -> Sequence[jax.Array]:
+        """The buffers of a bucket, when a replica has filled them."""
+        if self.buckets[number] is self.buckets[-1]:
+            return run.end()
+        run.finished[number].wait()
+        if run.is_broken:
+            self._end()
+        return run.buffers[number]
+
+    def _end(self) -> None:
+        """Wait until all devices have ended; raises what the first of them has raised that was not told to end."""
+        begun, self._begun = self._begun, []
+        errors = [error for error in (future.exception() for future in begun) if error is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
+            raise error
+        runs = dict(zip(self._grid.replicas, self._runs, strict=True))
+        if self._watch is not None:
+            self._watch({replica: run.drive.spans for replica, run in runs.items()})
+        if self._take is not None:
+            self._take({replica: run.outputs for replica, run in runs.items()})
+
+    def kept(self) -> list[list[Any]]:
+        """See `ReplicaGradients`."""
+        return [run.kept for run in self._runs]
+
+    def leaves(self) -> list[list[np.ndarray]]:
+        """See `ReplicaGradients`."""
+        found: list[dict[int, np.ndarray]] = [{} for _ in self._runs]
+        parts = [bucket.parts for bucket in self.plan.buckets] + [self.plan.state_parts]
+        for own, (bucket, contributions) in zip(parts, self.collect(), strict=True):
+            for leaves, buffers in zip(found, zip(*contributions, strict=True), strict=True):
+                views = bucket.layout.views(buffers)
+                leaves.update({part.result: view.reshape(-1) for part, view in zip(own, views, strict=True)})
+        kept = [
+            [np.asarray(jax.random.key_data(one) if is_key(one) else one) for one in run.kept] for run in self._runs
+        ]
+        return [[*(leaves[number] for number in sorted(leaves)), *own] for leaves, own in zip(found, kept, strict=True)]
+
+
+class _Run:
+    """One local replica.
+
+    Attributes:
+        buffers: of each bucket; what one step has left there, the next one takes over.
+        finished: for each bucket of a segment whether its buffers are ready, or never will be.
+        is_broken: whether a device has raised something, or there was no step yet.
+        kept: for the next step.
+        drive: the drivers of the last step.
+    """
+
+    def __init__(self, plan: StagePlan, grid: DeviceGrid, position: int) -> None:
+        self._plan = plan
+        self._is_cpu = grid.column(0).is_cpu
+        self._devices = [column.device_of(position) for column in grid.columns]
+        self._of_segment = {bucket.segment: (number, bucket) for number, bucket in enumerate(plan.buckets)}
+        self.buffers: list[Sequence[jax.Array]] = []
+        self.finished = [threading.Event() for _ in plan.buckets]
+        self.is_broken = True
+        self.kept: list[Any] = []
+
+    def prepare(self, variables: Sequence[Any], arguments: Sequence[Any], others: Any, begin_s: float) -> None:
+        """Take the arguments of a step.
+
+        Args:
+            variables: flat.
+            arguments: batch, index, control words, and residuals with the replica's own model state.
+            others: the model state of all replicas, with None for what each has for itself.
+            begin_s: when the step begins.
+        """
+        plan = self._plan
+        plan.compile(self._devices)
+        for finished in self.finished:
+            finished.clear()
+        if self.is_broken:  # no buffers yet, or what is left of donated ones
+            self._replica = ReplicaRun(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.keeping)
+            layouts = [*((bucket.segment, bucket.layout) for bucket in plan.buckets), (None, plan.state_layout)]
+            self.buffers = [self._zeros(segment, layout) for segment, layout in layouts]
+        self.is_broken = False
+        batch, self._index, self._control, (_, own) = arguments
+        state = plan.program.rule.with_own(others, [borrow(one)[0] for one in own])
+        rows = [borrow(leaf) if self._is_cpu else leaf for leaf in jax.tree.leaves(batch)]
+        self._replica.prepare(plan.arguments.given(variables, rows, self._index, self._control, state))
+        self._flags: dict[int, jax.Array] = {}
+        self.drive = Drive(plan.course, self._perform, begin_s)
+
+    def _zeros(self, segment: int | None, layout: FlatLayout) -> tuple[jax.Array, ...]:
+        device = self._devices[0 if segment is None else self._plan.device_of(segment)]
+        return tuple(
+            jax.device_put(np.zeros(buffer.size, buffer.dtype), device, may_alias=False) for buffer in layout.buffers
+        )
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The outputs of each micro-batch."""
+        return self._replica.outputs_of(self._plan.outputs)
+
+    def follow(self, device: int) -> None:
+        """Do what a device has to do, in this thread."""
+        try:
+            self.drive.follow(device)
+        except BaseException:
+            self.is_broken = True
+            for finished in self.finished:
+                finished.set()
+            raise
+
+    def _perform(self, device: int, action: Action) -> None:
+        if action.kind is not Kind.UPDATE:
+            self._replica.perform(device, action)
+            return
+        for segment in self._replica.segments_of(device, action.stage):
+            if segment in self._of_segment:
+                self._finish(*self._of_segment[segment], self._devices[device])
+
+    def _finish(self, number: int, bucket: StageBucket, device: jax.Device) -> None:
+        sums = [self._sum(segment, place, device) for sums in bucket.sums for segment, place in sums]
+        made = jax.block_until_ready(self._plan.finish(bucket, device)(*sums, *self.buffers[number]))
+        count = len(bucket.layout.buffers)
+        self.buffers[number] = made[:count]
+        if self._plan.program.needs_flags:
+            self._flags[number] = made[count]
+        self.finished[number].set()
+
+    def _sum(self, segment: int, place: int, device: jax.Device) -> Any:
+        found = self._replica.sums[segment]
+        if found is None:  # nothing of it has a gradient
+            found = self._plan.stages[segment].zeros(device)
+        return back_on(found[place], device) if self._plan.keeping.offloads_sums else found[place]
+
+    def end(self) -> Sequence[jax.Array]:
+        """The buffers of what is no gradient, when all devices have ended."""
+        plan, device = self._plan, self._devices[0]
+        *_, state, (total,) = plan.arguments.places
+        carried = self._replica.carried
+        flags = [self._flags[number] for number in range(len(plan.buckets))] if plan.program.needs_flags else []
+        values = [carried[total], self._index, self._control, *(carried[place] for place in state), *flags]
+        values = [jax.device_put(value, device) if isinstance(value, jax.Array) else value for value in values]
+        made = jax.block_until_ready(plan.end(device)(*values, *self.buffers[-1]))
+        count = len(plan.state_layout.buffers)
+        self.buffers[-1] = made[:count]
+        self.kept = list(made[count:])
+        return self.buffers[-1]

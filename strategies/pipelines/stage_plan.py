@@ -1,0 +1,205 @@
+"""The programs of a pipeline, and how gradients leave it: stage by stage, while other stages still run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.exchange.flat import FlatLayout
+from strategies.pipelines.arguments import Arguments
+from strategies.pipelines.driver import Course
+from strategies.pipelines.executables import Executables
+from strategies.pipelines.replica_run import Keeping, Outputs
+from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
+from strategies.pipelines.timetable import Timetable
+from strategies.programs.segments import Part
+from strategies.replicas.devices import ReplicaDevices
+from strategies.step.encoding import flatten
+from strategies.step.leaving import TAIL, Leaving
+from strategies.step.model_state import FIRST, MEAN, PER_REPLICA
+from strategies.step.replica_program import ReplicaProgram
+from strategies.step.shards import Shards
+
+
+@dataclass(frozen=True)
+class StageBucket:
+    """The gradients that leave with a segment.
+
+    Attributes:
+        segment: its number.
+        leaves: the numbers of the gradients.
+        sums: for each of them the accumulators that are added up: segments, and the places among their weights.
+        layout: how they lie in buffers.
+    """
+
+    segment: int
+    leaves: tuple[int, ...]
+    sums: tuple[tuple[tuple[int, int], ...], ...]
+    layout: FlatLayout
+
+    @property
+    def parts(self) -> list[Part]:
+        """As results of a replica."""
+        return [Part(TAIL + 1 + leaf) for leaf in self.leaves]
+
+
+class StagePlan:
+    """The programs of the stages, and those with which gradients, loss, metrics and model state leave a replica.
+
+    A gradient leaves with the first segment that uses its variable, the sum over all segments that do: they are on one
+    device. The buckets are those of the last stage first, which is done first, then one of all that is no gradient.
+
+    Args:
+        devices: where replicas run; on others of the same kind the plan is the same.
+        program: of a replica.
+        arguments: of a micro-batch.
+        staged: the stages.
+        timetable: what devices do.
+        shards: how means of gradients are cut.
+        keeping: what is kept for backward passes.
+        outputs: what micro-batches put out.
+
+    Attributes:
+        buckets: in the order in which they leave, without the last one.
+        leaving: how all of them lie in buffers.
+        state_layout: how what is no gradient does.
+        course: of the timetable.
+        stages: the programs of the segments.
+    """
+
+    def __init__(
+        self,
+        devices: ReplicaDevices,
+        program: ReplicaProgram,
+        arguments: Arguments,
+        staged: Staged,
+        timetable: Timetable,
+        shards: Shards | None,
+        keeping: Keeping,
+        outputs: Outputs,
+    ) -> None:
+        self.program = program
+        self.arguments = arguments
+        self.staged = staged
+        self.timetable = timetable
+        self.keeping = keeping
+        self.outputs = outputs
+        self._executables = Executables(devices.compile)
+        shapes = {
+            place: jax.ShapeDtypeStruct(staged.arguments[place].shape, dtype)
+            for place, dtype in zip(staged.weights, program.gradient_dtypes, strict=True)
+        }
+        settings = program.accumulation
+        sums = Accumulators(shapes, settings.method, settings.count)
+        count = len(staged.segments)
+        self.stages = [StagePrograms(staged, number, sums, self._executables) for number in range(count)]
+        gradients = program.num_gradients
+        self.leaving = Leaving(tuple(program.results), shards, len(program.results) - gradients)
+        self.buckets = [self._bucket(number) for number in reversed(range(count)) if self._owned(number)]
+        self.state_parts = [Part(TAIL + 1 + leaf) for leaf in range(gradients, len(program.results))]
+        self.state_layout = self.leaving.layout(self.state_parts, program.tail_size)
+        self.course = Course.of(timetable)
+        self._found: dict[tuple[int, jax.Device], Any] = {}
+
+    # ---- what leaves with which segment
+
+    def _owned(self, number: int) -> list[int]:
+        """The gradients that leave with a segment; with the first one also those that no segment has."""
+        found = []
+        for leaf, place in enumerate(self.staged.weights):
+            readers = self.staged.readers(place) or [0]
+            if readers[0] == number:
+                found.append(leaf)
+        return found
+
+    def _bucket(self, number: int) -> StageBucket:
+        leaves = self._owned(number)
+        sums = tuple(
+            tuple((reader, self.stages[reader].weights.index(place)) for reader in self.staged.readers(place))
+            for place in (self.staged.weights[leaf] for leaf in leaves)
+        )
+        layout = self.leaving.layout([Part(TAIL + 1 + leaf) for leaf in leaves], 0)
+        return StageBucket(number, tuple(leaves), sums, layout)
+
+    # ---- programs
+
+    def compile(self, devices: Sequence[jax.Device]) -> None:
+        """Compile all programs for the devices of a replica."""
+        for number, stage in enumerate(self.stages):
+            stage.compiled(devices[self.device_of(number)])
+        for bucket in self.buckets:
+            self.finish(bucket, devices[self.device_of(bucket.segment)])
+        self.end(devices[0])
+
+    def device_of(self, number: int) -> int:
+        """The device of a segment."""
+        pairs = zip(self.staged.numbers, self.timetable.mapping, strict=True)
+        return next(devices[number - own[0]] for own, devices in pairs if number in own)
+
+    def finish(self, bucket: StageBucket, device: jax.Device) -> Any:
+        """The program `(*accumulators, *buffers) -> (*buffers, which gradients are not finite)`."""
+        key = (bucket.segment, device)
+        if key not in self._found:
+            shapes = [self._sum_shape(reader) for sums in bucket.sums for reader in sums]
+            self._found[key] = self._compiled(device, self._finishing(bucket), shapes, bucket.layout)
+        return self._found[key]
+
+    def end(self, device: jax.Device) -> Any:
+        """The program `(sum of the values, index, control, *model state, *which are not finite, *buffers) -> ...`.
+
+        It returns buffers, and what is kept of the model state.
+        """
+        key = (-1, device)
+        if key not in self._found:
+            like = self.arguments.like
+            shapes = [like[6], like[3], like[4], *jax.tree.leaves(like[5])]
+            if self.program.needs_flags:
+                shapes += [jax.ShapeDtypeStruct((len(bucket.leaves),), np.bool_) for bucket in self.buckets]
+            self._found[key] = self._compiled(device, self._ending, shapes, self.state_layout)
+        return self._found[key]
+
+    def _compiled(
+        self, device: jax.Device, function: Callable[..., Any], shapes: Sequence[Any], layout: FlatLayout
+    ) -> Any:
+        buffers = [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in layout.buffers]
+        donated = range(len(shapes), len(shapes) + len(buffers))
+        return self._executables.compiled(device, function, [*shapes, *buffers], donated)
+
+    def _sum_shape(self, reader: tuple[int, int]) -> jax.ShapeDtypeStruct:
+        number, place = reader
+        return self.stages[number].sum_shapes[place]
+
+    def _finishing(self, bucket: StageBucket) -> Callable[..., tuple[jax.Array, ...]]:
+        count = sum(map(len, bucket.sums))
+
+        def finishing(*values: jax.Array) -> tuple[jax.Array, ...]:
+            rest = list(values[:count])
+            leaves = []
+            for leaf, sums in zip(bucket.leaves, bucket.sums, strict=True):
+                own, rest = rest[: len(sums)], rest[len(sums) :]
+                result = self.program.results[leaf]
+                total = sum(own[1:], start=own[0]) if own else jnp.zeros(result.shape, result.dtype)
+                leaves.append(total.astype(result.dtype))
+            buffers = flatten(bucket.layout, leaves, None, values[count:])
+            return (*buffers, self.program.not_finite(leaves)) if self.program.needs_flags else buffers
+
+        return finishing
+
+    def _ending(self, *values: jax.Array) -> tuple[jax.Array, ...]:
+        program = self.program
+        total, index, control, *rest = values
+        state, rest = rest[: len(program.rule.words)], rest[len(program.rule.words) :]
+        is_bad = None
+        if program.needs_flags:
+            flags, rest = rest[: len(self.buckets)], rest[len(self.buckets) :]
+            order = np.argsort([leaf for bucket in self.buckets for leaf in bucket.leaves])
+            is_bad = jnp.concatenate(flags)[order]
+        tail = program.tail(total / program.accumulation.count, index, control, is_bad)
+        after = jax.tree.unflatten(program.rule.structure, state)
+        means, firsts, own = (program.rule.pick(after, word) for word in (MEAN, FIRST, PER_REPLICA))
+        return (*flatten(self.state_layout, means, tail, rest), *firsts, *[one[None] for one in own])

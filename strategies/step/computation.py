@@ -1,0 +1,78 @@
+"""What computes the gradients of local replicas: one program for each of them, or stages of a pipeline."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from strategies.exchange.means import Bucket
+from strategies.replicas.devices import DeviceGrid
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
+
+class ReplicaGradients(ABC):
+    """Computes the gradients of all local replicas, bucket by bucket."""
+
+    @property
+    @abstractmethod
+    def means(self) -> list[np.ndarray]:
+        """Where the means of all that leaves the replicas are, once all buckets have been reduced.
+
+        Of those that are cut this instance's part, in its shape.
+        """
+
+    @property
+    @abstractmethod
+    def tail(self) -> np.ndarray:
+        """Where the mean tail is, once the last bucket has been reduced."""
+
+    @abstractmethod
+    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]], others: Any = None) -> None:
+        """Begin to compute the gradients; does not wait for them.
+
+        Args:
+            variables: as they lie on the first device; not to be used up before all buckets are collected.
+            of_replicas: for each local replica the arguments of the gradient function that it has for itself.
+            others: what all of them share besides, as the variables; the last arguments of the gradient function.
+        """
+
+    @abstractmethod
+    def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
+        """Each bucket when it is ready, with the local replicas' arrays for each of its buffers.
+
+        Raises:
+            BaseException: what the program of a replica has raised, when all have ended.
+        """
+
+    @abstractmethod
+    def kept(self) -> list[list[Any]]:
+        """What each local replica keeps for its next step, once all buckets are collected."""
+
+    @abstractmethod
+    def leaves(self) -> list[list[np.ndarray]]:
+        """The gradients that were begun last, and what is kept, for each local replica."""
+
+
+class ReplicaPlan(ABC):
+    """The programs behind the gradients, however many local replicas there are; has no memory for gradients."""
+
+    @abstractmethod
+    def equations(self) -> core.ClosedJaxpr:
+        """What a replica computes, to be compared with other instances."""
+
+    @abstractmethod
+    def gradients_on(
+        self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
+    ) -> ReplicaGradients:
+        """What computes the gradients of local replicas.
+
+        Args:
+            grid: where they run.
+            allocate: makes memory for results.
+            failed: called with what a replica's program raises, when others may be waiting for it.
+        """

@@ -1,0 +1,82 @@
+"""What a Trainer's pipeline did, as its watch gets it, in traces."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies.pipelines.pipelining_ops import Trace, plan
+
+COUNT = 8
+START = {"first": np.ones((3, 5), np.float32), "second": np.ones((5, 5), np.float32), "last": np.ones(5, np.float32)}
+
+
+def loss_fn(variables, batch, key):
+    with strategies.pipeline_stage(0):
+        hidden = jnp.tanh(batch @ variables["first"])
+    with strategies.pipeline_stage(1):
+        hidden = jnp.tanh(hidden @ variables["second"])
+    with strategies.pipeline_stage(2):
+        return jnp.mean((hidden @ variables["last"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def traces():
+    """For a schedule and mapping the trace of the second step of two replicas."""
+    found = {}
+
+    def of(schedule, mapping):
+        if (schedule, *mapping) not in found:
+            seen = []
+            watched = strategies.Pipelining(mapping, schedule, watch=lambda replicas: seen.append(Trace(replicas)))
+            strategy = strategies.IPUStrategy(num_replicas=2, ipus_per_replica=3)
+            trainer = strategies.Trainer(
+                strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=COUNT, pipeline=watched
+            )
+            state = trainer.init(START)
+            for step in range(2):
+                state, _ = trainer.step(state, np.full((2 * COUNT, 3), step, np.float32))
+            assert len(seen) == 2
+            found[schedule, *mapping] = seen[-1]
+        return found[schedule, *mapping]
+
+    return of
+
+
+CASES = [("zero_bubble", [0, 1, 2]), ("one_forward_one_backward", [0, 1, 0])]
+
+
+@pytest.mark.parametrize(("schedule", "mapping"), CASES)
+def test_every_replica_followed_the_timetable_of_the_plan(schedule, mapping, traces):
+    trace = traces(schedule, mapping)
+    planned = plan(3, COUNT, schedule, mapping).timetable
+    assert list(trace.replicas) == [0, 1]
+    assert trace.timetable().devices == planned.devices
+    for spans in trace.replicas.values():
+        ends = {span.action: span.end_s for span in spans}
+        assert len(spans) == len(ends) == sum(map(len, planned.devices))
+        assert all(span.begin_s >= ends[one] for span in spans for one in planned.dependencies(span.action))
+
+
+@pytest.mark.parametrize(("schedule", "mapping"), CASES)
+def test_a_device_does_one_thing_at_a_time(schedule, mapping, traces):
+    for spans in traces(schedule, mapping).replicas.values():
+        for device in set(mapping):
+            own = [span for span in spans if span.device == device]
+            assert all(span.begin_s <= span.end_s for span in own)
+            assert all(before.end_s <= after.begin_s for before, after in itertools.pairwise(own))
+
+
+def test_it_makes_pictures_numbers_and_a_plan(traces):
+    trace = traces("zero_bubble", [0, 1, 2])
+    assert min(trace.times.forward) > 0
+    assert 0 < trace.bubble_share < 1
+    assert trace.text().count("replica") == trace.svg().count('class="title"') == 2
+    events = json.loads(trace.perfetto())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 2 * 3 * (3 * COUNT + 1)
+    assert plan(3, COUNT, "zero_bubble", times=trace.times).length > 0
+    assert f"stage {max(range(3), key=lambda stage: trace.times.whole[stage])} is the slowest" in trace.advice()

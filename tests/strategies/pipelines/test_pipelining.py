@@ -1,0 +1,362 @@
+"""A Trainer with a pipeline: the same bits for every schedule, mapping and spread, and what cannot be cut."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from surviving_instances import run_instances
+from zoo.pipelines import MODELS, ROWS
+
+import strategies
+from strategies.pipelines.schedules.registry import schedules_by_name
+from strategies.step.engine import control_of
+
+REPLICAS, STEPS = 4, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def executables(tmp_path_factory):
+    """What is compiled is compiled once for all tests of this file."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POPDIST_EXECUTABLE_CACHE_PATH", str(tmp_path_factory.mktemp("executables")))
+        strategies.IPUStrategy(num_replicas=1)
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def trained(strategy, model, pipeline, steps=STEPS, **options):
+    """The fingerprints of variables, optimizer state and model state, and all metrics."""
+    options = {"gradient_accumulation_count": model.count, **model.options, **options}
+    trainer = strategies.Trainer(strategy, model.loss_fn, optax.adam(0.01), pipeline=pipeline, **options)
+    state = trainer.init(model.variables(), model.model_state())
+    mine, found = strategy.local_replicas, []
+    for step in range(steps):
+        rows = model.count * ROWS
+        batch = model.rows(REPLICAS * rows, step)
+        batch = jax.tree.map(lambda leaf, rows=rows: leaf[mine.start * rows : mine.stop * rows], batch)
+        state, metrics = trainer.step(state, batch)
+        found.append(dict(metrics))
+    kept = (state.variables, state.optimizer_state, state.model_state, found)
+    return [strategies.fingerprint(one) if one is not None else None for one in kept]
+
+
+def one_instance(devices):
+    return strategies.IPUStrategy(num_replicas=REPLICAS, ipus_per_replica=devices)
+
+
+@pytest.fixture(scope="module")
+def references():
+    """For each model what its stages make one after another, on one device."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            model = MODELS[name]
+            found[name] = trained(one_instance(1), model, strategies.Pipelining([0] * model.stages, "sequential"))
+        return found[name]
+
+    return of
+
+
+FEW = [
+    ("grouped", 0, False, 1),
+    ("one_forward_one_backward", 0, True, 2),
+    ("zero_bubble", 1, False, 4),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("schedule", "mapping", "recomputes", "instances"), FEW)
+def test_nothing_changes_a_bit(name, schedule, mapping, recomputes, instances, references, on_instances):
+    model = MODELS[name]
+    pipeline = strategies.Pipelining(model.mappings[mapping], schedule, recomputes)
+    found = on_instances(instances, REPLICAS, lambda strategy: trained(strategy, model, pipeline), ipus_per_replica=4)
+    assert found == [references(name)] * instances
+
+
+def every_case():
+    for (name, model), schedule, recomputes in itertools.product(MODELS.items(), schedules_by_name(), (False, True)):
+        for mapping in model.mappings:
+            if schedule != "interleaved" or len(set(mapping)) == len(mapping):
+                yield name, schedule, mapping, recomputes
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("instances", [1, 2, 4])
+@pytest.mark.parametrize(("name", "schedule", "mapping", "recomputes"), list(every_case()))
+def test_nothing_at_all_does(name, schedule, mapping, recomputes, instances, references, on_instances):
+    pipeline = strategies.Pipelining(mapping, schedule, recomputes)
+    found = on_instances(
+        instances, REPLICAS, lambda strategy: trained(strategy, MODELS[name], pipeline), ipus_per_replica=4
+    )
+    assert found == [references(name)] * instances
+
+
+# ---- with other options
+
+
+WIDTH = 7
+START = {"first": np.linspace(-1, 1, 3 * WIDTH, dtype=np.float32).reshape(3, WIDTH), "last": np.ones(WIDTH, np.float32)}
+COUNT = 4
+
+
+def pair(variables, batch, key):
+    """Two stages; what lies around them belongs to the one that needs it."""
+    doubled = {name: 2 * value for name, value in variables.items()}
+    with strategies.pipeline_stage(0):
+        hidden = jnp.tanh(batch @ doubled["first"])
+    with strategies.pipeline_stage(1):
+        loss = jnp.mean((hidden @ doubled["last"] - 1) ** 2)
+    return loss, {"hidden": hidden.mean()}
+
+
+def numbers(strategy, step=0, rows=2 * COUNT):
+    of_all = np.random.default_rng(step).standard_normal((REPLICAS * rows, 3)).astype(np.float32)
+    mine = strategy.local_replicas
+    return of_all[mine.start * rows : mine.stop * rows]
+
+
+def steps(strategy, pipeline=None, loss_fn=pair, count=COUNT, steps=2, **options):
+    """The state after some steps, and the metrics of the last one."""
+    trainer = strategies.Trainer(
+        strategy, loss_fn, optax.adam(0.1), gradient_accumulation_count=count, pipeline=pipeline, **options
+    )
+    state = trainer.init(START)
+    for step in range(steps):
+        state, metrics = trainer.step(state, numbers(strategy, step))
+    return state, metrics
+
+
+GROUPED = strategies.Pipelining([0, 1], "grouped")
+SEQUENTIAL = strategies.Pipelining([0, 0], "sequential", recompute=True)
+OPTIONS = {
+    "sum": {"reduction_method": "sum"},
+    "running mean in bfloat16": {"reduction_method": "running_mean", "gradient_accumulation_dtype": jnp.bfloat16},
+    "loss scaling in bfloat16": {"compute_dtype": jnp.bfloat16, "loss_scaling": "dynamic"},
+    "on the way in bfloat16": {"gradient_transfer_dtype": jnp.bfloat16, "check_numerics": True},
+    "sharded": {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1},
+    "one variable": {"trainable": {"first": True, "last": False}, "digest_every": 1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_other_options_go_with_it(options, on_instances):
+    def made(strategy, pipeline):
+        state, metrics = steps(strategy, pipeline, **options)
+        return strategies.fingerprint(state.variables), dict(metrics)
+
+    [one] = on_instances(1, REPLICAS, lambda strategy: made(strategy, SEQUENTIAL))
+    assert on_instances(2, REPLICAS, lambda strategy: made(strategy, GROUPED), ipus_per_replica=2) == [one] * 2
+    state, metrics = steps(one_instance(1), **options)
+    np.testing.assert_allclose(metrics["loss"], one[1]["loss"], rtol=0.05 if "bfloat16" in str(options) else 1e-5)
+    assert set(metrics) == set(one[1])
+
+
+def test_gradients_that_overflow_are_dropped_on_all_replicas(on_instances):
+    def huge(variables, batch, key):
+        loss, metrics = pair(variables, batch, key)
+        return loss * 1e38 * 1e3, metrics
+
+    def made(strategy):
+        state, metrics = steps(strategy, GROUPED, huge, steps=1, loss_scaling="dynamic")
+        return metrics["skipped_steps"], strategies.fingerprint(state.variables)
+
+    assert on_instances(2, REPLICAS, made, ipus_per_replica=2) == [(1.0, strategies.fingerprint(START))] * 2
+    with pytest.raises(strategies.NonFiniteGradientError, match=r"\['first'\] on replica 0"):
+        steps(one_instance(2), GROUPED, huge, check_numerics=True)
+
+
+def test_an_update_without_accumulation_is_one_micro_batch():
+    alone = steps(one_instance(1), strategies.Pipelining([0, 0], "sequential"), count=1)
+    apart = steps(one_instance(2), strategies.Pipelining([0, 1], "one_forward_one_backward"), count=1)
+    assert strategies.fingerprint(alone[0].variables) == strategies.fingerprint(apart[0].variables)
+
+
+# ---- what happens when
+
+
+def test_gradients_of_a_stage_leave_while_others_run():
+    """The first stage cannot go back until the gradients of the last one have left."""
+    has_left, waited = threading.Event(), []
+
+    def late(value):
+        waited.append(has_left.wait(30))
+        return value
+
+    @jax.custom_vjp
+    def held(value):
+        return value
+
+    held.defvjp(lambda value: (value, None), lambda _, slope: (jax.pure_callback(late, slope, slope),))
+
+    def loss_fn(variables, batch, key):
+        with strategies.pipeline_stage(0):
+            hidden = held(jnp.tanh(batch @ variables["first"]))
+        with strategies.pipeline_stage(1):
+            return jnp.mean(hidden @ variables["last"])
+
+    strategy = strategies.IPUStrategy(num_replicas=1, ipus_per_replica=2)
+    trainer = strategies.Trainer(
+        strategy, loss_fn, optax.sgd(0.1), pipeline=strategies.Pipelining([0, 1], "one_forward_one_backward")
+    )
+    state = trainer.init(START)
+    engine = trainer._single._engine
+    batch = np.ones((2, 3), np.float32)
+    step = engine.prepare(state, batch)
+    engine.begin(step, state, batch, control_of(state))
+    names = []
+    for bucket, _ in engine.collect(step):
+        names.append(bucket.name)
+        has_left.set()
+    assert names == ["gradients/0", "gradients/1", "gradients/tail"]
+    assert waited == [True]
+
+
+def test_what_devices_did_is_told_after_each_step():
+    seen = []
+    pipeline = strategies.Pipelining([0, 1], "grouped", watch=seen.append)
+    steps(one_instance(2), pipeline)
+    assert len(seen) == 2
+    assert list(seen[0]) == list(range(REPLICAS))
+    for spans in seen[0].values():
+        expected = pipeline.timetable(2, COUNT)
+        assert sorted(str(span.action) for span in spans) == sorted(
+            str(action) for actions in expected.devices for action in actions
+        )
+        assert all(0 <= span.begin_s <= span.end_s for span in spans)
+
+
+def test_a_stage_that_fails_fails_the_step_and_not_the_next_one():
+    is_bad = [False]
+
+    def check(value):
+        if is_bad[0]:
+            raise ArithmeticError("stage 1 cannot")
+        return value
+
+    def loss_fn(variables, batch, key):
+        with strategies.pipeline_stage(0):
+            hidden = jnp.tanh(batch @ variables["first"])
+        with strategies.pipeline_stage(1):
+            scale = jax.pure_callback(check, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(hidden[0, 0]))
+            return jnp.mean(hidden @ variables["last"]) * scale
+
+    strategy = one_instance(2)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=COUNT, pipeline=GROUPED)
+    state = trainer.init(START)
+    is_bad[0] = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match="stage 1 cannot"):
+        trainer.step(state, numbers(strategy))
+    is_bad[0] = False
+    state, _ = trainer.step(state, numbers(strategy))
+    assert state.step == 1
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_others_go_on_when_an_instance_is_lost(lost):
+    """And compile nothing for the replicas that they take over."""
+    compiled = []
+
+    def program(strategy):
+        trainer = strategies.Trainer(
+            strategy, pair, optax.adam(0.1), gradient_accumulation_count=COUNT, pipeline=SEQUENTIAL
+        )
+        of_all = np.random.default_rng(1).standard_normal((3 * 2 * 4 * 2 * COUNT, 3)).astype(np.float32)
+        dataset = strategy.distribute_dataset(of_all, 2, gradient_accumulation_count=COUNT)
+        state = trainer.init(START)
+        for batch in dataset.epoch(0):
+            state, _ = trainer.step(state, batch)
+        plans = trainer._single._engine._plans.values()
+        compiled.append([len(plan.gradients.stages._executables) for plan in plans])
+        return strategies.fingerprint(state.variables)
+
+    [alone] = run_instances(1, 4, program)
+    found = run_instances(2, 4, program, [f"kill:instance={lost},step=2"])
+    assert found == [None if instance == lost else alone for instance in range(2)]
+    assert compiled[0] == compiled[1]
+
+
+# ---- what is refused
+
+
+def unmarked(variables, batch, key):
+    return jnp.mean(batch @ variables["first"] @ variables["last"])
+
+
+def shared(variables, batch, key):
+    with strategies.pipeline_stage(0):
+        hidden = batch @ variables["first"]
+    with strategies.pipeline_stage(1):
+        return jnp.mean(hidden @ variables["last"]) + variables["first"].sum()
+
+
+def meeting(variables, batch, key):
+    with strategies.pipeline_stage(0):
+        hidden = strategies.get_replica_context().all_reduce("mean", batch @ variables["first"])
+    with strategies.pipeline_stage(1):
+        return jnp.mean(hidden @ variables["last"])
+
+
+REFUSED = {
+    "no marks": (unmarked, GROUPED, {}, ValueError, "stage 0 is marked nowhere"),
+    "a variable on two devices": (shared, GROUPED, {}, ValueError, r"stages \[0, 1\] use variable \['first'\]"),
+    "a collective": (meeting, GROUPED, {}, ValueError, "use the schedule 'Sequential'"),
+    "too few devices": (pair, strategies.Pipelining([0, 2]), {}, ValueError, "a replica spans 2 devices"),
+    "one stage": (pair, strategies.Pipelining([0]), {}, ValueError, "at least two"),
+    "a wrong count": (pair, GROUPED, {"count": 2}, strategies.FailedPreconditionError, "must be a multiple of 4"),
+    "recompute": (pair, GROUPED, {"recompute": "blocks"}, ValueError, r"Pipelining\(recompute=True\)"),
+    "int8": (pair, GROUPED, {"gradient_transfer_dtype": np.int8}, ValueError, "leave stage by stage"),
+}
+
+
+@pytest.mark.parametrize(("loss_fn", "pipeline", "options", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused(loss_fn, pipeline, options, error, words):
+    with pytest.raises(error, match=words):
+        steps(one_instance(2), pipeline, loss_fn, **options)
+
+
+def test_collectives_meet_where_stages_run_one_after_another():
+    state, _ = steps(one_instance(2), strategies.Pipelining([0, 1], "sequential"), meeting)
+    expected, _ = steps(one_instance(1), None, meeting)
+    np.testing.assert_allclose(state.variables["last"], expected.variables["last"], rtol=1e-5)
+
+
+def test_a_model_state_is_used_where_it_is_made():
+    def loss_fn(variables, batch, key, model_state):
+        with strategies.pipeline_stage(0):
+            hidden = batch @ variables["first"] + model_state["mean"]
+        with strategies.pipeline_stage(1):
+            return strategies.Outcome(jnp.mean(hidden @ variables["last"]), {}, {"mean": hidden.mean()})
+
+    strategy = one_instance(2)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=COUNT, pipeline=GROUPED)
+    state = trainer.init(START, {"mean": np.float32(0)})
+    with pytest.raises(ValueError, match=r"leaf \['mean'\] of the model state is used by stage 0, and stage 1 makes"):
+        trainer.step(state, numbers(strategy))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"device_mapping": 1}, TypeError, "it must be a list of devices"),
+        ({"device_mapping": [0, 1], "recompute": "blocks"}, TypeError, "it is True or False"),
+        ({"device_mapping": [0, 1], "schedule": "wild"}, ValueError, "there is no pipeline schedule 'wild'"),
+        ({"device_mapping": [0, 1], "schedule": 3}, TypeError, "a member of PipelineSchedule"),
+    ],
+)
+def test_what_a_pipeline_itself_refuses(options, error, words):
+    with pytest.raises(error, match=words):
+        strategies.Pipelining(**options)
