@@ -255,7 +255,7 @@ def train(
         gradient_transfer_dtype=options.gradient_transfer_dtype,
         replicated_optimizer_state_sharding=options.shard_optimizer_state,
     )
-    state = trainer.init(model.init(jax.random.key(options.seed), data.image_shape))
+    state = trainer.init(model.init(options.seed, data.image_shape))
     steps = int(min(options.epochs * len(dataset), options.max_steps or math.inf))
     stopwatch = Stopwatch()
     metrics: strategies.Metrics | None = None
