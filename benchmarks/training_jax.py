@@ -207,7 +207,7 @@ def loss_of(model: str) -> Callable[..., jax.Array]:
 def first_variables(model: str) -> training_task.Arrays:
     """The task's variables, if they are those of the example model."""
     variables = training_task.first_variables(model)
-    expected = jax.eval_shape(lambda key: MODELS[model].init(key, training_task.IMAGE_SHAPE), jax.random.key(0))
+    expected = jax.eval_shape(lambda: MODELS[model].init(0, training_task.IMAGE_SHAPE))
     if jax.tree.map(np.shape, variables) != jax.tree.map(lambda leaf: leaf.shape, expected):
         raise SystemExit(f"the variables of {model} are not those of the example model any more: {expected}")
     return variables

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import strategies
 
@@ -19,7 +20,7 @@ MLP_HIDDEN = 1024
 
 ImageShape = tuple[int, ...]
 Variables = dict[str, Any]
-Layer = dict[str, jax.Array]
+Layer = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ class Model:
     """A model as pure functions.
 
     Attributes:
-        init: `(key, image_shape)` to variables: float32, named by layer; `image_shape` is
-            (height, width, channels).
+        init: `(seed, image_shape)` to variables: float32, named by layer; `image_shape` is
+            (height, width, channels). NumPy draws them, for which nothing is compiled.
         layers: each takes the variables, and what the one before returns; the first one takes images.
     """
 
-    init: Callable[[jax.Array, ImageShape], Variables]
+    init: Callable[[int, ImageShape], Variables]
     layers: tuple[Callable[[Variables, jax.Array], jax.Array], ...]
 
     def apply(self, variables: Variables, images: jax.Array, stages: int = 1) -> jax.Array:
@@ -50,7 +51,7 @@ class Model:
         return values
 
 
-def init_cnn(key: jax.Array, image_shape: ImageShape) -> Variables:
+def init_cnn(seed: int, image_shape: ImageShape) -> Variables:
     """Variables of: convolution 3x3 with 8 filters, relu, max-pool 2x2, dense 8, relu, dense 10.
 
     With only 8 hidden units none may die early: their biases begin at one and the last kernel at zero, which
@@ -60,12 +61,13 @@ def init_cnn(key: jax.Array, image_shape: ImageShape) -> Variables:
     pooled = ((height - KERNEL + 1) // POOL, (width - KERNEL + 1) // POOL)
     if min(pooled) < 1:
         raise ValueError(f"images are {height}x{width}; the convolutional network needs at least 4x4")
-    keys = jax.random.split(key)
-    hidden = init_layer(keys[1], (math.prod(pooled) * FILTERS, CNN_HIDDEN))
+    random = np.random.default_rng(seed)
+    conv = init_layer(random, (KERNEL, KERNEL, channels, FILTERS))
+    hidden = init_layer(random, (math.prod(pooled) * FILTERS, CNN_HIDDEN))
     return {
-        "conv": init_layer(keys[0], (KERNEL, KERNEL, channels, FILTERS)),
-        "hidden": hidden | {"bias": jnp.ones_like(hidden["bias"])},
-        "logits": {"kernel": jnp.zeros((CNN_HIDDEN, CLASSES)), "bias": jnp.zeros(CLASSES)},
+        "conv": conv,
+        "hidden": hidden | {"bias": np.ones_like(hidden["bias"])},
+        "logits": {"kernel": np.zeros((CNN_HIDDEN, CLASSES), np.float32), "bias": np.zeros(CLASSES, np.float32)},
     }
 
 
@@ -87,13 +89,13 @@ def logits_of(variables: Variables, hidden: jax.Array) -> jax.Array:
     return dense(variables["logits"], hidden)
 
 
-def init_mlp(key: jax.Array, image_shape: ImageShape) -> Variables:
+def init_mlp(seed: int, image_shape: ImageShape) -> Variables:
     """Variables of: dense 1024, relu, dense 1024, relu, dense 10."""
-    keys = jax.random.split(key, 3)
+    random = np.random.default_rng(seed)
     return {
-        "hidden1": init_layer(keys[0], (math.prod(image_shape), MLP_HIDDEN)),
-        "hidden2": init_layer(keys[1], (MLP_HIDDEN, MLP_HIDDEN)),
-        "logits": init_layer(keys[2], (MLP_HIDDEN, CLASSES)),
+        "hidden1": init_layer(random, (math.prod(image_shape), MLP_HIDDEN)),
+        "hidden2": init_layer(random, (MLP_HIDDEN, MLP_HIDDEN)),
+        "logits": init_layer(random, (MLP_HIDDEN, CLASSES)),
     }
 
 
@@ -107,13 +109,16 @@ def second_of_mlp(variables: Variables, hidden: jax.Array) -> jax.Array:
     return jax.nn.relu(dense(variables["hidden2"], hidden))
 
 
-def init_layer(key: jax.Array, kernel_shape: tuple[int, ...]) -> Layer:
+def init_layer(random: np.random.Generator, kernel_shape: tuple[int, ...]) -> Layer:
     """A kernel drawn as He et al. (2015) propose for relu, and a bias of zeros."""
-    init = jax.nn.initializers.he_normal()
-    return {"kernel": init(key, kernel_shape, jnp.float32), "bias": jnp.zeros(kernel_shape[-1], jnp.float32)}
+    deviation = np.float32(math.sqrt(2 / math.prod(kernel_shape[:-1])))
+    return {
+        "kernel": random.standard_normal(kernel_shape, np.float32) * deviation,
+        "bias": np.zeros(kernel_shape[-1], np.float32),
+    }
 
 
-def dense(layer: Layer, inputs: jax.Array) -> jax.Array:
+def dense(layer: dict[str, Any], inputs: jax.Array) -> jax.Array:
     """`[N, inputs]` to `[N, outputs]`."""
     return inputs @ layer["kernel"] + layer["bias"]
 

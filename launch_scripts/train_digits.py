@@ -263,7 +263,7 @@ def train(
         replicated_optimizer_state_sharding=options.shard_optimizer_state,
         pipeline=pipeline_of(strategy, options),
     )
-    state = trainer.init(model.init(jax.random.key(options.seed), data.image_shape))
+    state = trainer.init(model.init(options.seed, data.image_shape))
     steps = int(min(options.epochs * len(dataset), options.max_steps or math.inf))
     stopwatch = Stopwatch()
     metrics: strategies.Metrics | None = None

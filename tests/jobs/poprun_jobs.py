@@ -31,9 +31,12 @@ comm.Barrier()
 """
 PROGRESS_HEAD = """\
 import os, signal, sys
+from collections import namedtuple
 from popdist.records import ProgressPage
+Call = namedtuple("Call", "label")
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 page = ProgressPage.from_environ(os.environ)
+def enter(number, label): page.operation_begins(number, Call(label))
 """
 
 
@@ -79,8 +82,11 @@ class Job:
         self.streams = (Stream(self.process.stdout), Stream(self.process.stderr))
 
     def wait_for(self, text: str, limit_s: float = LIMIT_S) -> None:
-        """Return as soon as the job has written this on its standard output."""
-        assert self.streams[0].wait_for(text.encode(), limit_s), f"{text!r} did not come: {self.streams[1].text}"
+        """Return as soon as the job has written this on its standard output; end a job that does not."""
+        if not self.streams[0].wait_for(text.encode(), limit_s):
+            end_all(self.marker)
+            self.process.wait(LIMIT_S)
+            pytest.fail(f"{text!r} did not come: {self.streams[1].text}")
 
     def finish(self, limit_s: float = LIMIT_S) -> Finished:
         """Wait for the end; every process of the job has to be gone then."""

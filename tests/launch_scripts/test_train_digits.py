@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -155,7 +154,7 @@ def test_every_image_of_the_test_set_is_tested_once():
     data, model = train_digits.load_digits("digits"), train_digits.MODELS["mlp"]
     strategy = strategies.IPUStrategy(num_replicas=3)
     trainer = strategies.Trainer(strategy, train_digits.loss_of(model), optax.sgd(0.1))
-    state = trainer.init(model.init(jax.random.key(1), data.image_shape))
+    state = trainer.init(model.init(1, data.image_shape))
     found = trainer.evaluate(state, train_digits.test_set(strategy, data), metrics_fn=train_digits.accuracy_of(model))
     by_hand = np.asarray(model.apply(state.variables, data.test_images)).argmax(-1) == data.test_labels
     assert found["accuracy"] == by_hand.sum() / len(data.test_labels)

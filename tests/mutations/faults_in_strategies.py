@@ -178,8 +178,8 @@ IN_STRATEGIES = (
     Fault(
         name="a segment gets what it takes from another micro-batch",
         path="strategies/programs/segments.py",
-        old="residuals.update(zip([(of_batch, number)",
-        new="residuals.update(zip([(1 - of_batch, number)",
+        old="intermediates.update(zip([(of_batch, number)",
+        new="intermediates.update(zip([(1 - of_batch, number)",
         caught_by=(
             "tests/strategies/test_segments.py::test_segments_get_their_inputs_and_residuals_of_their_own_micro_batch",
         ),

@@ -42,20 +42,24 @@ def small_cnn(variables, batch, key):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {"logit": logits.max()}
 
 
+def drawn(rng, *shape):
+    return rng.standard_normal(shape, np.float32)
+
+
 def mlp_task():
-    keys = jax.random.split(jax.random.key(0), LAYERS + 2)
+    rng = np.random.default_rng(0)
     variables = [
-        {"kernel": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5, "bias": jnp.full(WIDTH, 0.01)}
-        for key in keys[2:]
+        {"kernel": drawn(rng, WIDTH, WIDTH) / np.float32(WIDTH**0.5), "bias": np.full(WIDTH, 0.01, np.float32)}
+        for _ in range(LAYERS)
     ]
-    batch = {"x": jax.random.normal(keys[0], (ROWS, WIDTH)), "y": jax.random.normal(keys[1], (ROWS, WIDTH))}
+    batch = {"x": drawn(rng, ROWS, WIDTH), "y": drawn(rng, ROWS, WIDTH)}
     return SimpleNamespace(loss_fn=deep_mlp, variables=variables, batch=batch)
 
 
 def cnn_task():
     rng = np.random.default_rng(0)
     batch = {"x": rng.random((ROWS, 8, 8, 1), np.float32), "label": rng.integers(0, 10, ROWS).astype(np.int32)}
-    variables = MODELS["cnn"].init(jax.random.key(0), (8, 8, 1))
+    variables = MODELS["cnn"].init(0, (8, 8, 1))
     variables["logits"]["kernel"] += 0.1 * rng.standard_normal((8, 10)).astype(np.float32)
     return SimpleNamespace(loss_fn=small_cnn, variables=variables, batch=batch)
 

@@ -280,7 +280,7 @@ def digits_trained(strategy, model, steps):
     dataset = train_digits.distribute(strategy, data, options)
     built = digits_models.MODELS[model]
     trainer = strategies.Trainer(strategy, train_digits.loss_of(built), optax.adam(options.learning_rate))
-    state = trainer.init(built.init(jax.random.key(options.seed), data.image_shape))
+    state = trainer.init(built.init(options.seed, data.image_shape))
     for batch in train_digits.batches(dataset, steps):
         before = strategy.communicator.calls_made
         state, _ = trainer.step(state, batch)

@@ -1,0 +1,598 @@
+"""Acceptance rows of the original's pipelines, translated: what its tests feed, and the numbers that they want."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies import FailedPreconditionError, InfeedQueue, OutfeedMode, OutfeedQueue, pipelining_ops
+from strategies.pipelines.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, PipelineStageOptions
+
+SUM = strategies.GradientAccumulationReductionMethod.SUM
+
+
+def first_of(values, default=1):
+    """All values as parameters of a test, of which the default tier takes the first ones only."""
+    values = list(values)
+    return [*values[:default], *(pytest.param(value, marks=pytest.mark.complete) for value in values[default:])]
+
+
+METHODS = first_of(strategies.GradientAccumulationReductionMethod)
+
+
+class Elements:
+    """Element k is k mod n in all places of an array; `rows` of them make a batch, and `change` what is fed of it."""
+
+    def __init__(self, n, shape, rows=None, change=lambda batch: batch, dtype=np.float32):
+        self._numbers, self._shape, self._rows, self._change, self._dtype = n, shape, rows, change, dtype
+
+    def __iter__(self):
+        numbers = itertools.cycle(range(self._numbers))
+        while True:
+            rows = [np.full(self._shape, next(numbers), self._dtype) for _ in range(self._rows or 1)]
+            yield self._change(np.stack(rows) if self._rows else rows[0])
+
+    def first(self, count):
+        return list(itertools.islice(self, count))
+
+
+def sgd(*loss_of, rate=0.01):
+    """An optimizer function: the loss is the first output, or what a function makes of all."""
+
+    def optimizer_function(*outputs):
+        return OptimizerFunctionOutput(optax.sgd(rate), loss_of[0](*outputs) if loss_of else outputs[0])
+
+    return optimizer_function
+
+
+def made(stages, count, outfeed="new", elements=None, **options):
+    """A pipeline and its outfeed, on four devices; stages are functions of inputs, or of variables and inputs."""
+    outfeed = OutfeedQueue() if outfeed == "new" else outfeed
+    infeed = None if elements is None else InfeedQueue(elements)
+    net = pipelining_ops.pipeline(
+        stages, gradient_accumulation_count=count, infeed_queue=infeed, outfeed_queue=outfeed, **options
+    )
+    return net, outfeed
+
+
+def run(stages, count, variables=None, executions=1, **options):
+    """What a pipeline has fed out in all, and its state."""
+    with strategies.IPUStrategy(num_replicas=1, ipus_per_replica=4).scope():
+        net, outfeed = made(stages, count, **options)
+        state = net.init({} if variables is None else variables)
+        for _ in range(executions):
+            state = net(state)
+        return outfeed.dequeue(), state
+
+
+def refused(error, words, stages, count, variables=None, **options):
+    with pytest.raises(error, match=words):
+        run(stages, count, variables, **options)
+
+
+def outputs_of(stage, variables, values):
+    """What a stage gives to the next one: of a list of functions the outputs of all."""
+    if isinstance(stage, list):
+        return tuple(itertools.chain.from_iterable(outputs_of(one, variables, values) for one in stage))
+    result = stage(variables, **values) if isinstance(values, dict) else stage(variables, *values)
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def trained(stages, variables, elements, count, updates, optimizer, method=SUM, inputs=()):
+    """The losses and the variables of the same stages in one function, without a pipeline."""
+
+    def loss_of(values, element):
+        fed = (*inputs, *element)
+        for stage in stages:
+            fed = outputs_of(stage, values, fed)
+        return fed[0].astype(jnp.float32) if fed[0].ndim == 0 else fed[0]
+
+    step = jax.jit(jax.value_and_grad(loss_of))
+    stream, losses = iter(elements), []
+    memory = optimizer.init(variables)
+    for _ in range(updates):
+        total = jax.tree.map(jnp.zeros_like, variables)
+        for _ in range(count):
+            loss, gradients = step(variables, next(stream))
+            losses.append(float(loss))
+            total = jax.tree.map(jnp.add, total, gradients)
+        if method is not SUM:
+            total = jax.tree.map(lambda leaf: leaf / count, total)
+        changes, memory = optimizer.update(total, memory, variables)
+        variables = optax.apply_updates(variables, changes)
+    return np.array(losses), variables
+
+
+def identity(variables, *inputs):
+    return inputs if len(inputs) > 1 else inputs[0]
+
+
+def times_w(variables, x):
+    return variables["w"] * x
+
+
+ONE = {"w": jnp.float32(1)}
+KWARGS = Elements(5, (4, 4, 2), 2, lambda a: {"a": a, "b": (a + 10) / 2})
+
+
+def conv_of_ones(variables, c, a, b):
+    return jnp.einsum("nhwi,io->nhwo", a, variables["kernel"]) + b, c
+
+
+def sum_and_c(variables, x, c):
+    return jnp.sum(x) + c
+
+
+CONV = {"kernel": jnp.ones((2, 2))}
+LOSSES = np.float32([410.01, 730.01, 650.01, 570.01, 890.01])
+
+
+class TestWhatIsComputed:
+    @pytest.mark.parametrize("mapping", first_of([[2, 0, 1], [2, 2, 2], None]), ids=str)
+    def test_pl_14_elements_that_are_dictionaries(self, mapping):
+        """PL-14: they come as keyword arguments, behind the inputs; wherever the stages are."""
+        losses, _ = run(
+            [conv_of_ones, sum_and_c, identity], 12, CONV, elements=KWARGS, inputs=[10.01], device_mapping=mapping,
+            pipeline_schedule=PipelineSchedule.Interleaved,
+        )  # fmt: skip
+        np.testing.assert_allclose(losses, np.tile(LOSSES, 3)[:12], rtol=1e-6)
+
+    def test_pl_17_outputs_that_are_the_same_array(self):
+        """PL-17: a stage may give one array several times."""
+
+        def twice(variables, x, y):
+            return x, y, y, x
+
+        def last(variables, x1, y1, y2, x2):
+            return x2, y2
+
+        x, y = np.ones((1, 4, 4, 2), np.float32), np.ones((1, 2), np.float32)
+        fed, _ = run([twice, identity, last], 12, inputs=[x, y], pipeline_schedule="interleaved")
+        assert [one.shape for one in fed] == [(12, *x.shape), (12, *y.shape)]
+        assert all(np.all(one == 1) for one in fed)
+
+    def test_pl_19_stages_without_variables(self):
+        """PL-19: x * x + x * x."""
+        fed, _ = run([lambda _, x: x * x, lambda _, x: x + x, identity], 6, elements=Elements(5, (1,)))
+        np.testing.assert_array_equal(fed, np.float32([[0], [2], [8], [18], [32], [0]]))
+
+    def test_pl_27_a_constant_input(self):
+        """PL-27: 42 * 2 + 3."""
+        add = lambda _, x: x + 1  # noqa: E731
+        fed, _ = run([lambda _, x: 2 * x, add, add, add], 8, inputs=[42.0])
+        np.testing.assert_array_equal(np.ravel(fed), np.full(8, 87, np.float32))
+
+    def test_pl_36_a_condition(self):
+        """PL-36: x > 2 ? 1 : 2."""
+
+        def branch(variables, x):
+            return jax.lax.cond(x[0, 0] > 2, lambda: 1.0, lambda: 2.0)
+
+        fed, _ = run([identity, identity, branch], 6, elements=Elements(10, (1,), 1))
+        np.testing.assert_array_equal(fed, np.float32([2, 2, 2, 1, 1, 1]))
+
+    def test_pl_32_dictionaries_are_fed_out_as_such(self):
+        """PL-32: in inference the last stage may give a dictionary."""
+        fed, _ = run([identity, identity, identity, lambda _, x: {"x": x}], 8, inputs=[1.0])
+        assert set(fed) == {"x"}
+        np.testing.assert_array_equal(fed["x"], np.ones(8))
+
+
+class TestOutfeeds:
+    def test_pl_25_the_loss(self):
+        """PL-25: x = 0, loss x + 1; without the list around it."""
+        stages = [lambda variables, _, x: variables["w"] * x, identity, identity, identity]
+        fed, _ = run(stages, 8, ONE, inputs=[10, 0.0], optimizer_function=sgd(lambda x: x + 1.0), outfeed_loss=True)
+        np.testing.assert_array_equal(fed, np.ones(8))
+
+    def test_pl_26_the_mask(self):
+        """PL-26: True leaves an output out."""
+        first = lambda variables, x: (x, variables["w"] * x)  # noqa: E731
+        more = lambda _, x, y: (x, y + 1)  # noqa: E731
+        fed, _ = run(
+            [first, more, more, more], 8, ONE, inputs=[1.0], optimizer_function=sgd(), outfeed_mask=[True, False]
+        )
+        np.testing.assert_array_equal(np.asarray(fed), np.full((1, 8), 4))
+
+    def test_all_outputs_are_fed_out_as_a_list(self):
+        fed, _ = run([times_w, identity], 4, ONE, inputs=[3.0], optimizer_function=sgd())
+        np.testing.assert_array_equal(np.asarray(fed), np.full((1, 4), 3))
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_pl_28_an_accumulated_loss(self, method):
+        """PL-28: a sum, however gradients are reduced."""
+        fed, _ = run(
+            [times_w, identity, identity, identity], 8, ONE, inputs=[0.0], outfeed_loss=True, accumulate_outfeed=True,
+            optimizer_function=sgd(lambda x: x + 1.0), reduction_method=method,
+        )  # fmt: skip
+        np.testing.assert_array_equal(fed, [8])
+
+    def test_pl_29_an_accumulated_output(self):
+        """PL-29: in training as a list, in inference too; once for each execution."""
+        options = {"inputs": [1.0], "accumulate_outfeed": True}
+        fed, _ = run([times_w, identity, identity, identity], 8, ONE, optimizer_function=sgd(), **options)
+        np.testing.assert_array_equal(np.asarray(fed), [[8]])
+        fed, _ = run([identity] * 4, 8, executions=2, **options)
+        np.testing.assert_array_equal(np.ravel(fed), [8, 8])
+
+    def test_pl_30_the_dtype_of_what_is_accumulated(self):
+        """PL-30: 8 times 30000 is too much for float16, which stages give; the original's simulator rounds less."""
+
+        def more(variables, x):
+            return (x + 10000).astype(jnp.float16)
+
+        options = {"inputs": [1.0], "accumulate_outfeed": True, "optimizer_function": sgd(lambda x: x + 1.0)}
+        fed, _ = run([times_w, more, more, more], 8, ONE, **options)
+        assert np.all(np.isinf(np.asarray(fed)))
+        fed, _ = run([times_w, more, more, more], 8, ONE, accumulate_outfeed_dtype=lambda of: jnp.float32, **options)
+        np.testing.assert_array_equal(np.asarray(fed), [[240000]])
+        assert np.asarray(fed).dtype == np.float32
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_pl_31_several_accumulated_outputs(self, training):
+        """PL-31: x = 1, y = 2."""
+        first = (lambda variables, x, y: (variables["w"] * x, y)) if training else identity
+        more = {"optimizer_function": sgd(lambda x, y: x + y + 1.0)} if training else {}
+        fed, _ = run([first, identity, identity, identity], 8, ONE, inputs=[1.0, 2.0], accumulate_outfeed=True, **more)
+        np.testing.assert_array_equal(np.asarray(fed), [[8], [16]])
+
+
+def stages_of_pl_20(dtype):
+    def conv(variables, c, image, label):
+        return jnp.einsum("nhwi,io->nhwo", image, variables["k1"]) + variables["b1"], c, label
+
+    def larger(variables, x, c, label):
+        return x * 20, c, label
+
+    def dense(variables, x, c, label):
+        return x @ variables["k2"] + variables["b2"], c, label
+
+    def loss(variables, x, c, label):
+        return jnp.sum(x @ variables["k3"] + variables["b3"]) + c + label
+
+    variables = {f"k{n}": jnp.full((2, 2), 0.5, dtype) for n in (1, 2, 3)}
+    return [conv, larger, dense, loss], variables | {f"b{n}": jnp.full(2, 0.5, dtype) for n in (1, 2, 3)}
+
+
+class TestTraining:
+    """Losses and variables are those of the same stages in one function."""
+
+    def compare(self, stages, variables, elements, count, rtol=1e-5, method=SUM, inputs=(), optimizer=None, **options):
+        optimizer = optimizer or optax.sgd(0.01)
+        losses, expected = trained(stages, variables, elements, count, 2, optimizer, method, inputs)
+        fed, state = run(
+            stages, count, variables, elements=elements, repeat_count=2, inputs=list(inputs), reduction_method=method,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss), outfeed_loss=True, **options,
+        )  # fmt: skip
+        np.testing.assert_allclose(np.asarray(fed, np.float32), losses, rtol=rtol)
+        for one, other in zip(jax.tree.leaves(state.variables), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=10 * rtol, atol=1e-6)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_pl_20_in_float32(self, method):
+        """PL-20: interleaved, 4 stages, 20 micro-batches, twice; a scalar beside the batches."""
+        stages, variables = stages_of_pl_20(jnp.float32)
+        elements = Elements(7, (4, 4, 2), 2, lambda batch: (batch / 7, batch[0, 0, 0, 0]))
+        self.compare(
+            stages, variables, elements, 20, method=method, inputs=[np.float32(10.01)], optimizer=optax.sgd(1e-6),
+            pipeline_schedule=PipelineSchedule.Interleaved, rtol=1e-6,
+        )  # fmt: skip
+
+    @pytest.mark.complete
+    @pytest.mark.parametrize("method", strategies.GradientAccumulationReductionMethod)
+    def test_pl_20_in_float16(self, method):
+        """PL-20: within 2e-3."""
+        stages, variables = stages_of_pl_20(jnp.float16)
+        elements = Elements(7, (4, 4, 2), 2, lambda batch: (batch / 7, batch[0, 0, 0, 0]), np.float16)
+        self.compare(
+            stages, variables, elements, 20, method=method, inputs=[np.float16(10.01)], optimizer=optax.sgd(1e-7),
+            pipeline_schedule=PipelineSchedule.Interleaved, rtol=2e-3,
+        )  # fmt: skip
+
+    @pytest.mark.complete
+    def test_pl_21_an_embedding(self):
+        """PL-21: rows of a table are looked up; 20 micro-batches."""
+
+        def look_up(variables, index, label):
+            return variables["table"][index], label
+
+        def loss(variables, x, label):
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jnp.sum(x, -1), label))
+
+        table = np.random.default_rng(0).normal(0, 0.1, (10, 16)).astype(np.float32)
+        elements = Elements(10, (4,), 2, lambda v: (np.int32(v + np.arange(4)) % 10, np.int32(v[:, 0] % 4)))
+        self.compare(
+            [look_up, identity, identity, loss], {"table": jnp.asarray(table)}, elements, 20,
+            pipeline_schedule=PipelineSchedule.Interleaved,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("schedule", first_of([PipelineSchedule.Grouped, PipelineSchedule.Sequential]))
+    @pytest.mark.parametrize("mapping", first_of([[0, 1, 0, 2, 0], [0, 1, 2, 3, 0], [0, 0, 2, 3, 0]]), ids=str)
+    def test_pl_43_44_weights_that_stages_share(self, schedule, mapping):
+        """PL-43, PL-44: the first and the last stage have the same weights, and are on the same device."""
+
+        def product(name):
+            return lambda variables, x, label: (x @ variables[name], label)
+
+        def loss(variables, x, label):
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ variables["w0"], label))
+
+        rng = np.random.default_rng(1)
+        variables = {f"w{n}": jnp.asarray(rng.normal(0, 0.3, (4, 4)), jnp.float32) for n in range(4)}
+        elements = Elements(7, (4,), 2, lambda batch: (batch / 7, (batch[:, 0] % 4).astype(np.int32)))
+        self.compare(
+            [*(product(f"w{n}") for n in range(4)), loss], variables, elements, 20, device_mapping=mapping,
+            pipeline_schedule=schedule, rtol=1e-4,
+        )  # fmt: skip
+
+    @pytest.mark.complete
+    def test_pl_46_batch_serialization(self):
+        """PL-46: each stage takes four micro-batches one after another, all stages on one device."""
+        stages, variables = stages_of_pl_20(jnp.float32)
+        elements = Elements(7, (4, 4, 2), 2, lambda batch: (batch / 7, batch[0, 0, 0, 0]))
+        self.compare(
+            stages, variables, elements, 20, inputs=[np.float32(10.01)], optimizer=optax.sgd(1e-6), rtol=1e-6,
+            batch_serialization_iterations=4,
+        )  # fmt: skip
+
+    def compare_small(self, second, count=24, labels=lambda v: (v.mean(1) / 10).astype(np.int32), **options):
+        def product(variables, x, label):
+            return x.astype(jnp.float32) @ variables["w"] / 10, label
+
+        def loss(variables, x, label):
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x, label))
+
+        weights = np.random.default_rng(2).normal(0, 0.3, (4, 4)).astype(np.float32)
+        elements = Elements(10, (4,), 4, lambda batch: (batch, labels(batch)))
+        stages = [product, second, loss]
+        self.compare(stages, {"w": jnp.asarray(weights)}, elements, count, rtol=1e-4, **options)
+
+    @pytest.mark.complete
+    def test_pl_37_a_derivative_of_ones_own(self):
+        """PL-37: which is not the true one."""
+
+        @jax.custom_vjp
+        def squared(x):
+            return x * x
+
+        squared.defvjp(lambda x: (x * x, x * x), lambda residual, dy: (dy * residual,))
+        self.compare_small(lambda _, x, label: (squared(x), label))
+
+    @pytest.mark.complete
+    def test_pl_37_a_loop(self):
+        """PL-37: x is squared several times."""
+        self.compare_small(lambda _, x, label: (jax.lax.fori_loop(0, 3, lambda _, x: x * x, x), label))
+
+    @pytest.mark.complete
+    def test_pl_37_arrays_that_a_loop_makes(self):
+        """PL-37: [0, 2, 4, 6]."""
+
+        def second(variables, x, label):
+            _, numbers = jax.lax.scan(lambda i, _: (i + 1, jnp.float32(2) * i), jnp.int32(0), length=4)
+            return x * numbers, label
+
+        self.compare_small(second)
+
+    @pytest.mark.complete
+    def test_pl_37_a_permutation(self):
+        """PL-37: that is inverted."""
+        inverted = np.argsort([1, 0])
+        self.compare_small(lambda _, x, label: (jnp.transpose(x, inverted), label))
+
+    @pytest.mark.parametrize("mapping", first_of([[0, [0, 1], 1], [[0, 1], 0, 1], [-1, 0, 1]]), ids=str)
+    def test_pl_40_functions_that_run_at_the_same_time(self, mapping):
+        """PL-40: all get the same arguments, elements of the infeed too; the next stage gets the outputs of all."""
+
+        def of(name):
+            return lambda variables, x, label: (jnp.tanh(x @ variables[name]), label)
+
+        def difference(variables, *values):
+            x, label = (values[0] - values[2], values[3]) if len(values) == 4 else values
+            return x @ variables["last"], label
+
+        def loss(variables, x, label):
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x, label))
+
+        def difference_and_loss(variables, *values):
+            return loss(variables, *difference(variables, *values))
+
+        stages = {
+            "[0, [0, 1], 1]": [of("first"), [of("left"), of("right")], difference_and_loss],
+            "[[0, 1], 0, 1]": [[of("left"), of("right")], difference, loss],
+            "[-1, 0, 1]": [of("first"), difference, loss],
+        }[str(mapping)]
+        rng = np.random.default_rng(3)
+        names = ("first", "left", "right", "last")
+        variables = {name: jnp.asarray(rng.normal(0, 0.5, (4, 4)), jnp.float32) for name in names}
+        elements = Elements(10, (4,), 2, lambda batch: (batch / 10, (batch[:, 0] % 4).astype(np.int32)))
+        self.compare(stages, variables, elements, 18, device_mapping=mapping, rtol=1e-4)
+
+
+class TestGradients:
+    def test_pl_34_accumulated_gradients_have_the_shape_of_the_variable(self):
+        """PL-34: (1, 2, 3)."""
+        seen = []
+
+        def note(updates, state, params=None):
+            seen.append(jax.tree.map(jnp.shape, updates))
+            return jax.tree.map(lambda leaf: -0.01 * leaf, updates), state
+
+        optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), note)
+        run(
+            [times_w, lambda _, x: jnp.sum(x)], 4, {"w": jnp.ones((1, 2, 3))}, inputs=[0.0],
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
+        )  # fmt: skip
+        assert jax.tree.leaves(seen, is_leaf=lambda each: isinstance(each, tuple) and len(each) == 3)[0] == (1, 2, 3)
+
+    def test_pl_38_float16_gradients_are_accumulated_in_float32(self):
+        """PL-38: eight times the greatest float16, and their mean."""
+        greatest = np.finfo(np.float16).max
+        seen = []
+
+        def note(updates, state, params=None):
+            jax.debug.callback(lambda leaf: seen.append(np.asarray(leaf)), updates["w"])
+            return jax.tree.map(lambda leaf: (-(2.0**-10) * leaf).astype(jnp.float16), updates), state
+
+        optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), note)
+        elements = [(greatest, np.float16(0))] * 8
+        run(
+            [lambda variables, x, y: (variables["w"] * x, y), identity, identity, lambda _, x, y: x + y], 8,
+            {"w": jnp.float16(1)}, elements=elements, gradient_accumulation_dtype=jnp.float32,
+            reduction_method=strategies.GradientAccumulationReductionMethod.MEAN,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
+        )  # fmt: skip
+        jax.effects_barrier()
+        assert [(one.dtype, float(one)) for one in seen] == [(np.float32, float(greatest))]
+
+
+class TestRefusals:
+    def test_pl_08_outputs_without_an_outfeed(self):
+        """PL-08: in inference and in training."""
+        options = {"outfeed": None, "inputs": [np.ones((1, 4, 4, 2), np.float32)]}
+        words = "The last computational stage has tensor"
+        refused(ValueError, words, [identity, lambda _, x: jnp.sum(x)], 10, **options)
+        stages = [times_w, lambda _, x: jnp.sum(x)]
+        refused(ValueError, words, stages, 12, ONE, optimizer_function=sgd(), **options)
+
+    def test_pl_09_a_number_of_micro_batches_that_does_not_fit(self):
+        """PL-09: 10 for three stages."""
+        words = "The number of iterations of the pipeline must be a multiple of 3"
+        stages = [conv_of_ones, sum_and_c, identity]
+        for schedule in (PipelineSchedule.Interleaved, PipelineSchedule.Grouped):
+            options = {"elements": KWARGS, "inputs": [10.01], "pipeline_schedule": schedule}
+            refused(FailedPreconditionError, words, stages, 10, CONV, **options)
+
+    def test_pl_10_sharded_optimizer_state_that_is_not_offloaded(self):
+        """PL-10."""
+        refused(
+            ValueError, "optimizer state must be offloaded", [times_w, identity, identity], 6, ONE, inputs=[1.0],
+            optimizer_function=sgd(), replicated_optimizer_state_sharding=True, offload_weight_update_variables=False,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(("error", "mapping"), [(TypeError, 1), (ValueError, list(range(4))), (ValueError, (0,))])
+    def test_pl_11_wrong_device_mappings(self, error, mapping):
+        """PL-11: no list; too long; too short."""
+        words = "list" if error is TypeError else "Each stage must be mapped to an IPU"
+        refused(error, words, [identity] * 3, 3, inputs=[1.0], device_mapping=mapping)
+
+    def test_pl_15_a_tensor_of_another_function(self):
+        """PL-15: a stage closes over an argument of a function that is being compiled."""
+
+        def program(y):
+            run([lambda _, x: x * y, identity], 10, inputs=[np.ones(3, np.float32)])
+            return y
+
+        with pytest.raises(ValueError, match="Trying to capture the tensor"):
+            jax.jit(program)(np.float32(2))
+
+    def test_pl_16_one_stage(self):
+        """PL-16."""
+        refused(ValueError, "at least two", [identity], 10, inputs=[1.0])
+
+    def test_pl_22_interleaved_training_with_a_repeated_device(self):
+        """PL-22: and a stage of two functions."""
+        stages = [times_w, identity, [identity, identity], lambda _, x, y: x + y]
+        refused(
+            NotImplementedError, "The pipelining schedule", stages, 20, ONE, inputs=[1.0], optimizer_function=sgd(),
+            pipeline_schedule=PipelineSchedule.Interleaved, device_mapping=[0, 1, [2, 3], 0],
+        )  # fmt: skip
+
+    def test_pl_23_options_of_stages(self):
+        """PL-23: fewer than stages; for the update something else."""
+        options = [PipelineStageOptions()]
+        refused(
+            ValueError, "forward_propagation_stages_poplar_options", [identity, identity], 10, inputs=[1.0],
+            forward_propagation_stages_poplar_options=options,
+        )  # fmt: skip
+        refused(
+            TypeError, "weight_update_poplar_options", [times_w, identity], 12, ONE, inputs=[1.0],
+            optimizer_function=sgd(), weight_update_poplar_options={"dead": "beaf"},
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("what", [{"outfeed_loss": True}, {"outfeed_mask": [False]}], ids=str)
+    def test_pl_24_a_loss_and_a_mask_need_an_outfeed_and_an_optimizer(self, what):
+        """PL-24."""
+        stages = [times_w, identity, identity, identity]
+        options = {"inputs": [1.0], **what}
+        refused(ValueError, "An optimizer_function must be provided", stages, 8, ONE, **options)
+        words = "An outfeed_queue must be provided" if "outfeed_loss" in what else "no outfeed_queue has been provided"
+        refused(ValueError, words, stages, 8, ONE, outfeed=None, optimizer_function=sgd(), **options)
+
+    def test_pl_24_a_loss_and_a_mask_exclude_each_other(self):
+        """PL-24."""
+        refused(
+            ValueError, "[Oo]nly one of", [times_w, identity], 4, ONE, inputs=[1.0], optimizer_function=sgd(),
+            outfeed_loss=True, outfeed_mask=[False],
+        )  # fmt: skip
+
+    def test_pl_33_accumulation_needs_an_outfeed_that_keeps_all(self):
+        """PL-33: mode LAST."""
+        refused(
+            ValueError, "ALL", [times_w, identity], 4, ONE, inputs=[1.0], optimizer_function=sgd(),
+            outfeed=OutfeedQueue(OutfeedMode.LAST), accumulate_outfeed=True,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("method", [None, "Exp", 10])
+    def test_pl_41_methods_that_there_are_not(self, method):
+        """PL-41."""
+        options = {"inputs": [1.0], "optimizer_function": sgd(), "reduction_method": method}
+        refused(ValueError, ".", [times_w, identity], 4, ONE, **options)
+
+    def test_pl_45_batch_serialization_elsewhere(self):
+        """PL-45: on several devices; grouped."""
+        options = {"inputs": [1.0], "optimizer_function": sgd(), "batch_serialization_iterations": 4}
+        stages = [times_w, identity, identity]
+        refused(NotImplementedError, ".", stages, 12, ONE, device_mapping=[0, 1, 0], **options)
+        refused(NotImplementedError, ".", stages, 12, ONE, pipeline_schedule=PipelineSchedule.Grouped, **options)
+
+    @pytest.mark.parametrize("count", [None, 0, -4, 2**31])
+    def test_numbers_of_micro_batches_that_cannot_be(self, count):
+        refused(ValueError, "gradient_accumulation_count", [identity, identity], count, inputs=[1.0])
+
+    def test_a_variable_on_two_devices(self):
+        stages = [times_w, lambda variables, x: variables["w"] + x]
+        refused(ValueError, ".", stages, 4, ONE, inputs=[1.0], optimizer_function=sgd())
+
+    def test_continuous_weight_updates(self):
+        options = {"inputs": [1.0], "optimizer_function": sgd(), "continuous_weight_updates": True}
+        refused(NotImplementedError, ".", [times_w, identity], 4, ONE, **options)
+
+
+def test_g_14_a_counter_of_iterations():
+    """G-14: three times 0 to 9, the same in both stages."""
+
+    def count(variables, *counted):
+        return (*counted, pipelining_ops.get_current_iteration_counter())
+
+    fed, _ = run([count, count], 10, repeat_count=3, pipeline_schedule="sequential")
+    np.testing.assert_array_equal(np.asarray(fed), np.tile(np.arange(10), (2, 3)))
+
+
+def test_an_infeed_goes_on_where_it_was():
+    fed, _ = run([identity, identity], 10, executions=2, elements=Elements(7, ()), pipeline_schedule="sequential")
+    np.testing.assert_array_equal(np.ravel(fed), np.arange(20) % 7)
+
+
+@pytest.mark.parametrize("schedule", first_of(reversed(PipelineSchedule)))
+def test_every_schedule_has_the_bits_of_stages_one_after_another(schedule):
+    """Losses and variables of a small network on four devices."""
+
+    def layer(name):
+        return lambda variables, x: jnp.tanh(x @ variables[name])
+
+    def losses_of(schedule):
+        stages = [*(layer(f"w{n}") for n in range(3)), lambda variables, x: jnp.mean((x @ variables["w3"] - 1) ** 2)]
+        rng = np.random.default_rng(4)
+        variables = {f"w{n}": jnp.asarray(rng.normal(0, 0.5, (8, 8)), jnp.float32) for n in range(4)}
+        return run(
+            stages, 8, variables, elements=Elements(7, (8,), 3, lambda batch: batch / 7), pipeline_schedule=schedule,
+            optimizer_function=sgd(rate=0.1), outfeed_loss=True, repeat_count=3,
+        )  # fmt: skip
+
+    (losses, state), (others, other) = losses_of(PipelineSchedule.Sequential), losses_of(schedule)
+    assert np.asarray(losses).tobytes() == np.asarray(others).tobytes()
+    assert strategies.fingerprint(state.variables) == strategies.fingerprint(other.variables)
