@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from collectives.communicator import Communicator
+from collectives.instruments import Instruments
 from collectives.named import NamedQueue
 from collectives.ring.link import Link
 from collectives.ring.transport import RingTransport
 from collectives.transport import Transport
-from collectives.waiting import SPINS, Limits, NoProgress, Progress, Watch
+from collectives.waiting import SPINS, Limits, Watch
 from collectives.window.layout import channel_bytes
 from collectives.window.shared_memory import SHARED_MEMORY_DIR, share_segment
 from collectives.window.transport import WindowTransport
@@ -30,7 +31,7 @@ class Settings:
 
     Attributes:
         limits: when waits warn and when they give up, and by what clock.
-        progress: where this rank notes what it does.
+        progress: those that see what this rank does.
         mechanism: "window" (shared memory), "ring", or "auto": the window where all ranks share a host whose shared
             memory is large enough, else the ring.
         shared_memory_dir: where shared memory is made.
@@ -38,7 +39,7 @@ class Settings:
     """
 
     limits: Limits = field(default_factory=Limits)
-    progress: Progress = field(default_factory=NoProgress)
+    progress: Instruments = field(default_factory=Instruments)
     mechanism: str = "auto"
     shared_memory_dir: Path = SHARED_MEMORY_DIR
     spins: int = SPINS
@@ -55,7 +56,7 @@ class Group:
     Attributes:
         rank: this rank.
         names: what each rank is called in messages.
-        instances: the instance behind each rank, for progress records.
+        instances: the instance behind each rank, for instruments.
         lost: says why it is useless to wait for some ranks, "" while it is not.
     """
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from operator import index
 
+import numpy as np
+
 from collectives.foreign import MOST_OF_PEERS, foreign
 
 MISMATCH = "Tensor layouts did not match on all instances"
 CROSSING = "Named collectives wait for each other"
+_KINDS = {
+    "ordered_all_reduce": "all_reduce",
+    "grouped_ordered_all_reduce": "all_reduce",
+    "ordered_reduce_scatter": "reduce_scatter",
+}
 CLOSE = "close"
 """The last call of every rank, when its program ends."""
 
@@ -49,6 +57,17 @@ class Call:
     def label(self) -> bytes:
         """The operation and the tensor's name, for progress records: `all_reduce 'gradients'`."""
         return self.title.encode()
+
+    @cached_property
+    def kind(self) -> str:
+        """What all of its variants are: "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", ..."""
+        return _KINDS.get(self.operation, self.operation)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The size of what each contribution has, in bytes; 0 where nothing is moved."""
+        own = math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.dtype else 0
+        return own + sum(each.nbytes for each in self.group)
 
     @cached_property
     def title(self) -> str:

@@ -13,10 +13,11 @@ from numpy.typing import DTypeLike
 from collectives import finishing
 from collectives.calls import CLOSE, Call
 from collectives.errors import BrokenError, BusyError, ClosedError, LayoutMismatchError
+from collectives.instruments import Instruments, is_seen
 from collectives.named import Handle, NamedQueue
 from collectives.prepared import Preparations, Prepared, Result
 from collectives.transport import Transport
-from collectives.waiting import NoProgress, Progress, Watch
+from collectives.waiting import Watch
 
 
 class Communicator:
@@ -51,7 +52,7 @@ class Communicator:
         transport: Transport,
         watch: Watch,
         named: NamedQueue,
-        progress: Progress,
+        instruments: Instruments,
         make_subgroup: Callable[[Sequence[int]], Communicator],
         mechanism: str,
     ) -> None:
@@ -61,12 +62,13 @@ class Communicator:
         self._transport = transport
         self._watch = watch
         self._named = named
-        self._progress = progress
+        self.instruments = instruments
         self._make_subgroup = make_subgroup
         self._lock = threading.Lock()
         self._number = 0
         self._state: Exception | None = None
         self._preparations = Preparations(self.rank, self.size)
+        self._let_see(instruments)
 
     # ---- synchronous collectives
 
@@ -280,7 +282,7 @@ class Communicator:
             self.abandon()
             return
         self._named.begin_close()
-        self._progress = NoProgress()  # the record keeps the last collective of the program
+        self._let_see(Instruments())  # what was seen last is the last collective of the program
         try:
             self._run(Prepared(Call(CLOSE), (), 0, finishing.nothing))
             self._named.end_close()
@@ -318,22 +320,32 @@ class Communicator:
             if self._state is not None:
                 raise self._state
             self._number = number = self._number + 1
-            self._watch.call = call
-            self._watch.number = number
-            self._progress.enter(number, call.label)
+            watch = self._watch
+            watch.call = call
+            watch.number = number
+            if (begins := self._begins) is not None:
+                begins(number, call)
             try:
-                result = prepared.carry_out(self._transport)
+                result = prepared.carry_out(self._transport, self._moves)
             except LayoutMismatchError as error:
                 if error.closed and self.rank not in error.closed:
-                    self._watch.note(error.closed)  # the record says that they were waited for in vain
+                    self._watch.note(error.closed)  # those were waited for in vain
                 raise
             except BaseException as error:
                 self._state = BrokenError(f"{call.title} (collective {number}) failed before: {error}")
                 raise
-            self._progress.leave()  # not after a failure: the record then says where it was
+            if (ends := self._ends) is not None:
+                ends()  # not after a failure: what was seen last is where it was
             return result
         finally:
             self._lock.release()
+
+    def _let_see(self, instruments: Instruments) -> None:
+        """To ask whether anybody looks costs less than to tell nobody."""
+        begins, moves, ends = instruments.operation_begins, instruments.data_moves, instruments.operation_ends
+        self._begins = begins if is_seen(begins) else None
+        self._moves = moves if is_seen(moves) else None
+        self._ends = ends if is_seen(ends) else None
 
     def _start(self, prepared: Prepared[np.ndarray]) -> Handle:
         if not prepared.call.name:

@@ -28,13 +28,14 @@ from collectives.errors import (
     LayoutMismatchError,
     PeerLostError,
 )
+from collectives.instruments import Instruments
 from collectives.prepared import Prepared
 from collectives.transport import Transport
-from collectives.waiting import Progress, Watch
+from collectives.waiting import Watch
 
 logger = logging.getLogger(__name__)
 
-_SHORT_WAIT_S = 0.001  # a longer one is noted in the progress record
+_SHORT_WAIT_S = 0.001  # instruments see a longer one
 _IDLE_ROUND_S = 0.001  # pause after a round in which nobody had anything new
 
 
@@ -47,12 +48,14 @@ class Handle:
         number: how many named collectives this rank had started with it.
     """
 
-    def __init__(self, prepared: Prepared[np.ndarray], key: Key, number: int, progress: Progress, waits: Waits) -> None:
+    def __init__(
+        self, prepared: Prepared[np.ndarray], key: Key, number: int, instruments: Instruments, waits: Waits
+    ) -> None:
         self.call = prepared.call
         self.key = key
         self.number = number
         self._prepared = prepared
-        self._progress = progress
+        self._instruments = instruments
         self._waits = waits
         self._finished = threading.Event()
         self._result: np.ndarray | None = None
@@ -70,14 +73,14 @@ class Handle:
             CollectiveError: as the synchronous call would. The limit is the communicator's `timeout_s`.
         """
         if not self._finished.wait(_SHORT_WAIT_S):
-            self._progress.enter(self.number, self.call.label)
+            self._instruments.operation_begins(self.number, self.call)
             with self._waits.until(self):
                 self._finished.wait()
         if self._error is not None:
-            self._progress.enter(self.number, self.call.label)  # the record then says where the program failed
-            self._progress.waiting_for(self._missing)
+            self._instruments.operation_begins(self.number, self.call)  # what was seen last is where the program failed
+            self._instruments.waiting_for(self._missing)
             raise self._error
-        self._progress.leave()
+        self._instruments.operation_ends()
         assert self._result is not None
         return self._result
 
@@ -134,7 +137,7 @@ class NamedQueue:
         call = prepared.call
         with self._condition:
             key = (call.name, self._issued[call.name])
-            handle = Handle(prepared, key, self._issued.total() + 1, self._watch.progress, self._waits)
+            handle = Handle(prepared, key, self._issued.total() + 1, self._watch.instruments, self._waits)
             if self._closing:
                 raise ClosedError(f"{call.title} was started after the communicator was closed")
             if self._failure is not None:

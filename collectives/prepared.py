@@ -49,18 +49,25 @@ class Prepared(Generic[Result]):
     arguments: tuple[Any, ...] = ()
     result: Result | None = None
 
-    def carry_out(self, transport: Transport) -> Result:
+    def carry_out(self, transport: Transport, moves: Callable[[int], None] | None = None) -> Result:
         """Compare the call with those of the other ranks, and move the data; a collective call.
+
+        Args:
+            transport: between the ranks.
+            moves: called in between with the size of a contribution in bytes.
 
         Raises:
             LayoutMismatchError: on every rank if one differs; no buffer was touched.
         """
-        if self.call.into_shared:
+        call, result = self.call, self.result
+        if call.into_shared:
             contributions, _, reduction = self.arguments
             transport.stage(contributions, reduction)
-        parts = agree(transport, self.call, self.carried, self.count)
+        parts = agree(transport, call, self.carried, self.count)
+        if moves is not None:
+            moves(call.nbytes)
         made: Result = self.finish(transport, parts, *self.arguments)
-        return made if self.result is None else self.result
+        return made if result is None else result
 
 
 class Preparations:

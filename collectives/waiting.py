@@ -6,11 +6,11 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from collectives.calls import Call
 from collectives.clock import Clock, RealClock
 from collectives.errors import CollectiveTimeoutError, PeerLostError
+from collectives.instruments import Instruments
 
 logger = logging.getLogger(__name__)
 
@@ -43,47 +43,6 @@ class Limits:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds")
 
 
-class Progress(Protocol):
-    """Where an instance notes what it is doing, so that a supervisor can tell without asking.
-
-    Called on the hot path, so every method has to return in well under a microsecond. Ranks are instances.
-    """
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the supervisor has found that waiting is useless; asked only while a wait is long."""
-
-    def enter(self, number: int, label: bytes) -> None:
-        """The `number`-th collective, called `label`, begins."""
-
-    def leave(self) -> None:
-        """The collective has ended."""
-
-    def waiting_for(self, instances: Sequence[int]) -> None:
-        """The wait has become long; these instances have not come."""
-
-    def carry_on(self, lost: int) -> None:
-        """So many instances of the job are lost, and the others carry on without them."""
-
-
-class NoProgress:
-    """Nobody watches."""
-
-    is_released = False
-
-    def enter(self, number: int, label: bytes) -> None:
-        """Do nothing."""
-
-    def leave(self) -> None:
-        """Do nothing."""
-
-    def waiting_for(self, instances: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def carry_on(self, lost: int) -> None:
-        """Do nothing."""
-
-
 def _nobody_is_lost(awaited: Sequence[int]) -> str:
     return ""
 
@@ -94,9 +53,9 @@ class Watch:
     Args:
         rank: this rank.
         names: what each rank is called in messages, e.g. "rank 1 (instance 5 on node-b)".
-        instances: the instance behind each rank, for the progress record.
+        instances: the instance behind each rank, for instruments.
         limits: when to warn and when to give up, and by what clock.
-        progress: where long waits are noted.
+        instruments: they see long waits.
         spins: how often to poll before yielding; 0 where ranks share a core or an interpreter.
 
     Attributes:
@@ -113,7 +72,7 @@ class Watch:
         names: Sequence[str],
         instances: Sequence[int],
         limits: Limits,
-        progress: Progress,
+        instruments: Instruments,
         spins: int = SPINS,
     ) -> None:
         self.rank = rank
@@ -127,7 +86,7 @@ class Watch:
         self.lost: Callable[[Sequence[int]], str] = _nobody_is_lost
         self.pause: Callable[[float], None] | None = None
         self._instances = instances
-        self.progress = progress
+        self.instruments = instruments
 
     def wait(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return as soon as `ready()` is true.
@@ -165,7 +124,7 @@ class Watch:
             # What a lost rank sent before may have come in between, while others are still waited for.
             if self.lost(missing()) and not ready() and (lost := self.lost(missing())):
                 raise PeerLostError(f"{lost}; {self._facts(now_s() - started, missing())}")
-            if self.cancelled or self.progress.is_released:
+            if self.cancelled or self.instruments.is_released:
                 raise PeerLostError(f"{self._facts(now_s() - started, missing())}: the wait was abandoned")
             sleep(pause)
             pause = min(_LONGEST_SLEEP_S, pause * 1.2)
@@ -181,8 +140,8 @@ class Watch:
                 logger.warning("%s", self._facts(now - started, missing()))
 
     def note(self, missing: Sequence[int]) -> None:
-        """Note in the progress record that these ranks are waited for."""
-        self.progress.waiting_for(self.instances_of(missing))
+        """Tell instruments that these ranks are waited for."""
+        self.instruments.waiting_for(self.instances_of(missing))
 
     def instances_of(self, ranks: Sequence[int]) -> list[int]:
         """The instances behind ranks."""

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import strategies
+
 CLASSES = 10
 FILTERS = 8
 KERNEL = 3
@@ -23,16 +25,30 @@ Layer = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Model:
-    """A model as a pair of pure functions.
+    """A model as pure functions.
 
     Attributes:
         init: `(seed, image_shape)` to variables: float32, named by layer; `image_shape` is
             (height, width, channels). NumPy draws them, for which nothing is compiled.
-        apply: `(variables, images)` to logits `[N, 10]`; images are float32 `[N, height, width, channels]`.
+        layers: each takes the variables, and what the one before returns; the first one takes images.
     """
 
     init: Callable[[int, ImageShape], Variables]
-    apply: Callable[[Variables, jax.Array], jax.Array]
+    layers: tuple[Callable[[Variables, jax.Array], jax.Array], ...]
+
+    def apply(self, variables: Variables, images: jax.Array, stages: int = 1) -> jax.Array:
+        """Logits `[N, 10]`, computed in so many stages of a pipeline.
+
+        Args:
+            variables: what `init` has made.
+            images: float32 `[N, height, width, channels]`.
+            stages: at most as many as layers.
+        """
+        values = images
+        for number, layer in enumerate(self.layers):
+            with strategies.pipeline_stage(number * stages // len(self.layers)):
+                values = layer(variables, values)
+        return values
 
 
 def init_cnn(seed: int, image_shape: ImageShape) -> Variables:
@@ -55,12 +71,21 @@ def init_cnn(seed: int, image_shape: ImageShape) -> Variables:
     }
 
 
-def apply_cnn(variables: Variables, images: jax.Array) -> jax.Array:
-    """Logits of the convolutional network."""
+def convolution_of_cnn(variables: Variables, images: jax.Array) -> jax.Array:
+    """Images to features `[N, height, width, filters]`, smaller ones."""
     layer = variables["conv"]
     features = convolve(layer["kernel"], images.transpose(3, 1, 2, 0))
     features = max_pool(jax.nn.relu(features + layer["bias"][:, None, None, None]))
-    hidden = jax.nn.relu(dense(variables["hidden"], flatten(features.transpose(3, 1, 2, 0))))
+    return features.transpose(3, 1, 2, 0)
+
+
+def hidden_of_cnn(variables: Variables, features: jax.Array) -> jax.Array:
+    """Features to 8 hidden units."""
+    return jax.nn.relu(dense(variables["hidden"], flatten(features)))
+
+
+def logits_of(variables: Variables, hidden: jax.Array) -> jax.Array:
+    """Hidden units to logits."""
     return dense(variables["logits"], hidden)
 
 
@@ -74,11 +99,14 @@ def init_mlp(seed: int, image_shape: ImageShape) -> Variables:
     }
 
 
-def apply_mlp(variables: Variables, images: jax.Array) -> jax.Array:
-    """Logits of the multi-layer perceptron."""
-    hidden = jax.nn.relu(dense(variables["hidden1"], flatten(images)))
-    hidden = jax.nn.relu(dense(variables["hidden2"], hidden))
-    return dense(variables["logits"], hidden)
+def first_of_mlp(variables: Variables, images: jax.Array) -> jax.Array:
+    """Images to 1024 hidden units."""
+    return jax.nn.relu(dense(variables["hidden1"], flatten(images)))
+
+
+def second_of_mlp(variables: Variables, hidden: jax.Array) -> jax.Array:
+    """Hidden units to others."""
+    return jax.nn.relu(dense(variables["hidden2"], hidden))
 
 
 def init_layer(random: np.random.Generator, kernel_shape: tuple[int, ...]) -> Layer:
@@ -129,4 +157,7 @@ def max_pool(images: jax.Array) -> jax.Array:
     return windows.max(axis=(2, 4))
 
 
-MODELS = {"cnn": Model(init_cnn, apply_cnn), "mlp": Model(init_mlp, apply_mlp)}
+MODELS = {
+    "cnn": Model(init_cnn, (convolution_of_cnn, hidden_of_cnn, logits_of)),
+    "mlp": Model(init_mlp, (first_of_mlp, second_of_mlp, logits_of)),
+}

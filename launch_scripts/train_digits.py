@@ -4,6 +4,8 @@
     poprun --num-instances 2 --num-replicas 4 python launch_scripts/train_digits.py
     TF_CONFIG=... python launch_scripts/train_digits.py --strategy multi-worker --replicas 4    (once per worker)
     mpirun -np 2 python launch_scripts/train_digits.py --strategy horovod --replicas 4
+    poprun --num-instances 2 --num-replicas 4 --ipus-per-replica 2 python launch_scripts/train_digits.py \
+        --pipeline-stages 2 --schedule grouped
 
 All but the last, for which Horovod adds up the gradients in an order of its own, print the same fingerprint of the
 variables.
@@ -44,18 +46,18 @@ class UsageError(Exception):
     """The arguments cannot be used; nothing has been trained."""
 
 
-def make_ipu(replicas: int | None) -> strategies.Strategy:
-    """All replicas in this process."""
-    return strategies.IPUStrategy(num_replicas=replicas or 1)
+def make_ipu(replicas: int | None, stages: int) -> strategies.Strategy:
+    """All replicas in this process, each with a device for each stage."""
+    return strategies.IPUStrategy(num_replicas=replicas or 1, ipus_per_replica=stages)
 
 
-def make_popdist(replicas: int | None) -> strategies.Strategy:
+def make_popdist(replicas: int | None, _: int) -> strategies.Strategy:
     """The replicas of all instances that the launcher started."""
     popdist.init(replicas)
     return strategies.PopDistStrategy()
 
 
-def make_multi_worker(replicas: int | None) -> strategies.Strategy:
+def make_multi_worker(replicas: int | None, _: int) -> strategies.Strategy:
     """The replicas of all workers that TF_CONFIG names."""
     resolver = popdist.TFConfigClusterResolver()
     workers = len(resolver.cluster.addresses)
@@ -67,13 +69,13 @@ def make_multi_worker(replicas: int | None) -> strategies.Strategy:
     return strategies.IPUMultiWorkerStrategy(resolver, variables_on_host=True, num_local_replicas=local)
 
 
-def make_horovod(replicas: int | None) -> strategies.Strategy:
+def make_horovod(replicas: int | None, _: int) -> strategies.Strategy:
     """The same instances, whose sums Horovod adds up."""
     popdist.init(replicas)
     return strategies.IPUHorovodStrategy()
 
 
-STRATEGIES: dict[str, Callable[[int | None], strategies.Strategy]] = {
+STRATEGIES: dict[str, Callable[[int | None, int], strategies.Strategy]] = {
     "ipu": make_ipu,
     "popdist": make_popdist,
     "multi-worker": make_multi_worker,
@@ -133,14 +135,14 @@ def main() -> int:
     options = read_options()
     try:
         data = load_digits(options.data)
-        strategy = STRATEGIES[options.strategy](options.replicas)
+        strategy = STRATEGIES[options.strategy](options.replicas, options.pipeline_stages or 1)
         dataset = distribute(strategy, data, options)
     except (DataError, UsageError, ValueError, popdist.PopDistError, collectives.CollectiveError) as error:
         print(f"train_digits.py: error: {error}", file=sys.stderr)
         return 2
     try:
         training = train(strategy, dataset, data, options)
-    except (UsageError, strategies.CheckpointError) as error:
+    except (UsageError, strategies.CheckpointError, strategies.FailedPreconditionError) as error:
         print(f"train_digits.py: error: {error}", file=sys.stderr)
         return 2
     strategy.on_chief(lambda: report(result_of(training, strategy, dataset, options), options.json))
@@ -165,10 +167,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--gradient-accumulation-count",
         type=count,
-        default=1,
         metavar="N",
-        help="micro-batches per update (%(default)s)",
+        help="micro-batches per update (1; with a pipeline two for each stage)",
     )
+    add("--pipeline-stages", type=stages, metavar="2|3", help="cut the network into stages, on devices of a replica")
+    add("--schedule", metavar="NAME", help="of the pipeline: grouped, interleaved, sequential, ... (grouped)")
     add("--compute-dtype", choices=("bfloat16", "float16"), help="in which the network computes; default: float32")
     add("--loss-scaling", type=scaling, metavar="X|dynamic", help="the scale of the loss, for float16")
     add("--gradient-transfer-dtype", choices=("bfloat16", "float16", "int8"), help="in which gradients travel")
@@ -191,6 +194,10 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.epochs = DEFAULT_EPOCHS[options.model]
     if options.learning_rate is None:
         options.learning_rate = DEFAULT_LEARNING_RATE[options.model]
+    if options.schedule and not options.pipeline_stages:
+        parser.error("argument --schedule: of what? Give --pipeline-stages as well")
+    if options.gradient_accumulation_count is None:
+        options.gradient_accumulation_count = 2 * options.pipeline_stages if options.pipeline_stages else 1
     if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
         parser.error(f"argument --json: {Path(options.json).absolute().parent} is no directory")
     if options.checkpoint_every and not options.checkpoint_dir:
@@ -245,7 +252,7 @@ def train(
     model = MODELS[options.model]
     trainer = strategies.Trainer(
         strategy,
-        loss_of(model),
+        loss_of(model, options.pipeline_stages or 1),
         optax.adam(options.learning_rate),
         seed=options.seed,
         check_numerics=options.check_numerics,
@@ -254,6 +261,7 @@ def train(
         loss_scaling=options.loss_scaling,
         gradient_transfer_dtype=options.gradient_transfer_dtype,
         replicated_optimizer_state_sharding=options.shard_optimizer_state,
+        pipeline=pipeline_of(strategy, options),
     )
     state = trainer.init(model.init(options.seed, data.image_shape))
     steps = int(min(options.epochs * len(dataset), options.max_steps or math.inf))
@@ -338,11 +346,22 @@ def batches(dataset: strategies.DistributedDataset, steps: int) -> Iterator[Any]
             yield batch
 
 
-def loss_of(model: Model) -> Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
+def pipeline_of(strategy: strategies.Strategy, options: argparse.Namespace) -> strategies.Pipelining | None:
+    """The stages on the devices of a replica in turn; None without a pipeline."""
+    if not options.pipeline_stages:
+        return None
+    devices = strategy.replicas.grid.ipus_per_replica
+    try:
+        return strategies.Pipelining([stage % devices for stage in range(options.pipeline_stages)], options.schedule)
+    except ValueError as error:
+        raise UsageError(f"--schedule {options.schedule}: {error}") from error
+
+
+def loss_of(model: Model, stages: int = 1) -> Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
     """The loss of one replica's micro-batch: mean cross-entropy; and the fraction it gets right."""
 
     def loss_fn(variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits = model.apply(variables, batch["image"])
+        logits = model.apply(variables, batch["image"], stages)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
         return loss, {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}
 
@@ -462,6 +481,15 @@ def report(result: Result, json_path: str | None) -> None:
 def count(text: str) -> int:
     """An integer above zero."""
     return whole(text, at_least=1)
+
+
+def stages(text: str) -> int:
+    """As many stages as a network can have."""
+    number = whole(text, at_least=2)
+    most = min(len(model.layers) for model in MODELS.values())
+    if number > most:
+        raise argparse.ArgumentTypeError(f"{text} stages, and the networks have {most} layers")
+    return number
 
 
 def natural(text: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,11 +20,12 @@ from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
 from popdist.exit_status import end_with
 from popdist.instance import Instance
-from popdist.records import NoProgress, Progress, ProgressPage, show_stack_when_asked, with_faults
+from popdist.records import FaultInjector, NoProgress, Progress, ProgressPage, due_faults, show_stack_when_asked
 from popdist.spawned import refuse_while_spawned
 
 if TYPE_CHECKING:
     from collectives import Communicator, Settings
+    from collectives.instruments import Instrument
 
 ConnectBackend = Callable[["Settings", Instance], "Communicator"]
 
@@ -55,6 +56,7 @@ class _Process:
     at_end: Callable[[], None] | None = None  # ends what else runs on MPI
     at_failure: Callable[[], None] | None = None  # has this process end without it
     progress: Progress = NoProgress()
+    attached: Sequence[Instrument] = ()  # see what this instance does
     was_finalized: bool = False
     failed_at: int | None = None  # how many collectives had been called when the program began to fail
     watches_exit: bool = False
@@ -165,11 +167,11 @@ def initializeBackend() -> None:
     if _process.was_finalized:
         raise LifeCycleError("the backend was finalised; MPI cannot be started again in the same process")
     instance = _detect()
-    _process.progress = with_faults(ProgressPage.from_environ(os.environ), os.environ, instance.index)
+    _attach(ProgressPage.from_environ(os.environ), instance)
     show_stack_when_asked(os.environ)
     _check_packages(instance)
     _process.communicator = _process.connect(_settings(), instance)
-    _process.progress.leave()  # from here on the record says since when
+    _process.progress.joined()
     _process.instance = instance
     _watch_exit()
 
@@ -380,7 +382,7 @@ def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -
 
 
 def progress() -> Progress:
-    """Where this instance notes what it is doing."""
+    """The line to the supervisor of this instance."""
     return _process.progress
 
 
@@ -406,12 +408,22 @@ def _register(connect: ConnectBackend) -> None:
     _process.connect = connect
 
 
+def _attach(progress: ProgressPage | NoProgress, instance: Instance) -> None:
+    """Have the supervisor and the faults that the user has asked for see what this instance does, in this order."""
+    attached: list[Instrument] = [progress] if isinstance(progress, ProgressPage) else []
+    if faults := due_faults(os.environ, instance.index):
+        attached.append(FaultInjector(faults, progress.cut_off))
+    _process.progress, _process.attached = progress, attached
+
+
 def _settings() -> Settings:
     from collectives import Settings
+    from collectives.instruments import Instruments
     from popdist.tuning import read_limits, read_mechanism
 
     limits, mechanism = read_limits(os.environ), read_mechanism(os.environ)
-    return Settings(progress=_process.progress, limits=limits, mechanism=mechanism)
+    instruments = Instruments(*_process.attached, supervisor=_process.progress)
+    return Settings(progress=instruments, limits=limits, mechanism=mechanism)
 
 
 _MPI_WAYS_OUT = {

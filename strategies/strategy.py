@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import Communicator
+from collectives.instruments import Instruments
 from popdist.instance import Instance
 from popdist.records import Progress
-from popdist.records.faults import DATA
 from popdist.records.recording import note_question
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
@@ -46,7 +46,7 @@ class Strategy(ABC):
 
     Args:
         membership: who takes part, and which replicas this process drives.
-        progress: where this instance notes what it is doing.
+        progress: the line to its supervisor.
         add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
         variables_on_host: whether variables and optimizer state live in host memory.
 
@@ -88,8 +88,13 @@ class Strategy(ABC):
 
     @property
     def progress(self) -> Progress:
-        """Where this instance notes what it is doing."""
+        """The line to the supervisor of this instance."""
         return self._replicas.progress
+
+    @property
+    def instruments(self) -> Instruments:
+        """Those that see what this instance does."""
+        return self._replicas.instruments
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -366,7 +371,7 @@ class Strategy(ABC):
             prefetch=prefetch,
             place=lambda batch: self._replicas.dealing.batch(batch),
             communicator=self.communicator,
-            on_batch=lambda: self.progress.begin(DATA),
+            instruments=self.instruments,
         )
         self._replicas.adopt(dataset, gradient_accumulation_count * batch_size)
         return dataset

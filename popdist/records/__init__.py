@@ -3,16 +3,17 @@
 Nothing here imports numpy, MPI or JAX.
 """
 
-from popdist.records.faults import with_faults
+from popdist.records.faults import FaultInjector, due_faults
 from popdist.records.progress import NoProgress, Progress, ProgressPage, ProgressRecord, parse_progress
 from popdist.records.stack import show_stack_when_asked
 
 __all__ = [
+    "FaultInjector",
     "NoProgress",
     "Progress",
     "ProgressPage",
     "ProgressRecord",
+    "due_faults",
     "parse_progress",
     "show_stack_when_asked",
-    "with_faults",
 ]

@@ -9,12 +9,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from popdist.records.progress import Progress
+if TYPE_CHECKING:
+    from collectives.calls import Call
 
 VARIABLE = "POPDIST_INJECT"
 """The faults of all instances, separated by semicolons."""
@@ -44,8 +45,8 @@ class Fault:
             always `forward`).
         instance: the one in which it happens.
         phase: `data`, when a batch has been read; `forward`, when a step begins; a collective, when it begins;
-            `waiting`, when in one the wait for others has become long, some milliseconds; `update`, when the next
-            collective of a step is complete; `checkpoint`, when one is about to be saved.
+            `waiting`, when in one the wait for others has become long, some milliseconds; `update`, when a step has
+            the mean gradients and is about to apply them; `checkpoint`, when one is about to be saved.
         step: in which it happens; None: in the first that comes to the phase.
         attempt: how often the job has been started again before.
         seconds: how long a delay takes.
@@ -126,97 +127,70 @@ def parse_fault(text: str) -> Fault:
     )
 
 
-def with_faults(progress: Progress, environ: Mapping[str, str], instance: int) -> Progress:
-    """A record of progress whose notes let the faults happen that the environment names for an instance, if any."""
+def due_faults(environ: Mapping[str, str], instance: int) -> list[Fault]:
+    """The faults that the environment names for an instance, of those that are to happen in this attempt."""
     faults = [parse_fault(text) for text in environ.get(VARIABLE, "").split(";") if text]
     attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
-    due = [fault for fault in faults if (fault.attempt, fault.instance) == (attempt, instance)]
-    return FaultyProgress(progress, due) if due else progress
+    return [fault for fault in faults if (fault.attempt, fault.instance) == (attempt, instance)]
+
+
+def _nobody() -> bool:
+    return False
 
 
 @final
-class FaultyProgress(Progress):
-    """Hands every note on, and lets faults happen at the notes that they are meant for."""
+class FaultInjector:
+    """An instrument that lets faults happen when it sees what they are meant for.
 
-    def __init__(self, progress: Progress, faults: Sequence[Fault]) -> None:
-        self._progress = progress
+    Args:
+        faults: of this instance.
+        cut_off: has the supervisor lose its connection; whether there is one.
+
+    Attributes:
+        is_armed: whether there were any faults at all.
+    """
+
+    def __init__(self, faults: Sequence[Fault] = (), cut_off: Callable[[], bool] = _nobody) -> None:
+        self.is_armed = bool(faults)
         self._faults = list(faults)
+        self._cut_off = cut_off
         self._step = -1
         self._flips_bit = False
 
-    def enter(self, number: int, label: bytes) -> None:
-        """Note that a collective begins."""
-        self._progress.enter(number, label)
-        operation = label.partition(b" ")[0].decode()
-        self._strike(*(phase for phase in COLLECTIVES if operation.endswith(phase)))
-
-    def leave(self) -> None:
-        """Note that it is complete."""
-        self._progress.leave()
-        if self._step >= 0:
-            self._strike(UPDATE)
-
-    def waiting_for(self, instances: Sequence[int]) -> None:
-        """Note for whom it waits."""
-        self._progress.waiting_for(instances)
-        self._strike(WAITING)
-
-    def step(self, number: int) -> None:
-        """Note that a step begins."""
-        self._progress.step(number)
-        self._step = number
+    def step_begins(self, step: int) -> None:
+        """See `collectives.instruments`, as for the others."""
+        self._step = step
         self._strike(FORWARD)
 
-    def begin(self, phase: str) -> None:
-        """Note that something else begins; data are read for the step that comes next."""
-        self._strike(phase, step=self._step + (phase == DATA))
+    def operation_begins(self, number: int, call: Call) -> None:
+        """See there."""
+        self._strike(call.kind)
 
-    def joining(self) -> None:
-        """Note that the program waits for the others to come to `popdist.init`."""
-        self._progress.joining()
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        """See there."""
+        self._strike(WAITING)
 
-    def leaving(self) -> None:
-        """Note that the program is in its exit handlers."""
-        self._progress.leaving()
+    def phase_begins(self, phase: str) -> None:
+        """See there."""
+        if phase != DATA:
+            self._strike(phase)
 
-    def finished(self) -> None:
-        """Note that all are done."""
-        self._progress.finished()
+    def phase_ends(self, phase: str) -> None:
+        """See there; data are read for the step that comes next."""
+        if phase == DATA:
+            self._strike(phase, step=self._step + 1)
 
-    @property
-    def is_supervised(self) -> bool:
-        """Whether somebody reads the notes."""
-        return self._progress.is_supervised
-
-    @property
-    def is_released(self) -> bool:
-        """Whether waiting is of no use any more."""
-        return self._progress.is_released
-
-    def grace(self, seconds: float) -> None:
-        """Note how long it may take to end."""
-        self._progress.grace(seconds)
-
-    def carry_on(self, lost: int) -> None:
-        """Note that so many instances are lost."""
-        self._progress.carry_on(lost)
-
-    def cut_off(self) -> bool:
-        """Have the supervisor lose its connection."""
-        return self._progress.cut_off()
-
-    @property
-    def flips_bit(self) -> bool:
-        """Whether a bit is to be changed; said once."""
+    def take_flip(self) -> bool:
+        """Whether a bit of this instance's variables is to be changed before the step that begins; said once."""
         flips_bit, self._flips_bit = self._flips_bit, False
         return flips_bit
 
-    def _strike(self, *phases: str, step: int | None = None) -> None:
+    def _strike(self, phase: str, step: int | None = None) -> None:
         step = self._step if step is None else step
-        for fault in [each for each in self._faults if each.phase in phases and each.step in (None, step)]:
+        for fault in [each for each in self._faults if each.phase == phase and each.step in (None, step)]:
             self._faults.remove(fault)
             self._flips_bit |= fault.kind == "flip-bit"
-            is_to_end = fault.kind == "cut" and self.cut_off()
+            is_to_end = fault.kind == "cut" and self._cut_off()
             fault.strike()
             if is_to_end:  # shared memory cannot be cut: nothing more may come from here
                 time.sleep(CUT_LIMIT_S)

@@ -12,12 +12,13 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import final
+from typing import TYPE_CHECKING, final
 
-_Clock = Callable[[], int]
+if TYPE_CHECKING:
+    from collectives.calls import Call
 
 DESCRIPTOR_VARIABLE = "POPRUN_PROGRESS_FD"
 PAGE_BYTES = 4096
@@ -52,6 +53,8 @@ class State(IntEnum):
 
 
 _STATES = frozenset(map(int, State))
+_RUNNING, _IN_COLLECTIVE = State.RUNNING.value, State.IN_COLLECTIVE.value
+_now_ns = time.monotonic_ns
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,12 @@ class ProgressRecord:
 
 
 class Progress(ABC):
-    """Where an instance notes what it is doing. Not for several threads at once."""
+    """The line to the supervisor of an instance: how far it is in its life, and what the supervisor wants of it.
+
+    What it works at meanwhile its instruments see. Not for several threads at once.
+    """
 
     __slots__ = ()
-
-    @property
-    @abstractmethod
-    def flips_bit(self) -> bool:
-        """Whether a bit of this instance's variables is to be changed on purpose, before the step that begins."""
 
     @property
     @abstractmethod
@@ -126,24 +127,8 @@ class Progress(ABC):
         """Note that the program has come to `popdist.init` and waits for the others to come too."""
 
     @abstractmethod
-    def enter(self, number: int, label: bytes) -> None:
-        """Note that the `number`-th collective, counted from 1, begins; `label` says in UTF-8 what it is."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Note that the collective is complete. Not for one that failed."""
-
-    @abstractmethod
-    def waiting_for(self, instances: Sequence[int]) -> None:
-        """Note that the wait inside the collective has become long, and for whom."""
-
-    @abstractmethod
-    def step(self, number: int) -> None:
-        """Note that the `number`-th training step begins."""
-
-    @abstractmethod
-    def begin(self, phase: str) -> None:
-        """Note that something else than a collective or a step begins."""
+    def joined(self) -> None:
+        """Note that it is connected with them."""
 
     @abstractmethod
     def grace(self, seconds: float) -> None:
@@ -166,13 +151,9 @@ class Progress(ABC):
         """Have the supervisor lose its connection, whereupon it ends this process; whether there is one."""
 
 
+@final
 class NoProgress(Progress):
     """Nobody supervises this process: every note is dropped."""
-
-    @property
-    def flips_bit(self) -> bool:
-        """Whether a bit of this instance's variables is to be changed on purpose, before the step that begins."""
-        return False
 
     @property
     def is_supervised(self) -> bool:
@@ -182,19 +163,7 @@ class NoProgress(Progress):
     def joining(self) -> None:
         """Do nothing."""
 
-    def enter(self, number: int, label: bytes) -> None:
-        """Do nothing."""
-
-    def leave(self) -> None:
-        """Do nothing."""
-
-    def waiting_for(self, instances: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def step(self, number: int) -> None:
-        """Do nothing."""
-
-    def begin(self, phase: str) -> None:
+    def joined(self) -> None:
         """Do nothing."""
 
     def grace(self, seconds: float) -> None:
@@ -221,11 +190,10 @@ class NoProgress(Progress):
 
 @final
 class ProgressPage(Progress):
-    """The writing side. Not for several threads at once; every method takes well under a microsecond."""
+    """The writing side, and an instrument. Not for several threads at once; a note takes well under a microsecond."""
 
-    __slots__ = ("_label", "_label_at", "_lost", "_map", "_words")
+    __slots__ = ("_call", "_label_at", "_lost", "_map", "_words")
 
-    flips_bit = False
     is_supervised = True
 
     def __init__(self, descriptor: int) -> None:
@@ -233,7 +201,7 @@ class ProgressPage(Progress):
         view = memoryview(self._map)
         self._words = view.cast("Q")
         self._label_at = view[_LABEL_OFFSET:]
-        self._label = b""
+        self._call: Call | None = None
         self._lost = 0
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
@@ -250,33 +218,27 @@ class ProgressPage(Progress):
             return NoProgress()
         return cls(int(descriptor))
 
-    def enter(
-        self,
-        number: int,
-        label: bytes,
-        _now: _Clock = time.monotonic_ns,
-        _in_collective: int = State.IN_COLLECTIVE.value,
-    ) -> None:
+    def operation_begins(self, number: int, call: Call) -> None:
         """Note that the `number`-th collective begins.
 
         Args:
             number: counts the collectives of this instance, from 1.
-            label: what it is, in UTF-8. Keep the object: its bytes are copied only when it is another one.
+            call: what it is. Keep the object: its label is copied only when it is another one.
         """
         words = self._words
-        if label is not self._label:
-            self._write_label(label)
+        if call is not self._call:
+            self._write_label(call)
         words[_NUMBER] = number
         words[_WAITING_COUNT] = 0
-        words[_SINCE_NS] = _now()
-        words[_STATE] = _in_collective
+        words[_SINCE_NS] = _now_ns()
+        words[_STATE] = _IN_COLLECTIVE
 
-    def leave(self, _now: _Clock = time.monotonic_ns, _running: int = State.RUNNING.value) -> None:
+    def operation_ends(self) -> None:
         """Note that the collective is complete. Not for one that failed: then the record says where."""
         words = self._words
-        words[_STATE] = _running
+        words[_STATE] = _RUNNING
         words[_WAITING_COUNT] = 0
-        words[_SINCE_NS] = _now()
+        words[_SINCE_NS] = _now_ns()
 
     def waiting_for(self, instances: Sequence[int]) -> None:
         """Note that the wait inside the collective has become long, and for whom; called seldom."""
@@ -286,20 +248,21 @@ class ProgressPage(Progress):
             words[_WAITING + position] = instance
         words[_WAITING_COUNT] = len(instances)
 
-    def step(self, number: int) -> None:
-        """Note that the `number`-th training step begins."""
-        self._words[_STEP] = number
+    def step_begins(self, step: int) -> None:
+        """Note that the training step with this number begins."""
+        self._words[_STEP] = step
 
     def grace(self, seconds: float) -> None:
         """Note how long the program may take to end by itself after SIGTERM; 0 is as long as any other."""
         self._words[_GRACE_MS] = int(1000 * seconds)
 
-    def begin(self, phase: str) -> None:
-        """Note that something else than a collective or a step begins; the record has no place for it."""
-
     def joining(self) -> None:
         """Note that the program has come to `popdist.init` and waits for the others to come too."""
         self._set_state(State.JOINING)
+
+    def joined(self) -> None:
+        """Note that it is connected with them; from here on the record says since when it does what it does."""
+        self.operation_ends()
 
     def leaving(self) -> None:
         """Note that the program is in its exit handlers and waits for the other instances."""
@@ -334,14 +297,14 @@ class ProgressPage(Progress):
         return bool(supervisor)
 
     def _set_state(self, state: State) -> None:
-        self._words[_SINCE_NS] = time.monotonic_ns()
+        self._words[_SINCE_NS] = _now_ns()
         self._words[_STATE] = state
 
-    def _write_label(self, label: bytes) -> None:
-        written = label[:_LABEL_BYTES]
+    def _write_label(self, call: Call) -> None:
+        written = call.label[:_LABEL_BYTES]
         self._label_at[: len(written)] = written
         self._words[_LABEL_LENGTH] = len(written)
-        self._label = label
+        self._call = call
 
 
 def new_page() -> bytes:

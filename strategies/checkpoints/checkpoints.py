@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from popdist.records.faults import CHECKPOINT
+from collectives.instruments import CHECKPOINT
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training, shown
 from strategies.checkpoints.packing import Packing
@@ -244,20 +244,20 @@ class Checkpoints:
         if self._owns_folder and not is_said and state.step in folder.steps():  # another instance, lost, has made it
             self.last_step, self._is_due = state.step, False
             return
-        self._strategy.progress.begin(CHECKPOINT)
-        self.wait()
-        if not self._owns_folder and folder.steps():
-            raise CheckpointError(
-                f"{folder.path} has checkpoints up to step {folder.steps()[-1]} of another training; "
-                "call restore before the first step, or use another folder"
-            )
-        if metrics is not None or not is_saved:
-            self._last_metrics = measured
-        self.last_step, self._owns_folder, self._is_due = state.step, True, False
-        position = None if self._dataset is None else self._dataset.position()
-        replicas, packing = self._strategy.num_replicas_in_sync, packing or self._copy(state)
-        training = Training(state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own)
-        self._writing = self._thread.submit(self._write, folder, training, self._flat)
+        with self._strategy.instruments.during[CHECKPOINT]:
+            self.wait()
+            if not self._owns_folder and folder.steps():
+                raise CheckpointError(
+                    f"{folder.path} has checkpoints up to step {folder.steps()[-1]} of another training; "
+                    "call restore before the first step, or use another folder"
+                )
+            if metrics is not None or not is_saved:
+                self._last_metrics = measured
+            self.last_step, self._owns_folder, self._is_due = state.step, True, False
+            position = None if self._dataset is None else self._dataset.position()
+            replicas, packing = self._strategy.num_replicas_in_sync, packing or self._copy(state)
+            training = Training(state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own)
+            self._writing = self._thread.submit(self._write, folder, training, self._flat)
 
     def after_step(
         self,

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from collectives import Communicator
+from collectives.instruments import DATA, Instruments
 from strategies.data.casts import DTypes, converted
 from strategies.data.grain_source import as_grain_source
 from strategies.data.input_context import InputContext
@@ -73,7 +74,7 @@ class DistributedDataset:
         prefetch: batches to prepare ahead in a background thread; 0 prepares them when they are asked for.
         place: puts a batch of host arrays on the devices; runs in the prefetch thread.
         communicator: connects the instances; None where there is only this one.
-        on_batch: called before each batch is yielded.
+        instruments: see how each batch is waited for.
 
     Raises:
         TypeError: when the source is of no known kind, or an argument is of the wrong type.
@@ -95,7 +96,7 @@ class DistributedDataset:
         prefetch: int = 2,
         place: Callable[[Batch], Batch] = lambda batch: batch,
         communicator: Communicator | None = None,
-        on_batch: Callable[[], None] = lambda: None,
+        instruments: Instruments | None = None,
     ) -> None:
         self._layout = Layout(batch_size, total_replicas, local_replicas, remainder, gradient_accumulation_count)
         self._seed = at_least(0, "seed", seed)
@@ -103,7 +104,7 @@ class DistributedDataset:
         self._prefetch = at_least(0, "prefetch", prefetch)
         self._transfer_dtype = transfer_dtype
         self._place = place
-        self._on_batch = on_batch
+        self._instruments = instruments or Instruments()
         self._communicator = communicator if communicator is not None and communicator.size > 1 else None
         self._given = source
         self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
@@ -277,9 +278,8 @@ class DistributedDataset:
             start = self._consumed[1]
             batches = prefetched(self._placed(epoch, start), self._prefetch)
             try:
-                for step, batch in enumerate(self._agreed(batches, epoch, start), start + 1):
+                for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
                     self._consumed, self._last = (epoch, step), batch
-                    self._on_batch()
                     yield batch
                     if source is not self._source:
                         break
@@ -287,6 +287,15 @@ class DistributedDataset:
                     self._consumed, self._last = (epoch + 1, 0), None
             finally:
                 batches.close()
+
+    def _waited_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            try:
+                with self._instruments.during[DATA]:
+                    batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
     def _agreed(self, batches: Generator[Batch, None, None], epoch: int, start: int) -> Generator[Batch, None, None]:
         """The batches of the steps that all instances make."""

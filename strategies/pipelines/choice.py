@@ -17,6 +17,7 @@ DIGITS = 6
 """Lengths that agree in so many digits are equal: then less memory counts."""
 
 MIB = 2**20
+SIZES = (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10))
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ def choose(
     if not fitting:
         least = min(every, key=lambda one: one.most_bytes)
         raise ValueError(
-            f"no pipeline schedule keeps at most {_mib(memory_limit_bytes or 0)} on a device: {least} keeps "
-            f"the least, {_mib(least.most_bytes)}; allow as much, make micro-batches smaller, or cut the model "
+            f"no pipeline schedule keeps at most {_said(memory_limit_bytes or 0)} on a device: {least} keeps "
+            f"the least, {_said(least.most_bytes)}; allow as much, make micro-batches smaller, or cut the model "
             "into more stages"
         )
     others = tuple(one for one in every if one is not fitting[0])
@@ -160,19 +161,21 @@ def _reason(chosen: Candidate, every: Sequence[Candidate], num_fitting: int, lim
     """A sentence with the numbers that decided."""
     which = f"{len(every)} ways to run it"
     if limit is not None:
-        which = f"{num_fitting} of {len(every)} ways to run it that keep at most {_mib(limit)} on a device"
+        which = f"{num_fitting} of {len(every)} ways to run it that keep at most {_said(limit)} on a device"
     words = (
         f"{chosen} was chosen: {chosen.said_length} for an update is the shortest of {which}, and it keeps "
-        f"{_mib(chosen.most_bytes)}"
+        f"{_said(chosen.most_bytes)}"
     )
     other = next((one for one in every if one.schedule != chosen.schedule), None)
     if other is None:
         return words
-    keeps = f"keep {_mib(other.most_bytes)}"
+    keeps = f"keep {_said(other.most_bytes)}"
     if limit is not None and other.most_bytes > limit:
         return f"{words}; {other} would take {other.said_length}, but {keeps}"
     return f"{words}; {other} would take {other.said_length} and {keeps}"
 
 
-def _mib(number: int) -> str:
-    return f"{number / MIB:.4g} MiB"
+def _said(number: int) -> str:
+    """A number of bytes with a unit."""
+    name, size = next((unit for unit in SIZES if number >= unit[1]), ("bytes", 1))
+    return f"{number / size:.4g} {name}"

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 import jax
 from jax.extend import core
 
 from strategies.numbers import positive
 from strategies.pipelines.arguments import LOSS, TOTAL, Arguments
+from strategies.pipelines.automatic import choose_for
+from strategies.pipelines.executables import Executables
 from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
 from strategies.pipelines.marks import cut_in_stages
 from strategies.pipelines.replica_run import Keeping, Outputs
 from strategies.pipelines.schedules.registry import PipelineSchedule
+from strategies.pipelines.schedules.schedule import Schedule
 from strategies.pipelines.schedules.sequential import serialized
 from strategies.pipelines.stage_gradients import PipelinePlan, Take, Watch
 from strategies.pipelines.stage_plan import StagePlan
@@ -28,6 +31,11 @@ from strategies.recomputation import MARK, recomputing
 from strategies.replicas.replicas import Replicas
 from strategies.step.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.step.shards import Shards
+
+AUTO = "auto"
+"""In place of a schedule: the fastest that fits into the memory."""
+
+logger = logging.getLogger(__name__)
 
 
 class RecomputationMode(Enum):
@@ -50,7 +58,10 @@ class Pipelining:
 
     Attributes:
         device_mapping: the device of each stage, 0 to ipus_per_replica - 1.
-        schedule: which stage works on which micro-batch when: a member of `PipelineSchedule` or its name.
+        schedule: which stage works on which micro-batch when: a member of `PipelineSchedule` or its name; or "auto":
+            instance 0 measures the stages before the first step, and that one is used whose update is the shortest in a
+            simulation, with or without recomputation (see `choose`); a line of logging says why. Sequential is used
+            where stages call collectives.
         recompute: whether stages keep their inputs only, and run their forward passes again for the backward passes.
         batch_serialization_iterations: each stage takes so many micro-batches one after another; all are on one device.
         recomputation_mode: `RecomputeAndBackpropagateInterleaved` makes stages with a `recomputation_checkpoint`
@@ -58,6 +69,7 @@ class Pipelining:
         offload_activations: keep what backward passes need in host memory.
         offload_gradient_accumulation_buffers: keep accumulators there while nothing is added to them.
         watch: called after each step with what the devices of each local replica did when.
+        memory_limit_bytes: with "auto": what a device may keep of micro-batches for backward passes; None for no limit.
         take_outputs: called after each step with the outputs of an `Outcome`, for each local replica those of each
             micro-batch.
 
@@ -77,6 +89,7 @@ class Pipelining:
     offload_gradient_accumulation_buffers: bool = False
     watch: Watch | None = None
     take_outputs: Take | None = None
+    memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.recompute, bool):
@@ -84,6 +97,7 @@ class Pipelining:
         if not isinstance(self.recomputation_mode, RecomputationMode | None):
             raise TypeError(f"recomputation_mode is {self.recomputation_mode!r}; use a member of RecomputationMode")
         positive("batch_serialization_iterations", self.batch_serialization_iterations)
+        self._refuse_with_auto()
         is_in_turns = self._schedule.name == "interleaved"
         if is_in_turns and self.recomputation_mode is RecomputationMode.RecomputeAndBackpropagateInterleaved:
             raise NotImplementedError(
@@ -96,16 +110,37 @@ class Pipelining:
                 "list of devices, one for each stage"
             )
 
+    def _refuse_with_auto(self) -> None:
+        if self.is_automatic and (self.recompute or self.batch_serialization_iterations > 1):
+            raise ValueError(
+                f'schedule is "auto", with recompute={self.recompute} and batch_serialization_iterations='
+                f'{self.batch_serialization_iterations}; "auto" decides on both: leave them out, or name a schedule'
+            )
+        if self.memory_limit_bytes is not None:
+            positive("memory_limit_bytes", self.memory_limit_bytes)
+            if not self.is_automatic:
+                raise ValueError(
+                    f"memory_limit_bytes is {self.memory_limit_bytes}, and the schedule is {self._schedule.name}; a "
+                    'limit is what schedule="auto" chooses by: use that, or no limit'
+                )
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the schedule is chosen by measured times."""
+        return self.schedule == AUTO
+
     @cached_property
-    def _schedule(self) -> Any:
-        return schedule_for(self.schedule, self.batch_serialization_iterations)
+    def _schedule(self) -> Schedule:
+        named = PipelineSchedule.Sequential if self.is_automatic else self.schedule
+        return schedule_for(named, self.batch_serialization_iterations)
 
     @property
     def terms(self) -> Mapping[str, object]:
         """See `Pipeline`."""
         return {
             "device_mapping": list(self.device_mapping),
-            "schedule": self._schedule.name,
+            "schedule": AUTO if self.is_automatic else self._schedule.name,
+            "memory_limit_bytes": self.memory_limit_bytes,
             "recompute": self.recompute,
             "batch_serialization_iterations": self.batch_serialization_iterations,
         }
@@ -132,13 +167,33 @@ class Pipelining:
         if self.batch_serialization_iterations > 1:
             return serialized(places, count, training, self.batch_serialization_iterations)
         checked_count(count, self._schedule, places, training)
-        made: Timetable = self._schedule.timetable(places, count, training)
-        return made
+        return self._schedule.timetable(places, count, training)
 
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
     ) -> PipelinePlan:
         """See `Pipeline`."""
+        executables = Executables(replicas.devices.compile)
+        if not self.is_automatic:
+            return self._plan(replicas, program, shapes, shards, executables)
+        sequential = replace(self, schedule=PipelineSchedule.Sequential, memory_limit_bytes=None)
+        first = sequential._plan(replicas, program, shapes, shards, executables)
+        if not program.is_independent:
+            logger.info("sequential was chosen, because stages of the pipeline call collectives")
+            return first
+        choice = choose_for(replicas, first.stages, self.memory_limit_bytes)
+        logger.info(choice.reason)
+        chosen = replace(sequential, schedule=choice.chosen.schedule, recompute=choice.chosen.recompute)
+        return chosen._plan(replicas, program, shapes, shards, executables)
+
+    def _plan(
+        self,
+        replicas: Replicas,
+        program: ReplicaProgram,
+        shapes: ReplicaShapes,
+        shards: Shards | None,
+        executables: Executables,
+    ) -> PipelinePlan:
         timetable = self.timetable(replicas.grid.ipus_per_replica, program.accumulation.count)
         arguments = Arguments.of(program, shapes, self.take_outputs is not None)
         closed, (_, _, after, outputs) = jax.make_jaxpr(arguments.loss, return_shape=True)(*arguments.shapes)
@@ -160,7 +215,7 @@ class Pipelining:
         arguments.refuse_spread(staged, timetable.mapping)
         first = TOTAL + 1 + len(after)
         out = Outputs(jax.tree.structure(outputs), range(first, first + len(jax.tree.leaves(outputs))))
-        stages = StagePlan(replicas.devices, program, arguments, staged, timetable, shards, self._keeping(blocks), out)
+        stages = StagePlan(executables, program, arguments, staged, timetable, shards, self._keeping(blocks), out)
         return PipelinePlan(stages, closed, self.watch, self.take_outputs)
 
     def _keeping(self, blocks: frozenset[int]) -> Keeping:

@@ -203,6 +203,15 @@ class ReplicaRun:
         of_each = zip(*(self.outputs[result] for result in outputs.results), strict=True)
         return [jax.tree.unflatten(outputs.structure, leaves) for leaves in of_each]
 
+    def kept_bytes(self, number: int, micro_batch: int) -> int:
+        """How many bytes are kept of a micro-batch for the backward passes of a segment, besides its arguments."""
+        kept = self._kept.get((number, micro_batch))
+        if kept is None:
+            return 0
+        taken = kept.values[len(self._staged.segments[number].inputs) :]
+        arrays = [array for array in (*taken, *(kept.residuals or {}).values()) if array is not None]
+        return sum({id(array): int(array.nbytes) for array in arrays}.values())
+
     # ---- values
 
     def _argument(self, place: int, micro_batch: int) -> Any:

@@ -18,7 +18,6 @@ from strategies.pipelines.replica_run import Keeping, Outputs
 from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
-from strategies.replicas.devices import ReplicaDevices
 from strategies.step.encoding import flatten
 from strategies.step.leaving import TAIL, Leaving
 from strategies.step.model_state import FIRST, MEAN, PER_REPLICA
@@ -55,7 +54,7 @@ class StagePlan:
     device. The buckets are those of the last stage first, which is done first, then one of all that is no gradient.
 
     Args:
-        devices: where replicas run; on others of the same kind the plan is the same.
+        executables: compile for where replicas run; on other devices of the same kind the plan is the same.
         program: of a replica.
         arguments: of a micro-batch.
         staged: the stages.
@@ -74,7 +73,7 @@ class StagePlan:
 
     def __init__(
         self,
-        devices: ReplicaDevices,
+        executables: Executables,
         program: ReplicaProgram,
         arguments: Arguments,
         staged: Staged,
@@ -89,7 +88,7 @@ class StagePlan:
         self.timetable = timetable
         self.keeping = keeping
         self.outputs = outputs
-        self._executables = Executables(devices.compile)
+        self._executables = executables
         shapes = {
             place: jax.ShapeDtypeStruct(staged.arguments[place].shape, dtype)
             for place, dtype in zip(staged.weights, program.gradient_dtypes, strict=True)

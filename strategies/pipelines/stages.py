@@ -305,7 +305,7 @@ class StagePrograms:
     def forward(self, device: jax.Device, values: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
         """The parts and what is given; and what the backward passes read of it, by numbers."""
         forward = self._forward
-        made = jax.block_until_ready(self.compiled(device)[0](*[values[place] for place in forward.inputs]))
+        made = _when_ready(self.compiled(device)[0](*[values[place] for place in forward.inputs]))
         found = dict(zip(forward.gives, made, strict=True))
         outputs = self._outputs
         handed = [values[place] for place in outputs.inputs] + [found[number] for number in outputs.takes]
@@ -329,7 +329,7 @@ class StagePrograms:
         if not self.steep:
             return []
         given = [values[place] for place in inputs.inputs] + [kept[number] for number in inputs.takes]
-        made = jax.block_until_ready(self.compiled(device)[1](*given))
+        made = _when_ready(self.compiled(device)[1](*given))
         kept.update(zip(inputs.gives, made[len(inputs.parts) :], strict=True))
         for number in set(inputs.takes) - set(self._weights.takes):
             del kept[number]
@@ -351,7 +351,14 @@ class StagePrograms:
         if not self.weights:
             return []
         given = [values[place] for place in weights.inputs] + [kept[one] for one in weights.takes]
-        return list(jax.block_until_ready(self.compiled(device)[2](*given, *sums, number)))
+        return list(_when_ready(self.compiled(device)[2](*given, *sums, number)))
+
+
+def _when_ready(results: Sequence[Any]) -> Sequence[Any]:
+    """The results of a program, all of which are ready when one is."""
+    if results:
+        results[-1].block_until_ready()
+    return results
 
 
 def _reading(graph: Graph, atoms: Sequence[Variable]) -> set[int]:

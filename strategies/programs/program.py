@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax.extend import core
 from strategies.programs.compilation import compile_in_turn
 
 _PASSES = "xla_disable_hlo_passes"
+_UNSEEN = nullcontext()
 _LOOKS_AT_CORES = "cpu-parallel-task-assigner"
 
 
@@ -50,11 +52,19 @@ class Program:
         function: traceable.
         executables: the folder where compiled programs are kept, or None.
         donated: the positions of arguments whose memory the results may take over.
+        compiling: entered while it is compiled.
     """
 
-    def __init__(self, function: Callable[..., Any], executables: Path | None, donated: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        executables: Path | None,
+        donated: Sequence[int] = (),
+        compiling: AbstractContextManager[None] = _UNSEEN,
+    ) -> None:
         self._jitted = jit(function, donate_argnums=tuple(donated), keep_unused=bool(donated))
         self._executables = executables
+        self._compiling = compiling
         self._traced: dict[Hashable, Any] = {}
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
 
@@ -68,9 +78,10 @@ class Program:
         key = _key(arguments)
         found = self._compiled.get((device, key))
         if found is None:
-            with jax.default_device(device):
-                lowered = self._trace(key, arguments).lower()
-            found = self._compiled[device, key] = compile_in_turn(lowered, self._executables)
+            with self._compiling:
+                with jax.default_device(device):
+                    lowered = self._trace(key, arguments).lower()
+                found = self._compiled[device, key] = compile_in_turn(lowered, self._executables)
         return found
 
     def equations(self, *arguments: Any) -> core.ClosedJaxpr:

@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 THREADS = "replica"
 """The names of threads that run replicas begin with it."""
+_UNSEEN = nullcontext()
 _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 
@@ -45,11 +47,13 @@ class ReplicaDevices:
         devices: one for each replica of a wave; on CPUs the same one for all.
         replicas: the global indices of the local replicas.
         executables: the folder where compiled programs are kept; None to compile them at every start.
+        compiling: entered while a program is compiled.
     """
 
     devices: tuple[jax.Device, ...]
     replicas: range
     executables: Path | None = None
+    compiling: AbstractContextManager[None] = field(default=_UNSEEN, repr=False, compare=False)
 
     @property
     def width(self) -> int:
@@ -88,7 +92,7 @@ class ReplicaDevices:
             function: what a replica computes.
             donated: the arguments whose memory the results may take over.
         """
-        return Program(in_order(function), self.executables, donated)
+        return Program(in_order(function), self.executables, donated, self.compiling)
 
     def begin(
         self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None
@@ -245,7 +249,13 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def claim_devices(replicas: range, total_replicas: int, local_index: int = 0, ipus_per_replica: int = 1) -> DeviceGrid:
+def claim_devices(
+    replicas: range,
+    total_replicas: int,
+    local_index: int = 0,
+    ipus_per_replica: int = 1,
+    compiling: AbstractContextManager[None] = _UNSEEN,
+) -> DeviceGrid:
     """Find devices for each local replica, and have JAX compute what is the same wherever they run.
 
     On CPUs replicas run on the first of JAX's devices. That there are as many as local replicas is for programs that
@@ -257,6 +267,7 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0, ip
             the same bits wherever they run.
         local_index: this instance's place on its host; with accelerators, whose turn begins there.
         ipus_per_replica: the devices that each replica spans.
+        compiling: entered while a program for them is compiled.
 
     Raises:
         DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
@@ -270,7 +281,7 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0, ip
             jax.config.update("jax_num_cpu_devices", len(replicas))
         except RuntimeError:
             logger.debug("JAX has started already, with %d devices", jax.local_device_count())
-    found = choose_grid(replicas, local_index, executables, ipus_per_replica)
+    found = choose_grid(replicas, local_index, executables, ipus_per_replica, compiling)
     if found.columns[0].is_cpu:
         insist_on_right_sums(os.environ)
         if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
@@ -279,7 +290,11 @@ def claim_devices(replicas: range, total_replicas: int, local_index: int = 0, ip
 
 
 def choose_grid(
-    replicas: range, local_index: int = 0, executables: Path | None = None, ipus_per_replica: int = 1
+    replicas: range,
+    local_index: int = 0,
+    executables: Path | None = None,
+    ipus_per_replica: int = 1,
+    compiling: AbstractContextManager[None] = _UNSEEN,
 ) -> DeviceGrid:
     """Those of JAX's devices that `claim_devices` gives to local replicas, once JAX has started; changes nothing.
 
@@ -290,20 +305,21 @@ def choose_grid(
         local_index: see `claim_devices`.
         executables: the folder where compiled programs are kept.
         ipus_per_replica: see `claim_devices`.
+        compiling: see `claim_devices`.
     """
     devices = jax.local_devices()
     local = len(replicas)
     if devices[0].platform == "cpu":
-        return DeviceGrid(
-            tuple(ReplicaDevices((devices[0],) * local, replicas, executables) for _ in range(ipus_per_replica))
-        )
+        column = ReplicaDevices((devices[0],) * local, replicas, executables, compiling)
+        return DeviceGrid(tuple(replace(column) for _ in range(ipus_per_replica)))
     possible = (width for width in range(1, local + 1) if local % width == 0)
     width = max(width for width in possible if width == 1 or width * ipus_per_replica <= len(devices))
     start = local_index * local * ipus_per_replica
     columns = []
     for number in range(ipus_per_replica):
         places = (start + replica * ipus_per_replica + number for replica in range(width))
-        columns.append(ReplicaDevices(tuple(devices[place % len(devices)] for place in places), replicas, executables))
+        of_column = tuple(devices[place % len(devices)] for place in places)
+        columns.append(ReplicaDevices(of_column, replicas, executables, compiling))
     return DeviceGrid(tuple(columns))
 
 

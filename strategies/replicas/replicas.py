@@ -13,9 +13,10 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.buffers import refuse_masked
+from collectives.instruments import COMPILE, Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
-from popdist.records import NoProgress, Progress
+from popdist.records import FaultInjector, NoProgress, Progress
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
@@ -37,7 +38,7 @@ class Replicas:
     Args:
         kind: the name of the strategy, for messages.
         membership: who takes part, and which replicas this process drives.
-        progress: where this instance notes what it is doing.
+        progress: the line to the supervisor of this instance.
         add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
         variables_on_host: whether variables and optimizer state live in host memory.
 
@@ -46,6 +47,7 @@ class Replicas:
         first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
         place: how far this instance has come, for those who go on when one is lost.
         progress: see above.
+        faults: what the user wants to go wrong in this instance.
         variables_on_host: see above.
         grid: where the local replicas run, replicas x the devices that one spans.
         devices: its first column, where all runs that is not in a pipeline.
@@ -68,6 +70,7 @@ class Replicas:
         self.place = Place()
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
+        self.faults = _injector_among(self.instruments)
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
@@ -78,7 +81,11 @@ class Replicas:
         """Find devices for the local replicas; programs for others are of no use any more."""
         instance = self.instance
         self.grid = claim_devices(
-            instance.local_replica_range, instance.total_replicas, instance.local_index, instance.ipus_per_replica
+            instance.local_replica_range,
+            instance.total_replicas,
+            instance.local_index,
+            instance.ipus_per_replica,
+            self.instruments.during[COMPILE],
         )
         self.devices = self.grid.column(0)
         self.reducer = CrossReplicaReducer(
@@ -99,6 +106,11 @@ class Replicas:
     def communicator(self) -> Communicator:
         """Connects the instances that are left."""
         return self._membership.communicator
+
+    @property
+    def instruments(self) -> Instruments:
+        """Those that see what this instance does."""
+        return self.communicator.instruments
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -269,3 +281,8 @@ def as_jax_would(leaf: Any) -> np.ndarray:
     """What `jnp.asarray` would make of a leaf, but on the host: that compiles a program for each shape and dtype."""
     array: np.ndarray = refuse_cut_integers(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _injector_among(instruments: Instruments) -> FaultInjector:
+    found = [each for each in instruments.attached if isinstance(each, FaultInjector)]
+    return found[0] if found else FaultInjector()

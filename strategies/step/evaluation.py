@@ -167,7 +167,7 @@ class Evaluator:
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(self._replicas, lost_with_an_instance(False, rows.dataset))
-        self._replicas.progress.step(state.step)
+        self._replicas.instruments.step_begins(state.step)
         return _Pass(self, self._replicas, task, state, rows).results()
 
     # ---- programs

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from popdist.records.faults import FaultyProgress
 from strategies.data.datasets import DistributedDataset
 from strategies.numbers import positive
 from strategies.replicas.replicas import Replicas
@@ -102,8 +101,7 @@ class Executions:
     @property
     def _are_possible(self) -> bool:
         """Whether there is one replica, and neither is a fault to happen in a step nor is each of them recorded."""
-        is_faulty = isinstance(self._replicas.progress, FaultyProgress)
-        is_single = is_faulty or self._single.is_recorded
+        is_single = self._replicas.faults.is_armed or self._single.is_recorded
         return self._may_fuse and not is_single and self._replicas.num_replicas_in_sync == 1
 
     def _make_all(self, state: TrainState, batches: Sequence[Batch], singly: Steps) -> tuple[TrainState, Metrics]:
@@ -112,7 +110,7 @@ class Executions:
         step = self._engine.prepare(state, batches[0])
         if len(batches) == 1 or not all(self._engine.prepare(state, batch) is step for batch in batches):
             return singly(state, batches)
-        self._replicas.progress.step(state.step)
+        self._replicas.instruments.step_begins(state.step)
         state, metrics = self._made(step, state, batches, singly)
         self._single.take_over(metrics)
         return state, metrics

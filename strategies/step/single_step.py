@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
 from strategies.errors import NonFiniteGradientError
 from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
@@ -84,10 +85,13 @@ class SingleStep:
         if self.metrics is None:
             self.metrics = _metrics_of(step, np.zeros_like(step.gradients.tail), state.loss_scale)
         control = control_of(state, self._notice.is_given)
-        self._engine.begin(step, state, batch, control)
-        for bucket, contributions in self._engine.collect(step):
-            self._update.wait()  # the last one may still be reading the results
-            step.exchange.reduce(bucket, contributions)
+        instruments = self._replicas.instruments
+        with instruments.during[FORWARD_BACKWARD]:
+            self._engine.begin(step, state, batch, control)
+        for bucket, contributions in instruments.each(FORWARD_BACKWARD, self._engine.collect(step)):
+            with instruments.during[EXCHANGE]:
+                self._update.wait()  # the last one may still be reading the results
+                step.exchange.reduce(bucket, contributions)
         self._raise_if_feeds_differ()
         residuals, model_state = self._kept(step, state)
         tail = step.gradients.tail.copy()
@@ -103,7 +107,8 @@ class SingleStep:
         self._recorder.reduced(state, batch, step.means, self._update.mean_shards)
         if is_finite:
             trained = step.program.trainable.pick(variables)
-            trained, optimizer_state = self._update.apply(trained, optimizer_state, step.means, control)
+            with instruments.during[UPDATE]:
+                trained, optimizer_state = self._update.apply(trained, optimizer_state, step.means, control)
             variables = step.program.trainable.put(variables, trained)
         else:
             residuals, model_state = state.residuals, state.model_state

@@ -168,9 +168,8 @@ class Trainer:
                 options, the data set, the loss function or the optimizer.
         """
         check_state(state)
-        progress = self._strategy.progress
-        progress.step(state.step)
-        if progress.flips_bit:
+        self._strategy.instruments.step_begins(state.step)
+        if self._strategy.replicas.faults.take_flip():
             state = replace(state, variables=flip_bit(state.variables))
 
         def catch_up() -> tuple[TrainState, Metrics] | None:

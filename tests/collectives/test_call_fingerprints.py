@@ -11,7 +11,7 @@ import pytest
 
 from collectives import Communicator, LayoutMismatchError, Settings, run_on_threads
 from collectives.calls import MISMATCH, Call, checked_root, describe_mismatch
-from collectives.waiting import NoProgress
+from collectives.instruments import Instruments
 
 CALL = Call("ordered_all_reduce", "weights", "sum", "float32", (3, 4), -1)
 
@@ -93,7 +93,7 @@ def test_who_has_come_to_the_end_is_known_without_reading_the_text() -> None:
 def test_whoever_supervises_the_others_learns_for_whom_they_have_waited_in_vain() -> None:
     """However short the wait was: the supervisor ends them then, and need not wait until they give up by themselves."""
 
-    class Noted(NoProgress):
+    class Noted:
         def __init__(self) -> None:
             self.by_thread: dict[int, list[int]] = {}
 
@@ -108,7 +108,7 @@ def test_whoever_supervises_the_others_learns_for_whom_they_have_waited_in_vain(
         communicator.abandon()
         return noted.by_thread.get(threading.get_ident()) if communicator.rank != 1 else "has left"
 
-    assert run_on_threads(3, program, Settings(progress=noted)) == [[1], "has left", [1]]
+    assert run_on_threads(3, program, Settings(progress=Instruments(noted))) == [[1], "has left", [1]]
 
 
 def test_of_named_calls_too() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from collectives import Limits
 from collectives.backends.thread import ThreadHub, ThreadLink
+from collectives.instruments import Instruments
 from collectives.ring.transport import RingTransport
 from collectives.transport import Transport
-from collectives.waiting import NoProgress, Watch
+from collectives.waiting import Watch
 from collectives.window.layout import channel_bytes
 from collectives.window.transport import WindowTransport
 
@@ -22,7 +23,7 @@ LIMIT_S = 60.0
 SIZE = 3
 
 
-class Waiting(NoProgress):
+class Waiting:
     """Tells when its rank has begun to wait for others."""
 
     def __init__(self) -> None:
@@ -38,7 +39,9 @@ class Ranks:
     def __init__(self, mechanism: str) -> None:
         self.waiting = [Waiting() for _ in range(SIZE)]
         names = [f"rank {rank}" for rank in range(SIZE)]
-        watches = [Watch(rank, names, range(SIZE), Limits(), self.waiting[rank], spins=0) for rank in range(SIZE)]
+        watches = [
+            Watch(rank, names, range(SIZE), Limits(), Instruments(self.waiting[rank]), spins=0) for rank in range(SIZE)
+        ]
         if mechanism == "ring":
             hub = ThreadHub(SIZE)
             self.transports: list[Transport] = [

@@ -19,7 +19,9 @@ from collectives import (
     Settings,
     run_on_threads,
 )
+from collectives.calls import Call
 from collectives.clock import FakeClock
+from collectives.instruments import Instruments
 
 MECHANISMS = pytest.mark.parametrize("mechanism", ["ring", "window"])
 SIZES = pytest.mark.parametrize("size", [2, 3])
@@ -77,7 +79,7 @@ def test_a_wait_that_is_short_is_not_mentioned(mechanism: str) -> None:
 
 
 class Noted:
-    """A progress record that waits for the note about rank 1; slow ranks are noted while they connect as well."""
+    """An instrument that sees waits for rank 1, and a supervisor; slow ranks are seen while they connect as well."""
 
     def __init__(self) -> None:
         self.waits: list[tuple[int, ...]] = []
@@ -85,11 +87,14 @@ class Noted:
         self.has_noted = threading.Event()
         self.is_released = False
 
-    def enter(self, number: int, label: bytes) -> None:
-        self.labels.append(label)
+    def operation_begins(self, number: int, call: Call) -> None:
+        self.labels.append(call.label)
 
-    def leave(self) -> None:
+    def operation_ends(self) -> None:
         self.labels.append(b"left")
+
+    def carry_on(self, lost: int) -> None:
+        raise AssertionError("nobody is lost")
 
     def waiting_for(self, instances) -> None:
         self.waits.append(tuple(instances))
@@ -106,7 +111,7 @@ def test_the_progress_record_shows_the_call_and_the_ranks_it_waits_for(mechanism
             assert noted.has_noted.wait(LIMIT_S)
         communicator.all_reduce(np.ones(7), name="weights")
 
-    run_on_threads(2, program, Settings(mechanism=mechanism, progress=noted))
+    run_on_threads(2, program, Settings(mechanism=mechanism, progress=Instruments(noted)))
     assert (1,) in noted.waits
     assert noted.labels.count(b"all_reduce 'weights'") == 2
     assert b"left" in noted.labels
@@ -115,6 +120,7 @@ def test_the_progress_record_shows_the_call_and_the_ranks_it_waits_for(mechanism
 @MECHANISMS
 def test_a_supervisor_ends_a_wait_that_is_useless(mechanism: str) -> None:
     noted = Noted()
+    instruments = Instruments(noted, supervisor=noted)
     has_ended = threading.Event()
 
     def program(communicator: Communicator) -> None:
@@ -128,7 +134,7 @@ def test_a_supervisor_ends_a_wait_that_is_useless(mechanism: str) -> None:
             assert has_ended.wait(LIMIT_S)
         communicator.abandon()
 
-    run_on_threads(2, program, Settings(mechanism=mechanism, progress=noted))
+    run_on_threads(2, program, Settings(mechanism=mechanism, progress=instruments))
 
 
 @MECHANISMS

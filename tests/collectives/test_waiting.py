@@ -11,7 +11,8 @@ from watching import watched
 from collectives import CollectiveTimeoutError, Limits, PeerLostError
 from collectives.calls import Call
 from collectives.clock import Clock, FakeClock
-from collectives.waiting import NoProgress, Progress, Watch
+from collectives.instruments import Instruments
+from collectives.waiting import Watch
 
 NAMES = ("rank 0", "rank 1 on b", "rank 2 on c")
 PAUSE_S = 0.25
@@ -45,8 +46,8 @@ class Time(Clock):
             event()
 
 
-class Notes(NoProgress):
-    """Whom the rank has noted that it waits for, and when."""
+class Notes:
+    """An instrument that notes whom the rank waits for, and when; and a supervisor."""
 
     def __init__(self, time: Time) -> None:
         self.time = time
@@ -56,14 +57,18 @@ class Notes(NoProgress):
     def waiting_for(self, instances: Sequence[int]) -> None:
         self.waits.append((self.time.at_s - 1000, list(instances)))
 
+    def carry_on(self, lost: int) -> None:
+        raise AssertionError("nobody is lost")
+
 
 @pytest.fixture
 def time() -> Time:
     return Time()
 
 
-def watch_of(time: Time, progress: Progress | None = None, **limits: float) -> Watch:
-    watch = Watch(0, NAMES, (5, 6, 7), Limits(**limits, clock=time), progress or NoProgress(), spins=3)
+def watch_of(time: Time, notes: Notes | None = None, **limits: float) -> Watch:
+    instruments = Instruments() if notes is None else Instruments(notes, supervisor=notes)
+    watch = Watch(0, NAMES, (5, 6, 7), Limits(**limits, clock=time), instruments, spins=3)
     watch.pause = time.pause
     watch.call, watch.number = Call("all_reduce", "weights"), 17
     return watch
@@ -89,7 +94,7 @@ def test_a_wait_spins_before_it_looks_at_the_clock() -> None:
         return looks == 3
 
     clock = FakeClock(tick_s=1.0)
-    Watch(0, NAMES, (0, 1, 2), Limits(clock=clock), NoProgress(), spins=3).wait(ready, list)
+    Watch(0, NAMES, (0, 1, 2), Limits(clock=clock), Instruments(), spins=3).wait(ready, list)
     assert looks == 3
     assert clock.now_s() == 1.0
 
@@ -102,7 +107,7 @@ def test_a_wait_without_a_bell_yields_and_then_sleeps() -> None:
         looks += 1
         return looks == 300
 
-    Watch(0, NAMES, (0, 1, 2), Limits(clock=FakeClock(tick_s=1e-5)), NoProgress(), spins=0).wait(ready, list)
+    Watch(0, NAMES, (0, 1, 2), Limits(clock=FakeClock(tick_s=1e-5)), Instruments(), spins=0).wait(ready, list)
     assert looks == 300
 
 

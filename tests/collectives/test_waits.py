@@ -9,14 +9,15 @@ import pytest
 
 from collectives import Communicator, Limits, PeerLostError, Settings, run_on_threads
 from collectives.calls import Call
-from collectives.waiting import NoProgress, Watch
+from collectives.instruments import Instruments
+from collectives.waiting import Watch
 
 LIMIT_S = 60.0
 
 
 def test_all_that_are_waited_for_are_named() -> None:
     names = [f"rank {rank} on node{rank}" for rank in range(4)]
-    watch = Watch(1, names, range(4), Limits(), NoProgress(), spins=3)
+    watch = Watch(1, names, range(4), Limits(), Instruments(), spins=3)
     watch.call, watch.number = Call("all_reduce", "weights"), 17
     watch.cancelled = True  # as another thread does it
     with pytest.raises(PeerLostError) as caught:
@@ -26,18 +27,18 @@ def test_all_that_are_waited_for_are_named() -> None:
     assert "s for rank 0 on node0, rank 2 on node2, rank 3 on node3 in all_reduce 'weights' (collective 17)" in text
 
 
-class Noted(NoProgress):
-    """Notes that a rank waits in the barrier of an epoch."""
+class Noted:
+    """Sees that a rank waits in the barrier of an epoch."""
 
     def __init__(self) -> None:
         self.has_come = threading.Event()
         self._of_thread = threading.local()
 
-    def enter(self, number: int, label: bytes) -> None:
-        self._of_thread.label = label
+    def operation_begins(self, number: int, call: Call) -> None:
+        self._of_thread.title = call.title
 
     def waiting_for(self, instances: Sequence[int]) -> None:
-        if getattr(self._of_thread, "label", b"") == b"barrier 'epoch'":
+        if getattr(self._of_thread, "title", "") == "barrier 'epoch'":
             self.has_come.set()
 
 
@@ -54,4 +55,4 @@ def test_a_barrier_waits_for_all(mechanism: str) -> None:
         passed.set()
         noted.has_come.set()
 
-    run_on_threads(3, program, Settings(mechanism=mechanism, progress=noted))
+    run_on_threads(3, program, Settings(mechanism=mechanism, progress=Instruments(noted)))

@@ -31,9 +31,12 @@ comm.Barrier()
 """
 PROGRESS_HEAD = """\
 import os, signal, sys
+from collections import namedtuple
 from popdist.records import ProgressPage
+Call = namedtuple("Call", "label")
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 page = ProgressPage.from_environ(os.environ)
+def enter(number, label): page.operation_begins(number, Call(label))
 """
 
 

@@ -110,7 +110,8 @@ class TestPlainPrograms:
 
     def test_the_kernel_kills_for_lack_of_memory(self, little_memory):
         program = PROGRESS_HEAD + (
-            f"page.enter(7, b'barrier')\nif rank == 1:\n    page.leave(); {SAY_READY}    {NEED_MEMORY}" + WAIT_FOR_EVER
+            f"enter(7, b'barrier')\nif rank == 1:\n    page.operation_ends(); {SAY_READY}    {NEED_MEMORY}"
+            + WAIT_FOR_EVER
         )
         job = start_command("sh", "-c", f'echo $$ > {little_memory}; exec "$@"', "-", *POPRUN, *two(program))
         job.wait_for("ready 1")
@@ -175,12 +176,12 @@ class TestProgramsThatKeepARecord:
     def test_the_collective_of_the_others_is_named(self, tmp_path):
         entered = tmp_path / "entered"
         program = PROGRESS_HEAD + (
-            "page.step(12)\n"
+            "page.step_begins(12)\n"
             "if rank == 1:\n"
-            "    page.enter(4, b\"broadcast 'variables'\"); page.leave()\n"
+            "    enter(4, b\"broadcast 'variables'\"); page.operation_ends()\n"
             f"    while not os.path.exists({str(entered)!r}): pass\n"
             "    raise ValueError('bad')\n"
-            "page.enter(5, b\"all_reduce 'gradients'\"); page.waiting_for([1])\n"
+            "enter(5, b\"all_reduce 'gradients'\"); page.waiting_for([1])\n"
             f"os.mkdir({str(entered)!r})\n" + WAIT_FOR_EVER
         )
         finished = run(*two(program))
@@ -191,14 +192,14 @@ class TestProgramsThatKeepARecord:
 
     @pytest.mark.complete
     def test_the_collective_of_the_failed_is_named(self):
-        program = PROGRESS_HEAD + ("page.enter(7, b'barrier')\nif rank == 1: os.kill(os.getpid(), 9)\n" + WAIT_FOR_EVER)
+        program = PROGRESS_HEAD + ("enter(7, b'barrier')\nif rank == 1: os.kill(os.getpid(), 9)\n" + WAIT_FOR_EVER)
         check(run(*two(program)), 137, 1, "was killed by SIGKILL, inside collective 7, barrier")
 
     @pytest.mark.complete
     def test_exit_0_while_another_waits_is_a_failure(self):
         program = PROGRESS_HEAD + (
             "if rank == 0:\n    print('leaving', flush=True); os._exit(0)\n"
-            "page.enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
+            "enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
         )
         job = start(*two(program))
         job.wait_for("leaving")
@@ -209,7 +210,7 @@ class TestProgramsThatKeepARecord:
     def test_waiting_in_an_exit_handler_while_another_waits_is_a_failure(self):
         program = PROGRESS_HEAD + (
             "if rank == 0:\n    page.leaving(); print('leaving', flush=True); signal.pause()\n"
-            "page.enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
+            "enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
         )
         job = start(*two(program))
         job.wait_for("leaving")
@@ -220,7 +221,7 @@ class TestProgramsThatKeepARecord:
     def test_one_that_is_released_from_its_exit_handler_shows_its_status(self):
         program = PROGRESS_HEAD + (
             "if rank == 0:\n    page.leaving()\n    while not page.is_released: pass\n    os._exit(3)\n"
-            "page.enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
+            "enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
         )
         check(run(*two(program)), 3, 0)
 
@@ -228,9 +229,9 @@ class TestProgramsThatKeepARecord:
     def test_one_that_fails_because_another_left_is_a_victim(self, tmp_path):
         left = tmp_path / "left"
         program = PROGRESS_HEAD + (
-            "page.enter(4, b'barrier'); page.leave()\n"
+            "enter(4, b'barrier'); page.operation_ends()\n"
             f"if rank == 0:\n    page.leaving(); os.mkdir({str(left)!r}); os._exit(0)\n"
-            "page.enter(5, b'barrier')\n"
+            "enter(5, b'barrier')\n"
             f"while not os.path.exists({str(left)!r}): pass\n"
             "raise RuntimeError('instance 0 is gone')\n"
         )
@@ -240,9 +241,10 @@ class TestProgramsThatKeepARecord:
     @pytest.mark.cores(2)
     def test_one_that_fails_because_another_was_killed_is_a_victim(self):
         program = MPI_HEAD + (
+            "from collectives.calls import Call\n"
             "from popdist.records import ProgressPage\n"
             "page = ProgressPage.from_environ(os.environ)\n"
-            "page.enter(5, b'barrier')\n"
+            "page.operation_begins(5, Call('barrier'))\n"
             "page.waiting_for([1 - rank])\n"
             "if rank == 1:\n    comm.send(os.getpid(), 0); signal.pause()\n"
             "victim = comm.recv(source=1)\n"
@@ -253,7 +255,7 @@ class TestProgramsThatKeepARecord:
     @pytest.mark.complete
     def test_an_error_of_ones_own_after_another_has_finished_is_ones_own(self):
         program = PROGRESS_HEAD + (
-            "page.enter(1, b'barrier'); page.leave()\nif rank == 0: os._exit(0)\nraise ValueError('mine')\n"
+            "enter(1, b'barrier'); page.operation_ends()\nif rank == 0: os._exit(0)\nraise ValueError('mine')\n"
         )
         check(run(*two(program)), 1, 1, "ended with exit status 1")
 

@@ -134,11 +134,11 @@ def test_an_instance_that_is_stuck_is_named_with_its_line(how, where, tmp_path):
         "    if os.fork(): os.kill(os.getpid(), signal.SIGSTOP)\n"
         "    while open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[0] != 'T': pass\n"
         f"    open({begun!r}, 'x').close(); os._exit(0)\n"
-        "page.step(4)\n"
-        "page.enter(4, b'barrier'); page.leave()\n"
+        "page.step_begins(4)\n"
+        "enter(4, b'barrier'); page.operation_ends()\n"
         f"if rank == 1: {how}\n"
         f"while not os.path.exists({begun!r}): pass\n"
-        "page.enter(5, b'barrier'); page.waiting_for([1]); signal.pause()\n"
+        "enter(5, b'barrier'); page.waiting_for([1]); signal.pause()\n"
     )
     finished = run(*two(program, "--stuck-timeout-s", "1"))
     assert finished.status == 124, finished.stderr
@@ -153,8 +153,8 @@ def test_an_instance_that_is_stuck_is_named_with_its_line(how, where, tmp_path):
 @pytest.mark.complete
 def test_a_program_that_shows_no_stack_is_not_hurt_by_the_question():
     program = PROGRESS_HEAD + (
-        "if rank == 0: page.enter(5, b'barrier'); page.waiting_for([1])\n"
-        "else: page.enter(4, b'barrier'); page.leave()\n"
+        "if rank == 0: enter(5, b'barrier'); page.waiting_for([1])\n"
+        "else: enter(4, b'barrier'); page.operation_ends()\n"
         "signal.pause()\n"
     )
     finished = run(*two(program, "--stuck-timeout-s", "1"))
@@ -170,9 +170,9 @@ def test_nobody_is_stuck_where_the_user_says_so(tmp_path):
         "import pathlib, time\n"
         f"done = pathlib.Path({str(done)!r})\n"
         "if rank == 0:\n"
-        "    page.enter(5, b'barrier'); page.waiting_for([1]); time.sleep(1.5); page.finished(); done.touch()\n"
+        "    enter(5, b'barrier'); page.waiting_for([1]); time.sleep(1.5); page.finished(); done.touch()\n"
         "else:\n"
-        "    page.enter(4, b'barrier'); page.leave()\n"
+        "    enter(4, b'barrier'); page.operation_ends()\n"
         "    while not done.exists(): time.sleep(0.05)\n"
         "    page.finished()\n"
     )
@@ -182,11 +182,14 @@ def test_nobody_is_stuck_where_the_user_says_so(tmp_path):
 
 PLAIN_TRAINING = """\
 import numpy as np, popdist
+from collectives.instruments import UPDATE
 popdist.init()
-page, communicator = popdist.progress(), popdist.communicator()
+communicator = popdist.communicator()
 for step in range(4):
-    page.step(step)
+    communicator.instruments.step_begins(step)
     communicator.all_reduce(np.ones(3), "sum", name="gradients")
+    with communicator.instruments.during[UPDATE]:
+        pass
 """
 
 

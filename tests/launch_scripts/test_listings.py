@@ -14,12 +14,13 @@ import strategies
 LISTINGS = Path(__file__).parents[2] / "launch_scripts" / "listings"
 
 LIMIT_S = 100
-VARIABLES = {  # of each listing that the tests look at; the last one starts popdist, which the others do without
+VARIABLES = {  # of each listing that the tests look at; the last two start popdist, which the others do without
     "training_loop.py": ["losses"],
     "iterator_form.py": ["means"],
     "read_while_running.py": ["losses", "reads"],
     "wider_accumulator.py": ["wide", "narrow"],
     "replicated_training.py": ["losses", "inputs", "targets", "weights"],
+    "pipelined_training.py": ["losses"],
 }
 RUN = """
 import contextlib, io, json, pathlib, runpy, sys, numpy, strategies
@@ -85,20 +86,28 @@ def test_replicas_train_together(listing):
     assert printed.split()[-1] == strategies.fingerprint(found["weights"].astype(np.float32))
 
 
+def test_a_pipeline_trains(listing):
+    found, printed = listing("pipelined_training.py")
+    assert found["losses"].shape == (160, 4)
+    assert found["losses"][-1].mean() < found["losses"][0].mean() / 10
+    assert printed.startswith(f"loss {found['losses'][0].mean():.3f} at first")
+
+
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_two_instances_train_the_same_bits(listing):
-    _, printed = listing("replicated_training.py")
-    assert printed.split()[-1] == fingerprint_of_two_instances()
+@pytest.mark.parametrize(
+    ("name", "words"), [("replicated_training.py", []), ("pipelined_training.py", ["--ipus-per-replica", "2"])]
+)
+def test_two_instances_train_the_same_bits(name, words, listing):
+    _, printed = listing(name)
+    assert printed.split()[-1] == fingerprint_of_two_instances(name, words)
 
 
-def fingerprint_of_two_instances():
-    """The same listing, with two of the four replicas on each instance."""
+def fingerprint_of_two_instances(name, more):
+    """That of a listing with two of the four replicas on each instance."""
     allowed = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
-    words = ["--num-instances", "2", "--num-replicas", "4", *allowed]
-    printed = output_of(
-        sys.executable, "-m", "poprun", *words, sys.executable, str(LISTINGS / "replicated_training.py")
-    )
+    words = ["--num-instances", "2", "--num-replicas", "4", *more, *allowed]
+    printed = output_of(sys.executable, "-m", "poprun", *words, sys.executable, str(LISTINGS / name))
     [fingerprint] = {line.split()[-1] for line in printed.splitlines()}
     return fingerprint
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from collectives.calls import Call
+from collectives.instruments import Instrument
 from popdist.environments import (
     ENVIRONMENTS,
     OpenMPIEnvironment,
@@ -182,6 +184,10 @@ def record_in(descriptor):
     return parse_progress(os.pread(descriptor, PAGE_BYTES, 0))
 
 
+def enter(page, number, label):
+    page.operation_begins(number, Call(label.decode()))
+
+
 class TestProgress:
     @pytest.fixture
     def page(self, descriptor):
@@ -193,37 +199,37 @@ class TestProgress:
         assert parse_progress(bytes(PAGE_BYTES)) == ProgressRecord()
 
     def test_a_collective_is_noted_while_it_lasts(self, page, descriptor):
-        page.step(12)
-        page.enter(5, b"all_reduce 'gradients'")
+        page.step_begins(12)
+        enter(page, 5, b"all_reduce 'gradients'")
         inside = record_in(descriptor)
         assert (inside.step, inside.number, inside.label) == (12, 5, "all_reduce 'gradients'")
         assert inside.state == State.IN_COLLECTIVE
         assert inside.is_inside
-        page.leave()
+        page.operation_ends()
         assert record_in(descriptor).state == State.RUNNING
         assert record_in(descriptor).since_s >= inside.since_s > 0
 
     def test_the_label_follows_the_collective(self, page, descriptor):
         for label in (b"broadcast 'variables'", b"barrier", "all_reduce 'größe'".encode(), b"x" * 5000):
-            page.enter(1, label)
+            enter(page, 1, label)
             assert record_in(descriptor).label == label[:1024].decode()
 
     def test_those_waited_for_are_forgotten_when_the_collective_ends(self, page, descriptor):
-        page.enter(1, b"barrier")
+        enter(page, 1, b"barrier")
         page.waiting_for([1, 3])
         assert record_in(descriptor).waiting_for == (1, 3)
-        page.leave()
+        page.operation_ends()
         assert record_in(descriptor).waiting_for == ()
 
     def test_more_instances_than_fit_are_cut_off(self, page, descriptor):
-        page.enter(1, b"barrier")
+        enter(page, 1, b"barrier")
         page.waiting_for(range(5000))
         record = record_in(descriptor)
         assert record.label == "barrier"
         assert record.waiting_for == tuple(range(len(record.waiting_for)))
 
     def test_leaving_remembers_an_unfinished_collective(self, page, descriptor):
-        page.enter(3, b"barrier")
+        enter(page, 3, b"barrier")
         page.waiting_for([0])
         page.leaving()
         page.leaving()
@@ -253,10 +259,9 @@ class TestProgress:
         environ = {} if value is None else {DESCRIPTOR_VARIABLE: value}
         page = ProgressPage.from_environ(environ)
         assert isinstance(page, NoProgress)
-        page.enter(1, b"")
-        page.waiting_for([1])
-        page.leave()
-        page.step(1)
+        assert not isinstance(page, Instrument)
+        page.joining()
+        page.joined()
         page.grace(1)
         page.leaving()
         page.finished()

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
-from popdist.records import NoProgress
-from popdist.records.faults import Fault, FaultyProgress, InjectedError, parse_fault, with_faults
+from collectives.calls import Call
+from collectives.instruments import CHECKPOINT, DATA, PHASES, UPDATE, Instruments
+from popdist.records import faults
+from popdist.records.faults import Fault, FaultInjector, InjectedError, due_faults, parse_fault
 
 
 @pytest.mark.parametrize(
@@ -45,32 +48,35 @@ def test_what_is_none_is_refused(text, message):
         parse_fault(text)
 
 
-class Notes(NoProgress):
+class Notes:
     def __init__(self):
         self.taken = []
 
-    def enter(self, number, label):
-        self.taken.append(label)
+    def operation_begins(self, number, call):
+        self.taken.append(call.label)
 
-    def step(self, number):
-        self.taken.append(number)
+    def step_begins(self, step):
+        self.taken.append(step)
 
 
 def happens(fault: str, note) -> bool:
-    """Whether a note lets a `raise` happen; it reaches the record in any case."""
+    """Whether what is seen lets a `raise` happen; whoever looks besides sees it in any case."""
     notes = Notes()
     try:
-        note(FaultyProgress(notes, [parse_fault(f"raise:instance=0{fault}")]))
+        note(Instruments(notes, FaultInjector([parse_fault(f"raise:instance=0{fault}")])))
     except InjectedError:
         assert notes.taken
         return True
     return False
 
 
-def train(progress, step, label=b"ordered_all_reduce 'gradients'"):
-    progress.step(step)
-    progress.enter(5, label)
-    progress.leave()
+def train(instruments, step, operation="ordered_all_reduce"):
+    """A step, whose update has no name that a collective could have."""
+    instruments.step_begins(step)
+    instruments.operation_begins(5, Call(operation, "gradients"))
+    instruments.operation_ends()
+    with instruments.during[UPDATE]:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -86,71 +92,104 @@ def train(progress, step, label=b"ordered_all_reduce 'gradients'"):
     ],
 )
 def test_it_happens_in_its_step_and_phase(fault, step, expected):
-    assert happens(fault, lambda progress: train(progress, step)) == expected
+    assert happens(fault, lambda instruments: train(instruments, step)) == expected
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "ordered_all_reduce", "grouped_ordered_all_reduce"])
+def test_all_variants_of_a_collective_are_meant(operation):
+    assert happens(",phase=all_reduce", lambda instruments: train(instruments, 3, operation))
+    assert not happens(",phase=reduce_scatter", lambda instruments: train(instruments, 3, operation))
+
+
+def test_what_a_tensor_is_called_does_not_matter():
+    def move(instruments):
+        instruments.operation_begins(1, Call("broadcast", "barrier"))
+
+    assert happens(",phase=broadcast", move)
+    assert not happens(",phase=barrier", move)
 
 
 def test_it_happens_before_the_first_step_too():
-    assert happens(",phase=broadcast", lambda progress: progress.enter(1, b"broadcast 'variables'"))
-    assert not happens(",phase=update", lambda progress: progress.leave())
+    variables = Call("broadcast", "variables")
+    assert happens(",phase=broadcast", lambda instruments: instruments.operation_begins(1, variables))
+    assert not happens(",phase=update", lambda instruments: instruments.operation_ends())
 
 
 def test_it_happens_while_a_collective_waits():
-    def wait(progress):
-        progress.enter(1, b"barrier")
-        progress.waiting_for([1])
+    def wait(instruments):
+        instruments.operation_begins(1, Call("barrier"))
+        instruments.waiting_for([1])
 
     assert happens(",phase=waiting", wait)
 
 
-@pytest.mark.parametrize(("phase", "step"), [("data", 3), ("checkpoint", 2)])
-def test_it_happens_in_what_else_begins(phase, step):
+@pytest.mark.parametrize(("phase", "step"), [(DATA, 3), (CHECKPOINT, 2), (UPDATE, 2)])
+def test_it_happens_in_a_phase(phase, step):
     """Data are read for the step that comes next."""
 
-    def begin(progress):
-        progress.step(2)
-        progress.begin("data")
-        progress.begin("checkpoint")
+    def go_on(instruments):
+        instruments.step_begins(2)
+        for name in PHASES:
+            with instruments.during[name]:
+                pass
 
-    assert happens(f",phase={phase}", begin)
-    assert happens(f",phase={phase},step={step}", begin)
-    assert not happens(f",phase={phase},step={5 - step}", begin)
+    assert happens(f",phase={phase}", go_on)
+    assert happens(f",phase={phase},step={step}", go_on)
+    assert not happens(f",phase={phase},step={5 - step}", go_on)
+
+
+def test_data_are_read_when_there_are_some():
+    """A fault of the step that would come next does not happen at the end of a data set."""
+
+    def read(batches):
+        def see(instruments):
+            instruments.step_begins(2)
+            with suppress(StopIteration), instruments.during[DATA]:
+                next(iter(batches))
+
+        return happens(",phase=data", see)
+
+    assert read(["a batch"])
+    assert not read([])
+
+
+def test_phases_that_users_name_are_those_that_instruments_see():
+    assert (faults.DATA, faults.UPDATE, faults.CHECKPOINT) == (DATA, UPDATE, CHECKPOINT)
 
 
 def test_a_bit_is_flipped_once():
-    progress = FaultyProgress(NoProgress(), [Fault("flip-bit", 0, step=2)])
+    injector = FaultInjector([Fault("flip-bit", 0, step=2)])
     flips = []
     for step in (1, 2, 2, 3):
-        progress.step(step)
-        flips.append(progress.flips_bit)
+        injector.step_begins(step)
+        flips.append(injector.take_flip())
     assert flips == [False, True, False, False]
 
 
 def test_it_happens_once():
-    progress = FaultyProgress(NoProgress(), [Fault("raise", 0)])
+    instruments = Instruments(FaultInjector([Fault("raise", 0)]))
     with pytest.raises(InjectedError, match="injected into instance 0 in phase forward"):
-        progress.step(0)
-    train(progress, 0)
+        instruments.step_begins(0)
+    train(instruments, 0)
 
 
 def test_only_those_of_this_attempt_and_instance_are_due():
-    notes = NoProgress()
     environ = {"POPDIST_INJECT": "raise:instance=0,attempt=1;kill:instance=0"}
-    assert with_faults(notes, {}, 0) is notes
-    assert with_faults(notes, {"POPDIST_INJECT": "raise:instance=0,attempt=1"}, 0) is notes
-    assert with_faults(notes, environ, 1) is notes
-    with pytest.raises(InjectedError):
-        with_faults(notes, environ | {"POPDIST_RESTART_COUNT": "1"}, 0).step(0)
+    assert due_faults({}, 0) == []
+    assert due_faults({"POPDIST_INJECT": "raise:instance=0,attempt=1"}, 0) == []
+    assert due_faults(environ, 1) == []
+    assert due_faults(environ, 0) == [Fault("kill", 0)]
+    assert due_faults(environ | {"POPDIST_RESTART_COUNT": "1"}, 0) == [Fault("raise", 0, attempt=1)]
 
 
 BREAKS_CONNECTIONS = """
 import os, socket, sys
-from popdist.records.faults import Fault, FaultyProgress
-from popdist.records import NoProgress
+from popdist.records.faults import Fault, FaultInjector
 listening = socket.create_server(("127.0.0.1", 0))
 one, inside = socket.create_connection(listening.getsockname()), socket.socketpair()
 other = listening.accept()[0]
 reader, writer = os.pipe()
-FaultyProgress(NoProgress(), [Fault("cut", 0)]).step(0)
+FaultInjector([Fault("cut", 0)]).step_begins(0)
 print(one.recv(1), other.recv(1))
 inside[0].send(b"local")
 os.close(writer)

@@ -13,9 +13,9 @@ import collectives
 import strategies
 from collectives import Communicator, PeerLostError, Settings, ThreadHub
 from collectives.backends.thread import connect_survivors
+from collectives.instruments import Instruments
 from popdist import Instance
-from popdist.records import NoProgress
-from popdist.records.faults import Fault, FaultyProgress, InjectedError, parse_fault
+from popdist.records.faults import Fault, FaultInjector, InjectedError, parse_fault
 from strategies.replicas.membership import Membership
 
 Result = TypeVar("Result")
@@ -100,7 +100,7 @@ class SurvivingStrategy(strategies.Strategy):
     """
 
     def __init__(self, instance: Instance, settings: Settings, job: Job) -> None:
-        super().__init__(Threads(instance, settings, job), settings.progress)
+        super().__init__(Threads(instance, settings, job))
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def run_instances(
     def member(rank: int) -> Result | None:
         share = replicas // count
         instance = Instance(rank, count, share, rank * share, replicas, rank)
-        progress = FaultyProgress(NoProgress(), [fault for fault in due if fault.instance == rank])
-        settings = Settings(mechanism=mechanism, limits=LIMITS, progress=progress)
+        injector = FaultInjector([fault for fault in due if fault.instance == rank])
+        settings = Settings(mechanism=mechanism, limits=LIMITS, progress=Instruments(injector))
         try:
             strategy = SurvivingStrategy(instance, settings, job)
             result = function(strategy)

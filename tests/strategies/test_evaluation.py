@@ -12,8 +12,8 @@ from connected import ConnectedStrategy
 import collectives
 import strategies
 from collectives.backends.thread import run_on_threads
+from collectives.instruments import Instruments
 from popdist import Instance
-from popdist.records import NoProgress
 from strategies import DisagreementError, Masked, Mean, Outcome, PerReplica, Trainer
 
 REPLICAS = 4
@@ -639,18 +639,18 @@ class TestInstances:
             strategy = ConnectedStrategy(Instance(communicator.rank, 2, 2, communicator.rank * 2, 4, 0), communicator)
             evaluated(strategy, rows_of(13))
 
-        run_on_threads(2, program, collectives.Settings(progress=notes))
+        run_on_threads(2, program, collectives.Settings(progress=Instruments(notes)))
         wanted = [f"all_gather 'evaluation at step 0, batch {number}'" for number in (0, 1)]
         assert [label for label in notes.labels if "evaluation" in label] == [
             label for label in [*wanted, "barrier 'end of evaluation at step 0'"] for _ in range(2)
         ]
 
 
-class Notes(NoProgress):
+class Notes:
     """Keeps the names of collectives."""
 
     def __init__(self):
         self.labels = []
 
-    def enter(self, number, label):
-        self.labels.append(label.decode())
+    def operation_begins(self, number, call):
+        self.labels.append(call.title)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import strategies
 from zoo.model import variables_of
@@ -170,3 +171,23 @@ MODELS = {
         _moving,
     ),
 }
+
+
+STEPS = 3
+
+
+def trained(strategy: strategies.Strategy, model: Staged, pipeline: Any, **options: Any) -> list[Any]:
+    """The fingerprints of variables, optimizer state and model state, and all metrics."""
+    options = {"gradient_accumulation_count": model.count, **model.options, **options}
+    trainer = strategies.Trainer(strategy, model.loss_fn, optax.adam(0.01), pipeline=pipeline, **options)
+    state = trainer.init(model.variables(), model.model_state())
+    mine, found = strategy.local_replicas, []
+    rows = model.count * ROWS
+    for step in range(STEPS):
+        batch = model.rows(strategy.num_replicas_in_sync * rows, step)
+        state, metrics = trainer.step(
+            state, jax.tree.map(lambda leaf: leaf[mine.start * rows : mine.stop * rows], batch)
+        )
+        found.append(dict(metrics))
+    kept = (state.variables, state.optimizer_state, state.model_state, found)
+    return [strategies.fingerprint(one) if one is not None else None for one in kept]

@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 from surviving_instances import run_instances
-from zoo.pipelines import MODELS, ROWS
+from zoo.pipelines import MODELS, trained
 
 import strategies
 from strategies.pipelines.schedules.registry import schedules_by_name
 from strategies.step.engine import control_of
 
-REPLICAS, STEPS = 4, 3
+REPLICAS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,22 +35,6 @@ def executables(tmp_path_factory):
         yield
     for name, value in before.items():
         jax.config.update(name, value)
-
-
-def trained(strategy, model, pipeline, steps=STEPS, **options):
-    """The fingerprints of variables, optimizer state and model state, and all metrics."""
-    options = {"gradient_accumulation_count": model.count, **model.options, **options}
-    trainer = strategies.Trainer(strategy, model.loss_fn, optax.adam(0.01), pipeline=pipeline, **options)
-    state = trainer.init(model.variables(), model.model_state())
-    mine, found = strategy.local_replicas, []
-    for step in range(steps):
-        rows = model.count * ROWS
-        batch = model.rows(REPLICAS * rows, step)
-        batch = jax.tree.map(lambda leaf, rows=rows: leaf[mine.start * rows : mine.stop * rows], batch)
-        state, metrics = trainer.step(state, batch)
-        found.append(dict(metrics))
-    kept = (state.variables, state.optimizer_state, state.model_state, found)
-    return [strategies.fingerprint(one) if one is not None else None for one in kept]
 
 
 def one_instance(devices):

@@ -1,0 +1,206 @@
+"""Instruments: what sees an instance at work, step by step, phase by phase and operation by operation.
+
+An instrument has the methods of one or more of the protocols below. Whoever does the work calls them, in its thread: so
+those for operations have to return in well under a microsecond, and what one raises is raised there. Ends are told of
+what went well only: after an error the next thing begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from types import TracebackType
+from typing import ParamSpec, Protocol, TypeVar, cast, final, runtime_checkable
+
+from collectives.calls import Call
+
+DATA = "data"
+"""Waiting for the next batch; it ends when there is one, so not at the end of an epoch."""
+COMPILE = "compile"
+"""Tracing and compiling a program of replicas. That of the update is compiled inside of the first one."""
+FORWARD_BACKWARD = "forward and backward"
+"""Beginning the programs of the local replicas, and each wait for a bucket of gradients."""
+EXCHANGE = "exchange"
+"""Averaging a bucket of gradients over all replicas."""
+UPDATE = "update"
+"""Beginning to apply the mean gradients."""
+CHECKPOINT = "checkpoint"
+"""What saving a checkpoint keeps the training from; files are written beside it."""
+PHASES = (DATA, COMPILE, FORWARD_BACKWARD, EXCHANGE, UPDATE, CHECKPOINT)
+
+Item = TypeVar("Item")
+Arguments = ParamSpec("Arguments")
+
+
+@runtime_checkable
+class SeesOperations(Protocol):
+    """Sees the collectives of this rank begin, one after another; of named ones the wait for them."""
+
+    def operation_begins(self, number: int, call: Call) -> None:
+        """The `number`-th collective, counted from 1, begins: its kind, name and bytes are those of `call`."""
+
+
+@runtime_checkable
+class SeesEnds(Protocol):
+    """Sees them end."""
+
+    def operation_ends(self) -> None:
+        """It has ended well. Of a named one that had when the program came to wait for it, nobody saw it begin."""
+
+
+@runtime_checkable
+class SeesWaits(Protocol):
+    """Sees waits for other ranks that have become long, also in the thread of named collectives."""
+
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        """These instances have not come yet; told again while the wait lasts."""
+
+
+@runtime_checkable
+class SeesData(Protocol):
+    """Sees when all ranks have come to an operation, and what it then moves."""
+
+    def data_moves(self, nbytes: int) -> None:
+        """All ranks ask for the same: so many bytes of each contribution begin to move. Few may have come along."""
+
+
+@runtime_checkable
+class SeesSteps(Protocol):
+    """Sees the steps of a training."""
+
+    def step_begins(self, step: int) -> None:
+        """The step with this number, counted from 0, begins; or what is done between two of them, as an evaluation."""
+
+
+@runtime_checkable
+class SeesPhases(Protocol):
+    """Sees the phases of a step, one of `PHASES` at a time; but compiling may be inside of another one."""
+
+    def phase_begins(self, phase: str) -> None:
+        """A phase begins; a step may have several of one name."""
+
+    def phase_ends(self, phase: str) -> None:
+        """It has ended well."""
+
+
+Instrument = SeesOperations | SeesEnds | SeesWaits | SeesData | SeesSteps | SeesPhases
+
+
+class Supervisor(Protocol):
+    """Who watches over the instances of a job from outside, and may end their waits."""
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it has found that waiting for the others is of no use; asked only while a wait is long."""
+
+    def carry_on(self, lost: int) -> None:
+        """So many instances of the job are lost, and the others carry on without them."""
+
+
+def _unseen(first: object = None, second: object = None) -> None:
+    """Nobody looks, whatever the arguments are."""
+
+
+@final
+class Instruments:
+    """All instruments of an instance, which see what happens in the order in which they are given; and its supervisor.
+
+    Args:
+        attached: the instruments.
+        supervisor: None where nobody supervises the instance.
+
+    Attributes:
+        attached: see above.
+        operation_begins: what all instruments see, as all of the following; see the protocols.
+        operation_ends: see there.
+        waiting_for: see there.
+        data_moves: see there.
+        step_begins: see there.
+        during: for each of `PHASES` what a `with` statement enters while the phase lasts, any number of times.
+    """
+
+    __slots__ = (
+        "_supervisor",
+        "attached",
+        "data_moves",
+        "during",
+        "operation_begins",
+        "operation_ends",
+        "step_begins",
+        "waiting_for",
+    )
+
+    def __init__(self, *attached: Instrument, supervisor: Supervisor | None = None) -> None:
+        self.attached = attached
+        self._supervisor = supervisor
+        operations = [each.operation_begins for each in attached if isinstance(each, SeesOperations)]
+        self.operation_begins = _told_to(operations)
+        self.operation_ends = _told_to([each.operation_ends for each in attached if isinstance(each, SeesEnds)])
+        self.waiting_for = _told_to([each.waiting_for for each in attached if isinstance(each, SeesWaits)])
+        self.data_moves = _told_to([each.data_moves for each in attached if isinstance(each, SeesData)])
+        self.step_begins = _told_to([each.step_begins for each in attached if isinstance(each, SeesSteps)])
+        seers = [each for each in attached if isinstance(each, SeesPhases)]
+        begins = _told_to([each.phase_begins for each in seers])
+        ends = _told_to([each.phase_ends for each in seers])
+        self.during: Mapping[str, AbstractContextManager[None]] = {
+            name: _Phase(name, begins, ends) if seers else nullcontext() for name in PHASES
+        }
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the supervisor has said that waiting for the others is of no use."""
+        return self._supervisor is not None and self._supervisor.is_released
+
+    def carry_on(self, lost: int) -> None:
+        """Tell the supervisor that so many instances are lost, without which the others carry on."""
+        if self._supervisor is not None:
+            self._supervisor.carry_on(lost)
+
+    def each(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
+        """The same items; each wait for the next one is a phase, also that in which none is left."""
+        phase = self.during[name]
+        while True:
+            with phase:
+                found = list(islice(items, 1))
+            if not found:
+                return
+            yield found[0]
+
+
+@final
+class _Phase:
+    """See `Instruments.during`."""
+
+    __slots__ = ("_begins", "_ends", "_name")
+
+    def __init__(self, name: str, begins: Callable[[str], None], ends: Callable[[str], None]) -> None:
+        self._name = name
+        self._begins = begins
+        self._ends = ends
+
+    def __enter__(self) -> None:
+        self._begins(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._ends(self._name)
+
+
+def is_seen(told: Callable[Arguments, None]) -> bool:
+    """Whether any instrument sees what is told by this attribute of `Instruments`."""
+    return told is not _unseen
+
+
+def _told_to(seers: Sequence[Callable[Arguments, None]]) -> Callable[Arguments, None]:
+    """One function for all; the only one itself, where there is no other."""
+    if len(seers) < 2:
+        return seers[0] if seers else cast("Callable[Arguments, None]", _unseen)
+
+    def tell(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        for see in seers:
+            see(*arguments, **named)
+
+    return tell

@@ -1,0 +1,40 @@
+"""Trains models in stages, and prints a fingerprint of all that training changes, and of the metrics.
+
+    train_pipelines.py [--replicas R] [--schedule NAME] [--recompute] MODEL...
+
+Instance 0 prints a line for each model. The same for every launcher, schedule and number of instances.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from zoo.pipelines import MODELS, trained
+
+import popdist
+import strategies
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", choices=MODELS, metavar="MODEL")
+    parser.add_argument("--replicas", type=int)
+    parser.add_argument("--schedule", default="sequential")
+    parser.add_argument("--recompute", action="store_true")
+    options = parser.parse_args()
+    popdist.init(options.replicas)
+    strategy = strategies.PopDistStrategy()
+    for name in options.models:
+        model = MODELS[name]
+        mapping = model.mappings[0] if popdist.getNumIpusPerReplica() > 1 else [0] * model.stages
+        pipeline = strategies.Pipelining(mapping, options.schedule, options.recompute)
+        found = trained(strategy, model, pipeline)
+        if strategy.is_chief:
+            print(name, *found, flush=True)
+
+
+if __name__ == "__main__":
+    main()
