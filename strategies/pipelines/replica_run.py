@@ -113,6 +113,14 @@ class ReplicaRun:
         self._moves = len(set(devices)) > 1
         self._lock = threading.Lock()
         self._results = {result: argument for argument, result in staged.carried.items()}
+        self._segments = {
+            (device, stage): [
+                number for number, where in zip(staged.numbers[stage], mapping[stage], strict=False) if where == device
+            ]
+            for device in range(len(devices))
+            for stage in range(len(mapping))
+        }
+        self._takers = {value: len(staged.takers(value)) for segment in staged.segments for value in segment.gives}
         self._needed = [one.needed(keeping.runs_again(number)) for number, one in enumerate(programs)]
         self.sums: list[list[Any] | None] = [None] * len(programs)
 
@@ -139,8 +147,7 @@ class ReplicaRun:
 
     def segments_of(self, device: int, stage: int) -> list[int]:
         """The segments of a stage that a device computes. A stage of one function is computed by its first device."""
-        pairs = zip(self._staged.numbers[stage], self._mapping[stage], strict=False)
-        return [number for number, where in pairs if where == device]
+        return self._segments[device, stage]
 
     # ---- actions
 
@@ -155,7 +162,7 @@ class ReplicaRun:
         with self._lock:
             for value, array in zip(segment.gives, made[len(segment.parts) :], strict=True):
                 self._handed[micro_batch, value] = array
-                self._left[micro_batch, value] = len(self._staged.takers(value))
+                self._left[micro_batch, value] = self._takers[value]
         if programs.has_backward:
             needed = self._needed[number]
             kept = [value if place in needed else None for place, value in enumerate(values)]

@@ -137,7 +137,8 @@ class StagePrograms:
         if not self.has_backward:
             self.slopes, self.has_loss = (), False
         self.closed = self._traced()
-        self._forward, self._inputs, self._weights, self._outputs = self._cut()
+        self._forward, self._inputs, self._weights, outputs = self._cut()
+        self._handed = _forwarded(outputs)
         self._accumulators = accumulators
         self.sum_shapes = [accumulators.shapes[place] for place in self.weights]
         self._executables = executables
@@ -307,15 +308,18 @@ class StagePrograms:
         forward = self._forward
         made = _when_ready(self.compiled(device)[0](*[values[place] for place in forward.inputs]))
         found = dict(zip(forward.gives, made, strict=True))
-        outputs = self._outputs
-        handed = [values[place] for place in outputs.inputs] + [found[number] for number in outputs.takes]
-        return list(outputs.function(*handed)), {number: found[number] for number in self._kept}
+        return [one.of(values, found) for one in self._handed], {number: found[number] for number in self._kept}
 
     @cached_property
     def _kept(self) -> list[int]:
         """The numbers of what the forward pass makes for the backward passes."""
         read = {*self._inputs.takes, *self._weights.takes}
         return [number for number in self._forward.gives if number in read]
+
+    @cached_property
+    def _last_read(self) -> frozenset[int]:
+        """What the backward pass for the inputs reads last."""
+        return frozenset(self._inputs.takes) - frozenset(self._weights.takes)
 
     def backward_inputs(self, device: jax.Device, values: Sequence[Any], kept: dict[int, Any]) -> list[Any]:
         """The gradients of `steep`.
@@ -331,7 +335,7 @@ class StagePrograms:
         given = [values[place] for place in inputs.inputs] + [kept[number] for number in inputs.takes]
         made = _when_ready(self.compiled(device)[1](*given))
         kept.update(zip(inputs.gives, made[len(inputs.parts) :], strict=True))
-        for number in set(inputs.takes) - set(self._weights.takes):
+        for number in self._last_read:
             del kept[number]
         return list(made[: len(inputs.parts)])
 
@@ -352,6 +356,33 @@ class StagePrograms:
             return []
         given = [values[place] for place in weights.inputs] + [kept[one] for one in weights.takes]
         return list(_when_ready(self.compiled(device)[2](*given, *sums, number)))
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """A result of a forward pass: a value of the segment, what the program has made, or a constant.
+
+    Attributes:
+        place: of the value; None if it is none.
+        number: of what was made; None if it is none.
+        constant: else.
+    """
+
+    place: int | None = None
+    number: int | None = None
+    constant: Any = None
+
+    def of(self, values: Sequence[Any], found: Mapping[int, Any]) -> Any:
+        """It, where the program has run."""
+        if self.number is not None:
+            return found[self.number]
+        return self.constant if self.place is None else values[self.place]
+
+
+def _forwarded(outputs: Segment) -> list[_Handed]:
+    """What a segment without equations hands on."""
+    every = [_Handed(place=place) for place in outputs.inputs] + [_Handed(number=number) for number in outputs.takes]
+    return [one if isinstance(one, _Handed) else _Handed(constant=one) for one in outputs.function(*every)]
 
 
 def _when_ready(results: Sequence[Any]) -> Sequence[Any]:
