@@ -4,3 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch_scripts"))
+
+import strategies  # noqa: E402
+
+strategies.IPUStrategy(8)  # JAX's devices and how it adds are fixed when it starts
