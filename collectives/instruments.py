@@ -8,7 +8,7 @@ what went well only: after an error the next thing begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import islice
 from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar, cast, final, runtime_checkable
@@ -144,7 +144,7 @@ class Instruments:
         begins = _told_to([each.phase_begins for each in seers])
         ends = _told_to([each.phase_ends for each in seers])
         self.during: Mapping[str, AbstractContextManager[None]] = {
-            name: _Phase(name, begins, ends) if seers else nullcontext() for name in PHASES
+            name: _Phase(name, begins, ends) if seers else _UnseenPhase() for name in PHASES
         }
 
     @property
@@ -187,6 +187,21 @@ class _Phase:
     ) -> None:
         if kind is None:
             self._ends(self._name)
+
+
+@final
+class _UnseenPhase:
+    """Nobody looks: `contextlib.nullcontext`, which takes any number of arguments, needs 160 ns instead of 135."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
 
 
 def is_seen(told: Callable[Arguments, None]) -> bool:

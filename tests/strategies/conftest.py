@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiling import compile_one_after_another
 from connected import ConnectedStrategy
 
 import collectives
@@ -14,6 +15,7 @@ import strategies
 from collectives.backends.thread import run_on_threads
 from popdist import Instance
 
+compile_one_after_another()
 ALL = strategies.IPUStrategy(num_replicas=8)  # the size of the pool is fixed when JAX starts
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [
