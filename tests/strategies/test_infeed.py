@@ -15,6 +15,7 @@ from feed_data import Increasing, feed_threads
 
 import strategies
 from strategies import EndOfDataError, FeedError, InfeedMode, InfeedQueue, OutfeedQueue, get_replica_context, loops
+from strategies.programs.feed_program import Replication
 
 ONES = np.ones((4, 4), np.float32)
 LIMIT_S = 60
@@ -528,3 +529,16 @@ def join_others_than(before):
     for thread in set(feed_threads()) - before:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
+
+
+def test_elements_are_taken_on_the_host_for_a_program_that_gets_them_as_arguments():
+    with InfeedQueue([np.float32(number) for number in range(20)], mode=InfeedMode.WHOLE) as infeed:
+        local = Replication(range(2, 4), 4)
+        for first in (0, 8):
+            taken = [[float(array) for [array] in elements] for elements in infeed.take(local, 2)]
+            assert taken == [[first + 2, first + 6], [first + 3, first + 7]]
+        assert infeed.dequeued
+        with pytest.raises(EndOfDataError):
+            infeed.take(local, 2)
+        with pytest.raises(FeedError, match="an infeed of its own for each number of replicas"):
+            infeed.take(Replication(range(4), 4), 2)

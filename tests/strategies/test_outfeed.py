@@ -12,6 +12,7 @@ from feed_data import Increasing
 
 import strategies
 from strategies import FeedError, InfeedQueue, OutfeedMode, OutfeedQueue, get_replica_context, loops
+from strategies.programs.feed_program import Replication
 
 LIMIT_S = 60
 
@@ -444,3 +445,15 @@ class TestLife:
 
     def test_modes_have_the_original_s_values(self):
         assert (OutfeedMode.ALL.value, OutfeedMode.LAST.value) == ("all", "get_last")
+
+
+def test_values_are_put_on_the_host_for_a_program_that_returns_them():
+    local = Replication(range(2, 4), 4)
+    outfeed, last = OutfeedQueue(), OutfeedQueue(OutfeedMode.LAST)
+    for number in range(3):
+        for queue in (outfeed, last):
+            queue.put(local, number, [{"a": np.float32(10 * replica + number)} for replica in local.local])
+    np.testing.assert_array_equal(last.dequeue()["a"], [22, 32])
+    with pytest.raises(FeedError, match="dequeue them before"):
+        outfeed.put(local, 3, [np.zeros(2)] * 2)
+    np.testing.assert_array_equal(outfeed.dequeue()["a"], [[20, 30], [21, 31], [22, 32]])

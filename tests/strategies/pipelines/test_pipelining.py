@@ -55,11 +55,7 @@ def references():
     return of
 
 
-FEW = [
-    ("grouped", 0, False, 1),
-    ("one_forward_one_backward", 0, True, 2),
-    ("zero_bubble", 1, False, 4),
-]
+FEW = [("grouped", 0, True, 2), ("zero_bubble", 1, False, 4)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,17 +132,20 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_other_options_go_with_it(options, on_instances):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options_go_with_it(name, on_instances):
+    options = OPTIONS[name]
+
     def made(strategy, pipeline):
         state, metrics = steps(strategy, pipeline, **options)
         return strategies.fingerprint(state.variables), dict(metrics)
 
     [one] = on_instances(1, REPLICAS, lambda strategy: made(strategy, SEQUENTIAL))
     assert on_instances(2, REPLICAS, lambda strategy: made(strategy, GROUPED), ipus_per_replica=2) == [one] * 2
-    state, metrics = steps(one_instance(1), **options)
-    np.testing.assert_allclose(metrics["loss"], one[1]["loss"], rtol=0.05 if "bfloat16" in str(options) else 1e-5)
-    assert set(metrics) == set(one[1])
+    if name in ("sum", "loss scaling in bfloat16"):  # the others would only compile more
+        _, metrics = steps(one_instance(1), **options)
+        np.testing.assert_allclose(metrics["loss"], one[1]["loss"], rtol=1e-5 if name == "sum" else 0.05)
+        assert set(metrics) == set(one[1])
 
 
 def test_gradients_that_overflow_are_dropped_on_all_replicas(on_instances):
