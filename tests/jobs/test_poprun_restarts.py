@@ -110,8 +110,8 @@ def test_output_of_all_attempts_is_kept(tmp_path):
     ("how", "where"),
     [
         ("stop()", "stopped by a signal or a debugger"),
-        ("forever()", "at <string>, line 8, in forever"),
-        also("slow()", "at <string>, line 14, in slow"),
+        ("forever()", "at <string>, line {line}, in forever"),
+        also("slow()", "at <string>, line {line}, in slow"),
     ],
 )
 @pytest.mark.cores(2)
@@ -122,13 +122,13 @@ def test_an_instance_that_is_stuck_is_named_with_its_line(how, where, tmp_path):
         "from popdist.records import show_stack_when_asked\n"
         "show_stack_when_asked(os.environ)\n"
         "def forever():\n"
-        f"    open({begun!r}, 'x').close(); any(iter(int, 1))\n"
+        f"    open({begun!r}, 'x').close(); any(iter(int, 1))  # forever is here\n"
         "def slow():  # to show its stack\n"
         f"    import time; open({begun!r}, 'x').close()\n"
         "    asked = {int(os.environ['POPRUN_STACK'].partition(':')[2])}\n"
         "    signal.pthread_sigmask(signal.SIG_BLOCK, asked)\n"
         "    while not signal.sigpending(): pass\n"
-        "    time.sleep(0.5); signal.pthread_sigmask(signal.SIG_UNBLOCK, asked)\n"
+        "    time.sleep(0.5); signal.pthread_sigmask(signal.SIG_UNBLOCK, asked)  # slow is here\n"
         "    signal.pause()\n"
         "def stop():\n"
         "    if os.fork(): os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -140,12 +140,15 @@ def test_an_instance_that_is_stuck_is_named_with_its_line(how, where, tmp_path):
         f"while not os.path.exists({begun!r}): pass\n"
         "enter(5, b'barrier'); page.waiting_for([1]); signal.pause()\n"
     )
+    marked = f"# {how.removesuffix('()')} is here"
+    line = next((number for number, text in enumerate(program.splitlines(), start=1) if text.endswith(marked)), None)
     finished = run(*two(program, "--stuck-timeout-s", "1"))
     assert finished.status == 124, finished.stderr
     first, second = finished.own_lines
     assert first.startswith("instance 1 on host ")
     assert first.endswith(
-        f" has made no progress for 1 s (--stuck-timeout-s) in step 4, after collective 4, barrier: it is {where}"
+        " has made no progress for 1 s (--stuck-timeout-s) in step 4, after collective 4, barrier: "
+        f"it is {where.format(line=line)}"
     )
     assert second == "instance 0 was in collective 5, barrier, step 4, waiting for instance 1"
 
