@@ -23,6 +23,7 @@ from strategies.data.input_context import InputContext
 from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
 from strategies.extended import Extended
+from strategies.importing import when_imported
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
 from strategies.programs.program import Program
@@ -393,7 +394,8 @@ class Strategy(ABC):
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Make this the current strategy, which `get_strategy` returns."""
+        """Make this the current strategy, which `get_strategy` returns; models of Keras that are made here are its own."""
+        when_imported("keras", _hook_keras)
         token = _scope.set(self)
         try:
             yield self
@@ -404,6 +406,12 @@ class Strategy(ABC):
 def get_strategy() -> Strategy | None:
     """The strategy whose scope this is, or None."""
     return _scope.get()
+
+
+def _hook_keras() -> None:
+    from strategies.keras.hook import hook  # which imports Keras
+
+    hook(get_strategy)
 
 
 def _require_switches(**switches: bool) -> None:

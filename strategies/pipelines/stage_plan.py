@@ -20,7 +20,6 @@ from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
 from strategies.step.encoding import flatten
 from strategies.step.leaving import TAIL, Leaving
-from strategies.step.model_state import FIRST, MEAN, PER_REPLICA
 from strategies.step.replica_program import ReplicaProgram
 from strategies.step.shards import Shards
 
@@ -200,5 +199,5 @@ class StagePlan:
             is_bad = jnp.concatenate(flags)[order]
         tail = program.tail(total / program.accumulation.count, index, control, is_bad)
         after = jax.tree.unflatten(program.rule.structure, state)
-        means, firsts, own = (program.rule.pick(after, word) for word in (MEAN, FIRST, PER_REPLICA))
-        return (*flatten(self.state_layout, means, tail, rest), *firsts, *[one[None] for one in own])
+        means, kept = program.of_state(after)
+        return (*flatten(self.state_layout, means, tail, rest), *kept)

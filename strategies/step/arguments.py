@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
+from strategies.step.optimizers import Optimizer
 from strategies.step.trainable import Filter, Trainable
 from strategies.train_state import TrainState
 
@@ -96,7 +97,7 @@ def check_optimizer(optimizer: Any) -> None:
     Raises:
         TypeError: if it is none.
     """
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    if not (isinstance(optimizer, Optimizer) or hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         what = f"the function {optimizer.__name__}" if inspect.isfunction(optimizer) else repr(optimizer)
         raise TypeError(f"the optimizer is {what}; use a gradient transformation of optax, such as optax.adam(1e-3)")
 

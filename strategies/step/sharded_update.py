@@ -23,6 +23,7 @@ from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.step.accumulation import accumulator_dtypes
 from strategies.step.encoding import flatten
+from strategies.step.optimizers import Optimizer
 from strategies.step.options import StepOptions
 from strategies.step.shards import PartOfArray, Shards
 from strategies.step.updates import Update, UpdateSettings, WholeUpdate
@@ -47,7 +48,7 @@ class ShardedUpdate(Update):
     def __init__(
         self,
         replicas: Replicas,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer | optax.GradientTransformation,
         settings: UpdateSettings,
         min_elements: int,
     ) -> None:
@@ -85,6 +86,17 @@ class ShardedUpdate(Update):
             return self._optimizer.init(self._take(variables, first))
 
         return self._placed(self._compiled(init), variables, self._first)
+
+    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
+        """See `Update`: this instance's part."""
+        self._look_at(variables)
+
+        def cut(optimizer_state: Any, first: jax.Array) -> Any:
+            return jax.tree.map(
+                lambda leaf, is_cut: self._shards.take(leaf, first) if is_cut else leaf, optimizer_state, self._is_cut
+            )
+
+        return self._placed(self._compiled(cut), optimizer_state, self._first)
 
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
         """See `Update`; a collective call."""
@@ -159,12 +171,15 @@ class ShardedUpdate(Update):
         # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
         gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)
         parts = self._take(variables, first)
-        changes, optimizer_state = self._changes(gradients, optimizer_state, parts, norm)
-        if not self._settings.rounds_stochastically:
-            return optax.apply_updates(parts, changes), optimizer_state
-        bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
-        own = self._take(bits, first)
-        return add_stochastically(parts, changes, lambda number, _: own[number]), optimizer_state
+
+        def add(parts: Any, changes: Any) -> Any:
+            if not self._settings.rounds_stochastically:
+                return optax.apply_updates(parts, changes)
+            bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
+            own = self._take(bits, first)
+            return add_stochastically(parts, changes, lambda number, _: own[number])
+
+        return self._optimizer.apply(gradients, optimizer_state, parts, norm, add)
 
     def _divided(
         self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None, first: jax.Array
@@ -242,7 +257,7 @@ class ShardedUpdate(Update):
         given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
         def update(gradients: Any, state: Any, variables: Any, norm: jax.Array) -> Any:
-            return self._optimizer.update(gradients, state, variables, gradient_norm=norm)
+            return self._optimizer.apply(gradients, state, variables, norm, optax.apply_updates)
 
         norm = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.make_jaxpr(update)(jax.tree.unflatten(structure, given), state, tree, norm)
@@ -255,7 +270,7 @@ def _uses_last_argument(traced: Any) -> bool:
     return any(one is last for one in used)
 
 
-def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, options: StepOptions) -> Update:
+def update_for(replicas: Replicas, optimizer: Optimizer | optax.GradientTransformation, options: StepOptions) -> Update:
     """The update with whole or with sharded optimizer state, as the options want it."""
     if options.shards_state:
         return ShardedUpdate(replicas, optimizer, options.of_update, options.min_elements_for_sharding)

@@ -57,15 +57,27 @@ class States:
             model_state: see there.
             single: makes the steps that follow.
         """
-        first = self._checked(variables, model_state)
+        variables, model_state = self._checked(variables, model_state)
+        return self._begun(TrainState(variables, None, 0, model_state=model_state), single)
 
+    def adopt(self, state: TrainState, single: SingleStep) -> TrainState:
+        """Instance 0's state on all instances; see `Trainer.adopt`.
+
+        Args:
+            state: see there.
+            single: makes the steps that follow.
+        """
+        variables, model_state = self._checked(state.variables, state.model_state)
+        return self._begun(replace(state, variables=variables, model_state=model_state), single)
+
+    def _begun(self, first: TrainState, single: SingleStep) -> TrainState:
         def catch_up() -> TrainState | None:
             meeting = single.meet()
-            return single.share(self._first(*first), meeting.newest) if meeting.is_late else None
+            return single.share(self._first(first), meeting.newest) if meeting.is_late else None
 
         if part := self.own_part:
             warn_of_loss(self._replicas, f"every instance has a part of the state that no other has ({part})")
-        return self.surviving(lambda: self._first(*self._replicas.broadcast(first)), catch_up, single.share)
+        return self.surviving(lambda: self._first(self._replicas.broadcast(first)), catch_up, single.share)
 
     def surviving(
         self, attempt: Callable[[], T], catch_up: Callable[[], T | None], share: Callable[[T, int], object]
@@ -104,15 +116,20 @@ class States:
         self._options.rule_of(arrays)
         return variables, arrays
 
-    def _first(self, variables: Variables, model_state: Tree) -> TrainState:
+    def _first(self, state: TrainState) -> TrainState:
+        """The state, with what this instance keeps of it, and with what it has not got yet."""
         scaling, place = self._options.scaling, self._replicas.devices.place
-        trained = Trainable.of(variables, self._options.trainable).pick(variables)
+        trained = Trainable.of(state.variables, self._options.trainable).pick(state.variables)
         local = len(self._replicas.local_replicas)
         residuals = None
         if self._options.transfer.is_quantised:
             of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
             residuals = [place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
-        scale = None if scaling is None else scaling.start()
-        rule = self._options.rule_of(model_state)
-        of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), model_state)
-        return TrainState(variables, self._update.init(trained), 0, scale, residuals, of_all)
+        scale = state.loss_scale
+        if scaling is not None and scale is None:
+            scale = scaling.start()
+        rule = self._options.rule_of(state.model_state)
+        of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), state.model_state)
+        given = state.optimizer_state
+        optimizer_state = self._update.init(trained) if given is None else self._update.adopt(trained, given)
+        return TrainState(state.variables, optimizer_state, state.step, scale, residuals, of_all)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Unpack
 
@@ -12,12 +12,13 @@ from strategies.roles import Batch, Tree, Variables
 from strategies.step.arguments import check_loss_function, check_optimizer, check_state, check_takes_state
 from strategies.step.digest import flip_bit
 from strategies.step.evaluation import Evaluator
-from strategies.step.evaluation_program import MetricsFunction
+from strategies.step.evaluation_program import MetricsFunction, Task, Told
 from strategies.step.executions import Executions
 from strategies.step.jax_engine import JaxEngine
 from strategies.step.merging import Evaluation
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
+from strategies.step.optimizers import Optimizer
 from strategies.step.options import Options, StepOptions
 from strategies.step.replica_program import LossFunction
 from strategies.step.sharded_update import update_for
@@ -62,7 +63,7 @@ class Trainer:
         self,
         strategy: Strategy,
         loss_fn: LossFunction,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | Optimizer,
         seed: int = 0,
         check_numerics: bool = False,
         digest_every: int = 0,
@@ -119,6 +120,19 @@ class Trainer:
         """
         check_takes_state(self._loss_fn, model_state is not None)
         return self._states.init(variables, model_state, self._single)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Go on with what something else has trained: instance 0's state on every instance; a collective call.
+
+        Args:
+            state: whole, also the optimizer state, which has to be one of this optimizer's; without residuals. Loss
+                scaling begins where it has none.
+
+        Raises:
+            TypeError, ValueError, LayoutMismatchError: see `init`.
+        """
+        check_takes_state(self._loss_fn, state.model_state is not None)
+        return self._states.adopt(state, self._single)
 
     def run(
         self,
@@ -222,3 +236,7 @@ class Trainer:
             TypeError, ValueError, DisagreementError: see `Evaluator.predict`.
         """
         return self._evaluator.predict(state, dataset, fn, to_all)
+
+    def told(self, task: Task, state: TrainState, dataset: Iterable[Batch]) -> Generator[Told, None, None]:
+        """For each batch what a task tells of it; what `evaluate` and `predict` are made of. See `Evaluator.told`."""
+        return self._evaluator.told(task, state, dataset)

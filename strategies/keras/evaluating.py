@@ -1,0 +1,107 @@
+"""The test and predict functions of a model: every row counts once, however replicas are spread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from strategies.keras.data import Pass
+from strategies.keras.programs import MetricsTask, ModelFunctions, OutputsTask
+from strategies.keras.state import VARIABLES, Seeds, seeds_of
+from strategies.programs.program import jit
+from strategies.roles import Tree
+from strategies.step.evaluation import in_order
+from strategies.step.evaluation_program import Task, Told
+from strategies.step.trainer import Trainer
+from strategies.strategy import Strategy
+from strategies.train_state import TrainState
+
+State = Sequence[Any]
+
+
+class _Function:
+    """What both have in common.
+
+    Args:
+        model: of Keras, built.
+        strategy: where the replicas are.
+        steps_per_execution: how many batches a call is for.
+        task: makes what is wanted of each batch of the functions of a model.
+    """
+
+    def __init__(
+        self, model: Any, strategy: Strategy, steps_per_execution: int, task: Callable[[ModelFunctions], Task]
+    ) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._steps = steps_per_execution
+        self.functions = ModelFunctions(model, Seeds(tuple(seeds_of(model))))
+        self._task = task(self.functions)
+        self._trainer = Trainer(strategy, _no_loss, optax.identity())
+        self._is_adopted = False
+
+    def begin(self) -> None:
+        """Have instance 0's variables on all instances before the next batch: the user may have changed them."""
+        self._is_adopted = False
+
+    def taken(self, state: State, iterator: Pass) -> tuple[list[Told], State]:
+        """What is told of the next batches, and the state.
+
+        Raises:
+            StopIteration: if there is none.
+        """
+        trained, others, *rest = state
+        if not self._is_adopted:
+            self._is_adopted = True
+            trained, others = self._strategy.broadcast((list(trained), list(others)))
+        given = TrainState(list(trained), None, 0, model_state={VARIABLES: list(others)})
+        stream = iterator.told(lambda dataset: self._trainer.told(self._task, given, dataset))
+        told = list(itertools.islice(stream, self._steps))
+        if not told:
+            raise StopIteration
+        return told, (trained, others, *rest)
+
+
+class TestFunction(_Function):
+    """Evaluates for `evaluate` and `test_on_batch`."""
+
+    def __init__(self, model: Any, strategy: Strategy, steps_per_execution: int) -> None:
+        super().__init__(model, strategy, steps_per_execution, MetricsTask)
+        self._results = jit(self.functions.results)
+
+    def __call__(self, state: State, iterator: Pass) -> tuple[dict[str, Any], State]:
+        """Evaluate the next batches; see `TrainFunction`."""
+        told, (trained, others, metrics) = self.taken(state, iterator)
+        metrics = [np.asarray(one) for one in metrics]
+        logs: dict[str, Any] = {}
+        for of_replicas in told:
+            for (added, logs_of_one), mask in of_replicas:
+                if mask.any():
+                    metrics = [old + one for old, one in zip(metrics, added, strict=True)]
+                    logs = logs or logs_of_one
+        return dict(logs) | dict(self._results(metrics)), (trained, others, metrics)
+
+
+class PredictFunction(_Function):
+    """Predicts for `predict` and `predict_on_batch`."""
+
+    def __init__(self, model: Any, strategy: Strategy, steps_per_execution: int) -> None:
+        super().__init__(model, strategy, steps_per_execution, OutputsTask)
+
+    def __call__(self, state: State, iterator: Pass) -> tuple[Tree, State]:
+        """The outputs for the next batches, in the order of the data, and the state."""
+        told, state = self.taken(state, iterator)
+        batches = [in_order(of_replicas, False) for of_replicas in told]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches), state
+
+
+def _no_loss(variables: Any, batch: Any, key: Any, model_state: Any) -> Any:
+    raise AssertionError("nothing is trained here")
+
+
+__all__ = ["Iterator", "PredictFunction", "TestFunction"]

@@ -1,0 +1,99 @@
+"""Optimizers of Keras, whole: what they make of mean gradients is the update of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+from keras.optimizers import LossScaleOptimizer
+
+from strategies.loss_scaling import LossScale, LossScaling
+from strategies.programs.products import with_rounded_products
+from strategies.step.optimizers import Add, Optimizer
+
+
+@final
+class KerasOptimizer(Optimizer):
+    """An optimizer of Keras as the update of a step, with its clipping, averages, decay and schedules.
+
+    Of a `LossScaleOptimizer` it is the inner one; the scale is that of the step.
+
+    Args:
+        optimizer: built for the trainable variables of a model.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._given = optimizer
+        self._optimizer = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+
+    @property
+    def scaling(self) -> LossScaling | None:
+        """How losses are scaled; None where they are not, or by a constant that only the optimizer knows."""
+        if not isinstance(self._given, LossScaleOptimizer):
+            return None
+        return LossScaling(float(self._given.initial_scale), 2.0, int(self._given.dynamic_growth_steps))
+
+    def init(self, variables: Any) -> Any:
+        """See `Optimizer`: what the variables of the optimizer are now."""
+        return [variable.value for variable in self._optimizer.variables]
+
+    def apply(
+        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, add: Add
+    ) -> tuple[Any, Any]:
+        """See `Optimizer`."""
+
+        def update(gradients: Any, state: Any, variables: Any) -> tuple[Any, Any]:
+            new, state = self._optimizer.stateless_apply(state, gradients, variables)
+            return list(new), list(state)
+
+        new: tuple[Any, Any] = with_rounded_products(update)(gradients, optimizer_state, variables)
+        return new
+
+    # ---- what Keras knows as the variables of the optimizer
+
+    @property
+    def _own(self) -> list[Any]:
+        """The variables of a `LossScaleOptimizer` itself, which come first."""
+        count = len(self._given.variables) - len(self._optimizer.variables)
+        return list(self._given.variables[:count])
+
+    def divide(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The values of all variables as those of a `LossScaleOptimizer` itself, and those of the optimizer."""
+        count = len(self._own)
+        return list(values[:count]), list(values[count:])
+
+    def scale_of(self, own: Sequence[Any], skipped: Any) -> LossScale | None:
+        """The scale that the variables of a `LossScaleOptimizer` say; None where losses are not scaled."""
+        if self.scaling is None:
+            return None
+        named = dict(zip([variable.name for variable in self._own], own, strict=True))
+        return LossScale(np.float32(named["dynamic_scale"]), np.int32(named["step_counter"]), np.int32(skipped))
+
+    def with_scale(self, own: Sequence[Any], scale: LossScale | None) -> list[Any]:
+        """The values of the variables of a `LossScaleOptimizer` itself after a step."""
+        if scale is None:
+            return list(own)
+        new = {"dynamic_scale": np.float32(scale.scale), "step_counter": np.int32(scale.good_steps)}
+        pairs = zip(self._own, own, strict=True)
+        return [new.get(variable.name, value) for variable, value in pairs]
+
+    @property
+    def for_unscaled_loss(self) -> list[Any]:
+        """Values of the first variables with which Keras does not scale a loss: the step does that."""
+        return [
+            np.ones(variable.shape, variable.dtype)
+            if variable.name == "dynamic_scale"
+            else np.zeros(variable.shape, variable.dtype)
+            for variable in self._own
+        ]
+
+    def step_of(self, inner: Sequence[Any]) -> int:
+        """How many updates there were, as the variables of the optimizer say."""
+        place = next(
+            number
+            for number, variable in enumerate(self._optimizer.variables)
+            if variable is self._optimizer.iterations
+        )
+        return int(inner[place])
