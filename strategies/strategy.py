@@ -394,7 +394,7 @@ class Strategy(ABC):
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Make this the current strategy, which `get_strategy` returns; models of Keras that are made here are its own."""
+        """Make this the current strategy, which `get_strategy` returns; models of Keras made inside are its own."""
         when_imported("keras", _hook_keras)
         token = _scope.set(self)
         try:

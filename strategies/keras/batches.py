@@ -11,7 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -128,7 +128,7 @@ class _Dealer:
 class _Batches(Source, ABC):
     """What sources of batches have in common."""
 
-    length = None
+    length: int | None = None
 
     def __init__(self, count: int | None, layout: Layout) -> None:
         self._layout = layout
@@ -162,11 +162,15 @@ class _Numbered(_Batches):
     def __init__(self, given: NumberedBatches, layout: Layout, seed: int, shuffle: bool) -> None:
         super().__init__(given.count, layout)
         self._given = given
-        self._order = lambda epoch: epoch_order(given.count, seed, epoch, shuffle=shuffle)
+        self._seed = seed
+        self._shuffle = shuffle
         self._last_rows = rows_of(given.read(given.count - 1))
 
     def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
-        order, per_step = self._order(epoch), dealer.per_step
+        order, per_step = (
+            epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle),
+            dealer.per_step,
+        )
         dealer.first_row = start * self._layout.global_batch_size
         for step in range(start, self.steps or 0):
             numbers = [int(number) for number in order[step * per_step : (step + 1) * per_step]]

@@ -1,47 +1,41 @@
-"""Where callbacks run: those that write on the chief, and all others on every instance."""
+"""Where callbacks run: those that write on the chief, others on every instance; and what instances agree on then."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 from keras.src.callbacks import CallbackList
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 
-from strategies.strategy import Strategy
+from strategies.strategy import Strategy, get_strategy
 
 WRITERS: tuple[type, ...] = (
     ProgbarLogger,
+    keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
-"""Those that write, and decide nothing."""
-
-
-def placed(callbacks: CallbackList, strategy: Strategy) -> CallbackList:
-    """The same list, in which those that write do so on the chief only."""
-    callbacks.callbacks = [
-        OnChief(each, strategy) if isinstance(each, WRITERS) else each for each in callbacks.callbacks
-    ]
-    return callbacks
-
-
+"""Those that write, and of which the other instances need to know nothing but what the model becomes."""
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
 
 
-class OnChief(keras.callbacks.Callback):
+class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
     """A callback that is called on the instance that is the chief at the time, and on no other.
 
     Args:
         callback: it is.
-        strategy: knows the chief.
+        strategy: knows the chief; None for the current one.
     """
 
-    def __init__(self, callback: Any, strategy: Strategy) -> None:
+    def __init__(self, callback: Any, strategy: Strategy | None = None) -> None:
         super().__init__()
         self.callback = callback
-        self._strategy = strategy
+        self._strategy = strategy or get_strategy()
 
     def set_params(self, params: Any) -> None:
         """See Keras."""
@@ -51,10 +45,15 @@ class OnChief(keras.callbacks.Callback):
         """See Keras."""
         self.callback.set_model(model)
 
+    @property
+    def is_called(self) -> bool:
+        """Whether this is the chief."""
+        return self._strategy is None or self._strategy.replicas.is_chief
 
-def _on_chief(name: str) -> Any:
+
+def _on_chief(name: str) -> Callable[..., None]:
     def hook(self: OnChief, *arguments: Any, **named: Any) -> None:
-        if self._strategy.replicas.is_chief:
+        if self.is_called:
             getattr(self.callback, name)(*arguments, **named)
 
     return hook
@@ -62,3 +61,117 @@ def _on_chief(name: str) -> Any:
 
 for _name in _HOOKS:
     setattr(OnChief, _name, _on_chief(_name))
+
+
+class Running:
+    """One of Keras's loops, while it runs on all instances.
+
+    Args:
+        model: of Keras.
+        strategy: connects the instances.
+        begin_epoch: called with the number of each epoch that begins.
+        unite: has Keras know the whole state; a collective call.
+
+    Attributes:
+        model: see above.
+        strategy: see above.
+        begin_epoch: see above.
+        unite: see above.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        strategy: Strategy,
+        begin_epoch: Callable[[int], object] = lambda epoch: None,
+        unite: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.begin_epoch = begin_epoch
+        self.unite = unite
+
+    def agree_to_stop(self) -> None:
+        """Stop everywhere where a callback stops one instance; a collective call."""
+        communicator = self.strategy.communicator
+        if communicator.size > 1:
+            stops = np.array([bool(self.model.stop_training)], np.float32)
+            self.model.stop_training = bool(communicator.all_reduce(stops, "max", name="stop_training")[0])
+
+    def agree_on_begin(self) -> None:
+        """Begin everywhere with the epoch with which the chief begins; a collective call."""
+        communicator = self.strategy.communicator
+        if communicator.size > 1:
+            begin = np.array(self.model._initial_epoch or 0, np.int64)
+            communicator.broadcast(begin, 0, name="first epoch")
+            self.model._initial_epoch = int(begin) or None
+
+
+class _First(keras.callbacks.Callback):  # type: ignore[misc]
+    """Comes before all others."""
+
+    def __init__(self, running: Running) -> None:
+        super().__init__()
+        self._running = running
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._running.begin_epoch(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._running.unite()
+
+
+class _Last(keras.callbacks.Callback):  # type: ignore[misc]
+    """Comes behind all others."""
+
+    def __init__(self, running: Running) -> None:
+        super().__init__()
+        self._running = running
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._running.agree_on_begin()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._running.agree_to_stop()
+
+
+class _LastOfBatch(_Last):
+    """The same, where callbacks of the user's may stop the training after a batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._running.agree_to_stop()
+
+
+def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
+    """Keras's list of callbacks, each of which is called where it has to be.
+
+    Args:
+        callbacks: what the user gave, or a list of Keras's.
+        running: the loop.
+        settings: of a new list; see Keras.
+    """
+    if not isinstance(callbacks, CallbackList):
+        add_progbar = settings.get("verbose") != 0
+        callbacks = CallbackList(callbacks, add_progbar=add_progbar, model=running.model, **settings)
+    own = [each for each in callbacks.callbacks if not isinstance(each, _First | _Last)]
+    last = _LastOfBatch if any(map(_has_batch_hooks, own)) else _Last
+    callbacks.callbacks = [_First(running), *(_placed(each, running.strategy) for each in own), last(running)]
+    return callbacks
+
+
+def _placed(callback: Any, strategy: Strategy) -> Any:
+    if isinstance(callback, WRITERS):
+        return OnChief(callback, strategy)
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and not strategy.replicas.is_chief:
+        callback.verbose = 0  # it is called everywhere, so that all know the best value, and the chief writes
+    return callback
+
+
+def _has_batch_hooks(callback: Any) -> bool:
+    """Whether a callback of the user's is told of batches."""
+    if isinstance(callback, keras.callbacks.LambdaCallback):
+        return any(name in callback.__dict__ for name in _BATCH_HOOKS)
+    stock = type(callback).__module__.startswith("keras.src.") or isinstance(callback, OnChief)
+    return not stock and any(
+        getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in _BATCH_HOOKS
+    )

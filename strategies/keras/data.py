@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,10 +22,34 @@ from strategies.roles import Batch
 from strategies.step.evaluation_program import Told
 from strategies.strategy import Strategy
 
+Hooks = tuple[Callable[[], object], Callable[[], object]]
+
 DEFAULT_BATCH_SIZE = 32
+_NO_HOOKS: Hooks = (lambda: None, lambda: None)
 
 
-class Feed(DataAdapter):
+@dataclass(frozen=True)
+class Given:
+    """What Keras's functions take of data; see there.
+
+    Attributes:
+        x: inputs, or all of it.
+        y: targets.
+        sample_weight: weights of rows.
+        class_weight: weights of classes.
+        batch_size: rows of a replica and micro-batch.
+        steps: of an epoch.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Any = None
+    batch_size: int | None = None
+    steps: int | None = None
+
+
+class Feed(DataAdapter):  # type: ignore[misc]
     """What Keras's loops go through: the batches of this instance's replicas, one for each step of all of them.
 
     Args:
@@ -58,7 +82,7 @@ class Feed(DataAdapter):
         seed: int = 0,
         accumulated: int = 1,
         prefetch: int = 2,
-        hooks: tuple[Callable[[], object], Callable[[], object]] = (lambda: None, lambda: None),
+        hooks: Hooks = _NO_HOOKS,
     ) -> None:
         self.example = example
         self.epoch = 0
@@ -104,6 +128,16 @@ class Feed(DataAdapter):
         self.epoch += 1
         self._pass = Pass(self, self.epoch - 1)
         return self._pass
+
+    @property
+    def current(self) -> Pass:
+        """The pass that Keras's loop is in, which may see it through iterators of its own."""
+        assert self._pass is not None
+        return self._pass
+
+    def begin_with(self, epoch: int) -> None:
+        """Have the next pass be that of an epoch."""
+        self.epoch = epoch
 
     def on_epoch_begin(self) -> None:
         """Told by Keras."""
@@ -164,69 +198,82 @@ class Pass(Iterator[Any]):
 
 
 def open_feed(
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    class_weight: Any,
+    given: Given,
     strategy: Strategy,
     *,
-    batch_size: int | None,
-    steps: int | None,
     trains: bool,
     shuffle: Any = False,
     seed: int = 0,
     accumulated: int = 1,
     prefetch: int = 2,
 ) -> Feed:
-    """The feed of what was given to `fit`, `evaluate` or `predict`, whose arguments these are.
+    """The feed of what was given to `fit`, `evaluate` or `predict`.
+
+    Args:
+        given: see there.
+        strategy: whose replicas it is for.
+        trains: see `Feed`.
+        shuffle: as Keras takes it. "batch" changes nothing: a replica's rows have no order.
+        seed: see `Feed`.
+        accumulated: see `Feed`.
+        prefetch: see `Feed`.
 
     Raises:
         TypeError, ValueError: for what Keras refuses, and batches that have no rows.
     """
-    settings = {"trains": trains, "accumulated": accumulated, "prefetch": prefetch, "seed": seed}
-    if can_convert_arrays((x, y, sample_weight)):
-        arrays = _as_arrays(x, y, sample_weight, class_weight)
-        rows = rows_of(arrays)
-        if batch_size is None:
-            per_step = strategy.num_replicas_in_sync * accumulated
-            batch_size = -(-rows // (steps * per_step)) if steps else DEFAULT_BATCH_SIZE
-        example = jax.tree.map(lambda leaf: leaf[:batch_size], arrays)
-        source = arrays if trains else (np.arange(rows, dtype=np.int32), arrays)
-        shuffles = bool(shuffle) and shuffle != "batch"
-        return Feed(source, strategy, batch_size, example=example, shuffle=shuffles, **settings)
-    batches, example, hooks = _as_batches(x, y, sample_weight, class_weight)
-    shuffles = bool(shuffle) and isinstance(batches, NumberedBatches)
-    return Feed(batches, strategy, rows_of(example), example=example, shuffle=shuffles, hooks=hooks, **settings)
+    if can_convert_arrays((given.x, given.y, given.sample_weight)):
+        source, example, rows = _of_arrays(given, strategy.num_replicas_in_sync * accumulated)
+        if not trains:
+            source = np.arange(rows_of(source), dtype=np.int32), source
+        shuffles, hooks = shuffle is True, _NO_HOOKS
+    else:
+        source, example, hooks = _of_batches(given)
+        shuffles, rows = bool(shuffle) and isinstance(source, NumberedBatches), rows_of(example)
+    return Feed(
+        source,
+        strategy,
+        rows,
+        trains=trains,
+        example=example,
+        shuffle=shuffles,
+        seed=seed,
+        accumulated=accumulated,
+        prefetch=prefetch,
+        hooks=hooks,
+    )
 
 
 def _once(batches: Iterator[Batch]) -> Callable[[], Iterator[Batch]]:
     return lambda: batches
 
 
-def _as_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> Batch:
-    """Arrays of NumPy as Keras makes them: `(x, y, sample_weight)`."""
-    probe = ArrayDataAdapter(x, y, sample_weight=sample_weight, class_weight=class_weight)
-    whole = ArrayDataAdapter(
-        x, y, sample_weight=sample_weight, class_weight=class_weight, batch_size=max(1, probe._num_samples)
-    )
-    batch = next(iter(whole.get_numpy_iterator()))
-    return unpack_x_y_sample_weight(batch)
+def _of_arrays(given: Given, per_step: int) -> tuple[Batch, Batch, int]:
+    """Arrays of NumPy as Keras makes them, `(x, y, sample_weight)`; some rows of them; and the batch size.
+
+    Args:
+        given: see there.
+        per_step: micro-batches of all replicas.
+    """
+    settings = {"sample_weight": given.sample_weight, "class_weight": given.class_weight}
+    rows = ArrayDataAdapter(given.x, given.y, **settings)._num_samples
+    whole = ArrayDataAdapter(given.x, given.y, **settings, batch_size=max(1, rows))
+    arrays = unpack_x_y_sample_weight(next(iter(whole.get_numpy_iterator())))
+    size = given.batch_size or (-(-rows // (given.steps * per_step)) if given.steps else DEFAULT_BATCH_SIZE)
+    return arrays, jax.tree.map(lambda leaf: leaf[:size], arrays), size
 
 
-Hooks = tuple[Callable[[], object], Callable[[], object]]
-
-
-def _as_batches(
-    x: Any, y: Any, sample_weight: Any, class_weight: Any
-) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
+def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
     """The batches of what is no arrays, each `(x, y, sample_weight)`, the first of them, and what an epoch calls."""
+    x = given.x
     if isinstance(x, PyDataset):
         hooks = (x.on_epoch_begin, x.on_epoch_end)
-        read = _reader(x, PyDatasetAdapter(x, class_weight=class_weight) if x.workers <= 1 else _quiet(x, class_weight))
+        read = _reader(x, given.class_weight)
         if x.num_batches is not None:
             return NumberedBatches(read, x.num_batches), read(0), hooks
         return *_peeked(map(read, itertools.count()), x), hooks
-    adapter = data_adapters.get_data_adapter(x, y, sample_weight=sample_weight, class_weight=class_weight)
+    adapter = data_adapters.get_data_adapter(
+        x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
+    )
 
     def begin() -> Iterator[Batch]:
         return map(_standard, adapter.get_numpy_iterator())
@@ -237,7 +284,10 @@ def _as_batches(
     return StreamOfBatches(begin, adapter.num_batches), _peeked(begin(), x)[1], hooks
 
 
-def _reader(x: PyDataset, adapter: PyDatasetAdapter) -> Callable[[int], Batch]:
+def _reader(x: PyDataset, class_weight: Any) -> Callable[[int], Batch]:
+    """Reads a batch by its number, as Keras does without workers: batches are prepared ahead already."""
+    adapter = PyDatasetAdapter.__new__(PyDatasetAdapter)
+    adapter.py_dataset, adapter.class_weight = x, class_weight
     return lambda number: _standard(adapter._standardize_batch(x[number]))
 
 
@@ -251,13 +301,6 @@ def _peeked(batches: Iterator[Batch], given: Any) -> tuple[StreamOfBatches, Batc
     if first is None:
         raise ValueError(f"there is no batch in the {type(given).__name__}; give one at least")
     return StreamOfBatches(_once(itertools.chain([first], batches))), first
-
-
-def _quiet(x: PyDataset, class_weight: Any) -> PyDatasetAdapter:
-    """An adapter without workers: the feed reads ahead by itself."""
-    adapter = PyDatasetAdapter.__new__(PyDatasetAdapter)
-    adapter.py_dataset, adapter.class_weight, adapter.enqueuer = x, class_weight, None
-    return adapter
 
 
 def _standard(batch: Any) -> Batch:

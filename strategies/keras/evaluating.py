@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,9 @@ class _Function:
     def begin(self) -> None:
         """Have instance 0's variables on all instances before the next batch: the user may have changed them."""
         self._is_adopted = False
+
+    def unite(self) -> None:
+        """Nothing is left to do: every instance has all of it."""
 
     def taken(self, state: State, iterator: Pass) -> tuple[list[Told], State]:
         """What is told of the next batches, and the state.
@@ -102,6 +105,3 @@ class PredictFunction(_Function):
 
 def _no_loss(variables: Any, batch: Any, key: Any, model_state: Any) -> Any:
     raise AssertionError("nothing is trained here")
-
-
-__all__ = ["Iterator", "PredictFunction", "TestFunction"]

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
+import keras
 import numpy as np
-from keras.src import api_export
-from keras.src.callbacks import CallbackList
-from keras.src.saving import object_registration
 from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters.data_adapter_utils import (
-    class_weight_to_sample_weights,
-    unpack_x_y_sample_weight,
-)
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
 from strategies.errors import StrategyError
-from strategies.keras.callbacks import placed
-from strategies.keras.data import Feed, open_feed
+from strategies.keras.callbacks import Running, listed
+from strategies.keras.classes import NAME, class_of
+from strategies.keras.data import Feed, Given, Pass, open_feed
 from strategies.keras.evaluating import PredictFunction, TestFunction
-from strategies.keras.options import ModelOptions
+from strategies.keras.extensions import EXTENSIONS, Extensions
+from strategies.keras.refusals import refuse_eager, refuse_optimizer, refuse_outside, refuse_own_steps
 from strategies.keras.training import TrainFunction
 from strategies.roles import Batch
-from strategies.strategy import Strategy, get_strategy
+from strategies.strategy import Strategy
 
-_NAME = "_replicated"
-_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+logger = logging.getLogger("strategies.keras")
 
 
 def replicate(model: Any, strategy: Strategy) -> None:
     """Make a model, whose constructor is running, one of a strategy."""
     stock = type(model)
-    object.__setattr__(model, _NAME, ReplicatedModel(model, stock, strategy))
-    object.__setattr__(model, "__class__", _class_of(stock))
+    object.__setattr__(model, NAME, ReplicatedModel(model, stock, strategy))
+    object.__setattr__(model, "__class__", class_of(stock, FORWARDED))
 
 
 def replicated(model: Any) -> ReplicatedModel:
@@ -46,14 +40,14 @@ def replicated(model: Any) -> ReplicatedModel:
     Raises:
         StrategyError: if it belongs to none.
     """
-    found = model.__dict__.get(_NAME)
+    found: ReplicatedModel | None = model.__dict__.get(NAME)
     if found is None:
         raise StrategyError(f"model {model.name!r} belongs to no strategy; make it inside of strategy.scope()")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-class ReplicatedModel:
-    """What a model of a strategy does instead of Keras, whose own functions it uses.
+class ReplicatedModel(Extensions):
+    """What a model of a strategy does instead of Keras, whose own loops it uses.
 
     Args:
         model: of Keras.
@@ -66,12 +60,11 @@ class ReplicatedModel:
         options: how it is trained.
     """
 
-    def __init__(self, model: Any, stock: type, strategy: Strategy) -> None:
-        self.strategy = strategy
-        self.stock: Any = stock
-        self.options = ModelOptions()
-        self._model = model
-        self._is_in_fit = False
+    def __init__(self, model: Any, stock: Any, strategy: Strategy) -> None:
+        super().__init__(model, stock, strategy)
+        self._running: Running | None = None
+        self._feeds: dict[str, Feed] = {}
+        self._said: int | None = None  # steps per execution, while Keras counts others
 
     # ---- what Keras has by the same names
 
@@ -98,28 +91,28 @@ class ReplicatedModel:
     ) -> Any:
         """See `keras.Model.fit`; batch sizes are those of a replica, but for `global_batch_size`."""
         self._check("fit", "train_step")
-        model = self._model
-        model._assert_compile_called("fit")
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
         batch_size = self._rows_of_replica(batch_size, global_batch_size, self.options.micro_batches)
-        feed = self._feed(x, y, sample_weight, class_weight, batch_size, steps_per_epoch, trains=True, shuffle=shuffle)
-        feed.epoch = initial_epoch
-        validation = None
+        given = Given(x, y, sample_weight, class_weight, batch_size, steps_per_epoch)
+        feed = self._feed(given, trains=True, shuffle=shuffle)
+        validation: Feed | None = None
         if validation_data is not None:
-            given = unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
-            validation = self._feed(*given, None, size, validation_steps, trains=False)
+            x, y, sample_weight = unpack_x_y_sample_weight(validation_data)
+            validation = self._feed(Given(x, y, sample_weight, None, size, validation_steps), trains=False)
         steps = steps_per_epoch or feed.num_batches
-        listed = self._callbacks(callbacks, verbose, epochs, steps, history=True)
-        with self._fitting():
+        self._say_batch_size(feed)
+        running = Running(self._model, self.strategy, lambda epoch: feed.begin_with(epoch), self.unite)
+        prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
+        with self._while(running, train=feed, test=validation), self._executing(training=True):
             return self.stock.fit(
-                model,
+                self._model,
                 feed,
                 epochs=epochs,
-                callbacks=listed,
+                callbacks=prepared,
                 validation_data=validation,
                 initial_epoch=initial_epoch,
                 steps_per_epoch=steps_per_epoch,
@@ -142,16 +135,20 @@ class ReplicatedModel:
         **named: Any,
     ) -> Any:
         """See `keras.Model.evaluate`: every row counts once."""
+        if self._running is not None and named.get("_use_cached_eval_dataset"):  # called by fit, for its validation
+            with self._executing(training=False):
+                return self.stock.evaluate(
+                    self._model, callbacks=callbacks, return_dict=return_dict, steps=steps, **named
+                )
         self._check("evaluate", "test_step")
-        if self._is_in_fit and named.get("_use_cached_eval_dataset"):
-            return self.stock.evaluate(self._model, callbacks=callbacks, return_dict=return_dict, steps=steps, **named)
-        self._model._assert_compile_called("evaluate")
-        feed = self._feed(
-            x, y, sample_weight, None, self._rows_of_replica(batch_size, global_batch_size), steps, trains=False
-        )
-        listed = self._callbacks(callbacks, verbose, 1, steps or feed.num_batches)
-        self._begin("test_function")
-        return self.stock.evaluate(self._model, feed, callbacks=listed, steps=steps, return_dict=return_dict, **named)
+        batch_size = self._rows_of_replica(batch_size, global_batch_size)
+        feed = self._feed(Given(x, y, sample_weight, None, batch_size, steps), trains=False)
+        running = Running(self._model, self.strategy)
+        prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
+        with self._while(running, test=feed), self._executing(training=False):
+            return self.stock.evaluate(
+                self._model, feed, callbacks=prepared, steps=steps, return_dict=return_dict, **named
+            )
 
     def predict(
         self,
@@ -164,14 +161,14 @@ class ReplicatedModel:
         global_batch_size: int | None = None,
     ) -> Any:
         """See `keras.Model.predict`: the outputs for all rows, in their order, on every instance."""
-        self._check("predict", "predict_step")
-        feed = self._feed(
-            x, None, None, None, self._rows_of_replica(batch_size, global_batch_size), steps, trains=False
-        )
-        self._build_with(feed.example)
-        listed = self._callbacks(callbacks, verbose, 1, steps or feed.num_batches)
-        self._begin("predict_function")
-        return self.stock.predict(self._model, feed, callbacks=listed, steps=steps)
+        self._check("predict", "predict_step", is_compiled=False)
+        batch_size = self._rows_of_replica(batch_size, global_batch_size)
+        feed = self._feed(Given(x, None, None, None, batch_size, steps), trains=False)
+        self._build(feed.example)
+        running = Running(self._model, self.strategy)
+        prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
+        with self._while(running, predict=feed), self._executing(training=False):
+            return self.stock.predict(self._model, feed, callbacks=prepared, steps=steps)
 
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
@@ -187,26 +184,28 @@ class ReplicatedModel:
 
     def predict_on_batch(self, x: Any) -> Any:
         """See `keras.Model.predict_on_batch`: a batch for all replicas, given on every instance."""
-        self._check("predict_on_batch", "predict_step")
+        self._check("predict_on_batch", "predict_step", is_compiled=False)
         return self.stock.predict_on_batch(self._model, x)
 
     def make_train_function(self, force: bool = False) -> None:
         """See Keras, which calls it before it trains."""
         if self._model.train_function is None or force:
-            steps = self.options.steps_of(self._model.steps_per_execution)
-            self._model.train_function = _Train(self, TrainFunction(self._model, self.strategy, self.options, steps))
+            refuse_optimizer(self._model.optimizer, self.options.accumulated is not None)
+            steps = self.options.executed(self._steps_per_execution)
+            function = TrainFunction(self._model, self.strategy, self.options, steps, self.staged)
+            self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone)
 
     def make_test_function(self, force: bool = False) -> None:
         """See Keras, which calls it before it evaluates."""
         if self._model.test_function is None or force:
-            steps = self._model.steps_per_execution
-            self._model.test_function = _Other(self, TestFunction(self._model, self.strategy, steps))
+            function = TestFunction(self._model, self.strategy, self._evaluated)
+            self._model.test_function = _Called(function, lambda: self._feeds.get("test"), self._pass_over)
 
     def make_predict_function(self, force: bool = False) -> Any:
         """See Keras, which calls it before it predicts."""
         if self._model.predict_function is None or force:
-            steps = self._model.steps_per_execution
-            self._model.predict_function = _Other(self, PredictFunction(self._model, self.strategy, steps))
+            function = PredictFunction(self._model, self.strategy, self._evaluated)
+            self._model.predict_function = _Called(function, lambda: self._feeds.get("predict"), self._pass_over)
         return self._model.predict_function
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
@@ -215,28 +214,44 @@ class ReplicatedModel:
             data_batch = iterator.data_adapter.example
         self.stock._symbolic_build(self._model, data_batch=data_batch)
 
+    # ---- files: in fit the chief writes them
+
+    def save(self, *arguments: Any, **named: Any) -> Any:
+        """See `keras.Model.save`; from a callback on the chief only."""
+        return self.stock.save(self._model, *arguments, **named) if self._writes else None
+
+    def save_weights(self, *arguments: Any, **named: Any) -> Any:
+        """See `keras.Model.save_weights`; from a callback on the chief only."""
+        return self.stock.save_weights(self._model, *arguments, **named) if self._writes else None
+
+    def export(self, *arguments: Any, **named: Any) -> Any:
+        """See `keras.Model.export`; from a callback on the chief only."""
+        return self.stock.export(self._model, *arguments, **named) if self._writes else None
+
+    @property
+    def _writes(self) -> bool:
+        return self._running is None or self.strategy.replicas.is_chief
+
+    def unite(self) -> None:
+        """Have Keras know the whole state; a collective call where instances have parts of it."""
+        function = self._model.train_function
+        if function is not None:
+            function.function.unite()
+
     # ---- how
 
-    def _feed(
-        self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        class_weight: Any,
-        batch_size: int | None,
-        steps: int | None,
-        *,
-        trains: bool,
-        shuffle: Any = False,
-    ) -> Feed:
+    def _check(self, called: str, step: str, is_compiled: bool = True) -> None:
+        """Refuse what cannot be done on replicas."""
+        refuse_outside(self._model, self.strategy, called)
+        refuse_eager(self._model)
+        refuse_own_steps(self.stock, step)
+        if is_compiled:
+            self._model._assert_compile_called(called)
+
+    def _feed(self, given: Given, *, trains: bool, shuffle: Any = False) -> Feed:
         return open_feed(
-            x,
-            y,
-            sample_weight,
-            class_weight,
+            given,
             self.strategy,
-            batch_size=batch_size,
-            steps=steps,
             trains=trains,
             shuffle=shuffle,
             seed=self._agreed_seed() if trains and shuffle else 0,
@@ -268,122 +283,102 @@ class ReplicatedModel:
             )
         return of_all // parts
 
-    def _callbacks(self, callbacks: Any, verbose: Any, epochs: int, steps: int | None, history: bool = False) -> Any:
-        if not isinstance(callbacks, CallbackList):
-            callbacks = CallbackList(
-                callbacks,
-                add_history=history,
-                add_progbar=verbose != 0,
-                verbose=verbose,
-                epochs=epochs,
-                steps=steps,
-                model=self._model,
-            )
-        return placed(callbacks, self.strategy)
+    def _say_batch_size(self, feed: Feed) -> None:
+        count, replicas = self.options.micro_batches, self.strategy.num_replicas_in_sync
+        logger.info(
+            "fit: global batch %d = batch_size %d x %d accumulated x %d replicas; the last one of an epoch may have "
+            "fewer rows",
+            feed.batch_size,
+            feed.batch_size // (count * replicas),
+            count,
+            replicas,
+        )
 
     @contextmanager
-    def _fitting(self) -> Iterator[None]:
-        self._begin("train_function")
-        self._begin("test_function")
-        self._is_in_fit = True
-        steps = self._model.steps_per_execution
+    def _while(self, running: Running, **feeds: Feed | None) -> Iterator[None]:
+        """While one of Keras's loops runs over feeds."""
+        for function in (self._model.train_function, self._model.test_function, self._model.predict_function):
+            if function is not None:
+                function.function.begin()
+        self._running, self._feeds = running, {name: feed for name, feed in feeds.items() if feed is not None}
         try:
             yield
         finally:
-            self._is_in_fit = False
-            self._model.steps_per_execution = steps
+            self._running, self._feeds = None, {}
+        self.unite()
 
-    def _begin(self, name: str) -> None:
-        """Have the next call of a function begin with instance 0's variables."""
-        function = getattr(self._model, name)
-        if function is not None:
-            function.function.begin()
+    @property
+    def _steps_per_execution(self) -> int:
+        """What the user has said."""
+        return int(self._said or self._model.steps_per_execution)
 
-    def _check(self, called: str, step: str) -> None:
-        """Refuse what cannot be trained on replicas.
+    @property
+    def _evaluated(self) -> int:
+        return 1 if self.options.each_step else self._steps_per_execution
 
-        Raises:
-            StrategyError: outside of the scope, eagerly, or with a step or a function of the user's own.
-        """
-        if get_strategy() is not self.strategy:
-            raise StrategyError(
-                f"model {self._model.name!r} was made inside of the scope of {type(self.strategy).__name__}, and "
-                f"{called} is called outside of it; call it inside: with strategy.scope(): model.{called}(...)"
-            )
-        if self._model.run_eagerly:
-            raise StrategyError(
-                "run_eagerly=True: replicas run compiled programs; compile the model without it, and look at values "
-                "with jax.debug.print"
-            )
-        for name in (step, "make_train_function", "make_test_function", "make_predict_function"):
-            if _is_overridden(self.stock, name):
-                raise StrategyError(
-                    f"{self.stock.__name__} overrides {name}, which has no meaning on replicas: a step is made of "
-                    "compute_loss, compute_metrics and the optimizer; override compute_loss, or use strategies.Trainer"
-                )
+    @contextmanager
+    def _executing(self, training: bool) -> Iterator[None]:
+        """While Keras's loops count executions as they are made here."""
+        before = self._said, self._model.steps_per_execution
+        self._said = self._steps_per_execution
+        self._model.steps_per_execution = self.options.executed(self._said) if training else self._evaluated
+        try:
+            yield
+        finally:
+            self._said, self._model.steps_per_execution = before
 
-    def _build_with(self, example: Batch) -> None:
+    def _build(self, example: Batch) -> None:
         if not all(layer.built for layer in self._model._flatten_layers()):
-            import keras
-
             x, _, _ = unpack_x_y_sample_weight(example)
             with keras.StatelessScope():
                 self._model(x)
 
-    def rows_of_batch(self, batch: Any) -> Batch:
+    # ---- single batches
+
+    def _alone(self, batches: Iterator[Any]) -> Iterator[Batch]:
         """This instance's rows of a batch for all replicas.
 
         Raises:
             ValueError: if it cannot be divided.
         """
-        batch = unpack_x_y_sample_weight(batch)
-        parts = self.strategy.num_replicas_in_sync * self.options.micro_batches
-        [rows] = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
-        if rows % parts:
+        batch = jax.tree.map(np.asarray, unpack_x_y_sample_weight(next(batches)))
+        replicas, count = self.strategy.num_replicas_in_sync, self.options.micro_batches
+        rows = len(jax.tree.leaves(batch)[0])
+        if rows % (replicas * count):
             raise ValueError(
-                f"a batch of {rows} rows for {self.strategy.num_replicas_in_sync} replicas x "
-                f"{self.options.micro_batches} micro-batches; its rows must be a multiple of {parts}"
+                f"a batch of {rows} rows for {replicas} replicas x {count} micro-batches; its rows must be a multiple "
+                f"of {replicas * count}"
             )
-        local, each = self.strategy.replicas.local_replicas, rows // self.strategy.num_replicas_in_sync
-        own = slice(local.start * each, local.stop * each)
-        cut = jax.tree.map(lambda leaf: np.asarray(leaf)[own], batch)
-        return self.strategy.replicas.dealing.batch(cut)
+        local, each = self.strategy.replicas.local_replicas, rows // replicas
+        own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
+        return iter([self.strategy.replicas.dealing.batch(own)])
+
+    def _pass_over(self, batches: Iterator[Any]) -> Pass:
+        """A pass over one batch for all replicas."""
+        x, y, sample_weight = unpack_x_y_sample_weight(next(batches))
+        rows = len(jax.tree.leaves(x)[0])
+        size = -(-rows // self.strategy.num_replicas_in_sync)
+        return self._feed(Given(x, y, sample_weight, None, size, None), trains=False).get_jax_iterator()
 
 
-class _Train:
-    """The train function as Keras calls it, also with single batches."""
+class _Called:
+    """A function as Keras calls it: in its loops, which go through a feed, and elsewhere with a generator of one batch.
 
-    def __init__(self, owner: ReplicatedModel, function: TrainFunction) -> None:
-        self._owner = owner
+    Attributes:
+        function: it is.
+    """
+
+    def __init__(self, function: Any, feed: Callable[[], Feed | None], of_one: Callable[[Iterator[Any]], Any]) -> None:
         self.function = function
-
-    def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
-        if not isinstance(iterator, Iterator) or hasattr(iterator, "gi_frame"):
-            iterator = map(self._owner.rows_of_batch, iterator)
-        return self.function(state, iterator)
-
-
-class _Other:
-    """The test or the predict function as Keras calls it, also with single batches."""
-
-    def __init__(self, owner: ReplicatedModel, function: TestFunction | PredictFunction) -> None:
-        self._owner = owner
-        self.function = function
+        self._feed = feed
+        self._of_one = of_one
 
     def __call__(self, state: Any, iterator: Any) -> Any:
-        if hasattr(iterator, "gi_frame"):
-            x, y, sample_weight = unpack_x_y_sample_weight(next(iterator))
-            rows = len(jax.tree.leaves(x)[0])
-            size = -(-rows // self._owner.strategy.num_replicas_in_sync)
-            feed = self._owner._feed(x, y, sample_weight, None, size, None, trains=False)
-            iterator = feed.get_jax_iterator()
-        return self.function(state, iterator)
+        feed = self._feed()
+        return self.function(state, self._of_one(iterator) if feed is None else feed.current)
 
 
-# ---- the class of a model
-
-
-_FORWARDED = (
+FORWARDED = (
     "fit",
     "evaluate",
     "predict",
@@ -393,37 +388,10 @@ _FORWARDED = (
     "make_train_function",
     "make_test_function",
     "make_predict_function",
+    "save",
+    "save_weights",
+    "export",
     "_symbolic_build",
+    *EXTENSIONS,
 )
-
-
-def _class_of(stock: type) -> type:
-    """A class like a stock one, whose models train on replicas; files say of them that they are of the stock one."""
-    if stock not in _classes:
-        namespace: dict[str, Any] = {name: _forwarding(stock, name) for name in _FORWARDED}
-        namespace |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-        made = type(stock)(stock.__name__, (stock,), namespace)
-        _classes[stock] = made
-        if (public := api_export.get_name_from_symbol(stock)) is not None:
-            api_export.REGISTERED_OBJS_TO_NAMES[made] = public
-        if stock in object_registration.GLOBAL_CUSTOM_NAMES:
-            object_registration.GLOBAL_CUSTOM_NAMES[made] = object_registration.GLOBAL_CUSTOM_NAMES[stock]
-    return _classes[stock]
-
-
-def _forwarding(stock: Any, name: str) -> Any:
-    @functools.wraps(getattr(stock, name))
-    def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        return getattr(replicated(self), name)(*arguments, **named)
-
-    return method
-
-
-def _is_overridden(stock: Any, name: str) -> bool:
-    """Whether a class has another function of that name than Keras."""
-    from keras import Model
-
-    return getattr(stock, name) is not getattr(Model, name)
-
-
-__all__ = ["ReplicatedModel", "Sequence", "class_weight_to_sample_weights", "replace", "replicate", "replicated"]
+"""The methods of a model of a strategy that are not Keras's own."""

@@ -1,4 +1,4 @@
-"""What the extensions of a model set, and how it is trained then."""
+"""How a model is trained, besides what Keras knows."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from strategies.errors import StrategyError
 from strategies.numbers import positive
+from strategies.pipelines.pipelining import Pipelining
 from strategies.step.accumulation import GradientAccumulationReductionMethod
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model is trained, besides what Keras knows.
+    """What the extensions of a model have set.
 
     Attributes:
         accumulated: micro-batches of each replica for one update; None where the model was not told.
         reduction_method: of their gradients.
         step: further options of the step; see `strategies.StepOptions`.
+        pipelining: how a replica is cut into stages; None for one that is not.
+        stages: the stage of each call of a layer; see `strategies.keras.stages`.
         prefetch: how many batches are prepared ahead.
+        each_step: whether callbacks are told of each step, and not of each execution.
 
     Raises:
         TypeError, ValueError: if an option is out of range.
@@ -28,28 +31,52 @@ class ModelOptions:
     accumulated: int | None = None
     reduction_method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
     step: Mapping[str, Any] = field(default_factory=dict)
+    pipelining: Mapping[str, Any] | None = None
+    stages: tuple[int, ...] | None = None
     prefetch: int = 2
+    each_step: bool = False
 
     def __post_init__(self) -> None:
         if self.accumulated is not None:
             positive("gradient_accumulation_steps_per_replica", self.accumulated)
+        positive("prefetch_depth", self.prefetch)
 
     @property
     def micro_batches(self) -> int:
         """Of each replica and step."""
         return self.accumulated or 1
 
-    def steps_of(self, steps_per_execution: int) -> int:
-        """How many updates an execution makes of so many micro-batches of each replica; one of them is none said.
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether it was told that a replica is cut into stages."""
+        return self.pipelining is not None or self.stages is not None
+
+    def executed(self, steps_per_execution: int) -> int:
+        """How many updates an execution makes of so many micro-batches of each replica. 1 stands for one update.
 
         Raises:
-            StrategyError: if they do not fill updates.
+            RuntimeError: if the micro-batches do not fill updates.
         """
         if self.accumulated is None or steps_per_execution == 1:
-            return steps_per_execution
+            return 1 if self.each_step else steps_per_execution
         if steps_per_execution % self.accumulated:
-            raise StrategyError(
-                f"steps_per_execution is {steps_per_execution}, and the model accumulates the gradients of "
-                f"{self.accumulated} micro-batches; make it a multiple of that, or leave it 1 for one update"
+            kind = "pipelined model" if self.is_pipelined else "model"
+            raise RuntimeError(
+                f"The {kind} has been configured to use gradient accumulation for {self.accumulated} steps per "
+                f"replica, and steps_per_execution is {steps_per_execution}, which is no multiple of it; use one, or "
+                "leave steps_per_execution out for one update"
             )
-        return steps_per_execution // self.accumulated
+        return 1 if self.each_step else steps_per_execution // self.accumulated
+
+    def pipeline(self, stages: int, devices: int) -> Pipelining:
+        """The option of the step.
+
+        Args:
+            stages: how many there are.
+            devices: that a replica spans.
+        """
+        given = dict(self.pipelining or {})
+        mapping = given.pop("device_mapping", None)
+        if mapping is None:
+            mapping = list(range(stages)) if devices > 1 else [0] * stages
+        return Pipelining(device_mapping=mapping, **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,27 +28,24 @@ class ModelFunctions:
         model: it is.
         seeds: which of its variables that are not trained are states of seed generators.
         unscaled: values of the first variables of the optimizer, with which Keras does not scale the loss.
+        tracing: entered while losses to train with are traced.
     """
 
     model: Any
     seeds: Seeds
     unscaled: Sequence[Any] = ()
+    tracing: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def losses(
         self, variables: Variables, others: Sequence[Any], metrics: Sequence[Any], batch: Batch, training: bool
     ) -> tuple[jax.Array, list[Any], list[Any], dict[str, Any]]:
         """The loss, the new values of variables that are not trained and of metrics, and the logs; traceable."""
         x, y, sample_weight = unpack_x_y_sample_weight(batch)
-        loss, (unscaled, y_pred, others, metrics) = self.model.compute_loss_and_updates(
-            variables,
-            others,
-            metrics,
-            x,
-            y,
-            sample_weight,
-            training=training,
-            **({"optimizer_variables": list(self.unscaled)} if training else {}),
-        )
+        named = {"optimizer_variables": list(self.unscaled)} if training else {}
+        with self.tracing() if training else nullcontext():
+            loss, (unscaled, y_pred, others, metrics) = self.model.compute_loss_and_updates(
+                variables, others, metrics, x, y, sample_weight, training=training, **named
+            )
         logs, metrics = self.model._update_metrics_variables(metrics, unscaled, x, y, y_pred, sample_weight)
         return loss, list(others), list(metrics), logs
 
@@ -146,6 +144,3 @@ class OutputsTask(_OfRows):
             return whole
 
         return jax.tree.map(padded, computed)
-
-
-Results = Callable[[Sequence[Any]], dict[str, Any]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ import numpy as np
 from strategies.keras.optimizer import KerasOptimizer
 from strategies.keras.options import ModelOptions
 from strategies.keras.programs import ModelFunctions, TrainLoss
+from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, Seeds, looks, seeds_of, words_of, words_of_metrics
+from strategies.pipelines.pipelining import Pipelining
 from strategies.programs.program import jit
 from strategies.roles import Batch
 from strategies.step.trainer import Trainer
@@ -32,12 +35,20 @@ class TrainFunction:
         strategy: where the replicas are.
         options: of the model.
         steps_per_execution: how many steps are made in a call.
+        staged: has the model computed stage by stage; None where it is not, or marks stages itself.
 
     Attributes:
         trainer: makes the steps; None before the first one.
     """
 
-    def __init__(self, model: Any, strategy: Strategy, options: ModelOptions, steps_per_execution: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        strategy: Strategy,
+        options: ModelOptions,
+        steps_per_execution: int,
+        staged: StagedModel | None = None,
+    ) -> None:
         self.trainer: Trainer | None = None
         self._model = model
         self._strategy = strategy
@@ -45,11 +56,15 @@ class TrainFunction:
         self._steps = steps_per_execution
         self._optimizer = KerasOptimizer(model.optimizer)
         seeds = Seeds(tuple(seeds_of(model)))
-        self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss)
+        self._staged = staged
+        self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
         self._results = jit(self._functions.results)
         self._is_adopted = False
         self._step = 0
         self._skipped: Any = 0
+
+    def unite(self) -> None:
+        """Have Keras know the whole optimizer state; a collective call where instances have parts of it."""
 
     def begin(self) -> None:
         """Have instance 0's state on all instances before the next step: the user may have changed it."""
@@ -71,8 +86,8 @@ class TrainFunction:
         batch = next(iterator)
         own, begun = self._begun(state, batch)
         assert self.trainer is not None
-        for batch in itertools.chain([batch], itertools.islice(iterator, self._steps - 1)):
-            begun, metrics = self.trainer.step(begun, batch)
+        for each in itertools.chain([batch], itertools.islice(iterator, self._steps - 1)):
+            begun, metrics = self.trainer.step(begun, each)
         return self._ended(own, begun, {name: metrics[name] for name in metrics})
 
     def _begun(self, state: State, batch: Batch) -> tuple[Sequence[Any], TrainState]:
@@ -128,8 +143,27 @@ class TrainFunction:
             reduction_method=options.reduction_method,
             model_state_aggregation=words,
             loss_scaling=self._optimizer.scaling,
+            pipeline=self._pipeline,
             **options.step,
         )
+
+    @property
+    def _pipeline(self) -> Pipelining | None:
+        if self._staged is None and not self._options.is_pipelined:
+            return None
+        if self._options.accumulated is None:
+            raise ValueError(
+                "the model is pipelined, and gradient_accumulation_steps_per_replica is not set; give it to "
+                "set_pipelining_options: stages work on several micro-batches at once"
+            )
+        mapping: Any = (self._options.pipelining or {}).get("device_mapping")
+        if self._staged is None and mapping is None:
+            raise ValueError(
+                "the model marks its stages itself, and nobody knows how many there are; give device_mapping to "
+                "set_pipelining_options, a device for each stage"
+            )
+        stages = len(mapping) if self._staged is None else self._staged.count
+        return self._options.pipeline(stages, self._strategy.replicas.grid.ipus_per_replica)
 
     def _micro_shape(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         rows = shape.shape[0] // self._options.micro_batches
@@ -163,6 +197,3 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _is_placed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(leaf.committed)
-
-
-Results = Callable[[Sequence[Any]], dict[str, Any]]

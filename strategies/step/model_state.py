@@ -15,8 +15,8 @@ from strategies.replicas.devices import is_key
 from strategies.roles import Tree
 
 MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_replica", "sum", "alike", "constant")
-"""The mean over all replicas, in their order; what replica 0 has; to each replica its own; what there was and the sum of
-what replicas have made of zero, in their order; what every replica has, which is the same; what there was."""
+"""The mean over all replicas, in their order; what replica 0 has; to each replica its own; what there was, and the sum
+of what replicas have made of zero, in their order; what every replica has, which is the same; what there was."""
 KEPT = (FIRST, ALIKE, PER_REPLICA)
 """Those of which a replica keeps something, in the order in which it does. Nothing travels for the second."""
 

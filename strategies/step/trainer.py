@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import optax
 
+from strategies.data.datasets import DistributedDataset
 from strategies.roles import Batch, Tree, Variables
 from strategies.step.arguments import check_loss_function, check_optimizer, check_state, check_takes_state
 from strategies.step.digest import flip_bit
@@ -237,6 +238,9 @@ class Trainer:
         """
         return self._evaluator.predict(state, dataset, fn, to_all)
 
-    def told(self, task: Task, state: TrainState, dataset: Iterable[Batch]) -> Generator[Told, None, None]:
+    def told(
+        self, task: Task, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
+    ) -> Generator[Told, None, None]:
         """For each batch what a task tells of it; what `evaluate` and `predict` are made of. See `Evaluator.told`."""
-        return self._evaluator.told(task, state, dataset)
+        batches: Any = dataset
+        return self._evaluator.told(task, state, batches)

@@ -1,0 +1,52 @@
+"""The classes of models of a strategy: each like the one that the user knows, whose name files say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from keras.src import api_export
+from keras.src.saving import object_registration
+
+NAME = "_replicated"
+"""Under which a model has what it does instead of Keras."""
+
+_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+
+
+def class_of(stock: type, forwarded: Sequence[str]) -> type:
+    """A class like a stock one, some of whose methods are those of what its models have under `NAME`.
+
+    It has the name and the module of the stock one and is serialized as that, so that files are those of stock models.
+
+    Args:
+        stock: a class of models of Keras or of the user's; it stays what it is.
+        forwarded: the names of the methods.
+    """
+    if stock not in _classes:
+        namespace: dict[str, Any] = {name: _forwarding(stock, name) for name in forwarded}
+        namespace |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+        made = type(stock)(stock.__name__, (stock,), namespace)
+        _register(stock, made)
+        _classes[stock] = made
+    return _classes[stock]
+
+
+def _register(stock: type, made: type) -> None:
+    """Have Keras write the name of the stock class, under which it finds only that one."""
+    public = api_export.get_name_from_symbol(stock)
+    if public is not None:
+        api_export.REGISTERED_OBJS_TO_NAMES[made] = public
+    own = object_registration.GLOBAL_CUSTOM_NAMES.get(stock)
+    if own is not None:
+        object_registration.GLOBAL_CUSTOM_NAMES[made] = own
+
+
+def _forwarding(stock: Any, name: str) -> Callable[..., Any]:
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.__dict__[NAME], name)(*arguments, **named)
+
+    original = getattr(stock, name, None)
+    return method if original is None else functools.wraps(original)(method)
