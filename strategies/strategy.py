@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any, TypeVar
 
 import jax
@@ -409,9 +410,7 @@ def get_strategy() -> Strategy | None:
 
 
 def _hook_keras() -> None:
-    from strategies.keras.hook import hook  # which imports Keras
-
-    hook(get_strategy)
+    import_module("strategies.keras.hook").hook(get_strategy)  # by its name: it knows strategies, and Keras
 
 
 def _require_switches(**switches: bool) -> None:

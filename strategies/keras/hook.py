@@ -11,6 +11,7 @@ import keras
 from keras.src.trainers import trainer as keras_trainer
 
 from strategies.errors import StrategyError
+from strategies.keras.model import replicate
 
 TRIED = ("3.15",)
 """The versions of Keras with which all of this was run."""
@@ -41,8 +42,6 @@ def hook(get_strategy: InScope) -> None:
         strategy = get_strategy()
         if strategy is not None:
             refuse_other_keras()
-            from strategies.keras.model import replicate
-
             replicate(self, strategy)
 
     keras_trainer.Trainer.__init__ = create_in_scope

@@ -39,6 +39,7 @@ class TrainFunction:
 
     Attributes:
         trainer: makes the steps; None before the first one.
+        words: how replicas agree on what is not trained, once there is a trainer.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class TrainFunction:
     def _trainer(self, state: TrainState, batch: Batch) -> Trainer:
         rows = jax.tree.map(self._strategy.replicas.devices.replica_shape, batch)
         shapes = jax.tree.map(self._micro_shape, rows)
-        words, self._names = self._looked_at(state, shapes)
+        self.words, self._names = self._looked_at(state, shapes)
         loss = TrainLoss(self._functions, self._names)
         options = self._options
         return Trainer(
@@ -141,7 +142,7 @@ class TrainFunction:
             self._optimizer,
             gradient_accumulation_count=options.micro_batches,
             reduction_method=options.reduction_method,
-            model_state_aggregation=words,
+            model_state_aggregation=self.words,
             loss_scaling=self._optimizer.scaling,
             pipeline=self._pipeline,
             **options.step,
