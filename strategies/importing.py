@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 _waiting: set[str] = set()
+_lock = threading.RLock()
 
 
 class _Watch(MetaPathFinder):
@@ -48,10 +50,11 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
         name: of the library.
         action: may import it; the same one for each call with a name.
     """
-    if name in _waiting:
-        return
-    _waiting.add(name)
-    if name in sys.modules:
-        action()
-    else:
-        sys.meta_path.insert(0, _Watch(name, action))
+    with _lock:  # so that it is done when this returns, whichever thread does it
+        if name in _waiting:
+            return
+        _waiting.add(name)
+        if name in sys.modules:
+            action()
+        else:
+            sys.meta_path.insert(0, _Watch(name, action))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -228,7 +229,7 @@ def open_feed(
         shuffles, hooks = shuffle is True, _NO_HOOKS
     else:
         source, example, hooks = _of_batches(given)
-        shuffles, rows = bool(shuffle) and isinstance(source, NumberedBatches), rows_of(example)
+        shuffles, rows = bool(shuffle) and isinstance(given.x, PyDataset), rows_of(example)
     return Feed(
         source,
         strategy,
@@ -271,6 +272,8 @@ def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch,
         if x.num_batches is not None:
             return NumberedBatches(read, x.num_batches), read(0), hooks
         return *_peeked(map(read, itertools.count()), x), hooks
+    if _is_map_dataset(x):
+        return NumberedBatches(lambda number: _standard(x[number]), len(x)), _standard(x[0]), _NO_HOOKS
     adapter = data_adapters.get_data_adapter(
         x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
     )
@@ -282,6 +285,12 @@ def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch,
     if isinstance(x, types.GeneratorType):
         return *_peeked(begin(), x), hooks
     return StreamOfBatches(begin, adapter.num_batches), _peeked(begin(), x)[1], hooks
+
+
+def _is_map_dataset(x: Any) -> bool:
+    """Whether it is one of grain, whose batches have numbers."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(x, grain.MapDataset)
 
 
 def _reader(x: PyDataset, class_weight: Any) -> Callable[[int], Batch]:

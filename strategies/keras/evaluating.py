@@ -14,9 +14,10 @@ from strategies.keras.data import Pass
 from strategies.keras.programs import MetricsTask, ModelFunctions, OutputsTask
 from strategies.keras.state import VARIABLES, Seeds, seeds_of
 from strategies.programs.program import jit
-from strategies.roles import Tree
+from strategies.roles import Batch, Tree
 from strategies.step.evaluation import in_order
 from strategies.step.evaluation_program import Task, Told
+from strategies.step.model_state import FIRST, MEAN
 from strategies.step.trainer import Trainer
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -76,18 +77,43 @@ class TestFunction(_Function):
     def __init__(self, model: Any, strategy: Strategy, steps_per_execution: int) -> None:
         super().__init__(model, strategy, steps_per_execution, MetricsTask)
         self._results = jit(self.functions.results)
+        self.begin()
+
+    def begin(self) -> None:
+        """See above; and another pass begins."""
+        super().begin()
+        self._words: list[str] | None = None
+        self._seen = 0
 
     def __call__(self, state: State, iterator: Pass) -> tuple[dict[str, Any], State]:
-        """Evaluate the next batches; see `TrainFunction`."""
+        """Evaluate the next batches; see `TrainFunction`.
+
+        Raises:
+            StopIteration: if there is no batch.
+            StrategyError: if a metric cannot be merged.
+        """
+        if self._words is None:
+            self._words = self._looked_at(state, iterator.feed.example)
         told, (trained, others, metrics) = self.taken(state, iterator)
         metrics = [np.asarray(one) for one in metrics]
         logs: dict[str, Any] = {}
         for of_replicas in told:
-            for (added, logs_of_one), mask in of_replicas:
+            for (made, logs_of_one), mask in of_replicas:
                 if mask.any():
-                    metrics = [old + one for old, one in zip(metrics, added, strict=True)]
+                    self._seen += 1
+                    metrics = [self._merged(*each) for each in zip(self._words, metrics, made, strict=True)]
                     logs = logs or logs_of_one
         return dict(logs) | dict(self._results(metrics)), (trained, others, metrics)
+
+    def _merged(self, word: str, old: np.ndarray, made: np.ndarray) -> np.ndarray:
+        """A variable of a metric, and what the rows of a replica have made of zero: their sum, or a running mean."""
+        if word == MEAN:
+            return np.asarray(old + (made - old) / np.asarray(self._seen, made.dtype), made.dtype)
+        return np.asarray(made if word == FIRST else old + made)
+
+    def _looked_at(self, state: State, example: Batch) -> list[str]:
+        trained, others, metrics = jax.tree.map(_shape, tuple(map(list, state)))
+        return self.functions.words_of_metrics(trained, others, metrics, jax.tree.map(_shape, example))
 
 
 class PredictFunction(_Function):
@@ -101,6 +127,10 @@ class PredictFunction(_Function):
         told, state = self.taken(state, iterator)
         batches = [in_order(of_replicas, False) for of_replicas in told]
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches), state
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _no_loss(variables: Any, batch: Any, key: Any, model_state: Any) -> Any:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
-from strategies.keras.state import METRICS, VARIABLES, Seeds
+from strategies.keras.state import METRICS, VARIABLES, Seeds, looks, words_of_metrics
 from strategies.replicas.replica_context import get_replica_context
 from strategies.roles import Batch, Key, Tree, Variables
 from strategies.step.evaluation_program import Task
@@ -48,6 +48,19 @@ class ModelFunctions:
             )
         logs, metrics = self.model._update_metrics_variables(metrics, unscaled, x, y, y_pred, sample_weight)
         return loss, list(others), list(metrics), logs
+
+    def words_of_metrics(self, variables: Any, others: Any, metrics: Sequence[Any], batch: Any) -> list[str]:
+        """How replicas agree on the variables of metrics where nothing is trained; of shapes and dtypes.
+
+        Raises:
+            StrategyError: see `strategies.keras.state.words_of_metrics`.
+        """
+
+        def after(old: list[Any], variables: Any, others: Any, batch: Any) -> list[Any]:
+            return self.losses(variables, others, old, batch, training=False)[2]
+
+        changed, adds = looks(after, metrics, variables, others, batch)
+        return words_of_metrics(self.model.metrics_variables, changed, adds)
 
     def outputs(self, variables: Variables, others: Sequence[Any], batch: Batch) -> Tree:
         """What the model says of each row; traceable."""

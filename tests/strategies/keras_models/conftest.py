@@ -35,7 +35,8 @@ def alone(in_scopes):
 
 
 def pytest_collection_modifyitems(items):
-    """Keras itself warns that its variables do not take NumPy's newer argument."""
+    """What Keras itself does that NumPy and JAX warn of."""
     for item in items:
         if "keras_models" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"))
