@@ -29,9 +29,15 @@ def class_of(stock: type, forwarded: Sequence[str]) -> type:
         namespace: dict[str, Any] = {name: _forwarding(stock, name) for name in forwarded}
         namespace |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
         made = type(stock)(stock.__name__, (stock,), namespace)
+        made.__reduce__ = functools.partialmethod(_reduced, stock)  # type: ignore[assignment,method-assign]
         _register(stock, made)
         _classes[stock] = made
     return _classes[stock]
+
+
+def _reduced(model: Any, stock: Any) -> Any:
+    """What is pickled: as of a stock model, whose class can be found by its name."""
+    return stock._unpickle_model, stock.__reduce__(model)[1]
 
 
 def _register(stock: type, made: type) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from strategies.keras.options import ModelOptions
@@ -22,12 +24,12 @@ EXTENSIONS = (
     "set_pipeline_stage_assignment",
     "reset_pipeline_stage_assignment",
     "print_pipeline_stage_assignment_summary",
-    "get_build_config",
-    "build_from_config",
+    "save_assets",
+    "load_assets",
 )
-"""The methods that models get besides those of Keras, and two of Keras's that files are written and read with."""
+"""The methods that models get besides those of Keras, and two that Keras calls for what else files have."""
 
-_KEY = "replicated"
+_FILE = "strategies.json"
 _METRIC_REDUCTIONS = ("NONE", "LIST", "SUM", "MEAN")
 _OF_OPTIMIZER = {
     "dtype": "gradient_accumulation_dtype",
@@ -148,9 +150,6 @@ class Extensions:
             _switch("accumulate_outfeed", accumulate_outfeed)
         self._set_accumulation(gradient_accumulation_steps_per_replica, gradient_accumulation_reduction_method)
         step = {**self.options.step, **_translated("pipelining_kwargs", of_step, _STEP_OF_PIPELINE)}
-        options = replace(self.options, pipelining=given, step=step)
-        if device_mapping is not None:
-            options.pipeline(len(device_mapping), 1)  # refuses what is out of range
         self._set(pipelining=given, step=step)
 
     def set_infeed_queue_options(self, **kwargs: Any) -> None:
@@ -216,35 +215,39 @@ class Extensions:
 
     # ---- files
 
-    def get_build_config(self) -> Any:
-        """See Keras. A stock model reads over what stands there of replicas."""
-        config = dict(self.stock.get_build_config(self._model) or {})
+    def save_assets(self, folder: str) -> None:
+        """Write the options beside the variables of a file; called by Keras. A stock model does not read them."""
         options = self.options
         saved = {
             "gradient_accumulation_steps_per_replica": options.accumulated,
             "gradient_accumulation_reduction_method": options.reduction_method.name,
-            "pipeline_stages": None if options.stages is None else list(options.stages),
+            "pipeline_stage_assignment": options.stages,
             "device_mapping": (options.pipelining or {}).get("device_mapping"),
             "prefetch_depth": options.prefetch,
             "asynchronous_callbacks": options.each_step,
         }
-        return {**config, _KEY: saved} if options != ModelOptions() else config or None
+        if options != ModelOptions():
+            (Path(folder) / _FILE).write_text(json.dumps(saved))
 
-    def build_from_config(self, config: Any) -> Any:
-        """See Keras."""
-        saved = (config or {}).get(_KEY)
-        self.stock.build_from_config(self._model, config)
-        if saved is None:
+    def load_assets(self, folder: str | None) -> None:
+        """Read them again, but for what was given as keyword arguments; called by Keras."""
+        file = None if folder is None else Path(folder) / _FILE
+        if file is None or not file.exists():
             return
+        saved = json.loads(file.read_text())
         mapping = saved["device_mapping"]
         self._set(
             accumulated=saved["gradient_accumulation_steps_per_replica"],
             reduction_method=GradientAccumulationReductionMethod.parse(saved["gradient_accumulation_reduction_method"]),
-            stages=None if saved["pipeline_stages"] is None else tuple(saved["pipeline_stages"]),
-            pipelining=None if mapping is None else {"device_mapping": list(mapping)},
+            stages=_as_tuples(saved["pipeline_stage_assignment"]),
+            pipelining=None if mapping is None else {"device_mapping": mapping},
             prefetch=saved["prefetch_depth"],
             each_step=saved["asynchronous_callbacks"],
         )
+
+
+def _as_tuples(stages: Any) -> Any:
+    return tuple(map(_as_tuples, stages)) if isinstance(stages, list) else stages
 
 
 _STEP_OF_PIPELINE = {

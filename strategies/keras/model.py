@@ -13,7 +13,7 @@ import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
-from strategies.errors import StrategyError
+from strategies.errors import DisagreementError, StrategyError
 from strategies.keras.callbacks import Running, listed
 from strategies.keras.classes import NAME, class_of
 from strategies.keras.data import Feed, Given, Pass, open_feed
@@ -22,6 +22,7 @@ from strategies.keras.extensions import EXTENSIONS, Extensions
 from strategies.keras.refusals import refuse_eager, refuse_optimizer, refuse_outside, refuse_own_steps
 from strategies.keras.training import TrainFunction
 from strategies.roles import Batch
+from strategies.step.fingerprints import fingerprint
 from strategies.strategy import Strategy
 
 logger = logging.getLogger("strategies.keras")
@@ -249,7 +250,7 @@ class ReplicatedModel(Extensions):
             self._model._assert_compile_called(called)
 
     def _feed(self, given: Given, *, trains: bool, shuffle: Any = False) -> Feed:
-        return open_feed(
+        feed = open_feed(
             given,
             self.strategy,
             trains=trains,
@@ -258,6 +259,25 @@ class ReplicatedModel(Extensions):
             accumulated=self.options.micro_batches if trains else 1,
             prefetch=self.options.prefetch,
         )
+        self._refuse_other_data(feed.example)
+        return feed
+
+    def _refuse_other_data(self, example: Batch) -> None:
+        """Refuse data of which instances do not see the same first rows; a collective call.
+
+        Raises:
+            DisagreementError: on all instances.
+        """
+        communicator = self.strategy.communicator
+        if communicator.size > 1:
+            mine = np.frombuffer(bytes.fromhex(fingerprint(example)), np.uint8)
+            others = communicator.all_gather(mine, name="first rows of the data")
+            if (others != others[0]).any():
+                raise DisagreementError(
+                    "the instances do not see the same first rows, and each of them reads all data, or those batches "
+                    "that its replicas take; give all of them the same data, and call keras.utils.set_random_seed "
+                    "where something shuffles"
+                )
 
     def _agreed_seed(self) -> int:
         """A seed that instance 0 draws from NumPy, as Keras does for each permutation."""
@@ -319,13 +339,13 @@ class ReplicatedModel(Extensions):
     @contextmanager
     def _executing(self, training: bool) -> Iterator[None]:
         """While Keras's loops count executions as they are made here."""
-        before = self._said, self._model.steps_per_execution
-        self._said = self._steps_per_execution
-        self._model.steps_per_execution = self.options.executed(self._said) if training else self._evaluated
+        before, said = self._model.steps_per_execution, self._steps_per_execution
+        made = self.options.executed(said) if training else self._evaluated
+        outer, self._said, self._model.steps_per_execution = self._said, said, made
         try:
             yield
         finally:
-            self._said, self._model.steps_per_execution = before
+            self._said, self._model.steps_per_execution = outer, before
 
     def _build(self, example: Batch) -> None:
         if not all(layer.built for layer in self._model._flatten_layers()):

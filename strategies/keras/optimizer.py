@@ -94,6 +94,6 @@ class KerasOptimizer(Optimizer):
         place = next(
             number
             for number, variable in enumerate(self._optimizer.variables)
-            if variable is self._optimizer.iterations
+            if variable is self._optimizer._iterations
         )
         return int(inner[place])

@@ -40,6 +40,8 @@ class ModelOptions:
         if self.accumulated is not None:
             positive("gradient_accumulation_steps_per_replica", self.accumulated)
         positive("prefetch_depth", self.prefetch)
+        if (self.pipelining or {}).get("device_mapping") is not None:
+            self.pipeline(0, 1)  # refuses what is out of range
 
     @property
     def micro_batches(self) -> int:

@@ -77,7 +77,12 @@ class States:
 
         if part := self.own_part:
             warn_of_loss(self._replicas, f"every instance has a part of the state that no other has ({part})")
-        return self.surviving(lambda: self._first(self._replicas.broadcast(first)), catch_up, single.share)
+        return self.surviving(lambda: self._first(self._of_leader(first)), catch_up, single.share)
+
+    def _of_leader(self, state: TrainState) -> TrainState:
+        """Instance 0's state, and its number."""
+        broadcast, step = self._replicas.broadcast((state, np.int32(state.step)))
+        return replace(broadcast, step=int(step))
 
     def surviving(
         self, attempt: Callable[[], T], catch_up: Callable[[], T | None], share: Callable[[T, int], object]
