@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 from keras.src.callbacks import CallbackList
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 
+from strategies.keras.agreement import is_so_anywhere, number_of_leader
 from strategies.strategy import Strategy, get_strategy
 
 WRITERS: tuple[type, ...] = (
@@ -93,18 +93,13 @@ class Running:
 
     def agree_to_stop(self) -> None:
         """Stop everywhere where a callback stops one instance; a collective call."""
-        communicator = self.strategy.communicator
-        if communicator.size > 1:
-            stops = np.array([bool(self.model.stop_training)], np.float32)
-            self.model.stop_training = bool(communicator.all_reduce(stops, "max", name="stop_training")[0])
+        stops = bool(self.model.stop_training)
+        self.model.stop_training = is_so_anywhere(self.strategy.replicas, stops, "stop_training")
 
     def agree_on_begin(self) -> None:
         """Begin everywhere with the epoch with which the chief begins; a collective call."""
-        communicator = self.strategy.communicator
-        if communicator.size > 1:
-            begin = np.array(self.model._initial_epoch or 0, np.int64)
-            communicator.broadcast(begin, 0, name="first epoch")
-            self.model._initial_epoch = int(begin) or None
+        epoch = number_of_leader(self.strategy.replicas, self.model._initial_epoch or 0, "first epoch")
+        self.model._initial_epoch = epoch or None
 
 
 class _First(keras.callbacks.Callback):  # type: ignore[misc]

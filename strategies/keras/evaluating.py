@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 
+from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
 from strategies.keras.programs import MetricsTask, ModelFunctions, OutputsTask
 from strategies.keras.state import VARIABLES, Seeds, seeds_of
@@ -62,7 +63,7 @@ class _Function:
         trained, others, *rest = state
         if not self._is_adopted:
             self._is_adopted = True
-            trained, others = self._strategy.broadcast((list(trained), list(others)))
+            trained, others = broadcast(self._strategy.replicas, (list(trained), list(others)))
         given = TrainState(list(trained), None, 0, model_state={VARIABLES: list(others)})
         stream = iterator.told(lambda dataset: self._trainer.told(self._task, given, dataset))
         told = list(itertools.islice(stream, self._steps))

@@ -13,7 +13,8 @@ import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
-from strategies.errors import DisagreementError, StrategyError
+from strategies.errors import StrategyError
+from strategies.keras.agreement import number_of_leader, refuse_other_rows
 from strategies.keras.callbacks import Running, listed
 from strategies.keras.classes import NAME, class_of
 from strategies.keras.data import Feed, Given, Pass, open_feed
@@ -22,7 +23,6 @@ from strategies.keras.extensions import EXTENSIONS, Extensions
 from strategies.keras.refusals import refuse_eager, refuse_optimizer, refuse_outside, refuse_own_steps
 from strategies.keras.training import TrainFunction
 from strategies.roles import Batch
-from strategies.step.fingerprints import fingerprint
 from strategies.strategy import Strategy
 
 logger = logging.getLogger("strategies.keras")
@@ -259,31 +259,12 @@ class ReplicatedModel(Extensions):
             accumulated=self.options.micro_batches if trains else 1,
             prefetch=self.options.prefetch,
         )
-        self._refuse_other_data(feed.example)
+        refuse_other_rows(self.strategy.replicas, feed.example)
         return feed
-
-    def _refuse_other_data(self, example: Batch) -> None:
-        """Refuse data of which instances do not see the same first rows; a collective call.
-
-        Raises:
-            DisagreementError: on all instances.
-        """
-        communicator = self.strategy.communicator
-        if communicator.size > 1:
-            mine = np.frombuffer(bytes.fromhex(fingerprint(example)), np.uint8)
-            others = communicator.all_gather(mine, name="first rows of the data")
-            if (others != others[0]).any():
-                raise DisagreementError(
-                    "the instances do not see the same first rows, and each of them reads all data, or those batches "
-                    "that its replicas take; give all of them the same data, and call keras.utils.set_random_seed "
-                    "where something shuffles"
-                )
 
     def _agreed_seed(self) -> int:
         """A seed that instance 0 draws from NumPy, as Keras does for each permutation."""
-        drawn = np.array(np.random.randint(2**31 - 1), np.int64)
-        self.strategy.communicator.broadcast(drawn, 0, name="seed of a shuffle")
-        return int(drawn)
+        return number_of_leader(self.strategy.replicas, int(np.random.randint(2**31 - 1)), "seed of a shuffle")
 
     def _rows_of_replica(self, batch_size: int | None, of_all: int | None, accumulated: int = 1) -> int | None:
         """The rows of a replica and micro-batch.
