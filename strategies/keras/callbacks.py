@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,11 +12,11 @@ from keras.src.callbacks import CallbackList
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 
 from strategies.keras.agreement import is_so_anywhere, number_of_leader
+from strategies.keras.state import random_states, set_random_states
 from strategies.strategy import Strategy, get_strategy
 
 WRITERS: tuple[type, ...] = (
     ProgbarLogger,
-    keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
@@ -61,6 +63,38 @@ def _on_chief(name: str) -> Callable[..., None]:
 
 for _name in _HOOKS:
     setattr(OnChief, _name, _on_chief(_name))
+
+
+class Backup(OnChief):
+    """Keras's `BackupAndRestore` on the chief, with the states of seed generators, which its files do not have."""
+
+    @property
+    def _file(self) -> Path:
+        return Path(self.callback.backup_dir) / "random_states.json"
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See Keras."""
+        if self.is_called:
+            self.callback.on_train_begin(logs)
+            if self._file.exists():
+                set_random_states(self.callback.model, json.loads(self._file.read_text()))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See Keras."""
+        if self.is_called:
+            self.callback.on_epoch_end(epoch, logs)
+            self._save()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See Keras."""
+        if self.is_called:
+            self.callback.on_train_batch_end(batch, logs)
+            if self.callback.save_freq != "epoch" and self.callback._batches_seen_since_last_saving == 0:
+                self._save()
+
+    def _save(self) -> None:
+        if self._file.parent.exists():
+            self._file.write_text(json.dumps(random_states(self.callback.model)))
 
 
 class Running:
@@ -155,6 +189,8 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
 
 
 def _placed(callback: Any, strategy: Strategy) -> Any:
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        return Backup(callback, strategy)
     if isinstance(callback, WRITERS):
         return OnChief(callback, strategy)
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and not strategy.replicas.is_chief:

@@ -10,6 +10,7 @@ from typing import Any
 
 from strategies.keras.options import ModelOptions
 from strategies.keras.stages import Assignments, StagedModel, assignments_of
+from strategies.keras.state import random_states, set_random_states
 from strategies.step.accumulation import GradientAccumulationReductionMethod
 from strategies.strategy import Strategy
 
@@ -225,8 +226,9 @@ class Extensions:
             "device_mapping": (options.pipelining or {}).get("device_mapping"),
             "prefetch_depth": options.prefetch,
             "asynchronous_callbacks": options.each_step,
+            "random_states": random_states(self._model),
         }
-        if options != ModelOptions():
+        if options != ModelOptions() or saved["random_states"]:
             (Path(folder) / _FILE).write_text(json.dumps(saved))
 
     def load_assets(self, folder: str | None) -> None:
@@ -236,6 +238,7 @@ class Extensions:
             return
         saved = json.loads(file.read_text())
         mapping = saved["device_mapping"]
+        set_random_states(self._model, saved["random_states"])
         self._set(
             accumulated=saved["gradient_accumulation_steps_per_replica"],
             reduction_method=GradientAccumulationReductionMethod.parse(saved["gradient_accumulation_reduction_method"]),

@@ -10,8 +10,7 @@ import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.programs.products import with_rounded_products
-from strategies.step.optimizers import Add, Optimizer
+from strategies.step.optimizers import Arithmetic, Optimizer
 
 
 @final
@@ -40,7 +39,7 @@ class KerasOptimizer(Optimizer):
         return [variable.value for variable in self._optimizer.variables]
 
     def apply(
-        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, add: Add
+        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, arithmetic: Arithmetic
     ) -> tuple[Any, Any]:
         """See `Optimizer`."""
 
@@ -48,7 +47,7 @@ class KerasOptimizer(Optimizer):
             new, state = self._optimizer.stateless_apply(state, gradients, variables)
             return list(new), list(state)
 
-        new: tuple[Any, Any] = with_rounded_products(update)(gradients, optimizer_state, variables)
+        new: tuple[Any, Any] = arithmetic.rounded(update)(gradients, optimizer_state, variables)
         return new
 
     # ---- what Keras knows as the variables of the optimizer

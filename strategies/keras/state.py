@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from strategies.errors import StrategyError
 from strategies.step.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
@@ -21,6 +22,21 @@ def seeds_of(model: Any) -> list[bool]:
     layers = model._flatten_layers()
     states = {id(generator.state) for layer in layers for generator in layer._seed_generators}
     return [id(variable) in states for variable in model.non_trainable_variables]
+
+
+def random_states(model: Any) -> list[list[int]]:
+    """The states of a model's seed generators, which files of Keras do not have."""
+    pairs = zip(model.non_trainable_variables, seeds_of(model), strict=True)
+    return [np.asarray(variable.value).tolist() for variable, flag in pairs if flag]
+
+
+def set_random_states(model: Any, states: Sequence[Sequence[int]]) -> None:
+    """Have a model's seed generators go on from states that `random_states` returned of one with as many of them."""
+    pairs = zip(model.non_trainable_variables, seeds_of(model), strict=True)
+    variables = [variable for variable, flag in pairs if flag]
+    if len(variables) == len(states):
+        for variable, state in zip(variables, states, strict=True):
+            variable.assign(np.asarray(state, variable.dtype))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -11,8 +12,26 @@ import optax
 
 from strategies.programs.products import with_rounded_products
 
-Add = Callable[[Any, Any], Any]
-"""`(variables, changes) -> variables`."""
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How the numbers of an update are rounded.
+
+    Attributes:
+        add: `(variables, changes) -> variables`.
+        rounded: makes a function whose products are rounded by themselves; see `with_rounded_products`.
+    """
+
+    add: Callable[[Any, Any], Any] = optax.apply_updates
+    rounded: Callable[[Callable[..., Any]], Callable[..., Any]] = with_rounded_products
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+AS_WRITTEN = Arithmetic(rounded=_as_it_is)
+"""For looking at what is computed."""
 
 
 class Optimizer(ABC):
@@ -24,7 +43,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def apply(
-        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, add: Add
+        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, arithmetic: Arithmetic
     ) -> tuple[Any, Any]:
         """New variables and optimizer state.
 
@@ -33,7 +52,7 @@ class Optimizer(ABC):
             optimizer_state: what `init` or `apply` returned last.
             variables: see above.
             gradient_norm: the norm of all mean gradients together, float32.
-            add: adds changes to variables, rounded as the user wants it; for those that make changes.
+            arithmetic: how it computes.
         """
 
 
@@ -49,12 +68,12 @@ class OptaxOptimizer(Optimizer):
         return self._transformation.init(variables)
 
     def apply(
-        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, add: Add
+        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, arithmetic: Arithmetic
     ) -> tuple[Any, Any]:
         """See `Optimizer`."""
-        update = with_rounded_products(self._transformation.update)
+        update = arithmetic.rounded(self._transformation.update)
         changes, optimizer_state = update(gradients, optimizer_state, variables, gradient_norm=gradient_norm)
-        return add(variables, changes), optimizer_state
+        return arithmetic.add(variables, changes), optimizer_state
 
 
 def as_optimizer(optimizer: Optimizer | optax.GradientTransformation) -> Optimizer:

@@ -23,7 +23,7 @@ from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.step.accumulation import accumulator_dtypes
 from strategies.step.encoding import flatten
-from strategies.step.optimizers import Optimizer
+from strategies.step.optimizers import AS_WRITTEN, Arithmetic, Optimizer
 from strategies.step.options import StepOptions
 from strategies.step.shards import PartOfArray, Shards
 from strategies.step.updates import Update, UpdateSettings, WholeUpdate
@@ -179,7 +179,7 @@ class ShardedUpdate(Update):
             own = self._take(bits, first)
             return add_stochastically(parts, changes, lambda number, _: own[number])
 
-        return self._optimizer.apply(gradients, optimizer_state, parts, norm, add)
+        return self._optimizer.apply(gradients, optimizer_state, parts, norm, Arithmetic(add))
 
     def _divided(
         self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None, first: jax.Array
@@ -257,7 +257,7 @@ class ShardedUpdate(Update):
         given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
         def update(gradients: Any, state: Any, variables: Any, norm: jax.Array) -> Any:
-            return self._optimizer.apply(gradients, state, variables, norm, optax.apply_updates)
+            return self._optimizer.apply(gradients, state, variables, norm, AS_WRITTEN)
 
         norm = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.make_jaxpr(update)(jax.tree.unflatten(structure, given), state, tree, norm)

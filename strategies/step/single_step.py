@@ -125,10 +125,12 @@ class SingleStep:
         kept = [step.program.unpack_kept(of_replica) for of_replica in step.gradients.kept()]
         residuals, of_state = zip(*kept, strict=True)
         new = {**of_state[0], **rule.arrived(state.model_state, step.state_means)}
-        new[MEAN] = jax.device_put(new[MEAN], device)
+        if new[MEAN]:
+            new[MEAN] = jax.device_put(new[MEAN], device)
         if new[FIRST] and self._replicas.communicator.size > 1:  # replica 0 is on the first of the instances
             new[FIRST] = self._replicas.broadcast(new[FIRST])
-        new[PER_REPLICA] = self._replicas.devices.place(_joined([each[PER_REPLICA] for each in of_state]))
+        if new[PER_REPLICA]:
+            new[PER_REPLICA] = self._replicas.devices.place(_joined([each[PER_REPLICA] for each in of_state]))
         return None if state.residuals is None else _joined(residuals), rule.put(state.model_state, new)
 
     def meet(self) -> Meeting:

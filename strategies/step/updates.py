@@ -18,7 +18,7 @@ from strategies.programs.program import jit
 from strategies.programs.rounding import add_stochastically
 from strategies.replicas.replicas import Replicas
 from strategies.step.accumulation import AccumulationDtype, accumulator_dtypes
-from strategies.step.optimizers import Optimizer, as_optimizer
+from strategies.step.optimizers import Arithmetic, Optimizer, as_optimizer
 from strategies.step.replica_program import LOSS_SCALE, STEP
 from strategies.step.shards import Shards
 
@@ -236,9 +236,8 @@ class WholeUpdate(Update):
     ) -> tuple[Any, Any, jax.Array]:
         """See `Update`."""
         gradients, norm = self._gradients(variables, means, control)
-        variables, optimizer_state = self._optimizer.apply(
-            gradients, optimizer_state, variables, norm, lambda old, changes: self._add(old, changes, control)
-        )
+        arithmetic = Arithmetic(lambda old, changes: self._add(old, changes, control))
+        variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, norm, arithmetic)
         return variables, optimizer_state, jnp.zeros(())
 
     def whole(self, optimizer_state: Any) -> Any:
