@@ -176,7 +176,9 @@ class ReplicatedModel(Extensions):
     ) -> Any:
         """See `keras.Model.train_on_batch`: a batch for all replicas, given on every instance."""
         self._check("train_on_batch", "train_step")
-        return self.stock.train_on_batch(self._model, x, y, sample_weight, class_weight, return_dict)
+        logs = self.stock.train_on_batch(self._model, x, y, sample_weight, class_weight, return_dict)
+        self.unite()
+        return logs
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """See `keras.Model.test_on_batch`: a batch for all replicas, given on every instance."""
@@ -298,15 +300,20 @@ class ReplicatedModel(Extensions):
     @contextmanager
     def _while(self, running: Running, **feeds: Feed | None) -> Iterator[None]:
         """While one of Keras's loops runs over feeds."""
-        for function in (self._model.train_function, self._model.test_function, self._model.predict_function):
-            if function is not None:
-                function.function.begin()
+        self._begin()
         self._running, self._feeds = running, {name: feed for name, feed in feeds.items() if feed is not None}
         try:
             yield
         finally:
             self._running, self._feeds = None, {}
         self.unite()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have whatever comes next begin with instance 0's state."""
+        for function in (self._model.train_function, self._model.test_function, self._model.predict_function):
+            if function is not None:
+                function.function.begin()
 
     @property
     def _steps_per_execution(self) -> int:

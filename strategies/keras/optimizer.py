@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
+import keras
 import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
@@ -26,6 +29,34 @@ class KerasOptimizer(Optimizer):
     def __init__(self, optimizer: Any) -> None:
         self._given = optimizer
         self._optimizer = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+        self._config = self._optimizer.get_config()  # while Keras has values: in its loops it takes them away
+        self._of_parts: dict[tuple[Any, ...], Any] = {}  # the same optimizer for variables of other shapes
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those of the optimizer that makes the update."""
+        return list(self._optimizer.variables)
+
+    @property
+    def num_whole(self) -> int:
+        """How many of them come before the first one that is not a scalar."""
+        return len(list(itertools.takewhile(lambda variable: not variable.shape, self._optimizer.variables)))
+
+    def hold_places(self) -> None:
+        """Have Keras find something, that takes no memory, in variables of which each instance has a part."""
+        for variable in self._optimizer.variables[self.num_whole :]:
+            if variable._value is None:
+                variable._value = _nothing_like(variable)
+
+    def _for(self, variables: Sequence[Any]) -> Any:
+        """The optimizer for variables of these shapes: those of the model, or parts of them."""
+        shapes = tuple(tuple(one.shape) for one in variables)
+        if shapes == tuple(tuple(one.shape) for one in self._optimizer._trainable_variables):
+            return self._optimizer
+        if shapes not in self._of_parts:
+            with jax.ensure_compile_time_eval():
+                self._of_parts[shapes] = _like(self._optimizer, self._config, shapes)
+        return self._of_parts[shapes]
 
     @property
     def scaling(self) -> LossScaling | None:
@@ -35,16 +66,17 @@ class KerasOptimizer(Optimizer):
         return LossScaling(float(self._given.initial_scale), 2.0, int(self._given.dynamic_growth_steps))
 
     def init(self, variables: Any) -> Any:
-        """See `Optimizer`: what the variables of the optimizer are now."""
-        return [variable.value for variable in self._optimizer.variables]
+        """See `Optimizer`. A training begins with what Keras has, see `Trainer.adopt`, so only shapes are asked for."""
+        return [jnp.zeros(variable.shape, variable.dtype) for variable in self._for(variables).variables]
 
     def apply(
         self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, arithmetic: Arithmetic
     ) -> tuple[Any, Any]:
         """See `Optimizer`."""
+        optimizer = self._for(variables)
 
         def update(gradients: Any, state: Any, variables: Any) -> tuple[Any, Any]:
-            new, state = self._optimizer.stateless_apply(state, gradients, variables)
+            new, state = optimizer.stateless_apply(state, gradients, variables)
             return list(new), list(state)
 
         new: tuple[Any, Any] = arithmetic.rounded(update)(gradients, optimizer_state, variables)
@@ -96,3 +128,31 @@ class KerasOptimizer(Optimizer):
             if variable is self._optimizer._iterations
         )
         return int(inner[place])
+
+
+def _like(optimizer: Any, config: dict[str, Any], shapes: Sequence[tuple[int, ...]]) -> Any:
+    """The same optimizer, built for variables like its own but of other shapes, and without memory for them."""
+    made = type(optimizer).from_config(dict(config))
+    variables = []
+    for own, shape in zip(optimizer._trainable_variables, shapes, strict=True):
+        variable = keras.Variable(initializer="zeros", shape=shape, dtype=own.dtype, name=own.name)
+        variable._path, variable.constraint = own.path, own.constraint
+        variables.append(variable)
+    if hasattr(optimizer, "_exclude_from_weight_decay_pattern"):
+        made._exclude_from_weight_decay_pattern = optimizer._exclude_from_weight_decay_pattern
+    if hasattr(optimizer, "_exclude_from_weight_decay"):
+        pairs = zip(optimizer._trainable_variables, variables, strict=True)
+        excluded = optimizer._exclude_from_weight_decay
+        made._exclude_from_weight_decay = {
+            made._var_key(new) for old, new in pairs if optimizer._var_key(old) in excluded
+        }
+    made.build(variables)
+    for variable in [*variables, *made.variables]:
+        variable._value = _nothing_like(variable)
+    return made
+
+
+def _nothing_like(variable: Any) -> np.ndarray:
+    """Zeros of the shape of a variable, in the memory of one."""
+    zeros: np.ndarray = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
+    return zeros

@@ -19,6 +19,7 @@ from strategies.keras.state import METRICS, VARIABLES, Seeds, looks, seeds_of, w
 from strategies.pipelines.pipelining import Pipelining
 from strategies.programs.program import jit
 from strategies.roles import Batch
+from strategies.step.shards import PartOfArray
 from strategies.step.trainer import Trainer
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -63,13 +64,24 @@ class TrainFunction:
         self._is_adopted = False
         self._step = 0
         self._skipped: Any = 0
+        self._parts: list[Any] | None = None  # the optimizer state, of which this instance has only its own
 
     def unite(self) -> None:
         """Have Keras know the whole optimizer state; a collective call where instances have parts of it."""
+        if self._parts is None:
+            return
+        assert self.trainer is not None
+        held = self.trainer.whole(TrainState([], self._parts, self._step)).optimizer_state
+        variables = self._optimizer.variables
+        for number, (variable, value) in enumerate(zip(variables, held, strict=True)):
+            if number >= self._optimizer.num_whole:  # Keras has the others
+                is_cut = isinstance(value, PartOfArray)
+                variable.assign(np.array(value.gather(f"optimizer state/{number}") if is_cut else value))
 
     def begin(self) -> None:
         """Have instance 0's state on all instances before the next step: the user may have changed it."""
         self._is_adopted = False
+        self._parts = None
 
     def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[dict[str, Any], State]:
         """Make steps with the next batches.
@@ -107,6 +119,9 @@ class TrainFunction:
         if not self._is_adopted:
             self._is_adopted = True
             return own, self.trainer.adopt(replace(begun, step=self._optimizer.step_of(inner)))
+        if self._parts is not None:  # Keras knows, and callbacks change, what is whole before the first part
+            count = self._optimizer.num_whole
+            begun = replace(begun, optimizer_state=[*inner[:count], *self._parts[count:]])
         return own, self._placed(begun)
 
     def _placed(self, state: TrainState) -> TrainState:
@@ -125,7 +140,11 @@ class TrainFunction:
         others, of_metrics = state.model_state[VARIABLES], state.model_state[METRICS]
         logs = dict(self._results(of_metrics))
         logs |= {name: metrics[name] for name in self._names}
-        of_optimizer = [*self._optimizer.with_scale(own, state.loss_scale), *state.optimizer_state]
+        inner = state.optimizer_state
+        if self.trainer is not None and self.trainer.is_sharded:
+            self._parts, inner = inner, inner[: self._optimizer.num_whole]
+            self._optimizer.hold_places()
+        of_optimizer = [*self._optimizer.with_scale(own, state.loss_scale), *inner]
         return logs, (state.variables, others, of_optimizer, of_metrics)
 
     # ---- making the trainer

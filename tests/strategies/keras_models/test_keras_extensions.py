@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from small_models import TARGETS, X, bits_of, dense, largest_difference, regression, values_of
 
+from strategies.errors import StrategyError
 from strategies.step.accumulation import GradientAccumulationReductionMethod
 
 
@@ -198,3 +199,55 @@ def test_models_that_are_cloned_or_pickled_in_a_scope_belong_to_it(alone):
         return [copy.predict(X, verbose=0).shape for copy in copies]
 
     assert alone(program) == [(len(X), 1)] * 2
+
+
+def optimizers():
+    return {
+        "adam": lambda: keras.optimizers.AdamW(0.01, clipvalue=0.5, use_ema=True),
+        "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+        "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0),
+    }
+
+
+@pytest.mark.parametrize("kind", optimizers())
+def test_optimizer_state_may_be_sharded_and_changes_no_bit(in_scopes, kind):
+    """A learning rate that a callback sets is that of the next step; in the end Keras has the whole state."""
+
+    def program(strategy, options):
+        model = keras.Sequential([keras.Input((6,)), dense(7, 1), dense(1, 2)])  # 42 elements are cut, 7 are not
+        model.compile(optimizers()[kind](), "mse")
+        model.set_gradient_accumulation_options(1, **options)
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        model.fit(X, TARGETS, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[rate])
+        model.train_on_batch(X[:16], TARGETS[:16])
+        is_sharded = model.train_function.function.trainer.is_sharded
+        model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0)
+        return bits_of(model), is_sharded
+
+    [whole] = in_scopes(1, lambda strategy: program(strategy, {}))
+    options = {"replicated_optimizer_state_sharding": True, "offload_weight_update_variables": True}
+    for instances in (1, 2):
+        sharded = in_scopes(instances, lambda strategy: program(strategy, options))
+        assert sharded == [(whole[0], True)] * instances
+    assert whole[1] is False
+
+
+def test_an_optimizer_that_looks_across_elements_is_not_sharded(alone):
+    def program(strategy):
+        model = regression(keras.optimizers.SGD(0.01, momentum=0.9, clipnorm=1.0))
+        model.set_gradient_accumulation_options(1, replicated_optimizer_state_sharding=True)
+        model.fit(X, TARGETS, batch_size=4, verbose=0)
+
+    with pytest.raises(StrategyError, match="the optimizer state cannot be sharded"):
+        alone(program)
+
+
+def test_accumulators_may_be_of_another_dtype(in_scopes):
+    def program(strategy):
+        model = regression()
+        model.set_gradient_accumulation_options(2, "mean", dtype="bfloat16")
+        model.fit(X[:48], TARGETS[:48], batch_size=2, shuffle=False, verbose=0)
+        return bits_of(model)
+
+    [alone] = in_scopes(1, program)
+    assert in_scopes(2, program) == [alone] * 2
