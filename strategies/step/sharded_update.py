@@ -23,9 +23,12 @@ from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.step.accumulation import accumulator_dtypes
 from strategies.step.encoding import flatten
-from strategies.step.options import StepOptions
 from strategies.step.shards import PartOfArray, Shards
-from strategies.step.updates import Update, UpdateSettings, WholeUpdate
+from strategies.step.updates import Update, UpdateSettings
+
+
+class AcrossElementsError(StrategyError):
+    """An optimizer computes elements of different parts from each other; nobody outside of `step` sees it."""
 
 
 @final
@@ -41,7 +44,7 @@ class ShardedUpdate(Update):
 
     Raises:
         ValueError: if `min_elements` is not positive.
-        StrategyError: from `init` if the optimizer looks across elements.
+        AcrossElementsError: from `init` if the optimizer looks across elements.
     """
 
     def __init__(
@@ -201,7 +204,7 @@ class ShardedUpdate(Update):
         """Find out which arrays of the optimizer state are cut.
 
         Raises:
-            StrategyError: if the optimizer looks across elements.
+            AcrossElementsError: if the optimizer looks across elements.
         """
         whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
         parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
@@ -222,11 +225,7 @@ class ShardedUpdate(Update):
         if found is None and not alike[0] == alike[1] == alike[2]:
             found = "other operations or numbers for arrays of other shapes"
         if found is not None:
-            raise StrategyError(
-                f"the optimizer state cannot be sharded: the optimizer's update has {found}, and a replica has only "
-                "its part of the elements; use an element-wise optimizer (strategies.clip_by_global_norm instead of "
-                "optax's), or replicated_optimizer_state_sharding=False"
-            )
+            raise AcrossElementsError(f"the optimizer's update has {found}, and a replica has its part of the elements")
 
     def _other_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The shape of a part of some size that is not that of the whole."""
@@ -253,10 +252,3 @@ def _uses_last_argument(traced: Any) -> bool:
     last = traced.jaxpr.invars[-1]
     used = itertools.chain(traced.jaxpr.outvars, *(equation.invars for equation in traced.jaxpr.eqns))
     return any(one is last for one in used)
-
-
-def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, options: StepOptions) -> Update:
-    """The update with whole or with sharded optimizer state, as the options want it."""
-    if options.shards_state:
-        return ShardedUpdate(replicas, optimizer, options.of_update, options.min_elements_for_sharding)
-    return WholeUpdate(replicas, optimizer, options.of_update)

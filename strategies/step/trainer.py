@@ -14,13 +14,13 @@ from strategies.step.digest import flip_bit
 from strategies.step.evaluation import Evaluator
 from strategies.step.evaluation_program import MetricsFunction
 from strategies.step.executions import Executions
+from strategies.step.gathered_update import update_for
 from strategies.step.jax_engine import JaxEngine
 from strategies.step.merging import Evaluation
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
 from strategies.step.options import Options, StepOptions
 from strategies.step.replica_program import LossFunction
-from strategies.step.sharded_update import update_for
 from strategies.step.single_step import SingleStep
 from strategies.step.states import States
 from strategies.step.step_record import recorder_for
