@@ -22,6 +22,7 @@ from strategies.errors import (
 from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
+from strategies.gradient_capture import GradientCaptureContext, capture_upstream_gradients
 from strategies.horovod_strategy import IPUHorovodStrategy
 from strategies.ipu import IPUStrategy
 from strategies.loss_scaling import LossScale, LossScaling
@@ -63,6 +64,7 @@ __all__ = [
     "FailedPreconditionError",
     "FeedError",
     "GradientAccumulationReductionMethod",
+    "GradientCaptureContext",
     "GrainSource",
     "IPUHorovodStrategy",
     "IPUMultiWorkerStrategy",
@@ -92,6 +94,7 @@ __all__ = [
     "SyncOnReadVariable",
     "TrainState",
     "Trainer",
+    "capture_upstream_gradients",
     "casting",
     "clip_by_global_norm",
     "cross_replica_ops",
