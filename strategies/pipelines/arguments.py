@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.pipelines.counter import counting
+from strategies.pipelines.micro_batch import counting
 from strategies.pipelines.replica_run import Given
 from strategies.pipelines.stages import Staged
 from strategies.pipelines.timetable import Places

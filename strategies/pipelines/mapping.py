@@ -44,6 +44,11 @@ def places_of(
         ValueError: if there are fewer than two stages, or a list has lists in it; if the mapping has not a device for
             each stage, or devices that there are not.
     """
+    if not _is_list(stages):
+        raise TypeError(
+            f"computational_stages is {stages!r}, a {type(stages).__name__}; it must be a list of functions, one for "
+            "each stage"
+        )
     widths = [_width(number, stage) for number, stage in enumerate(stages)]
     if len(widths) < 2:
         raise ValueError(f"Pipeline requires at least two computational stages, and has {len(widths)}; add a stage")
@@ -63,6 +68,23 @@ def places_of(
         _devices_of(number, width, devices, ipus_per_replica)
         for number, (width, devices) in enumerate(zip(widths, device_mapping, strict=True))
     )
+
+
+def refuse_idle_devices(device_mapping: DeviceMapping) -> None:
+    """Refuse a mapping that leaves out a device before the last one that it has.
+
+    Raises:
+        ValueError: naming the devices.
+    """
+    flat = [one for each in device_mapping for one in (each if isinstance(each, Sequence) else (each,))]
+    numbers = {number for one in flat if (number := integer(one)) is not None}
+    gaps = sorted(set(range(max(numbers, default=0))) - numbers)
+    if gaps and _ALL_DEVICES not in numbers:
+        raise ValueError(
+            f"device_mapping is {list(device_mapping)}, and leaves out device{'s' if len(gaps) > 1 else ''} "
+            f"{', '.join(map(str, gaps))}, with nothing to do; number the devices without gaps, or say "
+            "allow_idle_devices=True"
+        )
 
 
 def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_iterations: int = 1) -> Schedule:

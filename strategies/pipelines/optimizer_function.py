@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import optax
 
+from strategies.feeds.outfeed import OutfeedQueue
+from strategies.gradient_capture import GradientCaptureContext
 from strategies.roles import Tree
 
 
@@ -20,14 +22,18 @@ class OptimizerFunctionOutput:
     tape, so what is about them is refused.
 
     Attributes:
-        opt: an optax gradient transformation.
+        opt: an optax gradient transformation. One that takes extra arguments gets `captured_grads` where gradients
+            are captured, a dictionary by their tags.
         loss: a floating-point scalar.
         compute_gradients_args: not with optax; see `variables`.
         compute_gradients_kwargs: not with optax.
         apply_gradients_args: not with optax.
         apply_gradients_kwargs: not with optax.
         variables: which variables are trained, as `trainable` of a `Trainer`; None for all.
-        tape: not with JAX.
+        tape: not with JAX; see `gradient_capture_context`.
+        gradient_capture_context: gets the gradients of the arrays that stages mark with `capture_upstream_gradients`,
+            accumulated over micro-batches and averaged over replicas as those of variables are; None captures nothing.
+        captured_gradient_outfeed: gets them too, once for each update.
 
     Raises:
         TypeError: if the optimizer or the loss is none, or arguments are no tuple or dictionary.
@@ -42,6 +48,8 @@ class OptimizerFunctionOutput:
     apply_gradients_kwargs: Mapping[str, Any] | None = None
     variables: Tree = None
     tape: object = None
+    gradient_capture_context: GradientCaptureContext | None = None
+    captured_gradient_outfeed: OutfeedQueue | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.opt, optax.GradientTransformation):
@@ -53,9 +61,28 @@ class OptimizerFunctionOutput:
         if self.tape is not None and self.variables is not None:
             raise ValueError("there are both variables and a tape; the variables are enough: leave out the tape")
         if self.tape is not None:
-            raise ValueError("there is a gradient tape, and JAX differentiates functions; leave out the tape")
+            raise ValueError(
+                "there is a gradient tape, and JAX differentiates functions; leave out the tape, and capture gradients "
+                "with a gradient_capture_context"
+            )
         if isinstance(self.variables, Sequence) and not self.variables:
             raise ValueError("No variables to optimize.")
+        self._check_capture()
+
+    def _check_capture(self) -> None:
+        context, outfeed = self.gradient_capture_context, self.captured_gradient_outfeed
+        if not isinstance(context, GradientCaptureContext | None):
+            raise TypeError(
+                f"gradient_capture_context is {context!r}, a {type(context).__name__}; use a GradientCaptureContext"
+            )
+        if not isinstance(outfeed, OutfeedQueue | None):
+            raise TypeError(
+                f"captured_gradient_outfeed is {outfeed!r}, a {type(outfeed).__name__}; use an OutfeedQueue"
+            )
+        if outfeed is not None and context is None:
+            raise ValueError(
+                "there is a captured_gradient_outfeed, and no gradient_capture_context that captures anything; give one"
+            )
 
     def _check_arguments(self, name: str) -> None:
         given, named = getattr(self, f"{name}_args"), getattr(self, f"{name}_kwargs")

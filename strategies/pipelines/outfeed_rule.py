@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
+from strategies.step.accumulation import asks_for_each
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class OutfeedRule:
 
     def _sum(self, *leaves: Any) -> np.ndarray:
         first = np.asarray(leaves[0])
-        dtype = self.dtype(first) if inspect.isfunction(self.dtype) else self.dtype
+        dtype = self.dtype(first) if asks_for_each(self.dtype) else self.dtype
         total = np.zeros(first.shape, first.dtype if dtype is None else dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             for leaf in leaves:

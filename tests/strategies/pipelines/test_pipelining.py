@@ -293,14 +293,24 @@ def meeting(variables, batch, key):
         return jnp.mean(hidden @ variables["last"])
 
 
+def feeding(variables, batch, key):
+    with strategies.pipeline_stage(0):
+        hidden = batch @ variables["first"]
+    with strategies.pipeline_stage(1):
+        OUTFEED.enqueue(hidden.mean())
+        return jnp.mean(hidden @ variables["last"])
+
+
+OUTFEED = strategies.OutfeedQueue()
 REFUSED = {
     "no marks": (unmarked, GROUPED, {}, ValueError, "stage 0 is marked nowhere"),
     "a variable on two devices": (shared, GROUPED, {}, ValueError, r"stages \[0, 1\] use variable \['first'\]"),
     "a collective": (meeting, GROUPED, {}, ValueError, "use the schedule 'Sequential'"),
-    "too few devices": (pair, strategies.Pipelining([0, 2]), {}, ValueError, "a replica spans 2 devices"),
+    "too few devices": (pair, strategies.Pipelining([0, 1, 2]), {}, ValueError, "a replica spans 2 devices"),
     "one stage": (pair, strategies.Pipelining([0]), {}, ValueError, "at least two"),
     "a wrong count": (pair, GROUPED, {"count": 2}, strategies.FailedPreconditionError, "must be a multiple of 4"),
     "recompute": (pair, GROUPED, {"recompute": "blocks"}, ValueError, r"Pipelining\(recompute=True\)"),
+    "a feed": (feeding, GROUPED, {}, ValueError, "a stage of the pipeline uses an infeed or outfeed"),
     "int8": (pair, GROUPED, {"gradient_transfer_dtype": np.int8}, ValueError, "leave stage by stage"),
 }
 
@@ -335,6 +345,8 @@ def test_a_model_state_is_used_where_it_is_made():
     ("options", "error", "words"),
     [
         ({"device_mapping": 1}, TypeError, "it must be a list of devices"),
+        ({"device_mapping": [0, 2]}, ValueError, "leaves out device 1, with nothing to do; number the devices without"),
+        ({"device_mapping": [3, [1, 4]]}, ValueError, "leaves out devices 0, 2,"),
         ({"device_mapping": [0, 1], "recompute": "blocks"}, TypeError, "it is True or False"),
         ({"device_mapping": [0, 1], "schedule": "wild"}, ValueError, "there is no pipeline schedule 'wild'"),
         ({"device_mapping": [0, 1], "schedule": 3}, TypeError, "a member of PipelineSchedule"),
