@@ -91,11 +91,14 @@ def update_model_state(**changes: Tree) -> None:
 
     Raises:
         RuntimeError: where there is no model state.
-        KeyError: for a name that is not in it.
+        ValueError: for a name that is not in it.
     """
     current = _with_model_state("update_model_state")
     if unknown := changes.keys() - current.model_state.keys():
-        raise KeyError(f"{min(unknown)!r} is not in the model state, which has {sorted(current.model_state)}")
+        known = ", ".join(map(repr, current.model_state))
+        raise ValueError(
+            f"{min(unknown)!r} is not in the model state, which has {known}; give init a first value of it"
+        )
     current.model_state = {**current.model_state, **changes}
 
 
