@@ -14,6 +14,7 @@ from surviving_instances import run_instances
 from zoo.pipelines import MODELS, trained
 
 import strategies
+from strategies import pipelining_ops
 from strategies.pipelines.schedules.registry import schedules_by_name
 from strategies.step.engine import control_of
 
@@ -248,6 +249,36 @@ def test_a_stage_that_fails_fails_the_step_and_not_the_next_one():
     assert state.step == 1
 
 
+def test_the_final_stage_computes_nothing_again_behind_its_last_checkpoint():
+    """PL-48, CheckpointInFinalStage: calls of Python are counted, forward and backward, for each micro-batch."""
+    calls = {"before": 0, "behind": 0}
+
+    def counted(name, value):
+        def count(given):
+            calls[name] += 1
+            return given
+
+        factor = jax.pure_callback(count, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(value[0, 0]))
+        return value * jax.lax.stop_gradient(jnp.sign(factor) ** 2)
+
+    def loss_fn(variables, batch, key):
+        with strategies.pipeline_stage(0):
+            hidden = jnp.tanh(batch @ variables["first"])
+        with strategies.pipeline_stage(1):
+            marked = strategies.recomputation_checkpoint(jnp.sin(counted("before", hidden)))
+            return jnp.mean(jnp.sin(counted("behind", marked)) @ variables["last"])
+
+    mode = pipelining_ops.RecomputationMode.RecomputeAndBackpropagateInterleaved
+    pipeline = strategies.Pipelining([0, 1], "grouped", True, recomputation_mode=mode)
+    strategy = strategies.IPUStrategy(1, ipus_per_replica=2)
+    trainer = strategies.Trainer(
+        strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=COUNT, pipeline=pipeline
+    )
+    state = trainer.init(START)
+    trainer.step(state, numbers(strategy)[: 2 * COUNT])
+    assert calls == {"before": 2 * COUNT, "behind": COUNT}
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_others_go_on_when_an_instance_is_lost(lost):
     """And compile nothing for the replicas that they take over."""
@@ -270,6 +301,29 @@ def test_the_others_go_on_when_an_instance_is_lost(lost):
     found = run_instances(2, 4, program, [f"kill:instance={lost},step=2"])
     assert found == [None if instance == lost else alone for instance in range(2)]
     assert compiled[0] == compiled[1]
+
+
+def test_a_training_goes_on_from_a_checkpoint_with_another_schedule_and_mapping(tmp_path):
+    """Sharded optimizer state that is put together for updates too."""
+    pytest.importorskip("orbax.checkpoint")
+
+    def trained_until(last, folder, pipeline, devices, **options):
+        strategy = one_instance(devices)
+        trainer = strategies.Trainer(
+            strategy, pair, optax.lamb(0.1), gradient_accumulation_count=COUNT, pipeline=pipeline, **options
+        )
+        with strategies.Checkpoints(tmp_path / folder, trainer) as checkpoints:
+            state = checkpoints.restore(trainer.init(START))
+            first = state.step
+            for step in range(first, last):
+                state, _ = trainer.step(state, numbers(strategy, step))
+            checkpoints.save(state)
+        return first, strategies.fingerprint(state.variables)
+
+    sharded = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
+    _, straight = trained_until(4, "straight", GROUPED, 2)
+    assert trained_until(2, "in halves", GROUPED, 2, **sharded)[1] != straight
+    assert trained_until(4, "in halves", SEQUENTIAL, 1) == (2, straight)
 
 
 # ---- what is refused
