@@ -118,10 +118,15 @@ def checked_count(
         FailedPreconditionError: if it is no multiple of what the schedule has in the pipeline at once.
     """
     if gradient_accumulation_count is None:
-        raise ValueError("gradient_accumulation_count is needed: how many micro-batches go through the pipeline")
+        raise ValueError(
+            "gradient_accumulation_count is needed, and none was given; say how many micro-batches go through the "
+            "pipeline"
+        )
     count = positive("gradient_accumulation_count", gradient_accumulation_count)
     if count > GREATEST_COUNT:
-        raise ValueError(f"gradient_accumulation_count is {count}; it must be at most {GREATEST_COUNT}")
+        raise ValueError(
+            f"gradient_accumulation_count is {count}; it must be at most {GREATEST_COUNT}: make fewer micro-batches"
+        )
     overlap = schedule.overlap(mapping, training)
     if count % overlap:
         below = count - count % overlap
@@ -147,9 +152,13 @@ def _width(number: int, stage: Stage) -> int | None:
             f"stage {number} is {stage!r}, a {type(stage).__name__}; a function or a list of them is needed"
         )
     if any(map(_is_list, stage)):
-        raise ValueError(f"stage {number} has a list within its list of functions; concurrent stages cannot be nested")
+        raise ValueError(
+            f"stage {number} has a list within its list of functions; concurrent stages cannot be nested: use one list"
+        )
     if odd := [one for one in stage if not callable(one)]:
-        raise TypeError(f"stage {number} has {odd[0]!r} among its functions, a {type(odd[0]).__name__}")
+        raise TypeError(
+            f"stage {number} has {odd[0]!r} among its functions, a {type(odd[0]).__name__}; use functions only"
+        )
     if not stage:
         raise ValueError(f"stage {number} is a list of no functions; put one in, or leave the stage out")
     return len(stage)
@@ -182,7 +191,8 @@ def _devices_of(number: int, width: int | None, devices: object, ipus_per_replic
         )
     if any(map(_is_list, devices)):
         raise ValueError(
-            f"stage {number} is mapped to {devices!r}, lists within a list; concurrent stages cannot be nested"
+            f"stage {number} is mapped to {devices!r}, lists within a list; concurrent stages cannot be nested: use "
+            "one list"
         )
     return tuple(_checked(number, device, ipus_per_replica) for device in devices)
 

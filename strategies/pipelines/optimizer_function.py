@@ -13,6 +13,10 @@ from strategies.feeds.outfeed import OutfeedQueue
 from strategies.gradient_capture import GradientCaptureContext
 from strategies.roles import Tree
 
+NO_VARIABLES = (
+    "No variables to optimize. The list of those that are trained is empty; leave it out to train all of them"
+)
+
 
 @dataclass(frozen=True)
 class OptimizerFunctionOutput:
@@ -66,7 +70,7 @@ class OptimizerFunctionOutput:
                 "with a gradient_capture_context"
             )
         if isinstance(self.variables, Sequence) and not self.variables:
-            raise ValueError("No variables to optimize.")
+            raise ValueError(NO_VARIABLES)
         self._check_capture()
 
     def _check_capture(self) -> None:
@@ -91,7 +95,7 @@ class OptimizerFunctionOutput:
         if named is not None and not isinstance(named, Mapping):
             raise TypeError(f"{name}_kwargs is {named!r}, a {type(named).__name__}; it must be a dictionary")
         if name == "compute_gradients" and given and isinstance(given[0], Sequence) and not given[0]:
-            raise ValueError("No variables to optimize.")
+            raise ValueError(NO_VARIABLES)
         if given or named:
             word = f"{name}_args" if given else f"{name}_kwargs"
             raise ValueError(f"OptimizerFunctionOutput.{word} may not be used with optax optimizers; leave it out")
@@ -133,7 +137,9 @@ def check_stage_options(name: str, options: Any, stages: int) -> None:
     if not isinstance(options, Sequence) or not all(isinstance(one, PipelineStageOptions) for one in options):
         raise TypeError(f"{name} is {options!r}; it must be a list of PipelineStageOptions, one for each stage")
     if len(options) != stages:
-        raise ValueError(f"{name} has {len(options)} PipelineStageOptions, and there are {stages} stages")
+        raise ValueError(
+            f"{name} has {len(options)} PipelineStageOptions, and there are {stages} stages; give one for each stage"
+        )
 
 
 def check_update_options(name: str, options: Any) -> None:

@@ -50,7 +50,8 @@ class OutfeedRule:
         for name, is_given in wanted.items():
             if is_given and self.queue is None:
                 raise ValueError(
-                    f"An outfeed_queue must be provided when {name} is given, and no outfeed_queue has been provided"
+                    f"An outfeed_queue must be provided when {name} is given, and no outfeed_queue has been provided; "
+                    f"give one, or leave {name} out"
                 )
         if self.accumulates and self.queue is not None and self.queue.mode is not OutfeedMode.ALL:
             raise ValueError("accumulate_outfeed is given, and the outfeed's mode is LAST; use OutfeedMode.ALL")
@@ -67,7 +68,10 @@ class OutfeedRule:
                 "give one, or return nothing"
             )
         if self.mask is not None and len(self.mask) != len(outputs):
-            raise ValueError(f"outfeed_mask has {len(self.mask)} entries, and the last stage {len(outputs)} outputs")
+            raise ValueError(
+                f"outfeed_mask has {len(self.mask)} entries, and the last stage {len(outputs)} outputs; say for each "
+                "output whether it is left out"
+            )
 
     def chosen(self, outputs: Sequence[Any], loss: Any) -> Any:
         """Of what a micro-batch puts out what goes into the outfeed; None if there is none."""

@@ -38,7 +38,11 @@ class StageFunctions:
         return [] if self.infeed is None else list(self.infeed.spec.leaves)
 
     def outputs(self, variables: Variables, leaves: Sequence[Any]) -> Any:
-        """What the last stage returns for an element; each array is made by an equation of its stage."""
+        """What the last stage returns for an element; each array is made by an equation of its stage.
+
+        Raises:
+            ValueError: if a stage returns nothing.
+        """
         return self._run(variables, leaves, _made_here)
 
     def described(self, variables: Variables, leaves: Sequence[Any]) -> Any:
@@ -67,6 +71,11 @@ class StageFunctions:
                     with function_of_stage(number, place):
                         result += listed(made(function(variables, *values, **named)))
             values, named = listed(result), {}
+            if not values:
+                raise ValueError(
+                    f"stage {number} of the pipeline returns nothing, and so computes nothing; return what the next "
+                    "stage or the outfeed needs, or leave the stage out"
+                )
         return result
 
 

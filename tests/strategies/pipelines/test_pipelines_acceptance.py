@@ -294,6 +294,40 @@ class TestTraining:
         )  # fmt: skip
 
     @pytest.mark.complete
+    @pytest.mark.parametrize("method", strategies.GradientAccumulationReductionMethod)
+    def test_pl_21_residual_blocks(self, method):
+        """PL-21: convolutions with a way around them; 18 micro-batches."""
+
+        def conv(x, kernel, stride=1):
+            shape = ("NHWC", "HWIO", "NHWC")
+            return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=shape)
+
+        def first(variables, image, label):
+            x = jax.nn.relu(conv(image, variables["first"], 2))
+            return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"), label
+
+        def block(name):
+            def residual(variables, x, label):
+                return jax.nn.relu(x + conv(jax.nn.relu(conv(x, variables[f"{name}0"])), variables[f"{name}1"])), label
+
+            return residual
+
+        def loss(variables, x, label):
+            logits = x.mean((1, 2)) @ variables["last"]
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, label))
+
+        rng = np.random.default_rng(5)
+        shapes = {"first": (3, 3, 1, 4), "last": (4, 10)} | {
+            f"{name}{n}": (3, 3, 4, 4) for name in "ab" for n in (0, 1)
+        }
+        variables = {name: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32) for name, shape in shapes.items()}
+        elements = Elements(10, (8, 8, 1), 4, lambda batch: (batch / 10, batch[:, 0, 0, 0].astype(np.int32)))
+        self.compare(
+            [first, block("a"), block("b"), loss], variables, elements, 18, method=method, rtol=1e-4,
+            pipeline_schedule="one_forward_one_backward",
+        )  # fmt: skip
+
+    @pytest.mark.complete
     def test_pl_21_an_embedding(self):
         """PL-21: rows of a table are looked up; 20 micro-batches."""
 

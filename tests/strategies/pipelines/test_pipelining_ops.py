@@ -315,6 +315,42 @@ def test_pl_48_blocks_between_checkpoints_are_computed_again():
     assert len(fingerprints) == 1
 
 
+def dropping(variables, x):
+    kept = jax.random.bernoulli(pipelining_ops.get_random_key(), 0.7, x.shape)
+    return jnp.where(kept, jnp.tanh(x @ variables["w0"]), 0)
+
+
+def checkpointed(name):
+    return lambda variables, x: pipelining_ops.recomputation_checkpoint(jnp.tanh(x @ variables[name]))
+
+
+RECOMPUTED = {
+    "dropout": ([dropping, checkpointed("w1"), closing("w2")], None),
+    "an input that is not changed": ([lambda v, x: (x, jnp.sin(x @ v["w0"])), lambda v, x, y: jnp.mean(x * y)], None),
+    "three inputs": (
+        [lambda v, x: (x, x @ v["w0"], jnp.tanh(x)), lambda v, x, y, z: jnp.mean(jnp.tanh(x * y + z @ v["w1"]))],
+        None,
+    ),
+    "weights that stages share": ([checkpointed("w0"), layer("w1"), layer("w2"), closing("w0")], [0, 1, 2, 0]),
+    "checkpoints": ([checkpointed("w0"), checkpointed("w1"), layer("w2"), closing("w3")], None),
+}
+
+
+@pytest.mark.parametrize("mode", [RecomputationMode(2), pytest.param(RecomputationMode(3), marks=pytest.mark.complete)])
+@pytest.mark.parametrize("schedule", ["grouped", pytest.param("sequential", marks=pytest.mark.complete)])
+@pytest.mark.parametrize(
+    "name", [one if one == "dropout" else pytest.param(one, marks=pytest.mark.complete) for one in RECOMPUTED]
+)
+def test_pl_48_recomputation_changes_nothing(name, schedule, mode):
+    """PL-48: dropout, UnmodifiedInput, ThreeInput, SharedWeights, Checkpoint."""
+    stages, mapping = RECOMPUTED[name]
+    options = {"device_mapping": mapping, "pipeline_schedule": schedule}
+    expected, losses = trained(stages, optax.sgd(0.1), 24, **options)
+    found, same_losses = trained(stages, optax.sgd(0.1), 24, recomputation_mode=mode, **options)
+    np.testing.assert_array_equal(losses, same_losses)
+    assert strategies.fingerprint(found) == strategies.fingerprint(expected)
+
+
 @pytest.mark.parametrize(
     ("stages", "mapping"),
     [
@@ -527,6 +563,12 @@ def test_pl_15_tensors_of_other_programs_are_not_captured():
 
     with pytest.raises(ValueError, match="Trying to capture the tensor"):
         jax.jit(outer)(1.0)
+
+
+@pytest.mark.parametrize(("stages", "number"), [([lambda v, x: None, lambda v: 1.0], 0), ([first, lambda v, x: []], 1)])
+def test_a_stage_that_returns_nothing_is_refused(stages, number):
+    with pytest.raises(ValueError, match=f"stage {number} of the pipeline returns nothing"):
+        pipeline(stages, 4, **ONLY_RUN).init(START)
 
 
 def test_masks_are_as_long_as_outputs_and_optimizer_functions_return_what_they_must():
