@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.comparing.exactness import are_same, batch_like, variables_like
 from strategies.data.datasets import DistributedDataset
+from strategies.gradients.arguments import check_state
+from strategies.gradients.replica_program import ReplicaProgram
 from strategies.numbers import positive
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
-from strategies.step.arguments import check_state
 from strategies.step.engine import Prepared
-from strategies.step.exactness import are_same, batch_like, variables_like
 from strategies.step.fused_steps import FusedSteps
 from strategies.step.jax_engine import JaxEngine
 from strategies.step.metrics import Metrics
-from strategies.step.replica_program import ReplicaProgram
 from strategies.step.single_step import SingleStep
-from strategies.step.updates import Update
 from strategies.train_state import TrainState
+from strategies.updates.update import Update
 
 logger = logging.getLogger(__name__)
 

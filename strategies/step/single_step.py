@@ -10,21 +10,21 @@ import jax
 import numpy as np
 
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
+from strategies.comparing.digest import compare
 from strategies.errors import NonFiniteGradientError
+from strategies.gradients.model_state import PER_REPLICA
+from strategies.gradients.trainable import Trainable
 from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
 from strategies.replicas.membership import Meeting, meet
 from strategies.replicas.replicas import Replicas
-from strategies.step.digest import compare
 from strategies.step.engine import Prepared, StepEngine, control_of
 from strategies.step.metrics import Metrics
-from strategies.step.model_state import PER_REPLICA
 from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
 from strategies.step.step_record import Recorder
-from strategies.step.trainable import Trainable
-from strategies.step.updates import Update
 from strategies.train_state import TrainState
+from strategies.updates.update import Update
 
 
 class SingleStep:

@@ -10,17 +10,17 @@ import jax
 import numpy as np
 
 from strategies.exchange.transfer import Int8Layout
+from strategies.gradients.arguments import check_variables
+from strategies.gradients.model_state import as_arrays, check_model_state, has_own
+from strategies.gradients.trainable import Trainable
 from strategies.replicas.membership import surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import PartOfArray, Shards
 from strategies.roles import Tree, Variables
-from strategies.step.arguments import check_variables
-from strategies.step.model_state import as_arrays, check_model_state, has_own
 from strategies.step.options import StepOptions
-from strategies.step.shards import PartOfArray, Shards
 from strategies.step.single_step import SingleStep
-from strategies.step.trainable import Trainable
-from strategies.step.updates import Update
 from strategies.train_state import TrainState
+from strategies.updates.update import Update
 
 T = TypeVar("T")
 

@@ -8,24 +8,24 @@ from typing import Unpack
 
 import optax
 
+from strategies.comparing.digest import flip_bit
+from strategies.evaluation.evaluation_program import MetricsFunction
+from strategies.evaluation.evaluator import Evaluator
+from strategies.evaluation.merging import Evaluation
+from strategies.gradients.arguments import check_loss_function, check_optimizer, check_state, check_takes_state
+from strategies.gradients.replica_program import LossFunction
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.arguments import check_loss_function, check_optimizer, check_state, check_takes_state
-from strategies.step.digest import flip_bit
-from strategies.step.evaluation import Evaluator
-from strategies.step.evaluation_program import MetricsFunction
 from strategies.step.executions import Executions
 from strategies.step.jax_engine import JaxEngine
-from strategies.step.merging import Evaluation
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
 from strategies.step.options import Options, StepOptions
-from strategies.step.replica_program import LossFunction
-from strategies.step.sharded_update import update_for
 from strategies.step.single_step import SingleStep
 from strategies.step.states import States
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
+from strategies.updates.sharded_update import update_for
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
@@ -76,7 +76,7 @@ class Trainer:
         self._strategy = strategy
         self._loss_fn = loss_fn
         replicas = strategy.replicas
-        update = update_for(replicas, optimizer, settings)
+        update = update_for(replicas, optimizer, settings.of_update)
         recorder = recorder_for(replicas, settings)
         engine = JaxEngine(replicas, loss_fn, settings, update, recorder.is_on)
         self._states = States(replicas, settings, update)

@@ -16,15 +16,12 @@ import jax
 import numpy as np
 
 from popdist.instance import replica_block
+from strategies.comparing.agreement import insist_on_agreement, terms_of
+from strategies.comparing.program_text import lines_of
 from strategies.data.every_row import EveryRow, every_row
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
-from strategies.replicas.membership import lost_with_an_instance, surviving, warn_of_loss
-from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Tree
-from strategies.step.agreement import insist_on_agreement, terms_of
-from strategies.step.arguments import MODEL_STATE, check_function, check_loss_function, check_state, check_takes_state
-from strategies.step.evaluation_program import (
+from strategies.evaluation.evaluation_program import (
     EvaluationProgram,
     LossOfRows,
     MetricsFunction,
@@ -33,10 +30,19 @@ from strategies.step.evaluation_program import (
     Task,
     Told,
 )
-from strategies.step.merging import Evaluation
+from strategies.evaluation.merging import Evaluation
+from strategies.gradients.arguments import (
+    MODEL_STATE,
+    check_function,
+    check_loss_function,
+    check_state,
+    check_takes_state,
+)
+from strategies.gradients.replica_program import LossFunction
+from strategies.replicas.membership import lost_with_an_instance, surviving, warn_of_loss
+from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch, Tree
 from strategies.step.options import StepOptions
-from strategies.step.program_text import lines_of
-from strategies.step.replica_program import LossFunction
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
 

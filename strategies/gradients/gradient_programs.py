@@ -15,14 +15,14 @@ from jax.extend import core
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.means import Bucket
+from strategies.gradients.computation import Allocate, ReplicaGradients, ReplicaPlan
+from strategies.gradients.encoding import flatten
+from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
 from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.program import Program
 from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
-from strategies.step.computation import Allocate, ReplicaGradients, ReplicaPlan
-from strategies.step.encoding import flatten
-from strategies.step.leaving import TAIL, Leaving, MeansMemory
-from strategies.step.shards import Shards
+from strategies.replicas.shards import Shards
 
 logger = logging.getLogger(__name__)
 
