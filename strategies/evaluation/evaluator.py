@@ -57,18 +57,15 @@ class Evaluator:
         loss_fn: of the `Trainer`, for where no other function is given.
         options: of the step.
         single: makes the steps between which this happens.
-        survives: whether the state is not lost with an instance.
 
     Attributes:
         single: see above.
-        survives: see above.
+        survives: whether the state is not lost with an instance.
     """
 
-    def __init__(
-        self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, single: SingleStep, survives: bool
-    ) -> None:
+    def __init__(self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, single: SingleStep) -> None:
         self.single = single
-        self.survives = survives
+        self.survives = options.own_part is None
         self._replicas = replicas
         self._devices = replicas.devices
         self._loss_fn = loss_fn

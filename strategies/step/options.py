@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from strategies.exchange.transfer import Transfer
 from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.gradients.computation import ReplicaPlan
-from strategies.gradients.model_state import ModelStateRule, check_aggregation
+from strategies.gradients.model_state import ModelStateRule, check_aggregation, has_own
 from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
 from strategies.gradients.trainable import Filter
 from strategies.loss_scaling import LossScaling
@@ -225,6 +225,16 @@ class StepOptions:
             shards_state=self.shards_state,
             min_elements=self.min_elements_for_sharding,
         )
+
+    @property
+    def own_part(self) -> str | None:
+        """What each instance has of the state that no other has, in words; None where all have the same."""
+        kinds = {
+            "sharded optimizer state": self.shards_state,
+            "residuals of int8 gradients": self.transfer.is_quantised,
+            "model state of single replicas": has_own(self.model_state_aggregation),
+        }
+        return next((kind for kind, has_it in kinds.items() if has_it), None)
 
     @property
     def may_fuse(self) -> bool:
