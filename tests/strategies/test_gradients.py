@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 @pytest.fixture(autouse=True)
 def _a_kib_is_large(monkeypatch):
     """So that small models are cut as large ones are."""
-    for name in ("step.gradients.LARGE_BYTES", "step.gradients.BUCKET_BYTES", "exchange.flat.LARGE_BYTES"):
+    for name in ("gradients.gradient_programs.LARGE_BYTES", "step.gradients.BUCKET_BYTES", "exchange.flat.LARGE_BYTES"):
         monkeypatch.setattr(f"strategies.{name}", KIB)
 
 
@@ -247,9 +247,9 @@ def test_without_host_variables_all_gradients_leave_at_the_end(on_instances):
 
 def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypatch):
     """Only on one of the instances; all of them stay together."""
-    from strategies.step import gradients
+    from strategies.gradients import gradient_programs
 
-    honest = gradients.GradientPrograms.leaves
+    honest = gradient_programs.GradientPrograms.leaves
     found_by = []
 
     def leaves(programs):
@@ -259,7 +259,7 @@ def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypat
             values[0][0] = np.nextafter(values[0][0], 2, dtype=np.float32)
         return values
 
-    monkeypatch.setattr(gradients.GradientPrograms, "leaves", leaves)
+    monkeypatch.setattr(gradient_programs.GradientPrograms, "leaves", leaves)
 
     def program(strategy):
         start, loss_fn = mlp()
