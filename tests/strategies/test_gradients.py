@@ -23,8 +23,9 @@ LIMIT_S = 60.0
 @pytest.fixture(autouse=True)
 def _a_kib_is_large(monkeypatch):
     """So that small models are cut as large ones are."""
-    for name in ("gradients.gradient_programs.LARGE_BYTES", "step.gradients.BUCKET_BYTES", "exchange.flat.LARGE_BYTES"):
-        monkeypatch.setattr(f"strategies.{name}", KIB)
+    in_programs = "strategies.gradients.gradient_programs"
+    for name in (f"{in_programs}.LARGE_BYTES", f"{in_programs}.BUCKET_BYTES", "strategies.exchange.flat.LARGE_BYTES"):
+        monkeypatch.setattr(name, KIB)
 
 
 def weights(*shape, seed=0):
