@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from strategies.gradient_capture import with_handles
+from strategies.gradients.accumulation import AccumulationDtype, accumulator_dtypes
 from strategies.pipelines.micro_batch import get_current_iteration_counter
+from strategies.programs.gradient_capture import with_handles
 from strategies.roles import Variables
-from strategies.step.accumulation import AccumulationDtype, accumulator_dtypes
 from strategies.train_state import TrainState
 
 

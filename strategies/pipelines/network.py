@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.gradient_capture import shapes_by_tag
+from strategies.gradients.outcome import Outcome
 from strategies.pipelines.captures import Captures
 from strategies.pipelines.closures import tracers_in
 from strategies.pipelines.inference import Inference
@@ -21,13 +21,13 @@ from strategies.pipelines.outfeed_rule import OutfeedRule
 from strategies.pipelines.pipelining import Pipelining
 from strategies.pipelines.stage_functions import StageFunctions, listed
 from strategies.pipelines.trace import Trace
+from strategies.programs.gradient_capture import shapes_by_tag
 from strategies.replicas.replica_context import replica_context
 from strategies.roles import Tree, Variables
 from strategies.step.metrics import Metrics
-from strategies.step.outcome import Outcome
-from strategies.step.trainer import Trainer
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
+from strategies.trainer import Trainer
 
 OptimizerFunction = Callable[..., OptimizerFunctionOutput]
 

@@ -10,7 +10,7 @@ import jax
 import optax
 
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.gradient_capture import GradientCaptureContext
+from strategies.programs.gradient_capture import GradientCaptureContext
 from strategies.roles import Tree
 
 NO_VARIABLES = (

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
-from strategies.step.accumulation import asks_for_each
+from strategies.gradients.accumulation import asks_for_each
 
 
 @dataclass(frozen=True)

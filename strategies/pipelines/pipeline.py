@@ -11,6 +11,7 @@ import numpy as np
 
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
+from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.ipu import IPUStrategy
 from strategies.numbers import positive
 from strategies.pipelines.closures import tracers_in
@@ -21,7 +22,6 @@ from strategies.pipelines.outfeed_rule import OutfeedRule
 from strategies.pipelines.pipelining import Pipelining, RecomputationMode
 from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.pipelines.stage_functions import StageFunctions, listed
-from strategies.step.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.strategy import get_strategy
 
 

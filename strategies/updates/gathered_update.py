@@ -14,10 +14,9 @@ from jax.extend import core
 
 from strategies.programs.program import jit
 from strategies.replicas.replicas import Replicas
-from strategies.step.options import StepOptions
-from strategies.step.sharded_update import AcrossElementsError, ShardedUpdate
-from strategies.step.shards import PartOfArray, Shards
-from strategies.step.updates import Update, UpdateSettings, WholeUpdate
+from strategies.replicas.shards import PartOfArray, Shards
+from strategies.updates.sharded_update import AcrossElementsError, ShardedUpdate
+from strategies.updates.update import Update, UpdateSettings, WholeUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +31,13 @@ class GatheredUpdate(Update):
     Args:
         replicas: see `Update`.
         optimizer: see `Update`; any.
-        settings: see `Update`.
-        min_elements: smaller arrays are whole on every instance.
+        settings: see `Update`; smaller arrays than its `min_elements` are whole on every instance.
     """
 
-    def __init__(
-        self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings, min_elements: int
-    ) -> None:
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
         self._update = WholeUpdate(replicas, optimizer, replace(settings, offloads_state=False))
-        self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), min_elements)
+        self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), settings.min_elements)
         self._first = np.int32(replicas.local_replicas.start)
         self._cut = self._in_turn(jit(self._parts))
         self._shapes: Any = None  # of the whole optimizer state
@@ -119,15 +115,11 @@ class ShardedByAnyUpdate(Update):
         replicas: see `Update`.
         optimizer: see `Update`.
         settings: see `Update`.
-        min_elements: smaller variables have their state whole on every instance.
     """
 
-    def __init__(
-        self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings, min_elements: int
-    ) -> None:
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
-        self._min_elements = min_elements
-        self._chosen: Update = ShardedUpdate(replicas, optimizer, settings, min_elements)
+        self._chosen: Update = ShardedUpdate(replicas, optimizer, settings)
 
     @property
     def is_sharded(self) -> bool:
@@ -145,8 +137,7 @@ class ShardedByAnyUpdate(Update):
             return self._chosen.init(variables)
         except AcrossElementsError as error:
             logger.info("%s: its state is in parts between updates, and put together for each of them", error)
-            given = (self._replicas, self._optimizer, self._settings, self._min_elements)
-            self._chosen = GatheredUpdate(*given)
+            self._chosen = GatheredUpdate(self._replicas, self._optimizer, self._settings)
             return self._chosen.init(variables)
 
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
@@ -172,8 +163,6 @@ class ShardedByAnyUpdate(Update):
         return self._chosen.whole(optimizer_state)
 
 
-def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, options: StepOptions) -> Update:
-    """The update with whole or with sharded optimizer state, as the options want it."""
-    if options.shards_state:
-        return ShardedByAnyUpdate(replicas, optimizer, options.of_update, options.min_elements_for_sharding)
-    return WholeUpdate(replicas, optimizer, options.of_update)
+def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> Update:
+    """The update with whole or with sharded optimizer state, as the settings want it."""
+    return (ShardedByAnyUpdate if settings.shards_state else WholeUpdate)(replicas, optimizer, settings)

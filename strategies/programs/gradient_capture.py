@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from strategies.programs.jaxpr import Equation, Graph, Group, cut, every_equation
 from strategies.programs.segments import Action, Part, carry_out, in_turn
+from strategies.roles import Function
 
 _MARK = "capture_upstream_gradients of "
 
@@ -75,9 +76,7 @@ class GradientCaptureContext:
         """Have these from now on."""
         self._captured = captured
 
-    def value_and_grad(
-        self, function: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
-    ) -> Callable[..., Any]:
+    def value_and_grad(self, function: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
         """As `jax.value_and_grad`; when what it returns is called the marked gradients are captured.
 
         Inside of `jax.jit` they are values of the function that is compiled, which has to return them to be read.
@@ -94,9 +93,7 @@ class GradientCaptureContext:
 
         return differentiated
 
-    def grad(
-        self, function: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
-    ) -> Callable[..., Any]:
+    def grad(self, function: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
         """As `jax.grad`; see `value_and_grad`."""
         both = self.value_and_grad(function, argnums, has_aux)
 
