@@ -122,7 +122,7 @@ class Pipeline:
         self._captures = Captures()
         self._inference: Inference | None = None
         self._made: Mapping[int, Sequence[Any]] = {}
-        self._numbers = {queue: 0 for queue in self._queues()}
+        self._fed: dict[OutfeedQueue, int] = {}
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
         """The first state, with instance 0's on every instance; a collective call where there are several.
@@ -139,11 +139,12 @@ class Pipeline:
         closed, outputs = self._described(variables, model_state)
         if self._learning is None:
             self._outfeed.check_outputs(outputs if isinstance(outputs, list | tuple) else [outputs])
-            return TrainState(self.strategy.broadcast(variables), None, 0, model_state=model_state)
+            self._inference = None
+            everywhere = self.strategy.broadcast({"variables": variables, "model_state": model_state})
+            return TrainState(everywhere["variables"], None, 0, model_state=everywhere["model_state"])
         assert self._output is not None
         self._outfeed.check_outputs(outputs)
         self._captures = self._learning.captures(self._output, closed, self._count)
-        self._numbers = {queue: 0 for queue in self._queues()}
         self._trainer = Trainer(
             self.strategy,
             self._captures.loss(self._loss),
@@ -225,7 +226,7 @@ class Pipeline:
         """
         if self._learning is None:
             return
-        if any(isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) for leaf in outputs):
+        if not all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(outputs)):
             known = [_or_zeros(value, shape) for value, shape in zip(outputs, shapes, strict=True)]
             self._output = self._learning.of(*known)
         assert self._output is not None
@@ -276,10 +277,6 @@ class Pipeline:
         every = [element for own in elements for element in own]
         return [np.zeros(len(every), np.int32), *(np.stack(leaves) for leaves in zip(*every, strict=True))]
 
-    def _queues(self) -> list[OutfeedQueue]:
-        captured = None if self._output is None else self._output.captured_gradient_outfeed
-        return [queue for queue in (self._outfeed.queue, captured) if queue is not None]
-
     def _enqueue_outputs(self) -> None:
         queue = self._outfeed.queue
         of_each = list(self._made.values())
@@ -303,8 +300,9 @@ class Pipeline:
 
     def _enqueue(self, queue: OutfeedQueue, values: Sequence[Any]) -> None:
         """Feed out a value of each local replica."""
-        queue.put(self.strategy.replicas.reducer.replication, self._numbers[queue], values)
-        self._numbers[queue] += 1
+        number = self._fed.get(queue, 0)
+        queue.put(self.strategy.replicas.reducer.replication, number, values)
+        self._fed[queue] = number + 1
 
 
 def _or_zeros(value: Any, shapes: Any) -> Any:
