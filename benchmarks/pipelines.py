@@ -2,12 +2,12 @@
 
 Usage:
 
-    python benchmarks/pipelines.py [--layers 24] [--width 256] [--batch-size 128] [--micro-batches 16] [--rounds 5]
+    python benchmarks/pipelines.py [--layers 64] [--width 256] [--batch-size 128] [--micro-batches 16] [--rounds 5]
                                    [--kept-mib 10] [--json PATH]
 
 The stages are on two devices in turn, [0, 1, 0, 1] (those of the Interleaved schedule on four). "ms" is the median of
 an update, all ways measured in turns in one process; the ratios are those to Sequential, whose programs use "cores" (of
-CPU time, seconds each second) and take "stage ms", on average of forward and backward. "peak MiB" is the memory that an
+CPU time, seconds each second) and take "stage ms" for the forward pass of a stage. "peak MiB" is the memory that an
 update of 24 micro-batches takes at most, in a process of its own, where each stage has a device and keeps --kept-mib of
 a micro-batch; "x" is that against Sequential, and "asked" what a prototype had. "kept" is how many micro-batches the
 stages keep. The last lines compare the figures with those that are asked for.
@@ -37,7 +37,7 @@ OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 
 PROTOTYPE_MIB = {"sequential": 164, "interleaved": 503, "grouped": 642, "grouped, recomputing": 182}
 MEMORY_MICRO_BATCHES = 24
-MEMORY_WIDTH = 32
+MEMORY_LAYERS, MEMORY_WIDTH = 24, 32
 MOST_OVER = 1.15
 LEAST_SPEED = 1.6
 MOST_FOR_RECOMPUTING = 1.4
@@ -120,7 +120,7 @@ def print_verdict(
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--layers", type=int, default=24, metavar="N", help="of each stage (%(default)s)")
+    add("--layers", type=int, default=64, metavar="N", help="of each stage (%(default)s)")
     add("--width", type=int, default=256, metavar="N", help="(%(default)s)")
     add("--batch-size", type=int, default=128, metavar="N", help="rows of a micro-batch (%(default)s)")
     add("--micro-batches", type=int, default=16, metavar="N", help="of an update (%(default)s)")
@@ -204,7 +204,7 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
             times[way].append(1e3 * update.make())
             if way == "sequential":
                 cpu_s += time.process_time() - before_s
-                busy_s = [span.end_s - span.begin_s for span in update.spans if span.action.micro_batch is not None]
+                busy_s = [span.end_s - span.begin_s for span in update.spans if span.action.kind.value == "forward"]
                 stage_s += sum(busy_s) / len(busy_s)
     ms = medians(times)
     rows = [
@@ -260,8 +260,8 @@ def peak_of(options: argparse.Namespace, way: str) -> int:
 
     Layers keep what they take and what they make.
     """
-    rows = options.kept_mib * MIB // (2 * options.layers * MEMORY_WIDTH * np.dtype(np.float32).itemsize)
-    update = Update(way, range(STAGES), options.layers, MEMORY_WIDTH, rows, MEMORY_MICRO_BATCHES)
+    rows = options.kept_mib * MIB // (2 * MEMORY_LAYERS * MEMORY_WIDTH * np.dtype(np.float32).itemsize)
+    update = Update(way, range(STAGES), MEMORY_LAYERS, MEMORY_WIDTH, rows, MEMORY_MICRO_BATCHES)
     update.make()
     before = resident_bytes()
     reset_peak()
