@@ -39,7 +39,7 @@ _OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("collectives", "popdi
 _COMPILING = {
     str(_ROOT / "strategies" / "gradients" / "replica_program.py"): LOSS,
     str(_ROOT / "strategies" / "updates" / "update.py"): OPTIMIZER,
-    str(_ROOT / "strategies" / "step" / "sharded_update.py"): OPTIMIZER,
+    str(_ROOT / "strategies" / "updates" / "sharded_update.py"): OPTIMIZER,
 }
 _MOST_QUESTIONS = 100
 
