@@ -144,6 +144,17 @@ def test_no_other_packages_are_imported_by_name() -> None:
     assert packages <= OURS
 
 
+def test_equations_are_looked_through_by_the_programs_room_alone() -> None:
+    """Whoever else has a question about a traced program asks `strategies/programs/jaxpr.py`."""
+    looking = {
+        path.parent.relative_to(ROOT).as_posix()
+        for path in modules_of("strategies")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "eqns"
+    }
+    assert looking == {"strategies/programs"}
+
+
 def test_what_travels_between_instances_knows_no_framework() -> None:
     """So any engine that has gradients in host memory may use it."""
     forbidden = [
