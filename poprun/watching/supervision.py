@@ -9,16 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from poprun.log import Level, Log, format_line
-from poprun.planning.across import Across
-from poprun.talking import wire
-from poprun.talking.leavings import folder_of, remove_leavings
-from poprun.talking.loopback import keep_to_loopback
-from poprun.talking.processes import adopt_orphans, catch_signals, end_descendants
-from poprun.talking.standard_input import Source
-from poprun.talking.terminals import describe_terminals
-from poprun.watching.control import Member, Reception, strangers_to_leave
-from poprun.watching.job_actions import (
+from poprun.deciding.job_actions import (
     Action,
     Ask,
     CleanUp,
@@ -36,7 +27,7 @@ from poprun.watching.job_actions import (
     Stop,
     StopListening,
 )
-from poprun.watching.job_events import (
+from poprun.deciding.job_events import (
     Event,
     MemberConnected,
     MemberLost,
@@ -49,12 +40,21 @@ from poprun.watching.job_events import (
     StandardOutputClosed,
     Tick,
 )
-from poprun.watching.job_limits import LOOK_S
-from poprun.watching.job_machine import INTERRUPTS, PASSED_ON, JobMachine, Phase
+from poprun.deciding.job_limits import LOOK_S
+from poprun.deciding.job_machine import INTERRUPTS, PASSED_ON, JobMachine, Phase
+from poprun.deciding.status_line import StatusLine, wants_status
+from poprun.log import Level, Log, format_line
+from poprun.output.output import Output
+from poprun.planning.across import Across
+from poprun.talking import wire
+from poprun.talking.leavings import folder_of, remove_leavings
+from poprun.talking.loopback import keep_to_loopback
+from poprun.talking.processes import adopt_orphans, catch_signals, end_descendants
+from poprun.talking.standard_input import Source
+from poprun.talking.terminals import describe_terminals
+from poprun.watching.control import Member, Reception, strangers_to_leave
 from poprun.watching.mpirun import Mpirun
-from poprun.watching.output import Output
 from poprun.watching.reports import InputWanted, read_reports
-from poprun.watching.status_line import StatusLine, wants_status
 
 DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
 """With one of these, mpirun is told by the user where instances run."""
