@@ -154,7 +154,7 @@ def loss_fn(variables, batch, key):
 
 def compute():
     strategy = strategies.IPUStrategy(4)
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1))
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9))
     state = trainer.init(np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5))
     data = np.random.default_rng(0).standard_normal((96, 3)).astype(np.float32)
     for batch in strategy.distribute_dataset(data, batch_size=4).epoch(0):

@@ -53,7 +53,7 @@ def rows_of(strategy, step, rows=2):
 
 def trained(strategy, steps=3, rows=2, loss_fn=loss_fn, **options):
     options = {"model_state_aggregation": AGGREGATION} | options
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), **options)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), **options)
     state = trainer.init(VARIABLES, MODEL_STATE)
     for step in range(steps):
         state, metrics = trainer.step(state, rows_of(strategy, step, rows))
@@ -159,7 +159,9 @@ def test_streamed_gradients_have_the_same_bits_beside_it(on_instances):
 
 def test_a_checkpoint_has_it_for_any_number_of_instances(on_instances, tmp_path):
     def saving(strategy):
-        trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)
+        trainer = strategies.Trainer(
+            strategy, loss_fn, optax.sgd(0.1, momentum=0.9), model_state_aggregation=AGGREGATION
+        )
         state = trainer.init(VARIABLES, MODEL_STATE)
         state, _ = trainer.step(state, rows_of(strategy, 0))
         with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
@@ -168,7 +170,9 @@ def test_a_checkpoint_has_it_for_any_number_of_instances(on_instances, tmp_path)
         return shared_bits(state), np.asarray(state.model_state["largest"]).tolist()
 
     def restoring(strategy):
-        trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)
+        trainer = strategies.Trainer(
+            strategy, loss_fn, optax.sgd(0.1, momentum=0.9), model_state_aggregation=AGGREGATION
+        )
         empty = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.zeros_like(leaf), MODEL_STATE)
         with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
             state = checkpoints.restore(trainer.init(VARIABLES, empty))
@@ -185,7 +189,9 @@ def test_evaluation_and_prediction_get_it(on_instances):
     """Each replica its own part; nothing that they return changes it."""
 
     def function(strategy):
-        trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)
+        trainer = strategies.Trainer(
+            strategy, loss_fn, optax.sgd(0.1, momentum=0.9), model_state_aggregation=AGGREGATION
+        )
         state = trainer.init(VARIABLES, MODEL_STATE)
         state, _ = trainer.step(state, rows_of(strategy, 0))
 
@@ -215,7 +221,7 @@ def surviving_program(strategy, lost=-1, begin=lambda: None, end=lambda: None):
     """Two steps with what all instances have, of which one may be lost in the first."""
     rows = np.random.default_rng(0).standard_normal((24, 3)).astype(np.float32)
     batches = strategy.distribute_dataset({"x": rows}, 2).epoch(0)
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1))
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9))
     state = trainer.init(VARIABLES, MODEL_STATE)
     if strategy.replicas.first_index == lost:
         begin()
@@ -254,7 +260,7 @@ def test_those_who_are_left_have_it_whatever_was_lost(lost):
 def test_digests_cover_what_all_have(on_instances):
     def function(strategy):
         trainer = strategies.Trainer(
-            strategy, loss_fn, optax.adam(0.1), digest_every=1, model_state_aggregation=AGGREGATION
+            strategy, loss_fn, optax.sgd(0.1, momentum=0.9), digest_every=1, model_state_aggregation=AGGREGATION
         )
         state = trainer.init(VARIABLES, MODEL_STATE)
         state, _ = trainer.step(state, rows_of(strategy, 0))

@@ -276,7 +276,7 @@ def coupled(variables, batch, key):
 
 def coupled_training(strategy):
     rows = np.random.default_rng(0).standard_normal((60, 5)).astype(np.float32)
-    trainer = Trainer(strategy, coupled, optax.adam(0.1))
+    trainer = Trainer(strategy, coupled, optax.sgd(0.1, momentum=0.9))
     state, seen = trainer.init({"w": np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)}), []
     for _, batch in zip(range(4), strategy.distribute_dataset(rows, batch_size=2).epoch(0), strict=False):
         state, metrics = trainer.step(state, batch)
@@ -319,7 +319,7 @@ def squared(variables, batch, key):
 
 
 def three_steps(strategy, batches, **options):
-    trainer = Trainer(strategy, squared, optax.adam(0.1), **options)
+    trainer = Trainer(strategy, squared, optax.sgd(0.1, momentum=0.9), **options)
     state = trainer.init(np.ones(3, np.float32))
     for batch in itertools.islice(batches, 3):
         state, _ = trainer.step(state, batch)
@@ -379,7 +379,7 @@ def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplo
             return squared(variables, batch, key)
 
         rows = np.ones((60, 3), np.float32)
-        trainer = Trainer(strategy, loss_fn, optax.adam(0.1))
+        trainer = Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9))
         trainer.run(trainer.init(np.ones(3, np.float32)), strategy.distribute_dataset(rows, batch_size=5))
 
     with caplog.at_level(logging.WARNING):
