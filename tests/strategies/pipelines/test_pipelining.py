@@ -56,11 +56,10 @@ def references():
     return of
 
 
-FEW = [("grouped", 0, True, 2), ("zero_bubble", 1, False, 4)]
+FEW = [("batch norm", "grouped", 0, True, 2), ("cnn", "zero_bubble", 1, False, 4)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("schedule", "mapping", "recomputes", "instances"), FEW)
+@pytest.mark.parametrize(("name", "schedule", "mapping", "recomputes", "instances"), FEW)
 def test_nothing_changes_a_bit(name, schedule, mapping, recomputes, instances, references, on_instances):
     model = MODELS[name]
     pipeline = strategies.Pipelining(model.mappings[mapping], schedule, recomputes)
@@ -113,7 +112,7 @@ def numbers(strategy, step=0, rows=2 * COUNT):
 def steps(strategy, pipeline=None, loss_fn=pair, count=COUNT, steps=2, **options):
     """The state after some steps, and the metrics of the last one."""
     trainer = strategies.Trainer(
-        strategy, loss_fn, optax.adam(0.1), gradient_accumulation_count=count, pipeline=pipeline, **options
+        strategy, loss_fn, optax.sgd(0.1, momentum=0.9), gradient_accumulation_count=count, pipeline=pipeline, **options
     )
     state = trainer.init(START)
     for step in range(steps):
@@ -133,7 +132,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("sum", "loss scaling in bfloat16", "sharded")
+        else pytest.param(name, marks=pytest.mark.complete)
+        for name in OPTIONS
+    ],
+)
 def test_other_options_go_with_it(name, on_instances):
     options = OPTIONS[name]
 
@@ -286,7 +293,7 @@ def test_the_others_go_on_when_an_instance_is_lost(lost):
 
     def program(strategy):
         trainer = strategies.Trainer(
-            strategy, pair, optax.adam(0.1), gradient_accumulation_count=COUNT, pipeline=SEQUENTIAL
+            strategy, pair, optax.sgd(0.1, momentum=0.9), gradient_accumulation_count=COUNT, pipeline=SEQUENTIAL
         )
         of_all = np.random.default_rng(1).standard_normal((3 * 2 * 4 * 2 * COUNT, 3)).astype(np.float32)
         dataset = strategy.distribute_dataset(of_all, 2, gradient_accumulation_count=COUNT)

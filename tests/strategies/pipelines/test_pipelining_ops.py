@@ -354,9 +354,14 @@ def test_pl_48_recomputation_changes_nothing(name, schedule, mode):
 @pytest.mark.parametrize(
     ("stages", "mapping"),
     [
-        ([layer("w0"), layer("w1"), closing("w2")], [-1, 0, 1]),
         ([layer("w0"), [layer("w1"), layer("w2")], lambda v, x, y: jnp.mean((x * y) @ v["w3"])], [0, [0, 1], 1]),
-        ([[layer("w0"), layer("w1")], lambda v, x, y: (x - y) @ v["w2"], closing("w3")], [[0, 1], 0, 1]),
+        *(
+            pytest.param(*case, marks=pytest.mark.complete)
+            for case in (
+                ([layer("w0"), layer("w1"), closing("w2")], [-1, 0, 1]),
+                ([[layer("w0"), layer("w1")], lambda v, x, y: (x - y) @ v["w2"], closing("w3")], [[0, 1], 0, 1]),
+            )
+        ),
     ],
 )
 def test_pl_40_concurrent_stages(stages, mapping):
