@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from strategies.comparing.fingerprints import fingerprint
 from strategies.errors import DisagreementError
 from strategies.replicas.membership import meet, surviving
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
-from strategies.step.fingerprints import fingerprint
 
 T = TypeVar("T")
 

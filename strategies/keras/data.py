@@ -18,9 +18,9 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset, PyDatasetAdapter
 
 from strategies.data.datasets import DistributedDataset
+from strategies.evaluation.evaluation_program import Told
 from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
 from strategies.roles import Batch
-from strategies.step.evaluation_program import Told
 from strategies.strategy import Strategy
 
 Hooks = tuple[Callable[[], object], Callable[[], object]]

@@ -10,18 +10,18 @@ import jax
 import numpy as np
 import optax
 
+from strategies.evaluation.evaluation_program import Task, Told
+from strategies.evaluation.evaluator import in_order
+from strategies.gradients.model_state import FIRST, MEAN
 from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
 from strategies.keras.programs import MetricsTask, ModelFunctions, OutputsTask
 from strategies.keras.state import VARIABLES, Seeds, seeds_of
 from strategies.programs.program import jit
 from strategies.roles import Batch, Tree
-from strategies.step.evaluation import in_order
-from strategies.step.evaluation_program import Task, Told
-from strategies.step.model_state import FIRST, MEAN
-from strategies.step.trainer import Trainer
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
+from strategies.trainer import Trainer
 
 State = Sequence[Any]
 

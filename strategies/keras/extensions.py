@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.keras.options import ModelOptions
 from strategies.keras.stages import Assignments, StagedModel, assignments_of
 from strategies.keras.state import random_states, set_random_states
-from strategies.step.accumulation import GradientAccumulationReductionMethod
 from strategies.strategy import Strategy
 
 EXTENSIONS = (

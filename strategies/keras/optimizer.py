@@ -13,7 +13,7 @@ import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.step.optimizers import Arithmetic, Optimizer
+from strategies.updates.optimizers import Arithmetic, Optimizer
 
 
 @final

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.numbers import positive
 from strategies.pipelines.pipelining import Pipelining
-from strategies.step.accumulation import GradientAccumulationReductionMethod
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
+from strategies.evaluation.evaluation_program import Task
+from strategies.gradients.outcome import Outcome
 from strategies.keras.state import METRICS, VARIABLES, Seeds, looks, words_of_metrics
 from strategies.replicas.replica_context import get_replica_context
 from strategies.roles import Batch, Key, Tree, Variables
-from strategies.step.evaluation_program import Task
-from strategies.step.outcome import Outcome
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.errors import StrategyError
-from strategies.step.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
+from strategies.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
 
 VARIABLES, METRICS = "variables", "metrics"
 """The parts of the model state: variables that are not trained, and those of metrics."""

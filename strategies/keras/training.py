@@ -18,11 +18,11 @@ from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, Seeds, looks, seeds_of, words_of, words_of_metrics
 from strategies.pipelines.pipelining import Pipelining
 from strategies.programs.program import jit
+from strategies.replicas.shards import PartOfArray
 from strategies.roles import Batch
-from strategies.step.shards import PartOfArray
-from strategies.step.trainer import Trainer
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
+from strategies.trainer import Trainer
 
 State = Sequence[Any]
 """What Keras's loops hand on: trainable variables, others, those of the optimizer, and those of metrics."""

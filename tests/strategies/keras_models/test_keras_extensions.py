@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from small_models import TARGETS, X, bits_of, dense, largest_difference, regression, values_of
 
-from strategies.errors import StrategyError
-from strategies.step.accumulation import GradientAccumulationReductionMethod
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 
 
 @pytest.mark.parametrize("method", ["MEAN", "RUNNING_MEAN"])
@@ -205,6 +204,7 @@ def optimizers():
     return {
         "adam": lambda: keras.optimizers.AdamW(0.01, clipvalue=0.5, use_ema=True),
         "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+        "across elements": lambda: keras.optimizers.SGD(0.01, momentum=0.9, global_clipnorm=0.5),
         "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0),
     }
 
@@ -230,16 +230,6 @@ def test_optimizer_state_may_be_sharded_and_changes_no_bit(in_scopes, kind):
         sharded = in_scopes(instances, lambda strategy: program(strategy, options))
         assert sharded == [(whole[0], True)] * instances
     assert whole[1] is False
-
-
-def test_an_optimizer_that_looks_across_elements_is_not_sharded(alone):
-    def program(strategy):
-        model = regression(keras.optimizers.SGD(0.01, momentum=0.9, clipnorm=1.0))
-        model.set_gradient_accumulation_options(1, replicated_optimizer_state_sharding=True)
-        model.fit(X, TARGETS, batch_size=4, verbose=0)
-
-    with pytest.raises(StrategyError, match="the optimizer state cannot be sharded"):
-        alone(program)
 
 
 def test_accumulators_may_be_of_another_dtype(in_scopes):
