@@ -65,36 +65,53 @@ for _name in _HOOKS:
     setattr(OnChief, _name, _on_chief(_name))
 
 
-class Backup(OnChief):
-    """Keras's `BackupAndRestore` on the chief, with the states of seed generators, which its files do not have."""
+class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keras's `BackupAndRestore`, with the states of seed generators, which its files do not have.
+
+    Args:
+        callback: it is.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        self._callback = callback
 
     @property
     def _file(self) -> Path:
-        return Path(self.callback.backup_dir) / "random_states.json"
+        return Path(self._callback.backup_dir) / "random_states.json"
+
+    def set_params(self, params: Any) -> None:
+        """See Keras."""
+        self._callback.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        """See Keras."""
+        self._callback.set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See Keras."""
-        if self.is_called:
-            self.callback.on_train_begin(logs)
-            if self._file.exists():
-                set_random_states(self.callback.model, json.loads(self._file.read_text()))
+        self._callback.on_train_begin(logs)
+        if self._file.exists():
+            set_random_states(self._callback.model, json.loads(self._file.read_text()))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """See Keras."""
+        self._callback.on_train_end(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""
-        if self.is_called:
-            self.callback.on_epoch_end(epoch, logs)
-            self._save()
+        self._callback.on_epoch_end(epoch, logs)
+        self._save()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """See Keras."""
-        if self.is_called:
-            self.callback.on_train_batch_end(batch, logs)
-            if self.callback.save_freq != "epoch" and self.callback._batches_seen_since_last_saving == 0:
-                self._save()
+        self._callback.on_train_batch_end(batch, logs)
+        if self._callback.save_freq != "epoch" and self._callback._batches_seen_since_last_saving == 0:
+            self._save()
 
     def _save(self) -> None:
         if self._file.parent.exists():
-            self._file.write_text(json.dumps(random_states(self.callback.model)))
+            self._file.write_text(json.dumps(random_states(self._callback.model)))
 
 
 class Running:
@@ -151,23 +168,26 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Last(keras.callbacks.Callback):  # type: ignore[misc]
-    """Comes behind all others."""
+    """Comes behind all others.
 
-    def __init__(self, running: Running) -> None:
+    Args:
+        running: the loop.
+        looks_at_batches: whether callbacks of the user's may stop the training after a batch.
+    """
+
+    def __init__(self, running: Running, looks_at_batches: bool) -> None:
         super().__init__()
         self._running = running
+        self._looks_at_batches = looks_at_batches
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._running.agree_on_begin()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._running.agree_to_stop()
-
-
-class _LastOfBatch(_Last):
-    """The same, where callbacks of the user's may stop the training after a batch."""
-
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._looks_at_batches:
+            self._running.agree_to_stop()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._running.agree_to_stop()
 
 
@@ -183,14 +203,14 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
         add_progbar = settings.get("verbose") != 0
         callbacks = CallbackList(callbacks, add_progbar=add_progbar, model=running.model, **settings)
     own = [each for each in callbacks.callbacks if not isinstance(each, _First | _Last)]
-    last = _LastOfBatch if any(map(_has_batch_hooks, own)) else _Last
-    callbacks.callbacks = [_First(running), *(_placed(each, running.strategy) for each in own), last(running)]
+    last = _Last(running, any(map(_has_batch_hooks, own)))
+    callbacks.callbacks = [_First(running), *(_placed(each, running.strategy) for each in own), last]
     return callbacks
 
 
 def _placed(callback: Any, strategy: Strategy) -> Any:
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        return Backup(callback, strategy)
+        return OnChief(WithRandomStates(callback), strategy)
     if isinstance(callback, WRITERS):
         return OnChief(callback, strategy)
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and not strategy.replicas.is_chief:

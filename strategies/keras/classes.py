@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from keras.src import api_export
 from keras.src.saving import object_registration
 
-NAME = "_replicated"
-"""Under which a model has what it does instead of Keras."""
+NAME, EXTENSIONS = "_replicated", "_extensions"
+"""Under which a model has what it does instead of Keras, and what it does besides."""
 
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
-def class_of(stock: type, forwarded: Sequence[str]) -> type:
-    """A class like a stock one, some of whose methods are those of what its models have under `NAME`.
+def class_of(stock: type, forwarded: Mapping[str, Sequence[str]]) -> type:
+    """A class like a stock one, some of whose methods are those of what its models have.
 
     It has the name and the module of the stock one and is serialized as that, so that files are those of stock models.
 
     Args:
         stock: a class of models of Keras or of the user's; it stays what it is.
-        forwarded: the names of the methods.
+        forwarded: the names of the methods, by that under which models have what they are of.
     """
     if stock not in _classes:
-        namespace: dict[str, Any] = {name: _forwarding(stock, name) for name in forwarded}
+        pairs = [(owner, name) for owner, names in forwarded.items() for name in names]
+        namespace: dict[str, Any] = {name: _forwarding(stock, owner, name) for owner, name in pairs}
         namespace |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
         made = type(stock)(stock.__name__, (stock,), namespace)
         made.__reduce__ = functools.partialmethod(_reduced, stock)  # type: ignore[assignment,method-assign]
@@ -50,9 +51,9 @@ def _register(stock: type, made: type) -> None:
         object_registration.GLOBAL_CUSTOM_NAMES[made] = own
 
 
-def _forwarding(stock: Any, name: str) -> Callable[..., Any]:
+def _forwarding(stock: Any, owner: str, name: str) -> Callable[..., Any]:
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        return getattr(self.__dict__[NAME], name)(*arguments, **named)
+        return getattr(self.__dict__[owner], name)(*arguments, **named)
 
     original = getattr(stock, name, None)
     return method if original is None else functools.wraps(original)(method)

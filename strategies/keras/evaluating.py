@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from strategies.trainer import Trainer
 State = Sequence[Any]
 
 
-class _Function:
+class _Function(ABC):
     """What both have in common.
 
     Args:
@@ -51,8 +52,9 @@ class _Function:
         """Have instance 0's variables on all instances before the next batch: the user may have changed them."""
         self._is_adopted = False
 
-    def unite(self) -> None:
-        """Nothing is left to do: every instance has all of it."""
+    @abstractmethod
+    def __call__(self, state: State, iterator: Pass) -> tuple[Any, State]:
+        """What Keras asks for of the next batches, and the state."""
 
     def taken(self, state: State, iterator: Pass) -> tuple[list[Told], State]:
         """What is told of the next batches, and the state.

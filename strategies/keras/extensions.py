@@ -12,9 +12,8 @@ from strategies.gradients.accumulation import GradientAccumulationReductionMetho
 from strategies.keras.options import ModelOptions
 from strategies.keras.stages import Assignments, StagedModel, assignments_of
 from strategies.keras.state import random_states, set_random_states
-from strategies.strategy import Strategy
 
-EXTENSIONS = (
+METHODS = (
     "set_asynchronous_callbacks",
     "set_replication_options",
     "set_gradient_accumulation_options",
@@ -60,18 +59,12 @@ class Extensions:
 
     Args:
         model: of Keras.
-        stock: its class, as the user knows it.
-        strategy: whose replicas train it.
 
     Attributes:
-        strategy: see above.
-        stock: see above.
         options: what was set.
     """
 
-    def __init__(self, model: Any, stock: Any, strategy: Strategy) -> None:
-        self.strategy = strategy
-        self.stock = stock
+    def __init__(self, model: Any) -> None:
         self.options = ModelOptions()
         self._model = model
 

@@ -16,10 +16,11 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 from strategies.errors import StrategyError
 from strategies.keras.agreement import number_of_leader, refuse_other_rows
 from strategies.keras.callbacks import Running, listed
-from strategies.keras.classes import NAME, class_of
+from strategies.keras.classes import EXTENSIONS, NAME, class_of
 from strategies.keras.data import Feed, Given, Pass, open_feed
 from strategies.keras.evaluating import PredictFunction, TestFunction
-from strategies.keras.extensions import EXTENSIONS, Extensions
+from strategies.keras.extensions import METHODS, Extensions
+from strategies.keras.options import ModelOptions
 from strategies.keras.refusals import refuse_eager, refuse_optimizer, refuse_outside, refuse_own_steps
 from strategies.keras.training import TrainFunction
 from strategies.roles import Batch
@@ -31,8 +32,10 @@ logger = logging.getLogger("strategies.keras")
 def replicate(model: Any, strategy: Strategy) -> None:
     """Make a model, whose constructor is running, one of a strategy."""
     stock = type(model)
-    object.__setattr__(model, NAME, ReplicatedModel(model, stock, strategy))
-    object.__setattr__(model, "__class__", class_of(stock, FORWARDED))
+    extensions = Extensions(model)
+    object.__setattr__(model, EXTENSIONS, extensions)
+    object.__setattr__(model, NAME, ReplicatedModel(model, stock, strategy, extensions))
+    object.__setattr__(model, "__class__", class_of(stock, {NAME: FORWARDED, EXTENSIONS: METHODS}))
 
 
 def replicated(model: Any) -> ReplicatedModel:
@@ -47,25 +50,33 @@ def replicated(model: Any) -> ReplicatedModel:
     return found
 
 
-class ReplicatedModel(Extensions):
+class ReplicatedModel:
     """What a model of a strategy does instead of Keras, whose own loops it uses.
 
     Args:
         model: of Keras.
         stock: its class, as the user knows it.
         strategy: whose replicas train it.
+        extensions: have its options.
 
     Attributes:
         strategy: see above.
         stock: see above.
-        options: how it is trained.
     """
 
-    def __init__(self, model: Any, stock: Any, strategy: Strategy) -> None:
-        super().__init__(model, stock, strategy)
+    def __init__(self, model: Any, stock: Any, strategy: Strategy, extensions: Extensions) -> None:
+        self.strategy = strategy
+        self.stock = stock
+        self._model = model
+        self._extensions = extensions
         self._running: Running | None = None
         self._feeds: dict[str, Feed] = {}
         self._said: int | None = None  # steps per execution, while Keras counts others
+
+    @property
+    def options(self) -> ModelOptions:
+        """How it is trained."""
+        return self._extensions.options
 
     # ---- what Keras has by the same names
 
@@ -195,7 +206,7 @@ class ReplicatedModel(Extensions):
         if self._model.train_function is None or force:
             refuse_optimizer(self._model.optimizer, self.options.accumulated is not None)
             steps = self.options.executed(self._steps_per_execution)
-            function = TrainFunction(self._model, self.strategy, self.options, steps, self.staged)
+            function = TrainFunction(self._model, self.strategy, self.options, steps, self._extensions.staged)
             self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone)
 
     def make_test_function(self, force: bool = False) -> None:
@@ -400,6 +411,5 @@ FORWARDED = (
     "save_weights",
     "export",
     "_symbolic_build",
-    *EXTENSIONS,
 )
 """The methods of a model of a strategy that are not Keras's own."""

@@ -15,7 +15,8 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 
 from strategies.evaluation.evaluation_program import Task
 from strategies.gradients.outcome import Outcome
-from strategies.keras.state import METRICS, VARIABLES, Seeds, looks, words_of_metrics
+from strategies.keras.state import METRICS, VARIABLES, Seeds, words_of_metrics
+from strategies.programs.additions import looks
 from strategies.replicas.replica_context import get_replica_context
 from strategies.roles import Batch, Key, Tree, Variables
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,51 +128,3 @@ def words_of_metrics(variables: Sequence[Any], is_changed: Sequence[bool], adds:
                 "'only_first_replica', or a metric that adds"
             )
     return words
-
-
-def looks(function: Callable[..., Any], old: Sequence[Any], *others: Any) -> tuple[list[bool], list[bool]]:
-    """For each of some arrays whether a function changes it, and whether it only adds to it.
-
-    Args:
-        function: `(arrays, *others) -> new arrays`; traceable.
-        old: the arrays, or their shapes and dtypes.
-        others: further arguments.
-    """
-    closed = jax.make_jaxpr(function)(list(old), *others)
-    given, made = closed.jaxpr.invars[: len(old)], closed.jaxpr.outvars
-    makers = {variable: equation for equation in closed.jaxpr.eqns for variable in equation.outvars}
-    changes = [new is not before for before, new in zip(given, made, strict=True)]
-    return changes, [_adds(before, new, makers) for before, new in zip(given, made, strict=True)]
-
-
-def _adds(before: Any, new: Any, makers: dict[Any, Any]) -> bool:
-    """Whether what is made is a sum of which `before` is one part and nothing else depends on it."""
-    if new is before:
-        return True
-    equation = _maker(new, makers)
-    if equation is None:
-        return False
-    if equation.primitive.name in ("convert_element_type", "reshape", "copy", "broadcast_in_dim"):
-        return _adds(before, equation.invars[0], makers)
-    if equation.primitive.name not in ("add", "add_any", "scatter-add"):
-        return False
-    parts = list(equation.invars)
-    depends = [_depends(part, before, makers) for part in parts]
-    return sum(depends) == 1 and _adds(before, parts[depends.index(True)], makers)
-
-
-def _depends(atom: Any, before: Any, makers: dict[Any, Any]) -> bool:
-    waiting, seen = [atom], set()
-    while waiting:
-        one = waiting.pop()
-        if one is before:
-            return True
-        equation = _maker(one, makers)
-        if equation is not None and id(equation) not in seen:
-            seen.add(id(equation))
-            waiting.extend(equation.invars)
-    return False
-
-
-def _maker(atom: Any, makers: dict[Any, Any]) -> Any:
-    return makers.get(atom) if not hasattr(atom, "val") else None  # literals have values

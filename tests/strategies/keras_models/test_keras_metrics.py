@@ -11,7 +11,7 @@ from keras.src import backend
 from small_models import LABELS, TARGETS, X, dense
 
 from strategies.errors import StrategyError
-from strategies.keras.state import looks
+from strategies.programs.additions import looks
 
 NEEDED = {
     "MeanIoU": {"num_classes": 2},
