@@ -1,6 +1,6 @@
 """What distribution means to a training program: replicas, steps, data and reductions."""
 
-from strategies import cross_replica_ops, loops, within_replica_ops
+from strategies import config, cross_replica_ops, loops, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
@@ -94,6 +94,7 @@ __all__ = [
     "Trainer",
     "casting",
     "clip_by_global_norm",
+    "config",
     "cross_replica_ops",
     "dataset_benchmark",
     "fingerprint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from strategies.config.configured import in_force
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.ipu import IPUStrategy
@@ -36,6 +38,8 @@ from strategies.step.outcome import Outcome
 from strategies.step.trainer import Trainer
 from strategies.strategy import Strategy, get_strategy
 from strategies.train_state import TrainState
+
+logger = logging.getLogger(__name__)
 
 _OUTPUT = "pipeline_stage_output"
 
@@ -285,7 +289,8 @@ def pipeline(
         optimizer_function: `(*outputs) -> OptimizerFunctionOutput`.
         device_mapping: the device of each stage, a list for a stage that is a list, -1 for all devices.
         pipeline_schedule: Grouped unless it says otherwise.
-        recomputation_mode: None keeps what backward passes need.
+        recomputation_mode: None keeps what backward passes need. Where a configuration is in force
+            (`strategies.config`), its `allow_recompute` decides whether anything is recomputed, and this one how.
         forward_propagation_stages_poplar_options: checked only.
         backward_propagation_stages_poplar_options: checked only.
         weight_update_poplar_options: checked only.
@@ -347,12 +352,13 @@ def pipeline(
     )
     check_update_options("weight_update_poplar_options", weight_update_poplar_options)
     mapping = device_mapping if device_mapping is not None else [own[0] for own in places]
+    recomputes = _recomputes(recomputation_mode)
 
     def pipelining(take: Any) -> Pipelining:
         return Pipelining(
             device_mapping=mapping,
             schedule=pipeline_schedule,
-            recompute=recomputation_mode is not None,
+            recompute=recomputes,
             batch_serialization_iterations=batch_serialization_iterations,
             recomputation_mode=recomputation_mode,
             offload_activations=bool(offload_activations),
@@ -362,7 +368,7 @@ def pipeline(
 
     pipelining(None).timetable(ipus_per_replica, count, learns)  # which may refuse the mapping
     return Pipeline(
-        strategy or IPUStrategy(1, devices),
+        strategy or IPUStrategy(ipus_per_replica=devices),
         computational_stages,
         [jnp.asarray(one) for one in _listed(inputs)],
         infeed_queue,
@@ -384,6 +390,17 @@ def _devices_of(mapping: Any, stages: int) -> int:
     """How many devices a replica spans that nobody else has decided."""
     numbers = [one for one in jax.tree.leaves(mapping) if isinstance(one, int)]
     return 1 + max([*numbers, 0]) if isinstance(mapping, Sequence) else max(stages, 1)
+
+
+def _recomputes(mode: RecomputationMode | None) -> bool:
+    """As in the original `allow_recompute` decides; where nothing is configured, that there is a mode."""
+    allowed = in_force().recomputes
+    if allowed is False and mode is not None:
+        logger.warning(
+            "recomputation_mode is %s, and allow_recompute False in the configuration in force: nothing is recomputed",
+            mode.name,
+        )
+    return mode is not None if allowed is None else allowed
 
 
 def _whole(count: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Unpack
 
 import optax
 
+from strategies.config.configured import in_force
 from strategies.roles import Batch, Tree, Variables
 from strategies.step.arguments import check_loss_function, check_optimizer, check_state, check_takes_state
 from strategies.step.digest import flip_bit
@@ -18,7 +19,7 @@ from strategies.step.jax_engine import JaxEngine
 from strategies.step.merging import Evaluation
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
-from strategies.step.options import Options, StepOptions
+from strategies.step.options import Options, configured
 from strategies.step.replica_program import LossFunction
 from strategies.step.sharded_update import update_for
 from strategies.step.single_step import SingleStep
@@ -44,7 +45,8 @@ class Trainer:
             state `(variables, batch, key, model_state) -> Outcome`, which has the new one.
         optimizer: an optax gradient transformation.
         seed: of the keys.
-        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.
+        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
+            configuration in force (`strategies.config`) says, otherwise not.
         digest_every: compare the bits of variables and optimizer state between instances before every so many steps.
         options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`, where
             all of them are described.
@@ -64,13 +66,13 @@ class Trainer:
         loss_fn: LossFunction,
         optimizer: optax.GradientTransformation,
         seed: int = 0,
-        check_numerics: bool = False,
+        check_numerics: bool | None = None,
         digest_every: int = 0,
         **options: Unpack[Options],
     ) -> None:
         check_loss_function(loss_fn)
         check_optimizer(optimizer)
-        settings = StepOptions(seed, check_numerics, digest_every, **options)
+        settings = configured(seed, check_numerics, digest_every, options, in_force())
         self.seed = seed
         self.notice = Notice()
         self._strategy = strategy
