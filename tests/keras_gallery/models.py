@@ -1,8 +1,8 @@
-"""Ten small models of the kinds that Keras's own examples show, with data that are made here or come with scikit-learn.
+"""Ten small models of the kinds that Keras's own examples show, on data that are made here or come with scikit-learn.
 
-Each is a function that returns an `Example`. Together they have Sequential, functional and subclassed models, layers and
-losses of one's own, shared and nested layers, several inputs and outputs, recurrence, attention, embeddings, dropout,
-moving statistics, a sampled layer, and losses that layers add.
+Each is a function that returns an `Example`. Together they have Sequential, functional and subclassed models, layers
+and losses of one's own, shared and nested layers, several inputs and outputs, recurrence, attention, embeddings,
+dropout, moving statistics, a sampled layer, and losses that layers add.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ class Example:
         x: what goes in, arrays `[ROWS, ...]`, or a tuple or dictionary of them.
         y: what is to come out.
         compile: the arguments of `compile`, with an optimizer of their own each time.
-        is_row_by_row: whether what a row gives depends neither on other rows of its batch nor on a draw, so that the
-            mean over replicas is the mean over one batch of all rows.
+        draws: whether it draws random numbers, of which each replica has its own.
+        mixes_rows: whether what a row gives depends on the other rows of its batch, which is that of a replica.
     """
 
     build: Callable[[], keras.Model]
     x: Any
     y: Any
     compile: Callable[[], Mapping[str, Any]]
-    is_row_by_row: bool = True
+    draws: bool = False
+    mixes_rows: bool = False
+
+    @property
+    def is_alike_in_parts(self) -> bool:
+        """Whether the mean over replicas is what one batch of all their rows gives."""
+        return not (self.draws or self.mixes_rows)
 
 
 def register(of: type) -> type:
@@ -111,7 +117,7 @@ def convnet() -> Example:
             "metrics": [keras.metrics.SparseTopKCategoricalAccuracy(3, name="top3")],
         }
 
-    return Example(build, images, labels, settings, is_row_by_row=False)
+    return Example(build, images, labels, settings, draws=True)
 
 
 def residual_net() -> Example:
@@ -140,7 +146,7 @@ def residual_net() -> Example:
             "loss": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
             "metrics": ["accuracy"],
         },
-        is_row_by_row=False,
+        mixes_rows=True,
     )
 
 
@@ -186,7 +192,7 @@ def vae() -> Example:
         flat,
         flat,
         lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": "binary_crossentropy"},
-        is_row_by_row=False,
+        draws=True,
     )
 
 
@@ -202,6 +208,10 @@ class Embedded(layers.Layer):
         self.settings = {"words": words, "length": length, "width": width}
         self.tokens = layers.Embedding(words, width)
         self.positions = layers.Embedding(length, width)
+
+    def build(self, shape: Any) -> None:
+        self.tokens.build(shape)
+        self.positions.build(shape[-1:])
 
     def call(self, tokens: Any) -> Any:
         return self.tokens(tokens) + self.positions(ops.arange(ops.shape(tokens)[-1]))
@@ -220,6 +230,11 @@ class TransformerBlock(layers.Layer):
         self.attention = layers.MultiHeadAttention(heads, width // heads)
         self.dense = keras.Sequential([layers.Dense(2 * width, "gelu"), layers.Dense(width)])
         self.norms = [layers.LayerNormalization(epsilon=1e-6) for _ in range(2)]
+
+    def build(self, shape: Any) -> None:
+        self.attention.build(shape, shape)
+        for layer in (self.dense, *self.norms):
+            layer.build(shape)
 
     def call(self, x: Any) -> Any:
         x = self.norms[0](x + self.attention(x, x))
