@@ -86,21 +86,6 @@ class IPUStrategy(Strategy):
         super().__init__(Single(num_replicas, ipus_per_replica or 1))
 
     def for_stages(self, stages: int) -> IPUStrategy:
-        """The strategy for a model whose replicas span so many devices.
-
-        It is this one where its replicas span as many. Otherwise, where the configuration has given the number of
-        replicas and nobody has said what they span, it is another one over the same IPUs: fewer replicas, and each of
-        them with more devices.
-
-        Raises:
-            ValueError: if a replica spans fewer devices, and that was said; or the IPUs are not enough.
-        """
-        spanned = self.replicas.grid.ipus_per_replica
-        if positive("stages", stages) <= spanned:
-            return self
-        if self._divisible is None:
-            raise ValueError(
-                f"a model of {stages} stages, and replicas that span {spanned} devices; make the strategy with "
-                f"ipus_per_replica={stages}, or start the job with poprun --ipus-per-replica {stages}"
-            )
-        return IPUStrategy(self._divisible.replicas(stages), stages)
+        """See `Strategy`; over the same IPUs, if the configuration has counted them and nobody said what one spans."""
+        is_enough = positive("stages", stages) <= self.replicas.grid.ipus_per_replica
+        return self if is_enough or self._divisible is None else IPUStrategy(self._divisible.replicas(stages), stages)

@@ -26,6 +26,7 @@ from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
 from strategies.errors import DeviceError
 from strategies.extended import Extended
+from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
 from strategies.programs.program import Program
@@ -176,6 +177,18 @@ class Strategy(ABC):
         distribution.process_count = self._replicas.num_instances
         distribution.process_index = self._replicas.instance_index
         return config
+
+    def for_stages(self, stages: int) -> Strategy:
+        """The strategy for a model whose replicas span so many devices, which is known only when it is made.
+
+        It is this one, unless the number of replicas follows from that of the devices: then it is another one, of fewer
+        replicas that span more.
+
+        Raises:
+            TypeError, ValueError: if the number is not positive, or there are too few devices.
+        """
+        positive("stages", stages)
+        return self
 
     # ---- instances that are lost
 

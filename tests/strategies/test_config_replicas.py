@@ -100,13 +100,11 @@ class TestOneProcess:
             strategy.for_stages(5)
 
     @pytest.mark.parametrize("named", [{"num_replicas": 4}, {"ipus_per_replica": 2}], ids=str)
-    def test_and_otherwise_they_have_to_fit(self, config, named):
+    def test_and_otherwise_the_strategy_stays(self, config, named):
         config.auto_select_ipus = 4
         config.configure_ipu_system()
-        with pytest.raises(
-            ValueError, match="a model of 3 stages, and replicas that span . devices; make the strategy"
-        ):
-            strategies.IPUStrategy(**named).for_stages(3)
+        strategy = strategies.IPUStrategy(**named)
+        assert strategy.for_stages(3) is strategy
 
     def test_pipelines_without_a_strategy_have_as_many_replicas_as_fit(self, config):
         config.auto_select_ipus = 4
@@ -174,6 +172,12 @@ class TestContradictions:
     def test_what_describes_another_one_is_refused(self, effects, words):
         with pytest.raises(EnvironmentMismatchError, match=words):
             refuse_contradictions(effects, LAUNCHED)
+
+
+def test_other_strategies_stay_whatever_a_model_spans(on_instances):
+    assert on_instances(2, 2, lambda strategy: strategy.for_stages(2) is strategy) == [True, True]
+    with pytest.raises(ValueError, match="stages is 0; it must be at least 1"):
+        on_instances(1, 1, lambda strategy: strategy.for_stages(0))
 
 
 def test_a_strategy_writes_who_it_is(config, on_instances):
