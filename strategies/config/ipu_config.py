@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from strategies.config import categories
+from strategies.config.categories import (
+    Convolutions,
+    DeviceConnection,
+    Experimental,
+    FloatingPointBehaviour,
+    IOTiles,
+    IPUModel,
+    Matmuls,
+    Norms,
+    Optimizations,
+    Pooling,
+    Scheduling,
+    Slices,
+)
 from strategies.config.category import Category, attribute, category
 from strategies.config.choices import DeviceConnectionType, SelectionOrder, StochasticRoundingBehaviour
 from strategies.config.configured import Effects, configuration, put_in_force
@@ -44,22 +57,20 @@ class IPUConfig(Category):
         "Which IPUs, or groups of them, are the devices of the system.",
         effect="the same, with as many IPUs as the first group has in a system of 16",
     )
-    convolutions: categories.Convolutions = category(categories.Convolutions, "Convolutions.")
-    device_connection: categories.DeviceConnection = category(
-        categories.DeviceConnection, "When a process attaches to devices."
+    convolutions: Convolutions = category(Convolutions, "Convolutions.")
+    device_connection: DeviceConnection = category(DeviceConnection, "When a process attaches to devices.")
+    slices: Slices = category(Slices, "Slices and embeddings.")
+    experimental: Experimental = category(Experimental, "What may still change.")
+    floating_point_behaviour: FloatingPointBehaviour = category(
+        FloatingPointBehaviour, "Numbers that are none, and rounding."
     )
-    slices: categories.Slices = category(categories.Slices, "Slices and embeddings.")
-    experimental: categories.Experimental = category(categories.Experimental, "What may still change.")
-    floating_point_behaviour: categories.FloatingPointBehaviour = category(
-        categories.FloatingPointBehaviour, "Numbers that are none, and rounding."
-    )
-    io_tiles: categories.IOTiles = category(categories.IOTiles, "Tiles for input and output.")
-    ipu_model: categories.IPUModel = category(categories.IPUModel, "The original's simulation of an IPU.")
-    matmuls: categories.Matmuls = category(categories.Matmuls, "Matrix products.")
-    norms: categories.Norms = category(categories.Norms, "Normalisation.")
-    optimizations: categories.Optimizations = category(categories.Optimizations, "What a compiler may do, and memory.")
-    pooling: categories.Pooling = category(categories.Pooling, "Pooling.")
-    scheduling: categories.Scheduling = category(categories.Scheduling, "The order of instructions.")
+    io_tiles: IOTiles = category(IOTiles, "Tiles for input and output.")
+    ipu_model: IPUModel = category(IPUModel, "The original's simulation of an IPU.")
+    matmuls: Matmuls = category(Matmuls, "Matrix products.")
+    norms: Norms = category(Norms, "Normalisation.")
+    optimizations: Optimizations = category(Optimizations, "What a compiler may do, and memory.")
+    pooling: Pooling = category(Pooling, "Pooling.")
+    scheduling: Scheduling = category(Scheduling, "The order of instructions.")
 
     def configure_ipu_system(self, device: str = "cpu") -> None:
         """Put this configuration in force; see `strategies.config.configure_ipu_system`."""

@@ -12,9 +12,9 @@ from typing import NoReturn, Protocol, TypeVar, final
 import numpy as np
 
 from collectives import BrokenError, Communicator, PeerLostError
-from popdist.context import is_to_carry_on
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
+from popdist.leaving import is_to_carry_on
 from strategies.data.datasets import DistributedDataset
 
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, final
@@ -19,6 +18,7 @@ from strategies.exchange.flat import Buffer, FlatLayout
 from strategies.gradients.accumulation import accumulator_dtypes
 from strategies.gradients.encoding import flatten
 from strategies.programs.elementwise import first_across_elements, operations
+from strategies.programs.jaxpr import is_read
 from strategies.programs.program import jit
 from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
@@ -239,9 +239,7 @@ class ShardedUpdate(Update):
 
 def _uses_last_argument(traced: Any) -> bool:
     """Whether anything depends on the last argument of these equations: of an update the norm of the gradients."""
-    last = traced.jaxpr.invars[-1]
-    used = itertools.chain(traced.jaxpr.outvars, *(equation.invars for equation in traced.jaxpr.eqns))
-    return any(one is last for one in used)
+    return is_read(traced.jaxpr, traced.jaxpr.invars[-1])
 
 
 def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> Update:
