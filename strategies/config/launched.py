@@ -83,10 +83,12 @@ def refuse_other_process(effects: Effects, instance: Instance) -> None:
 
 
 def _refuse_other_replicas(selection: Selection, instance: Instance) -> None:
-    spanned, local = instance.ipus_per_replica, instance.local_replicas
-    if selection.ipus in (local * spanned, local * rounded_to_power_of_two(spanned)):
-        return
-    raise popdist.EnvironmentMismatchError(
-        f"{selection.said}, and this instance has {local} replicas that span {spanned} IPUs each "
-        f"({instance.launcher}); make it {local * spanned}, leave it out, or configure before popdist.init"
-    )
+    """The program may count the IPUs of its own process, as the original's, or of all, which is the same for all n."""
+    spanned, local, total = instance.ipus_per_replica, instance.local_replicas, instance.total_replicas
+    every = {replicas * ipus for replicas in (local, total) for ipus in (spanned, rounded_to_power_of_two(spanned))}
+    if selection.ipus not in every:
+        raise popdist.EnvironmentMismatchError(
+            f"{selection.said}, and this instance has {local} of {total} replicas that span {spanned} IPUs each "
+            f"({instance.launcher}); make it {local * spanned}, or {total * spanned} for all instances, leave it out, "
+            "or configure before popdist.init"
+        )

@@ -38,12 +38,15 @@ check("P-01 distribution", [distribution.process_count, distribution.process_ind
 check("P-01 device", config.select_ipus, [index])
 config.configure_ipu_system()
 check("P-01 configured", strategies.PopDistStrategy().num_replicas_in_sync, 2)
-config.select_ipus, config.auto_select_ipus = [], 2
+config.select_ipus, config.auto_select_ipus = [], 2  # of both instances
+config.configure_ipu_system()
+check("P-01 counted", strategies.PopDistStrategy().num_replicas_in_sync, 2)
+config.auto_select_ipus = 3
 config.configure_ipu_system()
 try:
     strategies.PopDistStrategy()
 except popdist.EnvironmentMismatchError as error:
-    check("P-01 contradiction", "auto_select_ipus is 2, and this instance has 1 replicas" in str(error), True)
+    check("P-01 contradiction", "auto_select_ipus is 3, and this instance has 1 of 2 replicas" in str(error), True)
 else:
     check("P-01 contradiction", "is refused", False)
 strategies.config.reset_ipu_configuration()
