@@ -25,8 +25,7 @@ class Single(Membership):
 
     def __init__(self, num_replicas: int, ipus_per_replica: int = 1) -> None:
         self._num_replicas = num_replicas
-        self._ipus_per_replica = ipus_per_replica
-        super().__init__()
+        super().__init__(ipus_per_replica)
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`."""
@@ -37,7 +36,6 @@ class Single(Membership):
             replica_offset=0,
             total_replicas=self._num_replicas,
             local_index=0,
-            ipus_per_replica=self._ipus_per_replica,
         )
         return alone, connect("single")
 

@@ -19,7 +19,7 @@ class Job(Membership):
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; calls `popdist.init`."""
-        return join_as_configured(in_force()), popdist.communicator()
+        return join_as_configured(in_force(), self._ipus_per_replica), popdist.communicator()
 
     @property
     def is_chief(self) -> bool:
@@ -46,8 +46,12 @@ class PopDistStrategy(Strategy):
     Args:
         add_ipu_cross_replica_reductions: if False, reductions inside functions that `run` compiles leave the values as
             they are (the original's option of the same name).
+        ipus_per_replica: devices that each replica spans, for pipelines; None: what `poprun --ipus-per-replica` says.
+
+    Raises:
+        TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
     """
 
-    def __init__(self, add_ipu_cross_replica_reductions: bool = True) -> None:
-        membership = Job()
+    def __init__(self, add_ipu_cross_replica_reductions: bool = True, ipus_per_replica: int | None = None) -> None:
+        membership = Job(ipus_per_replica)
         super().__init__(membership, popdist.progress(), add_ipu_cross_replica_reductions)

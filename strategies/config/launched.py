@@ -6,6 +6,8 @@ says how many replicas each of them has; for a program without a launcher, too.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import popdist
 from popdist.instance import Instance
 from strategies.config.configured import Effects
@@ -32,28 +34,38 @@ def replicas_of_process(effects: Effects, ipus_per_replica: int | None) -> tuple
     return effects.selection.replicas(ipus_per_replica or 1), ipus_per_replica or 1
 
 
-def replicas_of_instance(effects: Effects) -> int | None:
+def replicas_of_instance(effects: Effects, ipus_per_replica: int | None) -> int | None:
     """How many replicas each instance has by the configuration; None where it does not say, or poprun has said it.
+
+    Args:
+        effects: of the configuration.
+        ipus_per_replica: that the strategy names.
 
     Raises:
         ValueError: if the IPUs are not enough.
     """
     if effects.selection is None or popdist.instance().launcher == "poprun":
         return None
-    return effects.selection.replicas(popdist.instance().ipus_per_replica)
+    return effects.selection.replicas(ipus_per_replica or popdist.instance().ipus_per_replica)
 
 
-def join_as_configured(effects: Effects) -> Instance:
+def join_as_configured(effects: Effects, ipus_per_replica: int | None) -> Instance:
     """`popdist.init` for as many replicas as the configuration says, where nobody else has said it.
+
+    Args:
+        effects: of the configuration.
+        ipus_per_replica: that the strategy names.
 
     Raises:
         ValueError: if the IPUs are not enough.
         EnvironmentMismatchError: see `refuse_contradictions`.
     """
-    each = None if popdist.isBackendInitialized() else replicas_of_instance(effects)
+    each = None if popdist.isBackendInitialized() else replicas_of_instance(effects, ipus_per_replica)
     popdist.init(None if each is None else each * popdist.instance().count)
-    refuse_contradictions(effects, popdist.instance())
-    return popdist.instance()
+    instance = popdist.instance()
+    spanning = instance if ipus_per_replica is None else replace(instance, ipus_per_replica=ipus_per_replica)
+    refuse_contradictions(effects, spanning)
+    return instance
 
 
 def refuse_contradictions(effects: Effects, instance: Instance) -> None:

@@ -17,7 +17,14 @@ from strategies.numbers import positive
 from strategies.pipelines.arguments import LOSS, TOTAL, Arguments
 from strategies.pipelines.automatic import choose_for
 from strategies.pipelines.executables import Executables
-from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
+from strategies.pipelines.mapping import (
+    DeviceMapping,
+    Stage,
+    checked_count,
+    places_of,
+    refuse_idle_devices,
+    schedule_for,
+)
 from strategies.pipelines.marks import cut_in_stages
 from strategies.pipelines.replica_run import Keeping, Outputs
 from strategies.pipelines.schedules.registry import PipelineSchedule
@@ -74,10 +81,11 @@ class Pipelining:
         memory_limit_bytes: with "auto": what a device may keep of micro-batches for backward passes; None for no limit.
         take_outputs: called after each step with the outputs of an `Outcome`, for each local replica those of each
             micro-batch.
+        allow_idle_devices: let the mapping leave devices out, as pipelines of functions may.
 
     Raises:
         TypeError: if the mapping is no list of whole numbers, or the schedule no member and no name.
-        ValueError: if there is no such schedule, or the iterations are not positive.
+        ValueError: if there is no such schedule, or the iterations are not positive; if the mapping has gaps.
         NotImplementedError: for another schedule than Sequential with batch serialization, and for Interleaved with
             `RecomputeAndBackpropagateInterleaved`.
     """
@@ -92,6 +100,7 @@ class Pipelining:
     watch: Watch | None = None
     take_outputs: Take | None = None
     memory_limit_bytes: int | None = None
+    allow_idle_devices: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.recompute, bool | None):
@@ -112,6 +121,8 @@ class Pipelining:
                 f"device_mapping is {self.device_mapping!r}, a {type(self.device_mapping).__name__}; it must be a "
                 "list of devices, one for each stage"
             )
+        if not self.allow_idle_devices:
+            refuse_idle_devices(self.device_mapping)
 
     def _refuse_with_auto(self) -> None:
         if self.is_automatic and (self.recompute or self.batch_serialization_iterations > 1):

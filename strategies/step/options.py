@@ -88,7 +88,8 @@ class StepOptions:
         reduction_method: how micro-batches are reduced: SUM, MEAN or RUNNING_MEAN, see
             `GradientAccumulationReductionMethod`. Over replicas gradients are always averaged.
         replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that, and the
-            new variables are gathered; the same bits. For optimizers that compute element by element. None: as
+            new variables are gathered; the same bits. The state of an optimizer that does not compute element by
+            element is in parts between updates only, and put together for each of them. None: as
             `offload_optimizer_state`.
         min_elements_for_sharding: the state of smaller variables stays whole.
         offload_optimizer_state: keep optimizer state in host memory between updates (JAX's memory kind
