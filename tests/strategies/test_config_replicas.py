@@ -200,11 +200,11 @@ def test_so_does_popdist_and_which_device_it_has(config):
 PROGRAM = """
 import json, popdist, strategies
 config = strategies.config.IPUConfig()
-config.auto_select_ipus = 3
+config.auto_select_ipus = 6
 {before}
 config.configure_ipu_system()
 try:
-    strategy = strategies.PopDistStrategy()
+    strategy = strategies.PopDistStrategy(ipus_per_replica=2)
     print(json.dumps([strategy.num_replicas_in_sync, popdist.getNumTotalReplicas()]))
 except popdist.EnvironmentMismatchError as error:
     print(json.dumps(str(error)))
@@ -218,5 +218,5 @@ def test_without_a_launcher_popdist_is_joined_for_the_configured_replicas(in_new
 def test_what_was_joined_before_for_others_contradicts(in_new_process):
     said = json.loads(in_new_process(PROGRAM.format(before="popdist.init(2)")))
     assert said.startswith(
-        "auto_select_ipus is 3, and this instance has 2 of 2 replicas that span 1 IPUs each (single); "
+        "auto_select_ipus is 6, and this instance has 2 of 2 replicas that span 2 IPUs each (single); make it 4"
     )
