@@ -86,7 +86,6 @@ def test_all_sums_are_right_once_there_is_a_strategy_and_a_second_one_finds_the_
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
 
 
-@pytest.mark.complete
 @pytest.mark.skipif(not (adds_up_wrongly(JAXLIB) and is_measured(JAXLIB)), reason=f"jaxlib {JAXLIB} was not seen wrong")
 def test_they_are_wrong_otherwise(run):
     """Where this fails, jaxlib has been mended: `popdist.xla.sums` and docs/bits.md have to say so."""
