@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from strategies import cross_replica_ops, loops, within_replica_ops
+from strategies import config, cross_replica_ops, loops, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
@@ -108,6 +108,7 @@ __all__ = [
     "capture_upstream_gradients",
     "casting",
     "clip_by_global_norm",
+    "config",
     "cross_replica_ops",
     "dataset_benchmark",
     "fingerprint",

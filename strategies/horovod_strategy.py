@@ -8,6 +8,8 @@ import popdist
 from collectives import Communicator
 from popdist import horovod
 from popdist.instance import Instance
+from strategies.config.configured import in_force
+from strategies.config.launched import join_as_configured
 from strategies.replicas.membership import Membership, refuse_to_carry_on
 from strategies.strategy import Strategy
 
@@ -18,8 +20,7 @@ class Horovod(Membership):
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; calls `popdist.init` and `horovod.init`."""
-        popdist.init()
-        return popdist.instance(), horovod.communicator()
+        return join_as_configured(in_force(), self._ipus_per_replica), horovod.communicator()
 
     @property
     def is_chief(self) -> bool:

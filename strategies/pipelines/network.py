@@ -258,7 +258,7 @@ class Pipeline:
             return self._functions.outputs(variables, leaves)
 
     def _watch(self, replicas: Mapping[int, Sequence[Any]]) -> None:
-        self.trace = Trace(replicas, self._pipelining.recompute)
+        self.trace = Trace(replicas, self._pipelining.recomputes)
 
     def _take(self, outputs: Mapping[int, Sequence[Any]]) -> None:
         self._made = outputs

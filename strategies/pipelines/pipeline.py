@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.config.configured import in_force
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
@@ -23,6 +25,8 @@ from strategies.pipelines.pipelining import Pipelining, RecomputationMode
 from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.pipelines.stage_functions import StageFunctions, listed
 from strategies.strategy import get_strategy
+
+logger = logging.getLogger(__name__)
 
 
 def pipeline(
@@ -78,7 +82,8 @@ def pipeline(
         optimizer_function: `(*outputs) -> OptimizerFunctionOutput`.
         device_mapping: the device of each stage, a list for a stage that is a list, -1 for all devices.
         pipeline_schedule: Grouped unless it says otherwise.
-        recomputation_mode: None keeps what backward passes need.
+        recomputation_mode: None keeps what backward passes need. Where a configuration is in force
+            (`strategies.config`), its `allow_recompute` decides whether anything is recomputed, and this one how.
         forward_propagation_stages_poplar_options: checked only.
         backward_propagation_stages_poplar_options: checked only.
         weight_update_poplar_options: checked only.
@@ -128,7 +133,7 @@ def pipeline(
     pipelining = Pipelining(
         device_mapping=device_mapping if device_mapping is not None else [own[0] for own in places],
         schedule=pipeline_schedule,
-        recompute=recomputation_mode is not None,
+        recompute=_recomputes(recomputation_mode),
         batch_serialization_iterations=batch_serialization_iterations,
         recomputation_mode=recomputation_mode,
         offload_activations=bool(offload_activations),
@@ -147,7 +152,7 @@ def pipeline(
     if optimizer_function is not None:
         learning = Learning(optimizer_function, options, gradient_accumulation_for_captured_grads, is_sum)
     return Pipeline(
-        strategy or IPUStrategy(1, devices),
+        strategy or IPUStrategy(ipus_per_replica=devices),
         StageFunctions(computational_stages, [jnp.asarray(one) for one in listed(inputs)], infeed_queue),
         outfeed,
         learning,
@@ -155,6 +160,17 @@ def pipeline(
         positive("repeat_count", repeat_count),
         pipelining,
     )
+
+
+def _recomputes(mode: RecomputationMode | None) -> bool:
+    """As in the original `allow_recompute` decides; where nothing is configured, that there is a mode."""
+    allowed = in_force().recomputes
+    if allowed is False and mode is not None:
+        logger.warning(
+            "recomputation_mode is %s, and allow_recompute False in the configuration in force: nothing is recomputed",
+            mode.name,
+        )
+    return mode is not None if allowed is None else allowed
 
 
 def _check_types(infeed_queue: Any, optimizer_function: Any) -> None:
