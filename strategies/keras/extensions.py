@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from keras import tree
+
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.keras.options import ModelOptions
 from strategies.keras.stages import Assignments, StagedModel, assignments_of
@@ -67,6 +69,15 @@ class Extensions:
     def __init__(self, model: Any) -> None:
         self.options = ModelOptions()
         self._model = model
+
+    @property
+    def devices(self) -> int:
+        """How many a replica spans, as the model knows it now."""
+        mapping = (self.options.pipelining or {}).get("device_mapping")
+        if mapping is not None:
+            return 1 + max(tree.flatten(mapping), default=0)
+        staged = self.staged
+        return 1 if staged is None else staged.count
 
     def _set(self, **options: Any) -> None:
         self.options = replace(self.options, **options)

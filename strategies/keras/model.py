@@ -56,22 +56,31 @@ class ReplicatedModel:
     Args:
         model: of Keras.
         stock: its class, as the user knows it.
-        strategy: whose replicas train it.
+        strategy: in whose scope it was made.
         extensions: have its options.
 
     Attributes:
-        strategy: see above.
+        in_scope: the strategy of the scope.
         stock: see above.
     """
 
     def __init__(self, model: Any, stock: Any, strategy: Strategy, extensions: Extensions) -> None:
-        self.strategy = strategy
+        self.in_scope = strategy
         self.stock = stock
         self._model = model
         self._extensions = extensions
         self._running: Running | None = None
         self._feeds: dict[str, Feed] = {}
         self._said: int | None = None  # steps per execution, while Keras counts others
+        self._strategies: dict[int, Strategy] = {}  # by how many devices a replica spans
+
+    @property
+    def strategy(self) -> Strategy:
+        """Whose replicas train it: that of the scope, or of a model in stages the one over the same devices."""
+        devices = self._extensions.devices
+        if devices not in self._strategies:
+            self._strategies[devices] = self.in_scope.for_stages(devices)
+        return self._strategies[devices]
 
     @property
     def options(self) -> ModelOptions:
@@ -256,7 +265,7 @@ class ReplicatedModel:
 
     def _check(self, called: str, step: str, is_compiled: bool = True) -> None:
         """Refuse what cannot be done on replicas."""
-        refuse_outside(self._model, self.strategy, called)
+        refuse_outside(self._model, self.in_scope, called)
         refuse_eager(self._model)
         refuse_own_steps(self.stock, step)
         if is_compiled:
