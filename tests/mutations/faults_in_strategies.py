@@ -29,8 +29,8 @@ IN_STRATEGIES = (
     Fault(
         name="a replica reads what another one reads too",
         path="strategies/data/layout.py",
-        old="starts = first + self.elements_per_replica * np.asarray(self.local_replicas, np.int64)",
-        new="starts = first + self.elements_per_replica * np.arange(len(self.local_replicas))",
+        old="starts = first + count * np.asarray(self.local_replicas, np.int64)",
+        new="starts = first + count * np.arange(len(self.local_replicas))",
         caught_by=("tests/strategies/test_datasets.py::test_numbers_that_are_no_powers_of_two",),
     ),
     Fault(
