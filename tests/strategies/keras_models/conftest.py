@@ -1,11 +1,9 @@
 """Models of Keras on threads. Without Keras there is nothing to test."""
 
-import os
 from importlib.util import find_spec
 
 import pytest
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
 collect_ignore_glob = [] if find_spec("keras") else ["test_*.py"]
 
 
