@@ -14,6 +14,8 @@ import pytest
 from leftovers import Lookout
 from sharing_cores import SERVER_VARIABLE, TokenServer, cores_of
 
+import collectives.network  # noqa: F401  # sets what gRPC reads when it is loaded, which tests may do first
+
 if TYPE_CHECKING:
     from handing_out import FilesOfTheDead
     from xdist.remote import Producer
