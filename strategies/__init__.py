@@ -1,6 +1,9 @@
 """What distribution means to a training program: replicas, steps, data and reductions."""
 
-from strategies import cross_replica_ops, loops, within_replica_ops
+from importlib import import_module
+from types import ModuleType
+
+from strategies import config, cross_replica_ops, loops, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
@@ -37,6 +40,7 @@ from strategies.pipelines import pipelining_ops
 from strategies.pipelines.marks import pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
 from strategies.popdist_strategy import PopDistStrategy
+from strategies.programs.gradient_capture import GradientCaptureContext, capture_upstream_gradients
 from strategies.programs.recomputation import recomputation_checkpoint
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.variables import MirroredVariable, SyncOnReadVariable
@@ -48,6 +52,14 @@ from strategies.trainer import Trainer, TrainState
 from strategies.updates.clipping import clip_by_global_norm
 
 put_up_signposts()
+
+
+def __getattr__(name: str) -> ModuleType:
+    """What is there for models of Keras, which is imported when it is asked for, and imports Keras."""
+    if name == "keras":
+        return import_module("strategies.keras")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Best",
@@ -63,6 +75,7 @@ __all__ = [
     "FailedPreconditionError",
     "FeedError",
     "GradientAccumulationReductionMethod",
+    "GradientCaptureContext",
     "GrainSource",
     "IPUHorovodStrategy",
     "IPUMultiWorkerStrategy",
@@ -92,8 +105,10 @@ __all__ = [
     "SyncOnReadVariable",
     "TrainState",
     "Trainer",
+    "capture_upstream_gradients",
     "casting",
     "clip_by_global_norm",
+    "config",
     "cross_replica_ops",
     "dataset_benchmark",
     "fingerprint",

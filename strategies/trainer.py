@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Unpack
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Unpack
 
-import optax
-
-from strategies.evaluation.evaluation_program import MetricsFunction
+from strategies.config.configured import in_force
+from strategies.data.datasets import DistributedDataset
+from strategies.evaluation.evaluation_program import MetricsFunction, Task, Told
 from strategies.evaluation.evaluator import Evaluator
 from strategies.evaluation.merging import Evaluation
 from strategies.gradients.replica_program import LossFunction
 from strategies.roles import Batch, Tree, Variables
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
-from strategies.step.options import Options, StepOptions
+from strategies.step.options import Options, configured
 from strategies.step.parts import StepParts
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
+from strategies.updates.optimizers import AnyOptimizer
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
@@ -36,7 +37,8 @@ class Trainer:
             state `(variables, batch, key, model_state) -> Outcome`, which has the new one.
         optimizer: an optax gradient transformation.
         seed: of the keys.
-        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.
+        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
+            configuration in force (`strategies.config`) says, otherwise not.
         digest_every: compare the bits of variables and optimizer state between instances before every so many steps.
         options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`, where
             all of them are described.
@@ -54,16 +56,16 @@ class Trainer:
         self,
         strategy: Strategy,
         loss_fn: LossFunction,
-        optimizer: optax.GradientTransformation,
+        optimizer: AnyOptimizer,
         seed: int = 0,
-        check_numerics: bool = False,
+        check_numerics: bool | None = None,
         digest_every: int = 0,
         **options: Unpack[Options],
     ) -> None:
         self.seed = seed
         self.notice = Notice()
         self._strategy = strategy
-        self._options = StepOptions(seed, check_numerics, digest_every, **options)
+        self._options = configured(seed, check_numerics, digest_every, options, in_force())
         parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)
         self._states, self._single, self._executions = parts.states, parts.single, parts.executions
         self._evaluator = Evaluator(strategy.replicas, loss_fn, self._options, self._single)
@@ -102,6 +104,18 @@ class Trainer:
             LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
         """
         return self._states.init(variables, model_state)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Go on with what something else has trained: instance 0's state on every instance; a collective call.
+
+        Args:
+            state: whole, also the optimizer state, which has to be one of this optimizer's; without residuals. Loss
+                scaling begins where it has none.
+
+        Raises:
+            TypeError, ValueError, LayoutMismatchError: see `init`.
+        """
+        return self._states.adopt(state)
 
     def run(
         self,
@@ -193,3 +207,10 @@ class Trainer:
             TypeError, ValueError, DisagreementError: see `Evaluator.predict`.
         """
         return self._evaluator.predict(state, dataset, fn, to_all)
+
+    def told(
+        self, task: Task, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
+    ) -> Generator[Told, None, None]:
+        """For each batch what a task tells of it; what `evaluate` and `predict` are made of. See `Evaluator.told`."""
+        batches: Any = dataset
+        return self._evaluator.told(task, state, batches)

@@ -24,7 +24,12 @@ from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.updates.update import Update, UpdateSettings, WholeUpdate
+from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic
+from strategies.updates.update import Update, UpdateSettings
+
+
+class AcrossElementsError(StrategyError):
+    """An optimizer computes elements of different parts from each other; nobody outside of `updates` sees it."""
 
 
 @final
@@ -38,10 +43,10 @@ class ShardedUpdate(Update):
         settings: see `Update`.
 
     Raises:
-        StrategyError: from `init` if the optimizer looks across elements.
+        AcrossElementsError: from `init` if the optimizer looks across elements.
     """
 
-    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
         self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), settings.min_elements)
         self._first = np.int32(replicas.local_replicas.start)
@@ -74,6 +79,17 @@ class ShardedUpdate(Update):
             return self._optimizer.init(self._take(variables, first))
 
         return self._placed(self._compiled(init), variables, self._first)
+
+    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
+        """See `Update`: this instance's part."""
+        self._look_at(variables)
+
+        def cut(optimizer_state: Any, first: jax.Array) -> Any:
+            return jax.tree.map(
+                lambda leaf, is_cut: self._shards.take(leaf, first) if is_cut else leaf, optimizer_state, self._is_cut
+            )
+
+        return self._placed(self._compiled(cut), optimizer_state, self._first)
 
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
         """See `Update`; a collective call."""
@@ -148,12 +164,15 @@ class ShardedUpdate(Update):
         # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
         gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)
         parts = self._take(variables, first)
-        changes, optimizer_state = self._changes(gradients, optimizer_state, parts, norm)
-        if not self._settings.rounds_stochastically:
-            return optax.apply_updates(parts, changes), optimizer_state
-        bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
-        own = self._take(bits, first)
-        return add_stochastically(parts, changes, lambda number, _: own[number]), optimizer_state
+
+        def add(parts: Any, changes: Any) -> Any:
+            if not self._settings.rounds_stochastically:
+                return optax.apply_updates(parts, changes)
+            bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
+            own = self._take(bits, first)
+            return add_stochastically(parts, changes, lambda number, _: own[number])
+
+        return self._optimizer.apply(gradients, optimizer_state, parts, norm, Arithmetic(add))
 
     def _divided(
         self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None, first: jax.Array
@@ -190,7 +209,7 @@ class ShardedUpdate(Update):
         """Find out which arrays of the optimizer state are cut.
 
         Raises:
-            StrategyError: if the optimizer looks across elements.
+            AcrossElementsError: if the optimizer looks across elements.
         """
         whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
         parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
@@ -211,11 +230,7 @@ class ShardedUpdate(Update):
         if found is None and not alike[0] == alike[1] == alike[2]:
             found = "other operations or numbers for arrays of other shapes"
         if found is not None:
-            raise StrategyError(
-                f"the optimizer state cannot be sharded: the optimizer's update has {found}, and a replica has only "
-                "its part of the elements; use an element-wise optimizer (strategies.clip_by_global_norm instead of "
-                "optax's), or replicated_optimizer_state_sharding=False"
-            )
+            raise AcrossElementsError(f"the optimizer's update has {found}, and a replica has its part of the elements")
 
     def _other_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The shape of a part of some size that is not that of the whole."""
@@ -231,7 +246,7 @@ class ShardedUpdate(Update):
         given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
         def update(gradients: Any, state: Any, variables: Any, norm: jax.Array) -> Any:
-            return self._optimizer.update(gradients, state, variables, gradient_norm=norm)
+            return self._optimizer.apply(gradients, state, variables, norm, AS_WRITTEN)
 
         norm = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.make_jaxpr(update)(jax.tree.unflatten(structure, given), state, tree, norm)
@@ -240,8 +255,3 @@ class ShardedUpdate(Update):
 def _uses_last_argument(traced: Any) -> bool:
     """Whether anything depends on the last argument of these equations: of an update the norm of the gradients."""
     return is_read(traced.jaxpr, traced.jaxpr.invars[-1])
-
-
-def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> Update:
-    """The update with whole or with sharded optimizer state, as the settings want it."""
-    return (ShardedUpdate if settings.shards_state else WholeUpdate)(replicas, optimizer, settings)

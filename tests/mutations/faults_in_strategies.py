@@ -29,8 +29,8 @@ IN_STRATEGIES = (
     Fault(
         name="a replica reads what another one reads too",
         path="strategies/data/layout.py",
-        old="starts = first + self.elements_per_replica * np.asarray(self.local_replicas, np.int64)",
-        new="starts = first + self.elements_per_replica * np.arange(len(self.local_replicas))",
+        old="starts = first + count * np.asarray(self.local_replicas, np.int64)",
+        new="starts = first + count * np.arange(len(self.local_replicas))",
         caught_by=("tests/strategies/test_datasets.py::test_numbers_that_are_no_powers_of_two",),
     ),
     Fault(
@@ -197,5 +197,19 @@ IN_STRATEGIES = (
         old="    if is_derived:\n",
         new="    if True:\n",
         caught_by=("tests/strategies/test_jaxpr.py::test_calls_are_dissolved_and_what_has_a_rule_is_not",),
+    ),
+    Fault(
+        name="the second device of a configuration gives the number of replicas",
+        path="strategies/config/selection.py",
+        old="return Selection(auto_select_ipus[0],",
+        new="return Selection(auto_select_ipus[-1],",
+        caught_by=("tests/strategies/test_config_replicas.py::TestArithmetic::test_the_first_device_counts",),
+    ),
+    Fault(
+        name="a configuration decides also what a trainer says itself",
+        path="strategies/step/options.py",
+        old="if check_numerics is None and effects.checks_numerics",
+        new="if effects.checks_numerics",
+        caught_by=("tests/strategies/test_config.py::TestEffects::test_unless_they_say_so_or_scale_losses",),
     ),
 )

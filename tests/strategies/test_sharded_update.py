@@ -12,7 +12,7 @@ from test_ring_traffic import sent_by_each_rank
 
 import strategies
 from popdist import Instance
-from strategies import Checkpoints, StrategyError, Trainer
+from strategies import Checkpoints, Trainer
 from strategies.replicas.shards import PartOfArray
 
 RNG = np.random.default_rng(5)
@@ -241,10 +241,17 @@ def test_small_variables_stay_whole(strategy):
         "random state",
     ],
 )
-def test_optimizers_that_look_across_elements_are_refused(strategy, optimizer):
-    trainer = Trainer(strategy, loss_fn, optimizer, **SHARDED)
-    with pytest.raises(StrategyError, match=r"cannot be sharded: .*strategies\.clip_by_global_norm"):
-        trainer.init(FIRST)
+def test_the_state_of_optimizers_that_look_across_elements_is_put_together_for_updates(strategy, optimizer):
+    """The same bits as with whole state, for which they are given the same arrays; between updates it is in parts."""
+
+    def made(**options):
+        trainer = Trainer(strategy, loss_fn, optimizer, **options)
+        state = trainer.init(FIRST)
+        for _ in range(2):
+            state, _ = trainer.step(state, BATCH)
+        return strategies.fingerprint(state.variables), trainer.is_sharded
+
+    assert made(**SHARDED) == (made()[0], True)
 
 
 def test_sharding_needs_offloading_to_be_allowed(strategy):

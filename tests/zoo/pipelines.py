@@ -162,7 +162,7 @@ MODELS = {
         _images,
         ((0, 1), (1, 0), (0, 0)),
     ),
-    "transformer": Staged(transformer_loss, _blocks, _sentences, ((0, 1, 0), (1, 2, 1), (0, 0, 0))),
+    "transformer": Staged(transformer_loss, _blocks, _sentences, ((0, 1, 0), (1, 0, 1), (0, 0, 0))),
     "batch norm": Staged(
         batch_norm_loss,
         lambda: variables_of(first=(19, 17), second=(17, 17), last=(17, 5)),
