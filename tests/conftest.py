@@ -113,7 +113,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what the tests of this process, and its workers, share."""
     if SERVER_VARIABLE not in os.environ:  # or a worker of pytest-xdist, which inherits it
-        os.environ[SERVER_VARIABLE] = TokenServer(2 * len(os.sched_getaffinity(0))).address  # twice: jobs mostly wait
+        os.environ[SERVER_VARIABLE] = TokenServer(3 * len(os.sched_getaffinity(0))).address  # jobs mostly wait
     take_signals_as_in_a_terminal()
     os.environ.pop("COLUMNS", None)  # pytest-xdist tells its workers how wide its own page is
     config.stash[LOOKOUT] = Lookout()
