@@ -210,6 +210,6 @@ IN_STRATEGIES = (
         path="strategies/step/options.py",
         old="if check_numerics is None and effects.checks_numerics",
         new="if effects.checks_numerics",
-        caught_by=("tests/strategies/test_config.py::TestEffects::test_unless_they_say_so_or_scale_losses",),
+        caught_by=("tests/strategies/test_ipu_config.py::TestEffects::test_unless_they_say_so_or_scale_losses",),
     ),
 )
