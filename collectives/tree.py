@@ -1,9 +1,9 @@
 """The tree in which the contributions of replicas are added: the one place that decides the order of a sum.
 
 `sum(lo, hi) = sum(lo, mid) + sum(mid, hi)`, `mid = lo + the largest power of two smaller than hi - lo`; a leaf is a
-replica. So the nodes are the intervals [k 2^level, (k + 1) 2^level), cut off at the number of replicas: the sum of seven
-is ((0+1) + (2+3)) + ((4+5) + 6). It depends on the number of replicas alone. Whoever has some of the replicas may add up
-every node that lies inside of them, and others may go on with that.
+replica. So the nodes are the intervals [k 2^level, (k + 1) 2^level), cut off at the number of replicas, and the sum of
+seven is ((0+1) + (2+3)) + ((4+5) + 6). It depends on the number of replicas alone. Whoever has some of the replicas may
+add up every node that lies inside of them, and others may go on with that.
 
 In a tree of n leaves a sum of floats is wrong by at most about log2(n) u (|c0| + |c1| + ...), in a chain by (n - 1) of
 these (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
