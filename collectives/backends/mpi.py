@@ -30,9 +30,9 @@ _SUBGROUP_TAG = 7
 
 # Between hosts:
 _INLINE_BYTES_OF_HOST = 1 << 17
-_SHORT_BYTES = 1 << 17
-_SMALLEST_CHUNK_BYTES = 1 << 15
-_CHUNKS_PER_RANK = 48
+_WHOLE_BYTES = 1 << 18
+_CHUNK_BYTES = 60 << 10
+_SMALLEST_CHUNK_BYTES = 1 << 14
 
 
 class MpiTransfer:
@@ -61,8 +61,9 @@ _links: weakref.WeakSet[MpiLink] = weakref.WeakSet()  # those that are open
 class MpiLink(Link):
     """Point-to-point messages in an MPI communicator of its own; a lane is a tag."""
 
-    def __init__(self, comm: MPI.Comm, sizes: Sizes) -> None:
+    def __init__(self, comm: MPI.Comm, hosts: tuple[int, ...], sizes: Sizes) -> None:
         self._comm = comm
+        self.hosts = hosts
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.sizes = sizes
@@ -105,9 +106,12 @@ def connect(
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
     share_host = local.Get_size() == size
     sizes = Sizes() if share_host else _sizes_between_hosts(size, comm.allreduce(local.Get_size(), MPI.MAX))
+    first_of_host = comm.allgather(local.bcast(comm.Get_rank()))
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(first_of_host))}
+    of_ranks = tuple(numbers[rank] for rank in first_of_host)
     settings = replace(settings, spins=_affordable_spins(settings, local))
     local.Free()
-    links = (MpiLink(comm.Dup(), sizes), MpiLink(comm.Dup(), sizes))
+    links = (MpiLink(comm.Dup(), of_ranks, sizes), MpiLink(comm.Dup(), of_ranks, sizes))
 
     def make_subgroup(ranks: Sequence[int]) -> Communicator:
         of_ranks = comm.Create_group(comm.Get_group().Incl(ranks), _SUBGROUP_TAG)
@@ -140,20 +144,16 @@ def connect_survivors(settings: Settings) -> Communicator:
 
 
 def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
-    """What is best where the ranks of a host send through one wire: measured at 40 and 200 Mbit/s, 4 hosts x 2 ranks.
+    """What is best where the ranks of a host send through one wire.
 
-    Neighbours in the ring are mostly neighbours on a host, so it is the way that sends least. It takes many small
-    messages to fill it quickly, best below the 64 KiB for which Open MPI's tcp asks the receiver first (16 MiB: 410
-    messages take 1.10x the time of the bytes alone, 256 take 1.17x, 64 take 1.25x). Only short arrays are quicker in
-    the two hops that everybody's slices need.
+    Messages stay below the 64 KiB for which Open MPI's tcp asks the receiver first.
     """
     copies = of_one_host * (ranks - of_one_host)  # of everything inline that leave a host
     return Sizes(
         inline_bytes=min(Sizes.inline_bytes, _INLINE_BYTES_OF_HOST // copies),
-        short_bytes=_SHORT_BYTES,
-        sharing=of_one_host,
+        whole_bytes=_WHOLE_BYTES,
+        chunk_bytes=_CHUNK_BYTES,
         smallest_chunk_bytes=_SMALLEST_CHUNK_BYTES,
-        chunks_at_least=_CHUNKS_PER_RANK * ranks,
     )
 
 

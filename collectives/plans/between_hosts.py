@@ -37,8 +37,7 @@ def direct(held: Held, replicas: int) -> Column:
         ]
         parts += [Message(host, to, to, to + 1, node) for to in others for node in sums[host]]
         nodes = sorted([*held[host], *(node for other in others for node in sums[other])])
-        if len(nodes) > 1:
-            finishing.append(Addition(host, host, host + 1, tuple(nodes), root))
+        finishing.append(Addition(host, host, host + 1, tuple(nodes), root))
         results += [Message(host, to, host, host + 1, root) for to in others]
     return tuple(range(count)), _rounds((adding, parts), (finishing, results))
 
@@ -50,11 +49,11 @@ def halving(held: Held, replicas: int) -> Column:
     Collective Communication Operations in MPICH, 2005). 2 log2(n) rounds, and every host sends 2 (n - 1) / n of the
     array, also where n is no power of two. See `pairs_up` for where it is possible.
     """
-    groups = Groups(held, replicas)
+    groups = Groups(held)
     owners = groups.owners
     rounds: list[tuple[list[Addition], list[Message]]] = []
     results: list[list[Message]] = []
-    merging = groups.only_additions()
+    merging: list[Addition] = []
     for level in range(groups.levels):
         additions, merging, messages, back = merging, [], [], []
         for host in groups.paired(level):
@@ -80,9 +79,9 @@ def doubling(held: Held, replicas: int) -> Column:
 
     Every rank finishes everything. See `pairs_up` for where it is possible.
     """
-    groups = Groups(held, replicas)
+    groups = Groups(held)
     rounds: list[tuple[list[Addition], list[Message]]] = []
-    merging = groups.only_additions()
+    merging: list[Addition] = []
     for level in range(groups.levels):
         additions, merging, messages = merging, [], []
         for host in groups.paired(level):
@@ -115,22 +114,14 @@ class Groups:
     leading bits are dropped.
 
     Args:
-        held: the nodes that each host begins with; they pair up.
-        replicas: how many there are.
+        held: the nodes that each host begins with; they pair up, and there are several hosts.
     """
 
-    def __init__(self, held: Held, replicas: int) -> None:
+    def __init__(self, held: Held) -> None:
         self._held = held
-        self._replicas = replicas
         self._count = len(held)
         self.levels = (self._count - 1).bit_length()
         self.owners = tuple(sorted(range(self._count), key=self._reversed_bits))
-
-    def only_additions(self) -> list[Addition]:
-        """What a host adds that is alone."""
-        if self._count > 1 or len(self._held[0]) < 2:
-            return []
-        return [Addition(0, 0, 1, self._held[0], root_of(self._replicas))]
 
     def paired(self, level: int) -> Iterator[int]:
         """The hosts whose groups of 2^level are joined with another one."""

@@ -24,6 +24,7 @@ class Costs:
         bytes_per_s: what the link of a host carries in one direction.
         local_latency_s: latency inside of a host.
         local_bytes_per_s: what a rank sends to others of its host.
+        added_bytes_per_s: what a rank reads of contributions and partial sums while it adds them.
     """
 
     latency_s: float
@@ -31,6 +32,7 @@ class Costs:
     bytes_per_s: float
     local_latency_s: float
     local_bytes_per_s: float
+    added_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,25 @@ class Load:
         link_bytes: of an element, through the link of a host, in the direction that has more.
         local_bytes: of an element, to others of the host.
         crosses: whether any message leaves its host.
+        added: how many of the array's elements a rank reads while it adds.
     """
 
     messages: int
     link_bytes: float
     local_bytes: float
     crosses: bool
+    added: float
 
 
 @lru_cache(_CACHED)
 def loads_of(plan: Plan, width: Width) -> tuple[Load, ...]:
-    """The loads of all rounds that have messages."""
+    """The loads of all rounds."""
     hosts, ranks = len(plan.spread.ranks_of), plan.spread.size
     loads = []
     for each in plan.rounds:
-        counts, local = [0] * ranks, [0.0] * ranks
+        counts, local, added = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+        for rank, first, stop, nodes, _ in each.additions:
+            added[rank] += len(nodes) * (stop - first) / plan.slices
         links = [[0.0] * hosts, [0.0] * hosts]  # out of each host, into each host
         for source, to, first, stop, node in each.messages:
             share = (stop - first) / plan.slices * width.of(node, plan.spread.replicas)
@@ -85,16 +91,16 @@ def loads_of(plan: Plan, width: Width) -> tuple[Load, ...]:
             else:
                 links[0][one] += share
                 links[1][other] += share
-        if each.messages:
-            most = max(*links[0], *links[1])
-            loads.append(Load(max(counts), most, max(local), most > 0))
+        most = max(*links[0], *links[1])
+        loads.append(Load(max(counts), most, max(local), most > 0, max(added)))
     return tuple(loads)
 
 
 def estimated_s(plan: Plan, elements: int, width: Width, costs: Costs) -> float:
     """How long a plan takes, one round after another, with every round as slow as its busiest rank and link."""
     return sum(
-        (costs.latency_s if load.crosses else costs.local_latency_s)
+        (costs.latency_s if load.crosses else costs.local_latency_s if load.messages else 0)
+        + elements * load.added * width.partial / costs.added_bytes_per_s
         + load.messages * costs.message_s
         + elements * (load.link_bytes / costs.bytes_per_s + load.local_bytes / costs.local_bytes_per_s)
         for load in loads_of(plan, width)

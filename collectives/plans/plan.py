@@ -17,7 +17,7 @@ class Addition(NamedTuple):
         rank: which one.
         first: the first slice.
         stop: the one behind the last slice.
-        nodes: what is added, in order.
+        nodes: what is added, in order; one only where there is one replica, whose contribution is to be finished.
         into: what they come to; the sum of all replicas is the result, and finished.
     """
 

@@ -50,7 +50,7 @@ def outcome(plan: Plan) -> Holdings:
     met: set[tuple[int, int, bool]] = set()
     for each in plan.rounds:
         for rank, first, stop, nodes, into in each.additions:
-            assert len(nodes) > 1, "an addition of one"
+            assert len(nodes) > 1 or plan.spread.replicas == 1, "an addition of one"
             for number in range(first, stop):
                 mine = held[rank][number]
                 mine[into] = added([mine.pop(node) for node in nodes], nodes)

@@ -10,7 +10,7 @@ from collectives.plans.planning import plan_for, possible_ways
 from collectives.plans.spread import Spread
 
 FLOAT32, BFLOAT16 = Width(4, 4), Width(2, 4)
-GIGABIT = Costs(100e-6, 5e-6, 125e6, 1e-6, 5e9)
+GIGABIT = Costs(100e-6, 5e-6, 125e6, 1e-6, 5e9, 10e9)
 MEGABYTE = 1 << 18  # elements of float32
 
 
@@ -40,12 +40,13 @@ def test_a_choice_may_be_narrowed() -> None:
 def test_an_estimate_counts_rounds_messages_and_bytes() -> None:
     spread = Spread.apart([1] * 4)
     bytes_s = 2 * 3 / 4 * 4 * MEGABYTE / GIGABIT.bytes_per_s
+    added_s = 4 * MEGABYTE / GIGABIT.added_bytes_per_s
     estimates = {way: estimated_s(plan_for(spread, way), MEGABYTE, FLOAT32, GIGABIT) for way in possible_ways(spread)}
     assert estimates == pytest.approx(
         {
-            "direct": 2 * 100e-6 + 2 * 6 * 5e-6 + bytes_s,
-            "halving": 4 * 100e-6 + 4 * 2 * 5e-6 + bytes_s,
-            "doubling": 2 * 100e-6 + 2 * 2 * 5e-6 + 2 * 4 * MEGABYTE / GIGABIT.bytes_per_s,
+            "direct": 2 * 100e-6 + 2 * 6 * 5e-6 + bytes_s + added_s,
+            "halving": 4 * 100e-6 + 4 * 2 * 5e-6 + bytes_s + 1.5 * added_s,
+            "doubling": 2 * 100e-6 + 2 * 2 * 5e-6 + 2 * 4 * MEGABYTE / GIGABIT.bytes_per_s + 4 * added_s,
         }
     )
 
