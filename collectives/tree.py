@@ -11,11 +11,13 @@ these (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 _CACHED = 4096
+
+Value = TypeVar("Value")
 
 
 class Node(NamedTuple):
@@ -134,3 +136,11 @@ def steps(nodes: tuple[Node, ...]) -> tuple[Step, ...]:
 def registers(order: Sequence[Step]) -> int:
     """How many accumulators some steps take."""
     return max((step.register for step in order), default=-1) + 1
+
+
+def combined(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
+    """Anything that replicas have, one value each in their order, combined in the order of the tree."""
+    found = list(values)
+    for left, right, _ in steps(tuple(Node(replica, replica + 1) for replica in range(len(values)))):
+        found.append(combine(found[left], found[right]))
+    return found[-1]

@@ -6,7 +6,6 @@ All instances get what all replicas say, and merge it themselves: replica by rep
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from collectives.tree import combined
 from popdist.instance import replica_block
 from strategies.data.every_row import EveryRow, every_row
 from strategies.data.sources import Masked
@@ -77,8 +77,8 @@ class Evaluator:
         """Means over all rows of a data set; a collective call.
 
         The function gets each row as a batch of one, so that what is a mean over rows is the mean over all of them,
-        however many there are. It is added in float64, a replica's rows one after another, then replica by replica,
-        and batch by batch.
+        however many there are. It is added in float64, a replica's rows one after another, then the replicas in the
+        order of the tree, and batch by batch.
 
         Args:
             state: what `Trainer.init`, `step` or `run` returned last.
@@ -107,9 +107,10 @@ class Evaluator:
         merged: dict[str, Any] = {}
         rows = 0
         with closing(self._pass(task, state, self._rows(dataset))) as batches:
-            for metrics, mask in itertools.chain.from_iterable(batches):
-                rows += int(mask.sum())
-                merged = {name: merged[name].merge(one) for name, one in metrics.items()} if merged else metrics
+            for told in batches:
+                rows += sum(int(mask.sum()) for _, mask in told)
+                of_batch = combined([metrics for metrics, _ in told], _merged)
+                merged = _merged(merged, of_batch) if merged else of_batch
         if not rows:
             raise ValueError("there is no row to evaluate")
         in_order = sorted(merged, key=lambda name: name != "loss")  # the loss first
@@ -319,6 +320,10 @@ def gather_replicas(replicas: Replicas, local: Sequence[Tree], name: str) -> lis
     mine[: len(packed)] = packed
     whole = communicator.all_gather(mine, name=name)
     return [_unpacked(whole[rank, row], local[0]) for rank, block in enumerate(blocks) for row in range(len(block))]
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {name: metric.merge(other[name]) for name, metric in one.items()}
 
 
 def _packed(tree: Tree) -> np.ndarray:
