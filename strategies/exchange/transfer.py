@@ -2,8 +2,8 @@
 
 16-bit floats are cast inside the program that computes them and reduced as they are, in the order of the tree, with
 float32 accumulators. Int8 gradients are blocks of 64 values with one power of two as their common scale (so what a
-block lost is exactly what it gave away: no rounding in between); every instance gets the blocks of all replicas and adds
-them up in the order of the tree in float32. Either way the bits do not depend on the number of instances.
+block lost is exactly what it gave away: no rounding in between); every instance gets the blocks of all replicas and
+adds them up in the order of the tree in float32. Either way the bits do not depend on the number of instances.
 
 What quantisation loses is not lost: each replica keeps it and adds it to its next gradient (1-bit SGD: Seide et al.,
 Interspeech 2014; that such training converges: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
