@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from adding import added
 
 from collectives.reduction import BLOCK_BYTES, Reduction
 
@@ -15,14 +16,6 @@ def reduced(op: str, contributions: list[np.ndarray]) -> np.ndarray:
     out = np.empty_like(contributions[0])
     Reduction(op, out.dtype).reduce(contributions, out, len(contributions))
     return out
-
-
-def added(contributions: list[np.ndarray]) -> np.ndarray:
-    """The sum of all = the sum of those before the largest power of two below their number + that of the others."""
-    if len(contributions) == 1:
-        return contributions[0]
-    middle = max(power for power in (1, 2, 4) if power < len(contributions))
-    return added(contributions[:middle]) + added(contributions[middle:])
 
 
 @pytest.mark.parametrize("length", [1, 7, ODD])

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+from adding import added
 
 from collectives import Communicator, Settings, run_on_threads
 from collectives.ring.link import Sizes
@@ -20,14 +21,6 @@ MECHANISMS = pytest.mark.parametrize("mechanism", ["ring", "window"])
 def contributions(replicas: int, length: int = LENGTH) -> list[np.ndarray]:
     rng = np.random.default_rng(replicas)
     return [rng.standard_normal(length, np.float32) for _ in range(replicas)]
-
-
-def added(arrays: list[np.ndarray]) -> np.ndarray:
-    """The sum of all = the sum of those before the largest power of two below their number + that of the others."""
-    if len(arrays) == 1:
-        return arrays[0]
-    middle = max(power for power in (1, 2, 4) if power < len(arrays))
-    return added(arrays[:middle]) + added(arrays[middle:])
 
 
 def digest(array: np.ndarray) -> str:
