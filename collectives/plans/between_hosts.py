@@ -6,6 +6,8 @@ finishes which slice of the column (-1: all), and rounds, in which hosts stand f
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
@@ -14,6 +16,7 @@ from collectives.tree import Node, merged, root_of
 
 Held = Sequence[tuple[Node, ...]]
 Column = tuple[tuple[int, ...], list[Round]]
+Run = tuple[int, int, int]  # slices from the first on, up to the second, and the place in a group that has them
 Way = Callable[[Held, int], Column]
 
 
@@ -121,6 +124,7 @@ class Groups:
         self._held = held
         self._count = len(held)
         self.levels = (self._count - 1).bit_length()
+        self._runs: dict[tuple[int, int], tuple[list[Run], dict[int, list[Run]]]] = {}
         self.owners = tuple(sorted(range(self._count), key=self._reversed_bits))
 
     def paired(self, level: int) -> Iterator[int]:
@@ -133,7 +137,8 @@ class Groups:
 
     def counterpart(self, host: int, level: int) -> int:
         """The one of that group from which a host has its sum, where all of a group have it."""
-        return self._member(self.sibling(host, level), host, level)
+        first, size = self._group(self.sibling(host, level), level)
+        return first + _place(host, level, size)
 
     def node(self, host: int, level: int) -> Node:
         """What a host's group of 2^level owns."""
@@ -148,29 +153,44 @@ class Groups:
 
     def destinations(self, host: int, level: int) -> Iterator[tuple[int, int, int]]:
         """Runs of the slices for which a host is responsible, and who is in the group that is joined next."""
+        first, size = self._group(host, level)
+        joined, joined_size = self._group(host, level + 1)
+        others, _ = self._responsible(level + 1, joined_size)
+        _, own = self._responsible(level, size)
+        for start, stop, _ in own[host - first]:
+            for number in range(bisect(others, start, key=lambda run: run[0]) - 1, len(others)):
+                begun, ended, to = others[number]
+                if begun >= stop:
+                    break
+                yield max(start, begun), min(stop, ended), joined + to
 
-        def responsible(place: int) -> int:
-            owner = self.owners[place]
-            if self._member(host, owner, level) != host:
-                return -1
-            return self._member(host, owner, level + 1)
+    def _responsible(self, level: int, size: int) -> tuple[list[Run], dict[int, list[Run]]]:
+        """Who is responsible in a group of 2^level, of which so many are there: all runs, and those of each place."""
+        if (level, size) not in self._runs:
+            places = groupby(range(self._count), lambda number: _place(self.owners[number], level, size))
+            every, of_places = [], defaultdict(list)
+            for place, numbers in places:
+                first, *others = numbers
+                every.append((first, first + len(others) + 1, place))
+                of_places[place].append(every[-1])
+            self._runs[level, size] = every, of_places
+        return self._runs[level, size]
 
-        for to, run in groupby(range(self._count), responsible):
-            places = list(run)
-            if to >= 0:
-                yield places[0], places[-1] + 1, to
-
-    def _member(self, host: int, place: int, level: int) -> int:
-        """The host in a host's group of 2^level at the place with these low bits."""
+    def _group(self, host: int, level: int) -> tuple[int, int]:
+        """The first host of a host's group of 2^level, and how many there are."""
         first = host >> level << level
-        size = min(self._count - first, 1 << level)
-        place &= (1 << level) - 1
-        while place >= size:
-            place ^= 1 << (place.bit_length() - 1)
-        return first + place
+        return first, min(self._count - first, 1 << level)
 
     def _reversed_bits(self, host: int) -> int:
         return int(f"{host:0{max(1, self.levels)}b}"[::-1], 2)
+
+
+def _place(owner: int, level: int, size: int) -> int:
+    """The place with the low bits of an owner in a group of 2^level, of which so many are there."""
+    place = owner & ((1 << level) - 1)
+    while place >= size:
+        place ^= 1 << (place.bit_length() - 1)
+    return place
 
 
 def inside(nodes: Iterable[Node], whole: Node) -> tuple[Node, ...]:
