@@ -193,9 +193,7 @@ def reduce(communicator, replicas, op="mean", layout=LAYOUT):
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize(("replicas", "ranks"), [(6, (1, 2, 3, 6)), (5, (2, 3))])
 @pytest.mark.parametrize("mechanism", ["ring", "window"])
-def test_the_result_has_the_order_of_the_tree_for_every_number_of_instances(
-    op, replicas, ranks, mechanism, bits
-):
+def test_the_result_has_the_order_of_the_tree_for_every_number_of_instances(op, replicas, ranks, mechanism, bits):
     parts = [decoded(payload_of(replica)) for replica in range(replicas)]
     totals = [added(of_leaf) for of_leaf in zip(*parts, strict=True)]
     in_a_chain = [np.add.accumulate(np.stack(of_leaf))[-1] for of_leaf in zip(*parts, strict=True)]
