@@ -7,8 +7,8 @@ Usage:
         [--rounds 5] [--only all-reduce|launch] [--chain FOLDER] [--json PATH]
 
 All ways take turns in the same run: "ordered" is ours; "mpi" is MPI_Allreduce in the same processes, so with the same
-options; "mpi ring" is a job with Open MPI's ring forced; "chain" is ours of another commit, in the folder that `--chain`
-names. "bound" is the time that 2 (h - 1) / h of the array need on a link at its nominal rate. "sent" and "received" are
+options; "mpi ring" is a job with Open MPI's ring forced; "chain" is ours of another commit, in the folder `--chain`.
+"bound" is the time that 2 (h - 1) / h of the array need on a link at its nominal rate. "sent" and "received" are
 what the busiest link has carried for one all-reduce, in arrays, by the counters of the interfaces.
 Before it comes a table of launches; see `hosts_launch.py`.
 """
