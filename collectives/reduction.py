@@ -92,24 +92,27 @@ class Reduction:
         """The NumPy function that combines two contributions."""
         return _UFUNCS[self.op]
 
-    def fold(self, sources: Sequence[np.ndarray], into: np.ndarray, nodes: tuple[Node, ...] = ()) -> None:
+    def fold(self, sources: Sequence[np.ndarray], into: np.ndarray, nodes: tuple[Node, ...] | Order = ()) -> None:
         """Combine `sources` into the partial result `into` (accumulator dtype, same shape, 1-D).
 
         Args:
             sources: neighbours in the tree.
             into: may be one of the sources.
-            nodes: what they are, in the same order; default: the contributions of replicas from 0 on.
+            nodes: what they are, in the same order, or what `order_of` says of that; default: the contributions of
+                replicas from 0 on.
         """
         _quietly(self._by_blocks, self._fold, sources, into, nodes, len(sources))
 
-    def reduce(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int, nodes: tuple[Node, ...] = ()) -> None:
+    def reduce(
+        self, sources: Sequence[np.ndarray], out: np.ndarray, count: int, nodes: tuple[Node, ...] | Order = ()
+    ) -> None:
         """Combine `sources` and finish the result into `out` (the reduction's dtype, 1-D).
 
         Args:
             sources: 1-D arrays of `out`'s size, which are all of the tree; partial results have the accumulator dtype.
             out: may be one of the sources.
             count: the number of replicas, for the mean.
-            nodes: what the sources are, in the same order; default: the contributions of replicas from 0 on.
+            nodes: as for `fold`.
         """
         _quietly(self._by_blocks, self._reduce, sources, out, nodes, count)
 
@@ -118,10 +121,10 @@ class Reduction:
         combine: Callable[[Sequence[np.ndarray], np.ndarray, Order, int], None],
         sources: Sequence[np.ndarray],
         out: np.ndarray,
-        nodes: tuple[Node, ...],
+        nodes: tuple[Node, ...] | Order,
         count: int,
     ) -> None:
-        order = _order_of(nodes or len(sources))
+        order = nodes if isinstance(nodes, Order) else order_of(nodes or len(sources))
         block = BLOCK_BYTES // self.accumulator.itemsize
         if out.size <= block:
             combine(sources, out, order, count)
@@ -210,8 +213,8 @@ class Order:
 
 
 @lru_cache(1024)
-def _order_of(nodes: tuple[Node, ...] | int) -> Order:
-    """For nodes, or for the contributions of so many replicas."""
+def order_of(nodes: tuple[Node, ...] | int) -> Order:
+    """For nodes in order, or for the contributions of so many replicas."""
     if isinstance(nodes, int):
         nodes = tuple(Node(replica, replica + 1) for replica in range(nodes))
     return Order(steps(nodes))

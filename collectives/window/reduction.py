@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from collectives.plans.spread import Spread
-from collectives.reduction import Reduction
+from collectives.reduction import Reduction, order_of
 from collectives.transport import Parts
 from collectives.tree import Node
 from collectives.window.layout import (
@@ -173,7 +173,7 @@ class StagedReduction:
         self._window = window
         self._reduction = reduction
         self._spread = spread_of(self.counts)
-        self._nodes = nodes_seen_by(self._spread, window.rank)
+        self._order = order_of(nodes_seen_by(self._spread, window.rank))
         self._own = slice(bounds[window.rank], bounds[window.rank + 1])
         self._total = count * window.size
         self._puts: list[list[tuple[slice, list[np.ndarray]]]] = []
@@ -201,8 +201,11 @@ class StagedReduction:
         for part, places in self._puts[chunk % DEPTH]:
             if len(contributions) == 1:
                 places[0][...] = contributions[0][part]
+                continue
+            mine = [array[part] for array in contributions]
+            if len(places) == 1:
+                self._reduction.fold(mine, places[0])
             else:
-                mine = [array[part] for array in contributions]
                 put_sums(self._reduction, self._spread, self._window.rank, mine, places)
 
     def reduce(self, contributions: Sequence[np.ndarray], out: np.ndarray, chunk: int) -> None:
@@ -213,7 +216,7 @@ class StagedReduction:
             sources = [*before, contributions[0][own], *after]
         else:
             sources = [*before, *[array[own] for array in contributions], *after]
-        self._reduction.reduce(sources, out[own], self._total, self._nodes)
+        self._reduction.reduce(sources, out[own], self._total, self._order)
 
 
 def slice_bounds(elements: int, size: int, alignment: int) -> list[int]:
