@@ -191,7 +191,8 @@ class RingTransport(Transport):
         if scatters:
             plan = plan.scattering
         in_slice = -(-elements // plan.slices)
-        longest = in_slice if is_whole else max(1, self._sizes.chunk_of(in_slice * width.leaf) // width.leaf)
+        widest = width.leaf if max(counts) == 1 else width.partial
+        longest = in_slice if is_whole else max(1, self._sizes.chunk_of(in_slice * widest) // widest)
         pieces = pieces_of_blocks(plan, size, longest) if scatters else pieces_of(plan, size, longest * plan.slices)
         programs = {piece.table: program_of(plan, self.rank, piece.table) for piece in pieces}
         return [(piece.offset, programs[piece.table]) for piece in pieces]
