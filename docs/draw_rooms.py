@@ -22,14 +22,14 @@ COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
 """Started by `python -m`; nobody imports them."""
 
 GRADIENT = {
-    "strategies/step/trainer.py": "step",
+    "strategies/trainer.py": "step",
     "strategies/step/single_step.py": "make",
     "strategies/step/jax_engine.py": "begin",
-    "strategies/step/gradients.py": "dispatch",
+    "strategies/gradients/gradient_programs.py": "dispatch",
     "strategies/exchange/means.py": "reduce",
     "collectives/communicator.py": "grouped_ordered_all_reduce",
     "collectives/window/transport.py": "reduce",
-    "strategies/step/updates.py": "apply",
+    "strategies/updates/update.py": "apply",
 }
 """The files through which a gradient goes, from `Trainer.step` to the new variables, over a shared window; and what is
 called there."""
@@ -54,12 +54,18 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def name_of(path: Path) -> str:
+    """The name under which a file is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if path.name == "__init__.py" else parts)
+
+
 @cache
 def imported_by(package: str) -> dict[Path, set[Path]]:
-    """For each file of a package those of its own that it imports from."""
-    every = sorted((ROOT / package).rglob("*.py"))
-    files = [path for path in every if path.name != "__init__.py" and str(path.relative_to(ROOT)) not in COMMANDS]
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    """For each file of a package, but for what it shows the world, those of its own that it imports from."""
+    besides = {f"{package}/__init__.py", *COMMANDS}
+    files = [path for path in sorted((ROOT / package).rglob("*.py")) if str(path.relative_to(ROOT)) not in besides]
+    names = {name_of(path): path for path in files}
     return {path: {names[name] for name in imports_of(path) if name in names} for path in files}
 
 

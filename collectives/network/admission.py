@@ -20,7 +20,7 @@ from collectives.ring.link import LANES
 
 logger = logging.getLogger(__name__)
 
-_LANES_OF_CHANNEL = {str(number) for number in LANES}
+_LANES_OF_CHANNEL = {str(number) for number in range(LANES)}
 _CHANNELS_AHEAD = 1024  # which another worker may use before this one does, two for each group that it makes
 _REFUSALS_LOGGED = 100
 

@@ -12,7 +12,8 @@ import numpy as np
 from collectives.plans.choice import Costs
 
 CHUNK_BYTES = 1 << 18
-EXCHANGE, PARTIALS, RESULTS = LANES = range(3)
+LANES = 3
+EXCHANGE, PARTIALS, RESULTS = range(LANES)
 """What a channel has between two ranks."""
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, Protocol, TypeVar, final
 
 import numpy as np
 
 from collectives import BrokenError, Communicator, PeerLostError
-from popdist.context import is_to_carry_on
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
+from popdist.leaving import is_to_carry_on
 from strategies.data.datasets import DistributedDataset
+from strategies.numbers import positive
 
 T = TypeVar("T")
+
+LOSSES = (PeerLostError, BrokenError)
+"""What is raised where another instance is lost."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +32,21 @@ class Membership(ABC):
     There is one for each way to connect instances, beside the strategy that chooses it. To make one joins the job: a
     collective call of all instances.
 
+    Args:
+        ipus_per_replica: the devices that a replica spans; None: as the launcher says.
+
     Attributes:
         instance: which replicas this process drives, as the instances are numbered now.
         communicator: connects those that are left.
+
+    Raises:
+        TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
     """
 
-    def __init__(self) -> None:
-        self.instance, self.communicator = self.join()
+    def __init__(self, ipus_per_replica: int | None = None) -> None:
+        self._ipus_per_replica = None if ipus_per_replica is None else positive("ipus_per_replica", ipus_per_replica)
+        instance, self.communicator = self.join()
+        self.instance = self._spanning(instance)
 
     @abstractmethod
     def join(self) -> tuple[Instance, Communicator]:
@@ -64,7 +76,20 @@ class Membership(ABC):
     @final
     def carry_on(self) -> None:
         """Go on with those that are left, see `join_survivors`; where it raises, all is as before."""
-        self.instance, self.communicator = self.join_survivors()
+        instance, self.communicator = self.join_survivors()
+        self.instance = self._spanning(instance)
+
+    def _spanning(self, instance: Instance) -> Instance:
+        """An instance whose replicas span the devices that the program asks for."""
+        wanted = self._ipus_per_replica
+        if wanted is None:
+            return instance
+        if instance.ipus_per_replica not in (1, wanted):
+            raise ValueError(
+                f"ipus_per_replica is {wanted}, and {instance.launcher} says {instance.ipus_per_replica}; leave it "
+                f"out, or start the job with --ipus-per-replica {wanted}"
+            )
+        return replace(instance, ipus_per_replica=wanted)
 
 
 def refuse_to_carry_on(kind: str) -> NoReturn:
@@ -100,6 +125,15 @@ class Place:
     passes: int = 0
     batches: int = 0
     share: Callable[[int], object] | None = None
+
+    def complete(self, share: Callable[[int], object] | None = None) -> None:
+        """One thing more is done, on all instances.
+
+        Args:
+            share: see above.
+        """
+        self.done += 1
+        self.share = share
 
 
 @dataclass(frozen=True)
@@ -164,23 +198,35 @@ def surviving(
         PeerLostError: if an instance is lost and the job was not started to go on without it, or if those that are left
             do not find each other, or go on without this one.
     """
-    is_behind = False
-    while True:
-        if is_behind:
-            members.carry_on()  # itself begins again for whoever is lost meanwhile; what it raises is final
+    try:
+        done = attempt()
+    except LOSSES as loss:
+        done = repeated(members, loss, attempt, catch_up)
+    members.place.complete(partial(share, done) if share is not None and members.can_carry_on else None)
+    return done
+
+
+def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]) -> T:
+    """Do again, with the instances that are left, what has failed half-way.
+
+    Args:
+        members: the instances.
+        loss: one of `LOSSES`, with which it has failed.
+        attempt: see `surviving`.
+        catch_up: see there.
+
+    Raises:
+        PeerLostError: see there.
+    """
+    while members.can_carry_on:
+        logger.info("an instance is lost: %s", loss)
+        members.carry_on()  # itself begins again for whoever is lost meanwhile; what it raises is final
         try:
-            done = catch_up() if is_behind else None
-            if done is None:
-                done = attempt()
-            members.place.done += 1
-            kept = share if members.can_carry_on else None
-            members.place.share = None if kept is None else partial(kept, done)
-            return done
-        except (PeerLostError, BrokenError) as error:
-            if not members.can_carry_on:
-                raise
-            logger.info("an instance is lost: %s", error)
-            is_behind = True
+            done = catch_up()
+            return attempt() if done is None else done
+        except LOSSES as another:
+            loss = another
+    raise loss
 
 
 def warn_of_loss(members: Members, reason: str | None) -> None:

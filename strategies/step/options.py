@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypedDict
 
 import jax
 from jax.typing import DTypeLike
 
+from strategies.config.configured import Effects
 from strategies.exchange.transfer import Transfer
+from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.gradients.computation import ReplicaPlan
+from strategies.gradients.model_state import ModelStateRule, check_aggregation, has_own
+from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
+from strategies.gradients.trainable import Filter
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
-from strategies.recomputation import Policy
+from strategies.programs.recomputation import Policy
 from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import Shards
 from strategies.roles import Tree
-from strategies.step.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
-from strategies.step.computation import ReplicaPlan
-from strategies.step.model_state import ModelStateRule, check_aggregation
-from strategies.step.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
-from strategies.step.shards import Shards
-from strategies.step.trainable import Filter
-from strategies.step.updates import UpdateSettings
+from strategies.updates.update import UpdateSettings
 
 
 class Options(TypedDict, total=False):
@@ -87,7 +88,8 @@ class StepOptions:
         reduction_method: how micro-batches are reduced: SUM, MEAN or RUNNING_MEAN, see
             `GradientAccumulationReductionMethod`. Over replicas gradients are always averaged.
         replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that, and the
-            new variables are gathered; the same bits. For optimizers that compute element by element. None: as
+            new variables are gathered; the same bits. The state of an optimizer that does not compute element by
+            element is in parts between updates only, and put together for each of them. None: as
             `offload_optimizer_state`.
         min_elements_for_sharding: the state of smaller variables stays whole.
         offload_optimizer_state: keep optimizer state in host memory between updates (JAX's memory kind
@@ -223,7 +225,19 @@ class StepOptions:
             unscales=self.scaling is not None and not self.transfer.is_quantised,
             rounds_stochastically=self.stochastic_rounding,
             offloads_state=bool(self.offload_optimizer_state),
+            shards_state=self.shards_state,
+            min_elements=self.min_elements_for_sharding,
         )
+
+    @property
+    def own_part(self) -> str | None:
+        """What each instance has of the state that no other has, in words; None where all have the same."""
+        kinds = {
+            "sharded optimizer state": self.shards_state,
+            "residuals of int8 gradients": self.transfer.is_quantised,
+            "model state of single replicas": has_own(self.model_state_aggregation),
+        }
+        return next((kind for kind, has_it in kinds.items() if has_it), None)
 
     @property
     def may_fuse(self) -> bool:
@@ -253,6 +267,32 @@ class StepOptions:
             "trainable": _named(self.trainable),
             "pipeline": None if self.pipeline is None else dict(self.pipeline.terms),
         }
+
+
+def configured(
+    seed: int, check_numerics: bool | None, digest_every: int, options: Options, effects: Effects
+) -> StepOptions:
+    """The options of a step, of which those that are left out are as the configuration in force says.
+
+    Args:
+        seed: see `StepOptions`.
+        check_numerics: see there; None where it is left out. It stays off where losses are scaled, whose gradients are
+            expected to overflow.
+        digest_every: see there.
+        options: the others, as far as they are given.
+        effects: of the configuration.
+
+    Raises:
+        ValueError: see `StepOptions`.
+    """
+    usual = Options(
+        stochastic_rounding=effects.rounds_stochastically, min_elements_for_sharding=effects.min_elements_for_sharding
+    )
+    usual.update(options)
+    found = StepOptions(seed, bool(check_numerics), digest_every, **usual)
+    if check_numerics is None and effects.checks_numerics and found.scaling is None:
+        return replace(found, check_numerics=True)
+    return found
 
 
 def _named(option: Any) -> str:

@@ -1,0 +1,275 @@
+"""What one replica computes of a batch where nothing is trained."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from strategies.data.sources import Masked
+from strategies.evaluation.merging import Mean, Mergeable
+from strategies.gradients.arguments import metric_names, naming_missing_keys
+from strategies.gradients.model_state import PER_REPLICA
+from strategies.gradients.outcome import Outcome
+from strategies.gradients.replica_program import LossFunction
+from strategies.replicas.devices import is_key
+from strategies.replicas.replica_context import replica_context
+from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch, Key, Tree, Variables
+from strategies.step.options import StepOptions
+from strategies.train_state import TrainState
+
+MetricsFunction = Callable[..., Mapping[str, Mergeable]]
+Told = list[tuple[Tree, np.ndarray]]
+"""For each replica what it tells of a batch, and its mask."""
+
+
+class Task(ABC):
+    """What is wanted of every batch. Equal tasks are compiled once.
+
+    Attributes:
+        title: what is done, for messages.
+        is_of_rows: whether each row is alone in it, so that replicas cannot meet.
+    """
+
+    title: ClassVar[str]
+    is_of_rows: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """What a replica computes of its rows; traceable. The model state comes where there is one."""
+
+    @abstractmethod
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """What it tells the others, as a pytree of host arrays.
+
+        Args:
+            computed: host arrays.
+            mask: bool `[rows]`, False for rows that do not count.
+        """
+
+
+@dataclass(frozen=True)
+class LossOfRows(Task):
+    """The loss and the metrics of each row, as a batch of one: however many rows count, their mean is over rows."""
+
+    title: ClassVar[str] = "evaluation"
+    is_of_rows: ClassVar[bool] = True
+    function: LossFunction
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `Task`: float32 `[rows]` by the names of the metrics."""
+
+        def of_row(row: Any) -> dict[str, jax.Array]:
+            alone = jax.tree.map(lambda leaf: leaf[None], row)
+            return _scalars(Outcome.of(self.function(variables, alone, key, *model_state)))
+
+        return jax.vmap(of_row)(batch)
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `Task`: a `Mean` for each name, added row by row."""
+        return {name: Mean(_sum(values[mask]), np.float64(mask.sum())) for name, values in computed.items()}
+
+
+@dataclass(frozen=True)
+class MetricsOfBatch(Task):
+    """Metrics that a function of the user's makes of a whole batch, and of its mask."""
+
+    title: ClassVar[str] = "evaluation"
+    function: MetricsFunction
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `Task`."""
+        metrics = self.function(variables, batch, mask, key, *model_state)
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"metrics_fn returns a {type(metrics).__name__}; it must return a dictionary of metrics")
+        for name, metric in metrics.items():
+            is_tree = not jax.tree_util.all_leaves([metric])
+            if not callable(getattr(metric, "merge", None)) or not is_tree:
+                raise TypeError(
+                    f"metric {name!r} of metrics_fn is a {type(metric).__name__}; batches have different numbers of "
+                    "rows, so return a strategies.Mean(total, count), or a pytree with a method merge(other)"
+                )
+        return dict(metrics)
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `Task`."""
+        return {name: one.widened() if isinstance(one, Mean) else one for name, one in computed.items()}
+
+
+@dataclass(frozen=True)
+class Outputs(Task):
+    """What the model says of each row.
+
+    Attributes:
+        function: returns an `Outcome` that has it, or the outputs themselves.
+        is_loss: whether it is the loss function, which has to return an `Outcome`.
+    """
+
+    title: ClassVar[str] = "prediction"
+    function: Callable[..., Any]
+    is_loss: bool
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `Task`."""
+        returned = self.function(variables, batch, key, *model_state)
+        if self.is_loss or isinstance(returned, Outcome):
+            returned = Outcome.of(returned).outputs
+        leaves = jax.tree_util.tree_leaves_with_path(returned)
+        if not leaves:
+            which = "the loss function" if self.is_loss else "fn"
+            raise ValueError(
+                f"{which} returns no outputs to predict; return a strategies.Outcome(loss, outputs=...), or give "
+                "predict a function fn(variables, batch, key) that returns them"
+            )
+        for path, leaf in leaves:
+            name = f"outputs{jax.tree_util.keystr(path)}"
+            if is_key(leaf):
+                raise TypeError(f"{name} is a random key; return jax.random.key_data of it")
+            if jnp.shape(leaf)[:1] != mask.shape:
+                raise ValueError(
+                    f"{name} is of shape {list(jnp.shape(leaf))} for {mask.shape[0]} rows; the first axis of outputs "
+                    "is the rows of the batch: leave out what belongs to no row"
+                )
+        return jax.tree.map(jnp.asarray, returned)
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `Task`."""
+        return computed
+
+
+class EvaluationProgram:
+    """A task, compiled for variables and batches of some shapes.
+
+    The key that functions get is `jax.random.key(seed)`, for every row, batch and replica.
+
+    Args:
+        replicas: whose replicas run it.
+        task: what is wanted.
+        options: of the step, whose seed and precision count.
+        state: what it is computed with.
+        rows: the shapes and dtypes of what one replica gets.
+
+    Attributes:
+        equations: what is computed.
+        is_independent: whether it may run on other instances and replicas: it has no collectives.
+
+    Raises:
+        ValueError: if the function has feeds, or collectives where each row is alone; or see `Task`.
+        TypeError: see `Task`.
+    """
+
+    def __init__(self, replicas: Replicas, task: Task, options: StepOptions, state: TrainState, rows: Masked) -> None:
+        self._replicas = replicas
+        self._task = task
+        self._options = options
+        self._devices = replicas.devices
+        self._program = replicas.devices.compile(self._of_replica)
+        self._executables: dict[jax.Device, Callable[..., Any]] = {}
+        self._has_feeds = False
+        self.is_independent = True
+        variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
+        self._shapes = np.int32(0), variables, *rows, options.shapes_of_replica(state.model_state)
+        with naming_missing_keys(variables, rows.values):
+            self.equations: core.ClosedJaxpr = self._program.equations(*self._shapes)
+        if self._has_feeds:
+            raise ValueError(f"the function of the {task.title} has feeds, which are for training; give one without")
+        if task.is_of_rows and not self.is_independent:
+            raise ValueError(
+                "the loss function has collectives, and evaluate gives it each row alone; give evaluate a metrics_fn, "
+                "which sees a whole batch, or a function fn without collectives"
+            )
+
+    def fits(self, replicas: Replicas) -> bool:
+        """Whether it may run on the replicas that this instance drives now."""
+        return self.is_independent or replicas.devices is self._devices
+
+    def begin(self, state: TrainState, batch: Masked) -> Callable[[], Told]:
+        """Begin to compute; does not wait.
+
+        Args:
+            state: see above; not to be used up before it is computed.
+            batch: of all local replicas.
+
+        Returns:
+            A function that waits, and returns what each local replica tells, and its mask.
+        """
+        replicas, devices = self._replicas, self._replicas.devices
+        parts, masks = devices.parts(batch.values), [np.asarray(mask) for mask in devices.parts(batch.mask)]
+        rule = self._options.rule_of(state.model_state)
+        shared = devices.share((state.variables, rule.map_own(lambda leaf: None, state.model_state)))
+        own = devices.parts(rule.pick(state.model_state, PER_REPLICA))
+        positions = range(len(devices.replicas))
+        executables = [self._compiled(devices.device_of(position)) for position in positions]
+
+        def compute(position: int) -> Any:
+            variables, model_state = shared[position % len(shared)]
+            model_state = rule.with_own(model_state, [one[0] for one in own[position]])
+            index = np.int32(devices.replicas[position])
+            return executables[position](index, variables, parts[position], masks[position], model_state)
+
+        replicas.reducer.begin()
+        if len(positions) == 1:
+            computed = [compute(0)]
+            return lambda: self._told(computed, masks)
+        futures = devices.begin(lambda position: jax.block_until_ready(compute(position)), replicas.reducer.fail)
+
+        def wait_for_all() -> Told:
+            errors = [future.exception() for future in futures]
+            for error in errors:
+                if error is not None:
+                    raise error
+            return self._told([future.result() for future in futures], masks)
+
+        return wait_for_all
+
+    def _told(self, computed: Sequence[Any], masks: Sequence[np.ndarray]) -> Told:
+        hosted = [jax.tree.map(np.asarray, of_replica) for of_replica in computed]
+        return [(self._task.told(values, mask), mask) for values, mask in zip(hosted, masks, strict=True)]
+
+    def _compiled(self, device: jax.Device) -> Callable[..., Any]:
+        if device not in self._executables:
+            self._executables[device] = self._program.compiled(device, *self._shapes)
+        return self._executables[device]
+
+    def _of_replica(
+        self, index: jax.Array, variables: Variables, batch: Batch, mask: jax.Array, model_state: Tree
+    ) -> Tree:
+        key = jax.random.key(self._options.seed)
+        cast = self._options.precision.cast
+        context = self._replicas.new_context(index, self._task.title)
+        with replica_context(context):
+            given = () if model_state is None else (model_state,)
+            computed = self._task(cast(variables), cast(batch), mask, key, *given)
+        self.is_independent &= context.is_independent
+        self._has_feeds |= context.has_feeds
+        return computed
+
+
+def _scalars(outcome: Outcome) -> dict[str, jax.Array]:
+    """The loss and the metrics of one row, in float32.
+
+    Raises:
+        TypeError: if they are no scalars.
+    """
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), outcome.metrics)
+    names = metric_names(shapes)
+    if jnp.shape(outcome.loss) != ():
+        raise TypeError(
+            f"the loss of a batch of one row is of shape {list(jnp.shape(outcome.loss))}; it must be a scalar: take "
+            "jnp.mean of it"
+        )
+    values = {"loss": outcome.loss, **{name: outcome.metrics[name] for name in names}}
+    return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+
+
+def _sum(values: np.ndarray) -> np.float64:
+    """Their sum in float64, one after another: `np.sum` adds in an order that is NumPy's own affair."""
+    total: np.float64 = np.add.accumulate(values, dtype=np.float64)[-1] if values.size else np.float64(0)
+    return total

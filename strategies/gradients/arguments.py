@@ -1,0 +1,209 @@
+"""What programs give to a `Trainer`, looked at before JAX does: mistakes of a beginner get one sentence each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr
+
+from strategies.gradients.trainable import Filter, Trainable
+from strategies.train_state import TrainState
+
+MODEL_STATE = "model_state"
+_NUMBERS = (bool, int, float, complex, np.generic)
+_TREES = (
+    "give init a pytree of arrays, and put it together with the rest of the model inside of the loss function: of Flax "
+    "the variables['params'] of model.init, or a part of nnx.split; of Equinox a part of "
+    "eqx.partition(model, eqx.is_inexact_array)"
+)
+
+
+_LOSS_ARGUMENTS = ("variables", "batch", "key")
+
+
+def check_loss_function(loss_fn: object) -> None:
+    """Look at what is to be called as `loss_fn(variables, batch, key)`, or with a model state behind.
+
+    Raises:
+        TypeError: see `check_function`.
+    """
+    if not (callable(loss_fn) and _takes(loss_fn, (*_LOSS_ARGUMENTS, MODEL_STATE))):
+        way_out = "; let it take these three, the key also where nothing is random"
+        check_function("the loss function", loss_fn, _LOSS_ARGUMENTS, way_out)
+
+
+def check_takes_state(function: Callable[..., Any], has_state: bool, what: str = "the loss function") -> None:
+    """Look at whether a function takes a model state as its last argument where there is one, and only there.
+
+    Args:
+        function: one that takes three arguments, or four.
+        has_state: whether there is a model state.
+        what: it is, for messages.
+
+    Raises:
+        TypeError: if it takes one that there is not, or does not take the one that there is.
+    """
+    arguments = (*_LOSS_ARGUMENTS, MODEL_STATE) if has_state else _LOSS_ARGUMENTS
+    if _takes(function, arguments):
+        return
+    called_with = f"{what} takes {inspect.signature(function)}, and is called with ({', '.join(arguments)})"
+    if has_state:
+        raise TypeError(f"{called_with}: the state has a model state; let the function take it, and return it too")
+    raise TypeError(f"{called_with}: there is no model state; give one to init: trainer.init(variables, model_state)")
+
+
+def check_function(what: str, function: object, arguments: Sequence[str], way_out: str = "") -> None:
+    """Look at what is to be called with these arguments.
+
+    Args:
+        what: it is, for messages.
+        function: what the user gave.
+        arguments: their names, in order.
+        way_out: what a message about other arguments says last.
+
+    Raises:
+        TypeError: if it is no function, or of other arguments.
+    """
+    called_with = f"({', '.join(arguments)})"
+    if not callable(function):
+        raise TypeError(f"{what} is a {type(function).__name__}; use a function of {called_with}")
+    if not _takes(function, arguments):
+        raise TypeError(f"{what} takes {inspect.signature(function)}, and is called with {called_with}{way_out}")
+
+
+def _takes(function: Callable[..., Any], arguments: Sequence[str]) -> bool:
+    """Whether a function can be called with so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one that is not written in Python does not tell
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Look at what is to be an optax gradient transformation.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        what = f"the function {optimizer.__name__}" if inspect.isfunction(optimizer) else repr(optimizer)
+        raise TypeError(f"the optimizer is {what}; use a gradient transformation of optax, such as optax.adam(1e-3)")
+
+
+def check_variables(variables: Any, trainable: Filter = None) -> None:
+    """Look at what is to be trained, and at variables that are not.
+
+    Raises:
+        TypeError: if a leaf is no array, or of no floating-point dtype where it is to be trained.
+        ValueError: if there is none, or one was used up.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    if not leaves:
+        raise ValueError(f"there is no variable in {variables!r}; {_TREES}")
+    for path, leaf in leaves:
+        if not _is_array(leaf):  # before anybody asks what is trained
+            name = f"variable {keystr(path)}" if path else "what is to be trained"
+            raise TypeError(f"{name} is of type {type(leaf).__name__} and no array; {_TREES}")
+    flags = Trainable.of(variables, trainable).flags
+    for (path, leaf), is_trained in zip(leaves, flags, strict=True):
+        if is_trained and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"variable {keystr(path)} is of dtype {jnp.result_type(leaf)}; only floating-point variables can be "
+                f"trained, keep others outside, or have Trainer(trainable=...) leave them as they are: {_TREES}"
+            )
+    if are_used_up(variables):
+        raise ValueError("these variables were used up by a step; give init a copy, or those of the state after it")
+
+
+def check_state(state: Any) -> None:
+    """Look at the state that a step is to be made with.
+
+    Raises:
+        TypeError: if it is none.
+        ValueError: if a step has used it up.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"the state is of type {type(state).__name__}; give what trainer.init returned, and then what the step "
+            "before returned: state, metrics = trainer.step(state, batch)"
+        )
+    if are_used_up(state.variables):
+        raise ValueError(
+            f"this state was used up by step {state.step}; rebind it: state, metrics = trainer.step(state, batch)"
+        )
+
+
+@contextmanager
+def naming_missing_keys(variables: Any, batch: Any) -> Iterator[None]:
+    """Say what there is where a loss function asks for what there is not.
+
+    Raises:
+        ValueError: instead of a KeyError for what is neither among the variables nor in the batch.
+    """
+    try:
+        yield
+    except KeyError as error:
+        trees = {"the batch has": batch, "the variables have": variables}
+        there = {has: list(tree) for has, tree in trees.items() if isinstance(tree, Mapping)}
+        wanted = error.args[0] if error.args else None
+        if not there or any(wanted in names for names in there.values()):
+            raise
+        known = "; ".join(f"{has} {', '.join(map(repr, names)) or 'nothing'}" for has, names in there.items())
+        raise ValueError(f"the loss function asks for {wanted!r}, which is not there: {known}") from error
+
+
+def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of metrics.
+
+    Args:
+        metrics: what the loss function returns besides the loss, as shapes.
+
+    Raises:
+        TypeError: if one is no scalar, or is called "loss".
+    """
+    for name, metric in metrics.items():
+        if not isinstance(metric, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"metric {name!r} is a {type(metric).__name__}; metrics are scalars: give each of its values a name of "
+                "its own in the dictionary that the loss function returns"
+            )
+        if metric.shape != ():
+            raise TypeError(
+                f"metric {name!r} is of shape {list(metric.shape)}; metrics are scalars, which are averaged over all "
+                "replicas: take jnp.mean of it, and send whole arrays through a strategies.OutfeedQueue"
+            )
+        if name == "loss":
+            raise TypeError("a metric is called 'loss', which is the name of the loss itself; give it another one")
+    return tuple(metrics)
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, str | type):
+        return False
+    return isinstance(leaf, _NUMBERS) or _has_dtype(leaf)
+
+
+def _has_dtype(leaf: Any) -> bool:
+    if not hasattr(leaf, "shape"):
+        return False
+    try:
+        jnp.result_type(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def are_used_up(variables: Any) -> bool:
+    """Whether a step has written new variables where these were."""
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(variables) if hasattr(leaf, "is_deleted"))

@@ -1,0 +1,425 @@
+"""What one replica computes in a step: the gradients of its micro-batches, in the precision that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.exchange.transfer import Int8Layout, Transfer
+from strategies.gradients.accumulation import (
+    AccumulationDtype,
+    GradientAccumulationReductionMethod,
+    accumulate,
+    accumulator_dtypes,
+    is_float,
+)
+from strategies.gradients.arguments import metric_names, naming_missing_keys
+from strategies.gradients.encoding import encode
+from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
+from strategies.gradients.outcome import Outcome
+from strategies.gradients.trainable import Trainable
+from strategies.replicas.replica_context import replica_context
+from strategies.replicas.replicas import Replicas
+
+LossFunction = Callable[..., Any]
+
+_NOTHING = jax.tree.structure(None)
+STEP, NOTICE, LOSS_SCALE = range(3)  # the places in the control words of a step
+
+
+def float_dtype(name: str, dtype: Any) -> np.dtype | None:
+    """A floating-point dtype, or None for None.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if dtype is None:
+        return None
+    try:
+        found: np.dtype = np.dtype(dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if not is_float(found):
+        raise ValueError(f"{name} is {dtype!r}; use None, 'bfloat16', 'float16' or another floating-point dtype")
+    return found
+
+
+def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
+    """What changes with every step besides state and batch: int32 [3], the last one the bits of a float32."""
+    return np.array([step, notice, np.float32(loss_scale).view(np.int32)], np.int32)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtypes a replica computes.
+
+    Attributes:
+        compute: variables and batches of other floating-point dtypes are cast to it for the loss function; None
+            leaves them as they are.
+        scales_loss: whether the loss is multiplied with the scale in the control words.
+    """
+
+    compute: np.dtype | None = None
+    scales_loss: bool = False
+
+    def cast(self, tree: Any) -> Any:
+        """The floating-point arrays of a tree in the compute dtype."""
+        if self.compute is None:
+            return tree
+        return jax.tree.map(
+            lambda leaf: leaf.astype(self.compute) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree
+        )
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the micro-batches of a replica become one gradient; see `strategies.gradients.accumulation`."""
+
+    count: int = 1
+    method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.MEAN
+    dtype: AccumulationDtype = None
+
+
+@dataclass(frozen=True)
+class ReplicaShapes:
+    """The shapes and dtypes of what one replica takes.
+
+    Attributes:
+        variables: whole.
+        batch: its rows.
+        residuals: its own; none where nothing is quantised.
+        model_state: of one replica; None where there is none.
+    """
+
+    variables: Any
+    batch: Any
+    residuals: Any = ()
+    model_state: Any = None
+
+
+class ReplicaProgram:
+    """The gradient function of a trainer, for variables and batches of some shapes.
+
+    Its tail is float32: the loss and the metrics, the notice, with loss scaling whether a gradient is not finite, and
+    with `check_numerics` for each variable and replica whether its gradient is not finite.
+
+    Args:
+        replicas: whose replicas run it.
+        loss_fn: see `Trainer`.
+        shapes: of what a replica takes.
+        trainable: which of the variables are trained.
+        rule: how replicas agree on the model state.
+        seed: of the keys.
+        accumulation: of micro-batches.
+        precision: of what is computed.
+        transfer: how gradients leave the replica.
+        check_numerics: whether the tail says which gradients are not finite.
+
+    Attributes:
+        names: of the metrics; the first is "loss".
+        trainable: see above.
+        rule: see above.
+        gradient_dtypes: in which the gradients are accumulated and applied, for each variable that is trained.
+        results: the shapes and dtypes of what leaves the replica besides the tail, to be averaged: gradients or their
+            payload, then the leaves of the model state that have means.
+        num_gradients: how many of the results are gradients, or their payload.
+        quantised: how the gradients lie in the payload; None where they are not quantised.
+        flags: how many values at the end of the tail say which gradients are not finite.
+        has_feeds: whether, once it is traced, the loss function has feeds.
+        is_independent: whether, once it is traced, it may run on other instances and replicas than those for which it
+            was: the loss function has no collectives and no feeds.
+
+    Raises:
+        TypeError: if the loss or a metric is not a scalar, or the new model state is not like the old one.
+        ValueError: if the batch cannot be divided into micro-batches, or has not what the loss function asks it for.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        loss_fn: LossFunction,
+        shapes: ReplicaShapes,
+        trainable: Trainable,
+        rule: ModelStateRule,
+        seed: int,
+        accumulation: Accumulation,
+        precision: Precision,
+        transfer: Transfer,
+        check_numerics: bool,
+    ) -> None:
+        self._replicas = replicas
+        self._loss_fn = loss_fn
+        self._seed = seed
+        self._accumulation = accumulation
+        self._precision = precision
+        self._checks_numerics = check_numerics
+        self.trainable = trainable
+        self.rule = rule
+        trained = trainable.pick(shapes.variables)
+        self.gradient_dtypes = accumulator_dtypes(trained, accumulation.dtype)
+        leaves = jax.tree.leaves(trained)
+        self.quantised = Int8Layout.of(leaves) if transfer.is_quantised else None
+        if self.quantised is not None:
+            self.results = [jax.ShapeDtypeStruct((self.quantised.payload_size,), np.int8)]
+        else:
+            pairs = zip(leaves, self.gradient_dtypes, strict=True)
+            self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
+        self.num_gradients = len(self.results)
+        self.results += rule.pick(shapes.model_state, MEAN)
+        self.is_independent = True
+        self.has_feeds = False
+        self.flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
+        self.names = self._metric_names(shapes)
+
+    @property
+    def means(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the mean gradients of all replicas, where they are whole."""
+        if self.quantised is None:
+            return self.results[: self.num_gradients]
+        return [jax.ShapeDtypeStruct(shape, np.float32) for shape in self.quantised.shapes]
+
+    @property
+    def num_kept(self) -> int:
+        """How many arrays a replica keeps for its next step."""
+        residuals = 0 if self.quantised is None else len(self.quantised.shapes)
+        return residuals + len([word for word in self.rule.words if word != MEAN])
+
+    @property
+    def tail_size(self) -> int:
+        """How many values the tail has."""
+        return self.finite_place + self._precision.scales_loss + self.flags
+
+    @property
+    def notice_place(self) -> int:
+        """Where the tail has the notice."""
+        return len(self.names)
+
+    @property
+    def finite_place(self) -> int:
+        """Where the tail says, with loss scaling, whether a gradient is not finite."""
+        return len(self.names) + 1
+
+    def __call__(
+        self,
+        variables: Any,
+        batch: Any,
+        index: jax.Array,
+        control: jax.Array,
+        residuals: Sequence[jax.Array] = (),
+        own_state: Sequence[jax.Array] = (),
+        model_state: Any = None,
+    ) -> tuple[jax.Array, ...]:
+        """The tail, the results, and what is kept: see `unpack_kept`; traceable.
+
+        Args:
+            variables: whole.
+            batch: of this replica, with the micro-batches one after another along the first axis.
+            index: of this replica, an int32 scalar.
+            control: see `control_words`.
+            residuals: what quantisation lost in the last step; empty where nothing is quantised.
+            own_state: what this replica has for itself of the model state, with a first axis of length 1.
+            model_state: what all replicas have of it; None for what they have for themselves.
+        """
+        key = self._key(index, control)
+        with self._in_context(index):
+            values, leaves, after = self._gradients(
+                variables, batch, key, control, self.rule.with_own(model_state, [one[0] for one in own_state])
+            )
+        means, firsts, own = (self.rule.pick(after, word) for word in (MEAN, FIRST, PER_REPLICA))
+        results, residuals = self._on_the_way(leaves, control, residuals)
+        is_bad = self.not_finite(leaves if self.quantised is not None else results) if self.needs_flags else None
+        tail = self.tail(values, index, control, is_bad)
+        return (tail, *results, *means, *residuals, *firsts, *[one[None] for one in own])
+
+    @property
+    def needs_flags(self) -> bool:
+        """Whether the tail depends on which gradients are finite."""
+        return self._precision.scales_loss or self._checks_numerics
+
+    @staticmethod
+    def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
+        """For each leaf whether something in it is not finite, bool `[leaves]`; traceable."""
+        return jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
+
+    def tail(
+        self, values: jax.Array, index: jax.Array, control: jax.Array, is_bad: jax.Array | None = None
+    ) -> jax.Array:
+        """The tail of a replica; traceable.
+
+        Args:
+            values: the loss and the metrics.
+            index: of the replica.
+            control: see `control_words`.
+            is_bad: which gradients are not finite; needed with `needs_flags` only.
+        """
+        tail = [values, control[NOTICE, None].astype(jnp.float32)]
+        if self._precision.scales_loss:
+            assert is_bad is not None
+            tail.append(is_bad.any()[None].astype(jnp.float32))
+        if self._checks_numerics:
+            assert is_bad is not None
+            total = self._replicas.num_replicas_in_sync
+            tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
+        return jnp.concatenate(tail)
+
+    def _key(self, index: jax.Array, control: jax.Array) -> jax.Array:
+        """That of a replica and a step."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
+
+    @contextmanager
+    def _in_context(self, index: jax.Array) -> Iterator[None]:
+        """While the loss function is traced for a step."""
+        context = self._replicas.new_context(index, "step")
+        with replica_context(context):
+            yield
+        self.is_independent &= context.is_independent
+        self.has_feeds |= context.has_feeds
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """How micro-batches become one gradient."""
+        return self._accumulation
+
+    def loss_of_micro_batch(
+        self, variables: Any, part: Any, number: jax.Array, index: jax.Array, control: jax.Array, model_state: Any
+    ) -> tuple[jax.Array, jax.Array, Outcome]:
+        """What is differentiated, the loss and the metrics, and all that is returned, of one micro-batch; traceable.
+
+        Args:
+            variables: whole.
+            part: the micro-batch.
+            number: of the micro-batch, an int32 scalar.
+            index: of the replica, likewise.
+            control: see `control_words`.
+            model_state: of the replica, for this micro-batch.
+        """
+        key = self._key(index, control)
+        if self._accumulation.count > 1:
+            key = jax.random.fold_in(key, number)
+        with self._in_context(index):
+            return self._computed(variables, part, key, control, model_state)
+
+    def micro_batch_of(self, batch: Any) -> Any:
+        """The shapes of one micro-batch of those that a replica's batch has.
+
+        Raises:
+            ValueError: if it cannot be divided.
+        """
+        return jax.tree.map(self._micro_shape, batch)
+
+    def unpack_kept(self, kept: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Of what a replica keeps the new residuals, what replica 0 has of the model state, and what each one has."""
+        firsts, own = self.rule.words.count(FIRST), self.rule.words.count(PER_REPLICA)
+        residuals = len(kept) - firsts - own
+        return kept[:residuals], kept[residuals : residuals + firsts], kept[residuals + firsts :]
+
+    def _on_the_way(
+        self, leaves: Sequence[jax.Array], control: jax.Array, residuals: Sequence[jax.Array]
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        """The gradients as they leave the replica, and the new residuals."""
+        if self.quantised is None:
+            return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)], ()
+        if self._precision.scales_loss:  # residuals outlive the scale
+            scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+            leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
+        old = [one.reshape(shape) for one, shape in zip(residuals, self.quantised.shapes, strict=True)]
+        payload, new = encode(self.quantised, leaves, old, jnp.zeros(self.quantised.payload_size, jnp.int8))
+        return [payload], [jnp.atleast_1d(one) for one in new]
+
+    def _gradients(
+        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
+    ) -> tuple[jax.Array, Sequence[jax.Array], Any]:
+        trained = self.trainable.pick(variables)
+
+        def of_micro_batch(part: Any, key: jax.Array, model_state: Any) -> tuple[jax.Array, list[jax.Array], Any]:
+            def loss(trained: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+                return self._loss(self.trainable.put(variables, trained), part, key, control, model_state)
+
+            (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
+            return values, jax.tree.leaves(tree), after
+
+        settings = self._accumulation
+        if settings.count > 1:
+            pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
+            accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
+            return accumulate(
+                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, len(self.names)
+            )
+        values, leaves, after = of_micro_batch(batch, key, model_state)
+        return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
+
+    def _called(self, variables: Any, batch: Any, key: jax.Array, model_state: Any) -> Any:
+        """What the loss function returns. The model state keeps its dtypes: means that move need them."""
+        own = () if self.rule.structure == _NOTHING else (model_state,)
+        return self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key, *own)
+
+    def _loss(
+        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
+    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        """What is differentiated; the loss and the metrics as float32, and the new model state."""
+        loss, values, outcome = self._computed(variables, batch, key, control, model_state)
+        return loss, (values, jax.tree.map(jnp.asarray, outcome.model_state))
+
+    def _computed(
+        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
+    ) -> tuple[jax.Array, jax.Array, Outcome]:
+        outcome = Outcome.of(self._called(variables, batch, key, model_state))
+        loss = outcome.loss
+        values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
+        if self._precision.scales_loss:
+            loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+        return loss, values, outcome
+
+    # ---- shapes
+
+    def _metric_names(self, given: ReplicaShapes) -> tuple[str, ...]:
+        """What the loss function returns besides the loss; checks that all of it is scalar, and the model state."""
+        micro_batch = self.micro_batch_of(given.batch)
+        with naming_missing_keys(given.variables, given.batch):
+            shapes = jax.eval_shape(self._loss_of_one, given.variables, micro_batch, np.int32(0), given.model_state)
+        outcome = Outcome.of(shapes)
+        loss, metrics = outcome.loss, outcome.metrics
+        if not isinstance(loss, jax.ShapeDtypeStruct) or not isinstance(metrics, Mapping):
+            returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", shapes)
+            raise TypeError(
+                f"the loss function returns {returned}; it must return the loss, or the loss and a dictionary of "
+                "metrics, or a strategies.Outcome"
+            )
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(
+                f"the loss is {loss.dtype}{list(loss.shape)}; it must be a floating-point scalar: take jnp.mean of it"
+            )
+        self.rule.check_returned(given.model_state, outcome.model_state)
+        return ("loss", *metric_names(metrics))
+
+    def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The shape of one micro-batch of a replica."""
+        count = self._accumulation.count
+        rows = leaf.shape[0]
+        if rows == 0:
+            raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs one at least")
+        if rows % count:
+            raise ValueError(
+                f"Detected a gradient accumulation operation with {count} micro-batches, and each replica has {rows} "
+                "rows of the batch; its rows must be a multiple: give gradient_accumulation_count to "
+                "distribute_dataset too"
+            )
+        return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
+
+    def _loss_of_one(self, variables: Any, batch: Any, index: jax.Array, model_state: Any) -> Any:
+        """What the loss function returns, as arrays."""
+        with replica_context(self._replicas.new_context(index, "shapes")):
+            result = self._called(variables, batch, jax.random.key(0), model_state)
+        try:
+            return jax.tree.map(jnp.asarray, result)
+        except TypeError as error:
+            raise TypeError(
+                f"the loss function returns {result}; it must return the loss, or the loss and a dictionary of "
+                "metrics, or a strategies.Outcome, all of them arrays or numbers"
+            ) from error

@@ -1,0 +1,198 @@
+"""The training step: gradients per replica, one ordered all-reduce, one update per instance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Unpack
+
+import optax
+
+from strategies.config.configured import in_force
+from strategies.evaluation.evaluation_program import MetricsFunction
+from strategies.evaluation.evaluator import Evaluator
+from strategies.evaluation.merging import Evaluation
+from strategies.gradients.replica_program import LossFunction
+from strategies.roles import Batch, Tree, Variables
+from strategies.step.metrics import Metrics
+from strategies.step.notice import Notice
+from strategies.step.options import Options, configured
+from strategies.step.parts import StepParts
+from strategies.strategy import Strategy
+from strategies.train_state import TrainState
+
+__all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
+
+
+class Trainer:
+    """Trains variables on all replicas of a strategy.
+
+    Each step runs `loss_fn` once per replica; the gradients leave XLA as views of its memory, one flat buffer per
+    dtype with the metrics in its tail; the buffers are added in the order of a tree over replicas; one compiled
+    update per instance applies their mean. The variables have the same bits on every instance, and for every number
+    of instances.
+
+    Args:
+        strategy: where the replicas are.
+        loss_fn: `(variables, batch, key) -> loss`, `-> (loss, {name: scalar})` or `-> Outcome` for one replica and one
+            micro-batch; the loss is a scalar, the key differs for each replica, step and micro-batch. With a model
+            state `(variables, batch, key, model_state) -> Outcome`, which has the new one.
+        optimizer: an optax gradient transformation.
+        seed: of the keys.
+        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
+            configuration in force (`strategies.config`) says, otherwise not.
+        digest_every: compare the bits of variables and optimizer state between instances before every so many steps.
+        options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`, where
+            all of them are described.
+
+    Attributes:
+        seed: of the keys.
+        notice: travels with the gradients of every step.
+
+    Raises:
+        TypeError: if `loss_fn` does not take three arguments, or four, `optimizer` is none, or there is no such option.
+        ValueError: if an option is out of range, or two of them exclude each other.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        loss_fn: LossFunction,
+        optimizer: optax.GradientTransformation,
+        seed: int = 0,
+        check_numerics: bool | None = None,
+        digest_every: int = 0,
+        **options: Unpack[Options],
+    ) -> None:
+        self.seed = seed
+        self.notice = Notice()
+        self._strategy = strategy
+        self._options = configured(seed, check_numerics, digest_every, options, in_force())
+        parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)
+        self._states, self._single, self._executions = parts.states, parts.single, parts.executions
+        self._evaluator = Evaluator(strategy.replicas, loss_fn, self._options, self._single)
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where the replicas are."""
+        return self._strategy
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether instances have different parts of the state: of the optimizer's or the model's, or residuals."""
+        return self._options.own_part is not None
+
+    def share_notice(self) -> None:
+        """Nothing is left to do: `notice` has travelled with the gradients."""
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        return self._states.whole(state)
+
+    def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
+        """The first state: instance 0's variables on every instance.
+
+        Args:
+            variables: a pytree of floating-point arrays, with the same shapes and dtypes on all instances.
+            model_state: what changes with every batch and is not trained, such as moving means, counters and keys: a
+                pytree of arrays of any dtype, of which all replicas begin with instance 0's. Also evaluation and
+                prediction give it to their functions, as the last argument. None: there is none.
+
+        Raises:
+            TypeError: if a variable is no array of a floating-point dtype, or the loss function does not take a model
+                state, or takes one that is not given.
+            ValueError: if there is no variable, or one was used up by a step; or the model state does not fit to
+                `model_state_aggregation`.
+            LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
+        """
+        return self._states.init(variables, model_state)
+
+    def run(
+        self,
+        state: TrainState,
+        dataset: Iterable[Batch],
+        steps_per_execution: int = 1,
+        after_execution: Callable[[TrainState, Metrics], None] = lambda state, metrics: None,
+    ) -> tuple[TrainState, Metrics]:
+        """Make a step with every batch; `state` is used up. The same bits as of `step`.
+
+        Nothing waits for the device before metrics are read.
+
+        Args:
+            state: what `init`, `step` or `run` returned last.
+            dataset: a `DistributedDataset`, the rest of whose epoch is read, or an iterable of batches.
+            steps_per_execution: how many steps are made before `after_execution` is called, in one program where they
+                can; the last time fewer if the number of batches is not a multiple of it.
+            after_execution: called with the state and the metrics of the last step.
+
+        Returns:
+            The new state, and the metrics of the last step.
+
+        Raises:
+            ValueError: if there is no batch, or `steps_per_execution` is not positive; and what `step` raises.
+        """
+        return self._executions.run(state, dataset, steps_per_execution, after_execution)
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One update; `state` is used up.
+
+        Args:
+            state: what `init` or `step` returned last.
+            batch: this instance's batch: a pytree whose leaves have the micro-batches of the local replicas one after
+                another along their first axis.
+
+        Returns:
+            The new state, and the metrics as means over all replicas.
+
+        Raises:
+            TypeError: if the loss is not a floating-point scalar, or the batch has other leaves than arrays.
+            ValueError: if the batch cannot be divided among the local replicas, has no rows, has integers of NumPy that
+                JAX would cut off, is dealt out among other replicas, or has not what the loss function asks it for; or
+                if the state was used up by a step.
+            NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
+            DivergenceError: with `digest_every`.
+            DisagreementError: on all instances, at the first step with batches of a shape, if they differ in the
+                options, the data set, the loss function or the optimizer.
+        """
+        return self._single.make(state, batch)
+
+    # ---- without training
+
+    def evaluate(
+        self,
+        state: TrainState,
+        dataset: Iterable[Batch],
+        fn: LossFunction | None = None,
+        *,
+        metrics_fn: MetricsFunction | None = None,
+    ) -> Evaluation:
+        """Means over all rows of a data set, each of which counts once; a collective call. The state stays as it is.
+
+        The bits depend on the number of replicas and the batch size, and not on the instances.
+
+        Args:
+            state: what `init`, `step` or `run` returned last.
+            dataset: a `DistributedDataset` with `remainder="pad"`, or an iterable of this instance's batches.
+            fn: as `loss_fn`, called with each row as a batch of one; None for `loss_fn` itself.
+            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}`; see `Evaluator.evaluate`.
+
+        Raises:
+            TypeError, ValueError, DisagreementError: see `Evaluator.evaluate`.
+        """
+        return self._evaluator.evaluate(state, dataset, fn, metrics_fn)
+
+    def predict(
+        self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
+    ) -> Iterator[Tree]:
+        """What the model says of each row, in the order of the data; taking a batch is a collective call.
+
+        Args:
+            state: see `evaluate`; not to be used up before the last batch is taken.
+            dataset: see there; with `shuffle=False`.
+            fn: `(variables, batch, key) -> outputs` or `-> Outcome`, the outputs a pytree of arrays `[rows, ...]`; None
+                for a `loss_fn` that returns an `Outcome` with outputs.
+            to_all: whether all instances get the outputs, as host arrays; otherwise all but instance 0 get None.
+
+        Raises:
+            TypeError, ValueError, DisagreementError: see `Evaluator.predict`.
+        """
+        return self._evaluator.predict(state, dataset, fn, to_all)

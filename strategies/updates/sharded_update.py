@@ -1,0 +1,242 @@
+"""Replicated tensor sharding: every replica keeps its part of the optimizer state, and updates that part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core
+
+from collectives.memory import aligned_empty
+from strategies.errors import StrategyError
+from strategies.exchange.flat import Buffer, FlatLayout
+from strategies.gradients.accumulation import accumulator_dtypes
+from strategies.gradients.encoding import flatten
+from strategies.programs.elementwise import first_across_elements, operations
+from strategies.programs.jaxpr import is_read
+from strategies.programs.program import jit
+from strategies.programs.rounding import add_stochastically
+from strategies.replicas.devices import borrow
+from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import PartOfArray, Shards
+from strategies.updates.update import Update, UpdateSettings
+
+
+class AcrossElementsError(StrategyError):
+    """An optimizer computes elements of different parts from each other; nobody outside of `updates` sees it."""
+
+
+@final
+class ShardedUpdate(Update):
+    """Each instance keeps (its replicas / R) of the optimizer state; the new variables are gathered.
+
+    Args:
+        replicas: see `Update`.
+        optimizer: computes every element of the state and the changes from the same elements of the gradients, state
+            and variables; what it needs to know of all of them is `gradient_norm`.
+        settings: see `Update`.
+
+    Raises:
+        AcrossElementsError: from `init` if the optimizer looks across elements.
+    """
+
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+        super().__init__(replicas, optimizer, settings)
+        self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), settings.min_elements)
+        self._first = np.int32(replicas.local_replicas.start)
+        self._divide = self._compiled(self._divided, donate_argnums=(1,))
+        self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
+        self._room = np.empty(0, np.uint8)
+        self._cut: list[int] = []  # the numbers of the variables that are cut,
+        self._uncut: list[int] = []  # and of the others
+        self._layout = FlatLayout.of([], 0)  # of their parts
+        self._shapes: Any = None  # of the whole optimizer state
+        self._is_cut: Any = None  # which of its arrays are
+        self._takes_parts = False  # of mean gradients
+        self._of_whole: Any = None  # the equations of an update that is not sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """See `Update`: yes."""
+        return True
+
+    @property
+    def mean_shards(self) -> Shards | None:
+        """See `Update`; whole where the optimizer needs the norm of all of them."""
+        return self._shards if self._takes_parts else None
+
+    def init(self, variables: Any) -> Any:
+        """This instance's part of the optimizer state before the first step."""
+        self._look_at(variables)
+
+        def init(variables: Any, first: jax.Array) -> Any:
+            return self._optimizer.init(self._take(variables, first))
+
+        return self._placed(self._compiled(init), variables, self._first)
+
+    def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
+        """See `Update`; a collective call."""
+        buffers, small, optimizer_state, self._reading = self._divide(
+            variables, self.on_device(optimizer_state), means, self._words(control), self._first
+        )
+        leaves, structure = jax.tree.flatten(variables)
+        places = zip(self._layout.buffers, buffers, strict=True)
+        for number, (place, buffer) in enumerate(places):
+            if place.size:
+                lying = [self._cut[leaf] for leaf in place.leaves]
+                old = [leaves[leaf] for leaf in lying]
+                united = self._gather(old, place, buffer, f"parts of variables/{number}")
+                for leaf, new in zip(lying, united, strict=True):
+                    leaves[leaf] = new
+        for leaf, new in zip(self._uncut, small, strict=True):
+            leaves[leaf] = new
+        placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old ones were
+        return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
+
+    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
+        """See `Update`."""
+        closed: core.ClosedJaxpr = self._of_whole
+        return closed
+
+    def _gather(self, old: list[jax.Array], place: Buffer, part: jax.Array, name: str) -> list[jax.Array]:
+        """The variables that lie in one buffer, of the parts of all instances; the old ones are used up."""
+        out = self._room_for(place)
+        self.wait()  # the last variables may still be made from the same memory
+        self._replicas.communicator.all_gather(borrow(part), out, name=name)
+        with jax.default_device(self._replicas.variables_device):
+            united: list[jax.Array]
+            united, self._reading = self._unite(old, out, place.starts)
+        return united
+
+    def _room_for(self, place: Buffer) -> np.ndarray:
+        """Memory for the parts of all instances, from where XLA reads in place; the same for all buffers."""
+        nbytes = self._replicas.num_instances * place.size * place.dtype.itemsize
+        if self._room.size < nbytes:
+            self._room = aligned_empty(nbytes)
+        room: np.ndarray = self._room[:nbytes].view(place.dtype)
+        return room.reshape(self._replicas.num_instances, place.size)
+
+    def traced(
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+    ) -> tuple[Any, Any, jax.Array]:
+        """See `Update`: where this instance drives all replicas."""
+        shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, jnp.int32(0))
+        return jax.tree.map(self._shards.join, shards, variables), optimizer_state, jnp.zeros(())
+
+    # ---- programs
+
+    def _take(self, tree: Any, first: jax.Array) -> Any:
+        """This instance's parts, behind a barrier: XLA would round other expressions if it fused them with the cut."""
+        return jax.lax.optimization_barrier(jax.tree.map(lambda leaf: self._shards.take(leaf, first), tree))
+
+    def _rest(self, means: Any, variables: Any, first: jax.Array) -> Any:
+        """`_take` of mean gradients some of which are this instance's parts already."""
+
+        def rest(mean: jax.Array, variable: jax.Array) -> jax.Array:
+            return self._shards.take(mean, first) if mean.shape == variable.shape else mean
+
+        return jax.lax.optimization_barrier(jax.tree.map(rest, means, variables))
+
+    def _update_shards(
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None, first: jax.Array
+    ) -> tuple[Any, Any]:
+        """This instance's parts of the new variables, and of the optimizer state."""
+        _, norm = self._gradients(variables, means, control)
+        if self._takes_parts:
+            norm = jnp.full_like(norm, jnp.nan)  # what is known here is not it, and the optimizer does not ask
+        # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
+        gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)
+        parts = self._take(variables, first)
+        changes, optimizer_state = self._changes(gradients, optimizer_state, parts, norm)
+        if not self._settings.rounds_stochastically:
+            return optax.apply_updates(parts, changes), optimizer_state
+        bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
+        own = self._take(bits, first)
+        return add_stochastically(parts, changes, lambda number, _: own[number]), optimizer_state
+
+    def _divided(
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None, first: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], list[jax.Array], Any, jax.Array]:
+        """The parts in flat buffers, the new variables that are not cut, the optimizer state, and a token."""
+        shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, first)
+        pairs = list(zip(jax.tree.leaves(shards), jax.tree.leaves(variables), strict=True))
+        cut = [shard for shard, whole in pairs if self._shards.divides(whole)]
+        small = [shard for shard, whole in pairs if not self._shards.divides(whole)]
+        layout = FlatLayout.of(cut, 0)
+        zeros = [jnp.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
+        return flatten(layout, cut, None, zeros), small, optimizer_state, jnp.zeros(())
+
+    def _united(
+        self, old: Sequence[jax.Array], gathered: jax.Array, starts: tuple[int, ...]
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The new variables in the memory of the old ones, of their parts in one buffer of each instance."""
+        united = []
+        for whole, start in zip(old, starts, strict=True):
+            stop = start + math.prod(self._shards.shape(whole))
+            united.append(self._shards.join(gathered[:, start:stop], whole))
+        return united, jnp.zeros(())
+
+    # ---- the whole state
+
+    def whole(self, optimizer_state: Any) -> Any:
+        """See `Update`."""
+        return jax.tree.map(self._whole_leaf, optimizer_state, self._shapes, self._is_cut)
+
+    def _whole_leaf(self, leaf: jax.Array, shape: jax.ShapeDtypeStruct, is_cut: bool) -> Any:
+        return PartOfArray(leaf, shape, self._shards, self._replicas) if is_cut else leaf
+
+    def _look_at(self, variables: Any) -> None:
+        """Find out which arrays of the optimizer state are cut.
+
+        Raises:
+            AcrossElementsError: if the optimizer looks across elements.
+        """
+        whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
+        parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
+        divides = [self._shards.divides(leaf) for leaf in jax.tree.leaves(whole)]
+        self._cut = [number for number, is_cut in enumerate(divides) if is_cut]
+        self._uncut = [number for number, is_cut in enumerate(divides) if not is_cut]
+        leaves = jax.tree.leaves(parts)
+        self._layout = FlatLayout.of([leaves[number] for number in self._cut], 0)
+        others = jax.tree.map(self._other_shape, whole)
+        self._shapes = jax.eval_shape(self._optimizer.init, whole)
+        changed = jax.eval_shape(self._optimizer.init, others)
+        self._is_cut = jax.tree.map(lambda one, other: one.shape != other.shape, self._shapes, changed)
+        traced = self._trace(parts)
+        self._of_whole = self._trace(whole)
+        self._takes_parts = self._replicas.communicator.scatters_reductions and not _uses_last_argument(self._of_whole)
+        found = first_across_elements(traced) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
+        alike = [operations(one) for one in (self._of_whole, traced, self._trace(others))]
+        if found is None and not alike[0] == alike[1] == alike[2]:
+            found = "other operations or numbers for arrays of other shapes"
+        if found is not None:
+            raise AcrossElementsError(f"the optimizer's update has {found}, and a replica has its part of the elements")
+
+    def _other_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The shape of a part of some size that is not that of the whole."""
+        if not self._shards.divides(leaf):
+            return leaf
+        return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)
+
+    def _trace(self, tree: Any) -> Any:
+        """The equations of an update of a tree of such shapes."""
+        state = jax.eval_shape(self._optimizer.init, tree)
+        dtypes = accumulator_dtypes(tree, self._settings.gradient_dtype)
+        leaves, structure = jax.tree.flatten(tree)
+        given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+
+        def update(gradients: Any, state: Any, variables: Any, norm: jax.Array) -> Any:
+            return self._optimizer.update(gradients, state, variables, gradient_norm=norm)
+
+        norm = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.make_jaxpr(update)(jax.tree.unflatten(structure, given), state, tree, norm)
+
+
+def _uses_last_argument(traced: Any) -> bool:
+    """Whether anything depends on the last argument of these equations: of an update the norm of the gradients."""
+    return is_read(traced.jaxpr, traced.jaxpr.invars[-1])

@@ -1,0 +1,243 @@
+"""The update of a step: the optimizer, once per instance, on the mean gradients of all replicas."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core
+
+from strategies.gradients.accumulation import AccumulationDtype, accumulator_dtypes
+from strategies.gradients.replica_program import LOSS_SCALE, STEP
+from strategies.programs.compilation import compiled_in_turn
+from strategies.programs.products import with_rounded_products
+from strategies.programs.program import jit
+from strategies.programs.rounding import add_stochastically
+from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import Shards
+
+HOST_MEMORY = "pinned_host"
+_ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What changes how variables are updated, not by what.
+
+    Attributes:
+        seed: of stochastic rounding.
+        gradient_dtype: in which the optimizer gets the gradients.
+        unscales: whether the mean gradients are divided by the loss scale.
+        rounds_stochastically: variables of 16 bits.
+        offloads_state: whether optimizer state lies in host memory between updates.
+        shards_state: whether every replica keeps a part of the optimizer state.
+        min_elements: variables with fewer elements have their state whole on every instance.
+    """
+
+    seed: int = 0
+    gradient_dtype: AccumulationDtype = None
+    unscales: bool = False
+    rounds_stochastically: bool = False
+    offloads_state: bool = False
+    shards_state: bool = False
+    min_elements: int = 32
+
+
+class Update(ABC):
+    """New variables and optimizer state, of mean gradients; who keeps which part of the state is another matter.
+
+    The step calls `init` once, and then `apply` for each step, with `wait` before the mean gradients are overwritten.
+
+    Args:
+        replicas: whose variables are updated.
+        optimizer: an optax gradient transformation. One that takes extra arguments gets `gradient_norm`, the norm of
+            all mean gradients together, float32.
+        settings: see there.
+    """
+
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+        self._replicas = replicas
+        self._optimizer = optax.with_extra_args_support(optimizer)
+        self._settings = settings
+        self._reading: jax.Array | None = None  # ready when the last update has read the gradients
+
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool:
+        """Whether instances have different parts of the optimizer state."""
+
+    @property
+    @abstractmethod
+    def mean_shards(self) -> Shards | None:
+        """How mean gradients are cut of which `apply` takes this instance's part only; None: it takes them whole."""
+
+    @abstractmethod
+    def init(self, variables: Any) -> Any:
+        """The optimizer state before the first step."""
+
+    @abstractmethod
+    def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
+        """New variables and optimizer state; the old ones are used up.
+
+        Args:
+            variables: whole.
+            optimizer_state: what `init` or `apply` returned last.
+            means: host arrays like the variables, or of some of them what `mean_shards` makes of those; they are read
+                until `wait` returns.
+            control: see `control_words`.
+        """
+
+    @abstractmethod
+    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
+        """What `apply` computes, or of sharded state the optimizer: the same on every instance.
+
+        Args:
+            variables: see `apply`.
+            optimizer_state: see `apply`.
+            means: the shapes and dtypes of the mean gradients.
+            control: see `apply`.
+        """
+
+    @abstractmethod
+    def traced(
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+    ) -> tuple[Any, Any, jax.Array]:
+        """The update of whole variables where one instance drives all replicas; traceable.
+
+        Returns:
+            New variables, new optimizer state, and a token that is ready when they are.
+        """
+
+    @abstractmethod
+    def whole(self, optimizer_state: Any) -> Any:
+        """The optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
+
+    # ---- what all of them do alike
+
+    def wait(self) -> None:
+        """Return when the mean gradients of the last update are not read any more."""
+        if self._reading is not None:
+            self._reading.block_until_ready()
+
+    def _words(self, control: np.ndarray) -> np.ndarray | None:
+        """The control words of the step, where they are an argument of the program."""
+        return control if self._settings.unscales or self._settings.rounds_stochastically else None
+
+    def _placed(self, init: Callable[..., Any], *arguments: Any) -> Any:
+        """What `init` returns, where optimizer state lies.
+
+        Committed to that device, as what `apply` returns is: JAX compiles a program again for arguments that are not.
+        """
+        device = self._replicas.variables_device
+        with jax.default_device(device):
+            return self.offloaded(jax.device_put(init(*arguments), device))
+
+    def _compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """A program that one instance of the host compiles, where executables are kept."""
+        return self._in_turn(jit(function, **options))
+
+    def _in_turn(self, program: Any) -> Callable[..., Any]:
+        return compiled_in_turn(program, self._replicas.devices.executables)
+
+    def _gradients(self, variables: Any, means: Any, control: jax.Array | None) -> tuple[Any, jax.Array]:
+        """The mean gradients as the optimizer gets them, and their norm."""
+        leaves, structure = jax.tree.flatten(means)
+        if self._settings.unscales:
+            assert control is not None
+            scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+            leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
+        dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
+        leaves = [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        # Behind a barrier, so that the sums have the same bits whatever is done with the gradients besides.
+        squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
+        return jax.tree.unflatten(structure, leaves), jnp.sqrt(sum(squares, start=jnp.zeros(())))
+
+    def _changes(self, gradients: Any, optimizer_state: Any, variables: Any, norm: jax.Array) -> tuple[Any, Any]:
+        """What is added to variables, or to parts of them, and the new optimizer state."""
+        update = with_rounded_products(self._optimizer.update)
+        changes: tuple[Any, Any] = update(gradients, optimizer_state, variables, gradient_norm=norm)
+        return changes
+
+    def _add(self, variables: Any, changes: Any, control: jax.Array | None) -> Any:
+        if not self._settings.rounds_stochastically:
+            return optax.apply_updates(variables, changes)
+        return add_stochastically(variables, changes, lambda number, leaf: self._bits(number, leaf.shape, control))
+
+    def _bits(self, number: int, shape: tuple[int, ...], control: jax.Array | None) -> jax.Array:
+        """Random bits for a variable: of the step, the same on every instance."""
+        assert control is not None
+        own = jax.random.fold_in(jax.random.key(self._settings.seed), _ROUNDING)
+        key = jax.random.fold_in(jax.random.fold_in(own, control[STEP]), number)
+        return jax.random.bits(key, shape, jnp.uint32)
+
+    # ---- where the state lies
+
+    def offloaded(self, optimizer_state: Any) -> Any:
+        """The state where it lies between updates."""
+        if not self._settings.offloads_state:
+            return optimizer_state
+        return jax.device_put(optimizer_state, self._placement(HOST_MEMORY))
+
+    def on_device(self, optimizer_state: Any) -> Any:
+        """The state where it is updated."""
+        if not self._settings.offloads_state:
+            return optimizer_state
+        return jax.device_put(optimizer_state, self._placement(None))
+
+    def _placement(self, kind: str | None) -> jax.sharding.Sharding:
+        return jax.sharding.SingleDeviceSharding(self._replicas.variables_device, memory_kind=kind)
+
+
+@final
+class WholeUpdate(Update):
+    """The whole optimizer state on every instance; see `Update`."""
+
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+        super().__init__(replicas, optimizer, settings)
+        self._jitted = jit(self.traced, donate_argnums=(0, 1))
+        self._program = self._in_turn(self._jitted)
+
+    @property
+    def is_sharded(self) -> bool:
+        """See `Update`: no."""
+        return False
+
+    @property
+    def mean_shards(self) -> Shards | None:
+        """See `Update`: it takes them whole."""
+        return None
+
+    def init(self, variables: Any) -> Any:
+        """See `Update`."""
+        return self._placed(self._compiled(self._optimizer.init), variables)
+
+    def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
+        """See `Update`."""
+        variables, optimizer_state, self._reading = self._program(
+            variables, self.on_device(optimizer_state), means, self._words(control)
+        )
+        return variables, self.offloaded(optimizer_state)
+
+    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
+        """See `Update`."""
+        traced = self._jitted.trace(variables, self.on_device(optimizer_state), means, self._words(control))
+        closed: core.ClosedJaxpr = traced.jaxpr
+        return closed
+
+    def traced(
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+    ) -> tuple[Any, Any, jax.Array]:
+        """See `Update`."""
+        gradients, norm = self._gradients(variables, means, control)
+        changes, optimizer_state = self._changes(gradients, optimizer_state, variables, norm)
+        return self._add(variables, changes, control), optimizer_state, jnp.zeros(())
+
+    def whole(self, optimizer_state: Any) -> Any:
+        """See `Update`: it is whole."""
+        return optimizer_state
