@@ -1,7 +1,7 @@
 """How long it takes to add up the gradients of all replicas, in several ways and against the memory's bandwidth.
 
 Starts itself under mpirun, one core per instance; all ways take turns in the same run, and the result of each is
-compared with the sequential sum. Usage:
+compared with the sum in the order of the tree. Usage:
 
     python benchmarks/all_reduce.py [--instances 2] [--replicas 1 2] [--sizes 1K 64M] [--rounds 9] [--json PATH]
         [--backends mpi,grpc,horovod]

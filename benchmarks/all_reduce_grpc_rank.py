@@ -11,7 +11,7 @@ from typing import Any
 
 import control
 import numpy as np
-from contributions import contribution, sequential_sum
+from contributions import contribution, tree_sum
 from resident_memory import peak_bytes, reset_peak, resident_bytes
 
 import collectives
@@ -44,10 +44,10 @@ class Ring:
         return max(0, peak_bytes() - before)
 
     def prepare(self, nbytes: int) -> bool:
-        """From now on reduce `nbytes`; whether the sum has the bits of the sequential one."""
+        """From now on reduce `nbytes`; whether the sum has the bits of that in the order of the tree."""
         self._make_arrays(nbytes)
         self._reduce()
-        expected = sequential_sum(self._communicator.size, nbytes // 4)
+        expected = tree_sum(self._communicator.size, nbytes // 4)
         return np.array_equal(self._out.view(np.uint32), expected.view(np.uint32))
 
     def timed(self, repeats: int) -> float:

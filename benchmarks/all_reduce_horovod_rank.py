@@ -13,7 +13,7 @@ from typing import Any
 
 import control
 import numpy as np
-from contributions import Contributions, Reduce, add, contribution, sequential_sum, sum_checks
+from contributions import Contributions, Reduce, add, contribution, sum_checks, tree_sum
 
 Ways = dict[str, Callable[[Contributions], Reduce]]
 
@@ -60,7 +60,7 @@ class Reductions:
         rank, size, elements = self._connection.rank, self._connection.size, nbytes // 4
         contributions = [contribution(rank * local_replicas + number, elements) for number in range(local_replicas)]
         self._reduce[way] = self._connection.ways[way](contributions)
-        return sum_checks(self._reduce[way](), sequential_sum(size * local_replicas, elements))
+        return sum_checks(self._reduce[way](), tree_sum(size * local_replicas, elements))
 
     def timed(self, way: str, repeats: int) -> float:
         """Seconds per all-reduce, of `repeats` one after another; one more before them lets all begin together."""

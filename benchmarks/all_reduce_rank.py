@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import reductions
-from contributions import contribution, sequential_sum, sum_checks
+from contributions import contribution, sum_checks, tree_sum
 from mpi4py import MPI
 from timing import medians
 
@@ -63,7 +63,7 @@ def measure(
     comm = connections.mpi
     elements = nbytes // 4
     contributions = [contribution(comm.rank * count + number, elements) for number in range(count)]
-    expected = sequential_sum(comm.size * count, elements)
+    expected = tree_sum(comm.size * count, elements)
     ways = {name: reductions.WAYS[name](connections, contributions) for name in reductions.available_ways(connections)}
     checks = {name: check(comm, reduce(), expected) for name, reduce in ways.items()}
     turns: dict[str, Callable[[], Any]] = {**ways, "stream": stream}

@@ -15,12 +15,12 @@ def contribution(replica: int, elements: int) -> np.ndarray:
     return np.random.default_rng(replica).random(elements, np.float32) - np.float32(0.5)
 
 
-def sequential_sum(replicas: int, elements: int) -> np.ndarray:
-    """((c0 + c1) + c2) + ..."""
-    total = contribution(0, elements)
-    for replica in range(1, replicas):
-        total += contribution(replica, elements)
-    return total
+def tree_sum(replicas: int, elements: int, first: int = 0) -> np.ndarray:
+    """The sum of the first replicas, up to a power of two, plus that of the others; so for each of these."""
+    if replicas == 1:
+        return contribution(first, elements)
+    half = 1 << (replicas - 1).bit_length() - 1
+    return tree_sum(half, elements, first) + tree_sum(replicas - half, elements, first + half)
 
 
 def sum_checks(result: np.ndarray, expected: np.ndarray) -> dict[str, bool]:

@@ -4,12 +4,12 @@ As root: the hosts are namespaces of this machine with an sshd each (the bed of 
 Usage:
 
     python benchmarks/hosts.py [--hosts 4] [--instances 2] [--rate 200mbit] [--delay 1ms] [--sizes 64K 1M 16M]
-        [--rounds 5] [--only all-reduce|launch] [--json PATH]
+        [--rounds 5] [--only all-reduce|launch] [--chain FOLDER] [--json PATH]
 
 All ways take turns in the same run: "ordered" is ours; "mpi" is MPI_Allreduce in the same processes, so with the same
-options; "mpi ring" is a job with Open MPI's ring forced. "bound" is the time that two times the array need on a link
-at its nominal rate: what a sum that keeps its order needs at least, as partial sums and results go the same way. "sent"
-and "received" are what the busiest link has carried for one all-reduce, in arrays, by the counters of the interfaces.
+options; "mpi ring" is a job with Open MPI's ring forced; "chain" is ours of another commit, in the folder `--chain`.
+"bound" is the time that 2 (h - 1) / h of the array need on a link at its nominal rate. "sent" and "received" are
+what the busiest link has carried for one all-reduce, in arrays, by the counters of the interfaces.
 Before it comes a table of launches; see `hosts_launch.py`.
 """
 
@@ -39,7 +39,12 @@ from beds import Bed, open_bed  # noqa: E402
 
 HERE = Path(__file__).parent
 SIZES = [1 << 16, 1 << 20, 1 << 24]
-WAYS = {"ordered": ("ours", "ordered"), "mpi": ("ours", "mpi"), "mpi ring": ("ring", "mpi")}  # group, what it does
+WAYS = {
+    "ordered": ("ours", "ordered"),
+    "mpi": ("ours", "mpi"),
+    "mpi ring": ("ring", "mpi"),
+    "chain": ("chain", "ordered"),
+}  # group, what it does
 # Between hosts with several instances each Open MPI prefers a component that ignores the choice of the ring.
 RING_FORCED = "--mca coll ^han --mca coll_tuned_use_dynamic_rules 1 --mca coll_tuned_allreduce_algorithm 4"
 JOBS: dict[str, Sequence[str]] = {"ours": (), "ring": ("--mpi-global-args", RING_FORCED)}
@@ -79,6 +84,7 @@ def read_options() -> argparse.Namespace:
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way, and launches (%(default)s)")
     add("--block-s", type=float, default=0.5, metavar="SECONDS", help="about how long a turn lasts (%(default)s)")
     add("--only", choices=PARTS, nargs=1, default=PARTS, help="leave out the other part")
+    add("--chain", type=Path, metavar="FOLDER", help="with a commit that adds otherwise, to compare with")
     add("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     if options.hosts < 2:
@@ -104,29 +110,32 @@ def compare(bed: Bed, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Prints and yields rows."""
     print_header(options)
     with Coordinator(bed.shared, ANSWER_S) as coordinator:
-        groups = {name: start(coordinator, bed, options.instances, name, words) for name, words in JOBS.items()}
+        folders = {name: HERE.parent for name in JOBS} | ({"chain": options.chain.resolve()} if options.chain else {})
+        groups = {name: start(coordinator, bed, options.instances, name, folder) for name, folder in folders.items()}
         for nbytes in options.sizes:
             row = compare_size(groups, nbytes, options)
             print_row(row)
             yield row
 
 
-def start(coordinator: Coordinator, bed: Bed, instances: int, name: str, words: Sequence[str]) -> Group:
-    program = [sys.executable, str(HERE / "hosts_rank.py"), coordinator.path, name]
-    command = [*hosts_launch.poprun_command(bed, instances, words), *program]
+def start(coordinator: Coordinator, bed: Bed, instances: int, name: str, folder: Path) -> Group:
+    script = str(folder / "benchmarks" / "hosts_rank.py")
+    program = ["env", f"PYTHONPATH={folder}", sys.executable, script, coordinator.path, name]
+    command = [*hosts_launch.poprun_command(bed, instances, JOBS.get(name, ())), *program]
     return coordinator.start(name, instances * len(bed.names), [bed.command("h0", *command)], bed.environ)
 
 
 def compare_size(groups: dict[str, Group], nbytes: int, options: argparse.Namespace) -> dict[str, Any]:
     """One row: every way takes its turn in each of the rounds."""
     checks = prepare(groups, nbytes)
-    bound_s = 2 * nbytes / bytes_per_s(options.rate)
-    repeats = {way: max(1, round(options.block_s / turn(groups, way, 1)["seconds"])) for way in WAYS}
-    turns: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    bound_s = 2 * (options.hosts - 1) / options.hosts * nbytes / bytes_per_s(options.rate)
+    ways = list(checks)
+    repeats = {way: max(1, round(options.block_s / turn(groups, way, 1)["seconds"])) for way in ways}
+    turns: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(options.rounds):
-        for way in WAYS:
+        for way in ways:
             turns[way].append(turn(groups, way, repeats[way]))
-    seconds = {way: median(each["seconds"] for each in turns[way]) for way in WAYS}
+    seconds = {way: median(each["seconds"] for each in turns[way]) for way in ways}
     return {
         "bytes": nbytes,
         "bound_ms": 1e3 * bound_s,
@@ -140,7 +149,7 @@ def compare_size(groups: dict[str, Group], nbytes: int, options: argparse.Namesp
                 "rounds_ms": [1e3 * each["seconds"] for each in turns[way]],
                 **checks[way],
             }
-            for way in WAYS
+            for way in ways
         },
     }
 
@@ -149,6 +158,8 @@ def prepare(groups: dict[str, Group], nbytes: int) -> dict[str, dict[str, bool]]
     """For each way, whether its results are right on all instances."""
     checks = {}
     for way, (group, deed) in WAYS.items():
+        if group not in groups:
+            continue
         answers = [answer[deed] for answer in groups[group].ask(do="prepare", nbytes=nbytes, ways=[deed])]
         checks[way] = {name: all(answer[name] for answer in answers) for name in answers[0]}
     return checks
@@ -174,7 +185,8 @@ def print_header(options: argparse.Namespace) -> None:
     links = f"links of {options.rate} and {options.delay}"
     print(f"{options.hosts} hosts x {options.instances} instances, {links}, load {os.getloadavg()[0]:.1f}")
     print(f"{'ms; times the bound; sent, received / S':>16}")
-    print(f"{'size':>7}{'bound':>8}{''.join(f'{way:>32}' for way in WAYS)}{'faster than mpi':>17}", flush=True)
+    ways = [way for way in WAYS if way != "chain" or options.chain]
+    print(f"{'size':>7}{'bound':>8}{''.join(f'{way:>32}' for way in ways)}{'faster than mpi':>17}", flush=True)
 
 
 def print_row(row: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from contributions import contribution, sequential_sum, sum_checks
+from contributions import contribution, sum_checks, tree_sum
 from control import serve
 
 import collectives
@@ -47,7 +47,7 @@ class Instance:
             return out
 
         self._ways = {"ordered": ordered, "mpi": mpi}
-        expected = sequential_sum(self._mpi.size, elements)
+        expected = tree_sum(self._mpi.size, elements)
         return {way: sum_checks(self._ways[way](), expected) for way in ways}
 
     def turn(self, way: str, repeats: int) -> dict[str, float]:

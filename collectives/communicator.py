@@ -16,6 +16,7 @@ from collectives.errors import BrokenError, BusyError, ClosedError, LayoutMismat
 from collectives.instruments import Instruments, is_seen
 from collectives.named import Handle, NamedQueue
 from collectives.prepared import Preparations, Prepared, Result
+from collectives.ring.link import Link
 from collectives.transport import Transport
 from collectives.waiting import Watch
 
@@ -30,12 +31,12 @@ class Communicator:
     further call raises `BrokenError`. Wrong arguments raise before other ranks are involved.
 
     Buffers are C-contiguous NumPy arrays; those that receive results are writable. They must not be changed while the
-    call runs. float16, bfloat16, float32, float64 and all integers can be reduced, bool as well can be moved. Sums are
-    taken in rank order, and within a rank in the order of its contributions, so they have the same bits however the
-    contributions are spread over ranks; 16-bit floats are added in float32, and sums of integers wrap around. "mean"
-    divides the sum once by the number of contributions and truncates integers towards zero; there the sum of integers
-    does not wrap. Results may take the place of what they are made of, element by element; memory that overlaps
-    otherwise is refused.
+    call runs. float16, bfloat16, float32, float64 and all integers can be reduced, bool as well can be moved. Sums
+    are taken in the order of a tree over all contributions (`collectives.tree`), which are numbered in rank order,
+    and within a rank in its own, so they have the same bits however the contributions are spread over ranks; 16-bit
+    floats are added in float32, and sums of integers wrap around. "mean" divides the sum once by the number of
+    contributions and truncates integers towards zero; there the sum of integers does not wrap. Results may take the
+    place of what they are made of, element by element; memory that overlaps otherwise is refused.
 
     Synchronous calls come from one thread at a time. `start_...` begins a named collective that is matched by its
     name: ranks and threads may start different names in different orders. To wait for one name before another one is
@@ -90,7 +91,7 @@ class Communicator:
         *,
         name: str = "",
     ) -> np.ndarray:
-        """Reduce the contributions of all ranks, in rank order and in their order within each rank.
+        """Reduce the contributions of all ranks in the order of the tree, numbered in rank order and then in their own.
 
         Args:
             contributions: this rank's arrays, one per local replica, of equal shape and dtype; they are not changed.
@@ -264,6 +265,12 @@ class Communicator:
         Over Horovod it does neither; one rank alone has nothing to move.
         """
         return self.size > 1 and self._transport.scatters_reductions
+
+    @property
+    def link(self) -> Link | None:
+        """What messages go through, for those who measure it while nothing else does; None without messages."""
+        found: Link | None = getattr(self._transport, "link", None)
+        return found
 
     @property
     def calls_made(self) -> int:

@@ -1,4 +1,4 @@
-"""The arithmetic of the ordered reduction: contributions are combined one after another, in the given order."""
+"""The arithmetic of the ordered reduction: contributions are combined in the order of a tree, block by block."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from collectives.dtypes import accumulator_dtype
+from collectives.tree import Node, Step, registers, steps
 
 OPERATIONS = ("sum", "mean", "min", "max")
 REDUCING = (
@@ -23,7 +24,7 @@ REDUCING = (
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 BLOCK_BYTES = 1 << 18  # several passes over a block stay in a core's cache
-
+_SMALL_BYTES = 1 << 16  # larger memory is fetched from the system again and again
 
 _of_thread = threading.local()
 
@@ -55,7 +56,7 @@ def normalise_op(op: str) -> str:
 
 @dataclass(frozen=True, eq=False)  # hashed on the hot path, so by identity
 class Reduction:
-    """One reduction of arrays of one dtype: `((c0 + c1) + c2) + ...`, for a mean divided once by the count.
+    """One reduction of arrays of one dtype, in the order of the tree (`collectives.tree`); a mean is divided once.
 
     16-bit floats are added in float32 and rounded once. Sums of integers wrap around, as NumPy's do. A mean of integers
     is truncated towards zero, as in C, and is right also where their sum does not fit into their dtype.
@@ -82,62 +83,99 @@ class Reduction:
         """
         return self.op == "mean" and self.dtype.kind in "iu" and self.dtype.itemsize == 8
 
-    def first_dtype(self, count: int) -> np.dtype:
-        """The dtype in which rank 0 hands on what its `count` contributions come to: a single one as it is."""
-        return self.dtype if count == 1 else self.accumulator
-
-    @cached_property
-    def _block(self) -> int:
-        return BLOCK_BYTES // self.accumulator.itemsize
+    def dtype_of(self, node: Node) -> np.dtype:
+        """The dtype in which a node travels: the contribution of one replica as it is."""
+        return self.dtype if node.is_leaf else self.accumulator
 
     @cached_property
     def ufunc(self) -> np.ufunc:
         """The NumPy function that combines two contributions."""
         return _UFUNCS[self.op]
 
-    def fold(self, sources: Sequence[np.ndarray], into: np.ndarray) -> None:
-        """Combine `sources` in order into the partial result `into` (accumulator dtype, same shape, 1-D).
-
-        `into` may be one of the first two sources.
-        """
-        _quietly(self._fold, sources, into)
-
-    def _fold(self, sources: Sequence[np.ndarray], into: np.ndarray) -> None:
-        if len(sources) == 1:
-            if sources[0] is not into:
-                np.copyto(into, sources[0])
-            return
-        block = max(1, BLOCK_BYTES // into.itemsize)
-        if into.size <= block:
-            self._fold_block(sources, into)
-            return
-        for start in range(0, into.size, block):
-            window = slice(start, start + block)
-            self._fold_block([source[window] for source in sources], into[window])
-
-    def reduce(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
-        """Combine `sources` in order and finish the result into `out` (the reduction's dtype, 1-D).
+    def fold(self, sources: Sequence[np.ndarray], into: np.ndarray, nodes: tuple[Node, ...] | Order = ()) -> None:
+        """Combine `sources` into the partial result `into` (accumulator dtype, same shape, 1-D).
 
         Args:
-            sources: 1-D arrays of `out`'s size; the first may be a partial result (accumulator dtype).
+            sources: neighbours in the tree.
+            into: may be one of the sources.
+            nodes: what they are, in the same order, or what `order_of` says of that; default: the contributions of
+                replicas from 0 on.
+        """
+        _quietly(self._by_blocks, self._fold, sources, into, nodes, len(sources))
+
+    def reduce(
+        self, sources: Sequence[np.ndarray], out: np.ndarray, count: int, nodes: tuple[Node, ...] | Order = ()
+    ) -> None:
+        """Combine `sources` and finish the result into `out` (the reduction's dtype, 1-D).
+
+        Args:
+            sources: 1-D arrays of `out`'s size, which are all of the tree; partial results have the accumulator dtype.
             out: may be one of the sources.
             count: the number of replicas, for the mean.
+            nodes: as for `fold`.
         """
-        _quietly(self._reduce, sources, out, count)
+        _quietly(self._by_blocks, self._reduce, sources, out, nodes, count)
 
-    def _reduce(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
-        block = self._block
+    def _by_blocks(
+        self,
+        combine: Callable[[Sequence[np.ndarray], np.ndarray, Order, int], None],
+        sources: Sequence[np.ndarray],
+        out: np.ndarray,
+        nodes: tuple[Node, ...] | Order,
+        count: int,
+    ) -> None:
+        order = nodes if isinstance(nodes, Order) else order_of(nodes or len(sources))
+        block = BLOCK_BYTES // self.accumulator.itemsize
         if out.size <= block:
-            if len(sources) == 2 and self.is_direct:  # what two ranks do with small gradients, again and again
-                self.ufunc(sources[0], sources[1], out=out)
-                if self.op == "mean":
-                    _divide(out, out, count)
-            else:
-                self._reduce_block(sources, out, count)
+            combine(sources, out, order, count)
             return
         for start in range(0, out.size, block):
             window = slice(start, start + block)
-            self._reduce_block([source[window] for source in sources], out[window], count)
+            combine([source[window] for source in sources], out[window], order, count)
+
+    def _fold(self, sources: Sequence[np.ndarray], into: np.ndarray, order: Order, count: int) -> None:
+        if order.rows:
+            self._add(sources, into, order)
+        elif sources[0] is not into:
+            np.copyto(into, sources[0])
+
+    def _reduce(self, sources: Sequence[np.ndarray], out: np.ndarray, order: Order, count: int) -> None:
+        if self.is_direct:
+            if len(sources) == 2:  # what two ranks do with small gradients, again and again
+                self.ufunc(sources[0], sources[1], out=out)
+            else:
+                self._fold(sources, out, order, count)
+            if self.op == "mean":
+                _divide(out, out, count)
+        elif self.divides_first:
+            quotients, remainders = (np.add.reduce(parts) for parts in shares(sources, count))
+            join(quotients, remainders, out, count)
+        else:
+            total = _rows(self.accumulator, 1, out.size, 0)[0]
+            self._fold(sources, total, order, count)
+            self._finish(total, out, count)
+
+    def _add(self, sources: Sequence[np.ndarray], total: np.ndarray, order: Order) -> None:
+        """Add short arrays. Sums of some of them lie in accumulators; the lowest of these is `total`, if it may be."""
+        values = list(sources)
+        combine = self.ufunc if self.accumulator == self.dtype else self._combine_widened
+        is_apart = True
+        for late in order.late:
+            if np.may_share_memory(total, sources[late]):
+                is_apart = False
+        lowest = [total] if is_apart else []
+        accumulators = [*lowest, *_rows(total.dtype, order.rows - is_apart, total.size, 1)]
+        for left, right, register in order.before_last:
+            into = accumulators[register]
+            combine(values[left], values[right], out=into)
+            values.append(into)
+        combine(values[order.left], values[order.right], out=total)
+
+    def _combine_widened(self, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+        if left.dtype != out.dtype and right.dtype != out.dtype:  # NumPy would add in their dtype
+            out[...] = left
+            left = out
+        self.ufunc(left, right, out=out)
 
     def finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
         """Turn the complete partial result `total`, which is used up, into the result `out`; they may be the same."""
@@ -149,26 +187,58 @@ class Reduction:
         elif total is not out:
             out[...] = total
 
-    def _reduce_block(self, sources: Sequence[np.ndarray], out: np.ndarray, count: int) -> None:
-        if self.divides_first:
-            quotients, remainders = (np.add.reduce(parts) for parts in shares(sources, count))
-            join(quotients, remainders, out, count)
-            return
-        direct = self.is_direct and not any(np.may_share_memory(out, source) for source in sources[2:])
-        total = out if direct else np.empty(out.size, self.accumulator)
-        self._fold(sources, total)
-        self._finish(total, out, count)
 
-    def _fold_block(self, sources: Sequence[np.ndarray], into: np.ndarray) -> None:
-        combine = self.ufunc
-        first, second = sources[0], sources[1]
-        if first.dtype == second.dtype == into.dtype:
-            combine(first, second, out=into)
-        else:
-            into[...] = first
-            combine(into, second, out=into)
-        for source in sources[2:]:
-            combine(into, source, out=into)
+class Order:
+    """The additions of some sources, and what they need.
+
+    Args:
+        steps: see `collectives.tree.steps`.
+
+    Attributes:
+        before_last: all steps but the last one.
+        left: what the last one adds.
+        right: and to what it does.
+        rows: how many accumulators they take.
+        late: the sources that are added when the lowest accumulator has been written.
+    """
+
+    __slots__ = ("before_last", "late", "left", "right", "rows")
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.before_last = steps[:-1]
+        self.left, self.right, _ = steps[-1] if steps else (0, 0, 0)
+        self.rows = registers(steps)
+        count, begun = len(steps) + 1, [step.register for step in steps].index(0) + 1 if steps else 0
+        self.late = [number for step in steps[begun:] for number in step[:2] if number < count]
+
+
+@lru_cache(1024)
+def order_of(nodes: tuple[Node, ...] | int) -> Order:
+    """For nodes in order, or for the contributions of so many replicas."""
+    if isinstance(nodes, int):
+        nodes = tuple(Node(replica, replica + 1) for replica in range(nodes))
+    return Order(steps(nodes))
+
+
+def _rows(dtype: np.dtype, rows: int, size: int, number: int) -> Sequence[np.ndarray]:
+    """Memory for accumulators, which nobody needs after the block: of this thread, or new where that costs less.
+
+    Args:
+        dtype: of their elements.
+        rows: how many there are.
+        size: the elements of each.
+        number: 0 or 1, to have two of them at once.
+    """
+    if not rows:
+        return ()
+    nbytes = rows * size * dtype.itemsize
+    if nbytes <= _SMALL_BYTES:
+        return list(np.empty((rows, size), dtype))
+    rooms = _of_thread.__dict__.setdefault("rooms", {})
+    memory = rooms.get(number)
+    if memory is None or memory.size < nbytes:
+        memory = rooms[number] = np.empty(nbytes, np.uint8)
+    return list(memory[:nbytes].view(dtype).reshape(rows, size))
 
 
 def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:

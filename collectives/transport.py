@@ -79,7 +79,7 @@ class Transport(ABC):
         parts: Parts,
         is_shared: bool = False,
     ) -> None:
-        """Combine all contributions of all ranks in rank order into `out` on every rank.
+        """Combine all contributions of all ranks, in the order of the tree, into `out` on every rank.
 
         `out` may be the first of the contributions. `is_shared` says that it is what `allocate` returned on all ranks.
         """
@@ -91,7 +91,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(self, contributions: Contributions, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
-        """Combine all contributions in rank order; `out` receives this rank's one of `size` equal blocks."""
+        """Combine all contributions in the order of the tree; `out` receives this rank's one of `size` equal blocks."""
 
     @abstractmethod
     def broadcast(self, buffer: np.ndarray, root: int) -> None:

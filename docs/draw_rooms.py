@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = Path(__file__).with_name("rooms.svg")
-COLUMNS = (("strategies",), ("poprun",), ("popdist", "collectives"))
+COLUMNS = (("strategies",), ("poprun", "simulator"), ("popdist", "collectives"))
 COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
 """Started by `python -m`; nobody imports them."""
 

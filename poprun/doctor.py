@@ -238,7 +238,7 @@ def check_links(links: Sequence[Link]) -> Iterator[Finding]:
             trip, rate = link.round_trip_s * 1e3, link.bytes_per_s * 8e-6
             yield Finding("link", name, f"round trip {trip:.2f} ms, {rate:.1f} Mbit/s")
     if links and not any(link.fault for link in links):
-        bound = f"at least {all_reduce_bound_s(links, _BOUND_BYTES) * 1e3:.0f} ms for 16 MiB (2S/B)"
+        bound = f"at least {all_reduce_bound_s(links, _BOUND_BYTES) * 1e3:.0f} ms for 16 MiB (2 (h - 1) / h S/B)"
         yield Finding("all-reduce", "all", bound)
 
 

@@ -72,9 +72,9 @@ class IPUMultiWorkerStrategy(Strategy):
     """The replicas of all workers of a cluster, connected by a ring over gRPC; no launcher, no MPI.
 
     Every worker makes it at the beginning of the program; it returns when all of them have come. Gradients are added
-    in replica order, so the variables have the same bits as under `IPUStrategy` and `PopDistStrategy` with equally
-    many replicas. With `variables_on_host`, `Trainer` streams gradients: what the backward pass has finished travels
-    while the rest of it still runs.
+    in the order of the tree, so the variables have the same bits as under `IPUStrategy` and `PopDistStrategy` with
+    equally many replicas. With `variables_on_host`, `Trainer` streams gradients: what the backward pass has finished
+    travels while the rest of it still runs.
 
     Semantics: the original's `IPUMultiWorkerStrategyV1`, with several replicas per worker.
 

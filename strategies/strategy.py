@@ -261,7 +261,7 @@ class Strategy(ABC):
         return self._replicas.broadcast(tree, root)
 
     def reduce(self, op: str, value: Tree) -> Tree:
-        """Reduce over all replicas of all instances, in replica order; the same result on every instance.
+        """Reduce over all replicas of all instances, in the order of the tree; the same result on every instance.
 
         Args:
             op: "sum" (of integers: wraps around where it does not fit), "mean" (of integers: truncated), "min" or

@@ -27,8 +27,9 @@ class Trainer:
     """Trains variables on all replicas of a strategy.
 
     Each step runs `loss_fn` once per replica; the gradients leave XLA as views of its memory, one flat buffer per
-    dtype with the metrics in its tail; the buffers are added in replica order; one compiled update per instance applies
-    their mean. The variables have the same bits on every instance, and for every number of instances.
+    dtype with the metrics in its tail; the buffers are added in the order of a tree over replicas; one compiled
+    update per instance applies their mean. The variables have the same bits on every instance, and for every number
+    of instances.
 
     Args:
         strategy: where the replicas are.

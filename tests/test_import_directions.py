@@ -14,7 +14,7 @@ import draw_rooms
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = {"collectives", "popdist", "poprun", "strategies", "launch_scripts"}
+OURS = {"collectives", "popdist", "poprun", "simulator", "strategies", "launch_scripts"}
 
 NUMERIC = {"numpy", "ml_dtypes"}
 MACHINE_LEARNING = {"jax", "jaxlib", "optax", "sklearn", "tqdm", *NUMERIC}
@@ -23,6 +23,7 @@ ALLOWED = {
     "collectives": NUMERIC,
     "popdist": {"collectives", "mpi4py", "numpy"},
     "poprun": {"ClusterShell", "popdist", "tomli_w"},
+    "simulator": {"collectives", *NUMERIC},
     "strategies": {"collectives", "popdist", *MACHINE_LEARNING},
     "launch_scripts": {"popdist", "strategies", "collectives", *MACHINE_LEARNING},
 }

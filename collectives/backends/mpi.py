@@ -32,9 +32,9 @@ _SUBGROUP_TAG = 7  # no lane of a channel has it
 
 # Between hosts:
 _INLINE_BYTES_OF_HOST = 1 << 17
-_SHORT_BYTES = 1 << 17
-_SMALLEST_CHUNK_BYTES = 1 << 15
-_CHUNKS_PER_RANK = 48
+_WHOLE_BYTES = 1 << 18
+_CHUNK_BYTES = 60 << 10
+_SMALLEST_CHUNK_BYTES = 60 << 10
 
 
 class MpiTransfer:
@@ -66,12 +66,16 @@ class MpiLink(Link):
     Args:
         comm: connects the ranks.
         channel: which of the independent links over `comm` this is.
+        hosts: the number of the host of each rank.
         sizes: of messages.
         end: called when the link is closed.
     """
 
-    def __init__(self, comm: MPI.Comm, channel: int, sizes: Sizes, end: Callable[[], None]) -> None:
+    def __init__(
+        self, comm: MPI.Comm, channel: int, hosts: tuple[int, ...], sizes: Sizes, end: Callable[[], None]
+    ) -> None:
         self._comm = comm
+        self.hosts = hosts
         self._first_tag = channel * LANES
         self._end = end
         self.rank = comm.Get_rank()
@@ -144,7 +148,9 @@ def _connect_over(
     cores = set().union(*[cores for host, cores in of_ranks if host == here])
     if len(cores) < hosts.count(here):
         settings = replace(settings, spins=0)  # who spins takes a core that another rank needs
-    main, named = [MpiLink(own, channel, sizes, end) for channel in range(_CHANNELS)]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    of_hosts = tuple(numbers[host] for host in hosts)
+    main, named = [MpiLink(own, channel, of_hosts, sizes, end) for channel in range(_CHANNELS)]
 
     def make_subgroup(ranks: Sequence[int]) -> Communicator:
         subgroup = comm.Create_group(comm.Get_group().Incl(ranks), _SUBGROUP_TAG)
@@ -182,18 +188,14 @@ def connect_survivors(settings: Settings) -> Communicator:
 
 
 def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
-    """What is best where the ranks of a host send through one wire: measured at 40 and 200 Mbit/s, 4 hosts x 2 ranks.
+    """What is best where the ranks of a host send through one wire.
 
-    Neighbours in the ring are mostly neighbours on a host, so it is the way that sends least. It takes many small
-    messages to fill it quickly, best below the 64 KiB for which Open MPI's tcp asks the receiver first (16 MiB: 410
-    messages take 1.10x the time of the bytes alone, 256 take 1.17x, 64 take 1.25x). Only short arrays are quicker in
-    the two hops that everybody's slices need.
+    Messages stay below the 64 KiB for which Open MPI's tcp asks the receiver first.
     """
     copies = of_one_host * (ranks - of_one_host)  # of everything inline that leave a host
     return Sizes(
         inline_bytes=min(Sizes.inline_bytes, _INLINE_BYTES_OF_HOST // copies),
-        short_bytes=_SHORT_BYTES,
-        sharing=of_one_host,
+        whole_bytes=_WHOLE_BYTES,
+        chunk_bytes=_CHUNK_BYTES,
         smallest_chunk_bytes=_SMALLEST_CHUNK_BYTES,
-        chunks_at_least=_CHUNKS_PER_RANK * ranks,
     )

@@ -1,19 +1,20 @@
-"""A link: what the ring needs from a network."""
+"""A link: what plans need from a network."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from collectives.reduction import Reduction
+from collectives.plans.choice import Costs
 
 CHUNK_BYTES = 1 << 18
 LANES = 3
-"""What a channel has between two ranks, numbered from 0."""
+EXCHANGE, PARTIALS, RESULTS = range(LANES)
+"""What a channel has between two ranks."""
 
 
 @dataclass(frozen=True)
@@ -22,53 +23,21 @@ class Sizes:
 
     Attributes:
         inline_bytes: how much each rank may send to every other one along with an exchange.
-        short_bytes: up to this size of the partial sums slices are sent to the rank that reduces them.
-        direct_bytes: up to this size they are, in one message each, as long as no host sends more than in the ring;
-            those of 16-bit floats beyond it as well.
-        sharing: how many ranks send through the same wire.
-        chunk_bytes: the largest message in the pipelined passes.
+        whole_bytes: up to this size arrays go through a plan in one piece.
+        chunk_bytes: the largest message where they go in several.
         smallest_chunk_bytes: and the smallest, but for what is left at the end.
-        chunks_at_least: into how many messages arrays are cut that allow it; between filling the ring and emptying it
-            several of them are under way at each rank.
+        pieces_at_least: into how many pieces arrays are cut that allow it; several are under way at each rank.
     """
 
     inline_bytes: int = 1 << 16
-    short_bytes: int = 0
-    direct_bytes: int = 1 << 21
-    sharing: int = 1
+    whole_bytes: int = 1 << 21
     chunk_bytes: int = CHUNK_BYTES
     smallest_chunk_bytes: int = CHUNK_BYTES
-    chunks_at_least: int = 16
+    pieces_at_least: int = 16
 
     def chunk_of(self, nbytes: int) -> int:
-        """The size of the messages in which so many bytes go through the ring."""
-        return min(self.chunk_bytes, max(self.smallest_chunk_bytes, nbytes // self.chunks_at_least))
-
-    def goes_directly(self, size: int, reduction: Reduction, counts: Sequence[int]) -> bool:
-        """Whether slices of contributions are sent to the rank that reduces them, instead of partial sums in a ring.
-
-        Args:
-            size: the elements of the array.
-            reduction: the arithmetic.
-            counts: how many arrays each rank contributes.
-        """
-        ranks = len(counts)
-        nbytes = size * reduction.accumulator.itemsize
-        if nbytes <= self.short_bytes:
-            return True
-        slices = self.sharing * (max(counts) + 1) * (ranks - self.sharing)  # sent by a host
-        if reduction.is_direct:
-            return nbytes <= self.direct_bytes and slices <= 2 * ranks
-        # Partial sums are wider than contributions and results. The host that sends most sends both in the ring, but
-        # for two ranks, of which one sends partial sums and the other one results.
-        in_ring = reduction.accumulator.itemsize + (reduction.dtype.itemsize if ranks > 2 else 0)
-        return slices * reduction.dtype.itemsize <= ranks * in_ring
-
-    def scatters_directly(self, reduction: Reduction, counts: Sequence[int]) -> bool:
-        """The same for a reduction of which each rank receives its slice only: whether this moves no more bytes."""
-        ranks = len(counts)
-        slices = self.sharing * max(counts) * (ranks - self.sharing)  # sent by a host; of partial sums it sends all
-        return slices * reduction.dtype.itemsize <= ranks * reduction.accumulator.itemsize
+        """The size of the messages in which so many bytes travel."""
+        return min(self.chunk_bytes, max(self.smallest_chunk_bytes, nbytes // self.pieces_at_least))
 
 
 class Transfer(Protocol):
@@ -118,14 +87,18 @@ class Link(ABC):
     Attributes:
         rank: this rank.
         size: the number of ranks.
+        hosts: the number of the host of each rank, from 0 on.
         sizes: how arrays are best cut.
+        costs: what messages cost, for the choice among plans.
         pause: returns when a transfer may have ended, at the latest after the given seconds; None where the link
             cannot tell.
     """
 
     rank: int
     size: int
+    hosts: tuple[int, ...] = ()
     sizes: Sizes = Sizes()
+    costs: Costs = Costs(50e-6, 20e-6, 1e9, 50e-6, 1e9, 5e9)
     pause: Callable[[float], None] | None = None
 
     @abstractmethod

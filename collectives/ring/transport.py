@@ -1,34 +1,29 @@
-"""The ordered ring: partial sums travel from rank 0 to the last rank, and the result from there once round the ring.
+"""Reductions by messages: what `collectives.plans` decides, carried out over a link.
 
-Rank 0 begins each chunk with the sum of its own replicas, every further rank adds its replicas one after another, and
-the last rank finishes the chunk and sends it on to 0, 1, ... Each link carries every byte at most twice; the chunks are
-pipelined and both passes overlap. Whoever owns the replicas, the sum is taken in their order.
-
-Small arrays never enter the ring: they travel with the exchange that precedes every collective, from every rank to
-every other one, and each rank adds all of them itself. Arrays of medium size, and 16-bit floats of any, are cut into
-one slice per rank; every rank receives the others' parts of its slice, reduces it and sends it to all, as long as this
-moves no more bytes (the partial sums of 16-bit floats have 32 bits, what travels so has 16). Which arrays these are
-depends on the link.
+Small arrays travel with the exchange that precedes every collective, from every rank to every other one, and each rank
+adds all of them itself. Larger ones go through a plan; long ones in pieces, of which several are under way at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
 
 from collectives.errors import PeerLostError
 from collectives.memory import aligned_empty
+from collectives.plans.choice import Width, quickest
+from collectives.plans.cutting import pieces_of, pieces_of_blocks
+from collectives.plans.planning import possible_ways
+from collectives.plans.spread import Spread
 from collectives.reduction import Reduction
-from collectives.ring.link import Link, Transfer
-from collectives.ring.passes import EXCHANGE, RESULTS, Chunk, PartialPass, Place, ResultPass, drain
-from collectives.ring.slice_pass import SlicePass
+from collectives.ring.flow import DEPTH, Arrays, Memory, PieceFlow, drain
+from collectives.ring.link import EXCHANGE, RESULTS, Link, Transfer
+from collectives.ring.program import Program, program_of
 from collectives.transport import Parts, Transport
 from collectives.waiting import Watch
-
-Stage = PartialPass | ResultPass | SlicePass
 
 _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
@@ -49,7 +44,9 @@ class RingTransport(Transport):
         self.rank = link.rank
         self.size = link.size
         self.link = link
-        self._place = Place(link)
+        self._hosts = link.hosts or tuple(range(link.size))
+        self._memory = Memory()
+        self._programs: dict[tuple[object, ...], list[tuple[int, Program]]] = {}
         self._watch = watch
         self._sizes = link.sizes
         self._inline_bytes = link.sizes.inline_bytes
@@ -152,68 +149,77 @@ class RingTransport(Transport):
         parts: Parts,
         is_shared: bool = False,
     ) -> None:
-        if self._sizes.goes_directly(out.size, reduction, parts.counts):
-            piece = self._piece_elements(reduction, out.size)
-            self._run([SlicePass(self._place, contributions, out, reduction, parts, piece)])
-            return
-        chunks = _cut(0, out.size, self._chunk_elements(reduction, out.size))
-        destinations = range(self.size - 1)
-        self._flow(contributions, reduction, parts, [Chunk(chunk, out[chunk], destinations) for chunk in chunks])
+        arrays = Arrays(contributions, out, 0, reduction, parts.total)
+        self._flow(arrays, self._programs_for(reduction, parts.counts, out.size, scatters=False))
 
     def reduce_scatter(
         self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
     ) -> None:
-        if self._sizes.scatters_directly(reduction, parts.counts):
-            piece = self._piece_elements(reduction, out.size * self.size)
-            self._run([SlicePass(self._place, contributions, out, reduction, parts, piece, hands_on=False)])
-            return
-        step = self._chunk_elements(reduction, out.size)
-        own = self.rank * out.size
-        plan = [
-            Chunk(
-                chunk,
-                out[chunk.start - own : chunk.stop - own] if owner == self.rank else None,
-                range(owner, owner + 1) if owner < self.size - 1 else range(0),
-            )
-            for owner in range(self.size)
-            for chunk in _cut(owner * out.size, (owner + 1) * out.size, step)
-        ]
-        self._flow(contributions, reduction, parts, plan)
+        arrays = Arrays(contributions, out, self.rank * out.size, reduction, parts.total)
+        self._flow(arrays, self._programs_for(reduction, parts.counts, out.size, scatters=True))
+
+    def _programs_for(
+        self, reduction: Reduction, counts: tuple[int, ...], size: int, scatters: bool
+    ) -> list[tuple[int, Program]]:
+        """What this rank does for each piece of an array, with the first element of the piece.
+
+        Args:
+            reduction: the arithmetic.
+            counts: how many arrays each rank contributes.
+            size: the elements of the result on this rank.
+            scatters: whether that is one of equal blocks.
+        """
+        key = reduction.dtype, reduction.accumulator, counts, size, scatters
+        found = self._programs.get(key)
+        if found is None:
+            if len(self._programs) > _PLANS:
+                self._programs.clear()
+            found = self._programs[key] = self._plan_programs(reduction, counts, size, scatters)
+        return found
+
+    def _plan_programs(
+        self, reduction: Reduction, counts: tuple[int, ...], size: int, scatters: bool
+    ) -> list[tuple[int, Program]]:
+        spread = Spread(counts, self._hosts)
+        width = Width(reduction.dtype.itemsize, reduction.accumulator.itemsize)
+        elements = size * self.size if scatters else size
+        is_whole = elements * width.partial <= self._sizes.whole_bytes
+        ways = list(possible_ways(spread) if is_whole else ("direct",))
+        if "doubling" in ways and (scatters or elements * width.partial > self._sizes.chunk_bytes):
+            ways.remove("doubling")
+        plan = quickest(spread, elements, width, self.link.costs, tuple(ways))
+        if scatters:
+            plan = plan.scattering
+        in_slice = -(-elements // plan.slices)
+        widest = width.leaf if max(counts) == 1 else width.partial
+        longest = in_slice if is_whole else max(1, self._sizes.chunk_of(in_slice * widest) // widest)
+        pieces = pieces_of_blocks(plan, size, longest) if scatters else pieces_of(plan, size, longest * plan.slices)
+        programs = {piece.table: program_of(plan, self.rank, piece.table) for piece in pieces}
+        return [(piece.offset, programs[piece.table]) for piece in pieces]
 
     def _complete_all(self, transfers: Sequence[tuple[Transfer, int]]) -> None:
         """Wait until all transfers, each named with its rank, are done."""
         pending = deque(transfers)
         self._watch.wait(lambda: drain(pending), lambda: sorted({rank for _, rank in pending}))
 
-    def _piece_elements(self, reduction: Reduction, size: int) -> int:
-        """The part of a slice that travels in one message: all of it, unless the array is long."""
-        if size * reduction.accumulator.itemsize <= max(self._sizes.direct_bytes, self._sizes.short_bytes):
-            return -(-size // self.size)
-        itemsize = reduction.dtype.itemsize
-        return max(1, self._sizes.chunk_of(size * itemsize) // itemsize)
-
-    def _chunk_elements(self, reduction: Reduction, size: int) -> int:
-        itemsize = reduction.accumulator.itemsize
-        return max(1, self._sizes.chunk_of(size * itemsize) // itemsize)
-
-    def _flow(
-        self,
-        contributions: Sequence[np.ndarray],
-        reduction: Reduction,
-        parts: Parts,
-        plan: Sequence[Chunk],
-    ) -> None:
-        """Run both passes."""
-        last = self.size - 1
-        results = ResultPass(self._place, plan) if self.rank < last else None
-        partials = PartialPass(self._place, contributions, reduction, parts, plan)
-        self._run([partials] if results is None else [results, partials])
-
-    def _run(self, stages: Sequence[Stage]) -> None:
-        """Go through the given passes at the same time."""
-        while stages := [stage for stage in stages if not stage.is_over]:
-            if not _advance(stages):
-                self._watch.wait(partial(_advance, stages), partial(_awaited, stages))
+    def _flow(self, arrays: Arrays, programs: Sequence[tuple[int, Program]]) -> None:
+        """Go through the pieces, several at the same time."""
+        itemsize, depth = arrays.reduction.accumulator.itemsize, min(DEPTH, len(programs))
+        rooms = self._memory.rows(0, depth, itemsize * max(program.room for _, program in programs))
+        added = self._memory.rows(1, depth, itemsize * max(program.added for _, program in programs))
+        flows: deque[PieceFlow] = deque()
+        last: PieceFlow | None = None
+        waiting = deque(enumerate(programs))
+        while flows or waiting:
+            while waiting and len(flows) < depth:
+                number, (offset, program) = waiting.popleft()
+                row = number % depth
+                last = PieceFlow(self.link, program, arrays, offset, rooms[row], added[row], last)
+                flows.append(last)
+            if not _advance(flows):
+                self._watch.wait(partial(_advance, flows), partial(_awaited, flows))
+            while flows and flows[0].is_over:
+                flows.popleft()
 
     # ---- copies
 
@@ -258,14 +264,14 @@ class RingTransport(Transport):
         self.link.close()
 
 
-def _advance(stages: Sequence[Stage]) -> bool:
-    """Do what can be done at once; whether anything was."""
-    return any([stage.advance() for stage in stages])
+def _advance(flows: Sequence[PieceFlow]) -> bool:
+    """Do what can be done at once; whether anything was, or the first piece is through."""
+    return any([flow.advance() for flow in flows]) or flows[0].is_over
 
 
-def _awaited(stages: Sequence[Stage]) -> list[int]:
-    """The ranks without which none of the stages can go on."""
-    return sorted({rank for stage in stages for rank in stage.waits_for()})
+def _awaited(flows: Iterable[PieceFlow]) -> list[int]:
+    """The ranks without which none of the pieces can go on."""
+    return sorted({rank for flow in flows for rank in flow.waits_for()})
 
 
 def _cut(start: int, stop: int, step: int) -> list[slice]:

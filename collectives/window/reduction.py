@@ -1,14 +1,21 @@
-"""How a reduction passes through the shared window: in chunks, or staged at once where it is one chunk."""
+"""How a reduction passes through the shared window: in chunks, or staged at once where it is one chunk.
+
+Each rank reduces one slice. For that the others pass their sums of it: the largest nodes inside of their blocks of
+replicas, which are one where blocks are aligned (`collectives.tree`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 
-from collectives.reduction import Reduction
+from collectives.plans.spread import Spread
+from collectives.reduction import Reduction, order_of
 from collectives.transport import Parts
+from collectives.tree import Node
 from collectives.window.layout import (
     CONSUMED,
     DEPTH,
@@ -37,7 +44,7 @@ class ChunkedReduction:
     ) -> None:
         self._window = window
         self._reduction = reduction
-        self._parts = parts
+        self._spread = spread_of(parts.counts)
         self._bounds = bounds
         self._contributions = contributions
         self._chunk_bytes = chunk_bytes // DEPTH
@@ -69,17 +76,12 @@ class ChunkedReduction:
     def _chunk_elements(self) -> int:
         """The largest chunk of which every rank's contributions fit the pipe, within the given size."""
         ranks = range(self._window.size)
-        per_element = max(self._arrays_of(rank) * self._dtype_of(rank).itemsize for rank in ranks)
+        per_element = max(
+            sum(self._reduction.dtype_of(node).itemsize for node in self._spread.sums[rank]) for rank in ranks
+        )
         of_pipe = PIPE_BYTES // DEPTH // (max(1, self._window.size - 1) * per_element)
         elements = min(of_pipe, self._chunk_bytes // self._reduction.dtype.itemsize)
         return max(1, elements // LINE_BYTES * LINE_BYTES)
-
-    def _arrays_of(self, rank: int) -> int:
-        """The arrays that a rank puts into its pipe: its replicas', or the sum that starts with replica 0."""
-        return 1 if rank == 0 else self._parts.counts[rank]
-
-    def _dtype_of(self, rank: int) -> np.dtype:
-        return self._reduction.accumulator if rank == 0 else self._reduction.dtype
 
     def range_of(self, rank: int, step: int) -> tuple[int, int]:
         """The elements of a rank's slice that are reduced in one step."""
@@ -87,13 +89,15 @@ class ChunkedReduction:
         return start, max(start, min(self._bounds[rank + 1], start + self._chunk))
 
     def _piped(self, rank: int, owner: int, chunk: int, length: int) -> list[np.ndarray]:
-        """The places in the pipe of `rank` for what `owner` will reduce."""
-        arrays, dtype = self._arrays_of(rank), self._dtype_of(rank)
+        """The places in the pipe of `rank` for what `owner` will reduce: its sums, in order."""
+        dtypes = [self._reduction.dtype_of(node) for node in self._spread.sums[rank]]
+        steps = [self._chunk * dtype.itemsize for dtype in dtypes]
         place = owner - (owner > rank)
-        start = pipe_start(self._window.size, rank) + chunk % DEPTH * (PIPE_BYTES // DEPTH)
-        start += place * arrays * self._chunk * dtype.itemsize
-        memory, step = self._window.memory, self._chunk * dtype.itemsize
-        return [np.ndarray(length, dtype, memory, start + number * step) for number in range(arrays)]
+        start = pipe_start(self._window.size, rank) + chunk % DEPTH * (PIPE_BYTES // DEPTH) + place * sum(steps)
+        starts = accumulate(steps, initial=start)
+        return [
+            np.ndarray(length, dtype, self._window.memory, first) for dtype, first in zip(dtypes, starts, strict=False)
+        ]
 
     def places_for(self, owner: int, step: int, chunk: int) -> list[np.ndarray]:
         """Where this rank puts what `owner` reduces."""
@@ -114,12 +118,7 @@ class ChunkedReduction:
             if start == stop:
                 continue
             places = self.places_for(owner, step, chunk)
-            mine = [contribution[start:stop] for contribution in self._contributions]
-            if rank == 0:
-                self._reduction.fold(mine, places[0])
-            else:
-                for place, part in zip(places, mine, strict=True):
-                    np.copyto(place, part)
+            put_sums(self._reduction, self._spread, rank, [array[start:stop] for array in self._contributions], places)
 
     def _reduce(self, step: int, chunk: int, own: np.ndarray | None, everything: np.ndarray | None) -> None:
         window = self._window
@@ -138,7 +137,8 @@ class ChunkedReduction:
             assert own is not None
             offset = self._bounds[window.rank]
             target = own[start - offset : stop - offset]
-        self._reduction.reduce(sources, target, self._parts.total)
+        nodes = nodes_seen_by(self._spread, window.rank)
+        self._reduction.reduce(sources, target, self._spread.replicas, nodes)
         if everything is not None:
             np.copyto(self._result(window.rank, chunk, stop - start), target)
 
@@ -172,6 +172,8 @@ class StagedReduction:
         self.counts = (count,) * window.size
         self._window = window
         self._reduction = reduction
+        self._spread = spread_of(self.counts)
+        self._order = order_of(nodes_seen_by(self._spread, window.rank))
         self._own = slice(bounds[window.rank], bounds[window.rank + 1])
         self._total = count * window.size
         self._puts: list[list[tuple[slice, list[np.ndarray]]]] = []
@@ -199,11 +201,12 @@ class StagedReduction:
         for part, places in self._puts[chunk % DEPTH]:
             if len(contributions) == 1:
                 places[0][...] = contributions[0][part]
-            elif self._window.rank == 0:
-                self._reduction.fold([array[part] for array in contributions], places[0])
+                continue
+            mine = [array[part] for array in contributions]
+            if len(places) == 1:
+                self._reduction.fold(mine, places[0])
             else:
-                for place, array in zip(places, contributions, strict=True):
-                    place[...] = array[part]
+                put_sums(self._reduction, self._spread, self._window.rank, mine, places)
 
     def reduce(self, contributions: Sequence[np.ndarray], out: np.ndarray, chunk: int) -> None:
         """Reduce the own slice."""
@@ -213,7 +216,7 @@ class StagedReduction:
             sources = [*before, contributions[0][own], *after]
         else:
             sources = [*before, *[array[own] for array in contributions], *after]
-        self._reduction.reduce(sources, out[own], self._total)
+        self._reduction.reduce(sources, out[own], self._total, self._order)
 
 
 def slice_bounds(elements: int, size: int, alignment: int) -> list[int]:
@@ -221,3 +224,26 @@ def slice_bounds(elements: int, size: int, alignment: int) -> list[int]:
     lines = -(-elements // alignment)
     lengths = [lines // size + (rank < lines % size) for rank in range(size)]
     return [min(elements, lines * alignment) for lines in accumulate(lengths, initial=0)]
+
+
+@lru_cache(256)
+def spread_of(counts: tuple[int, ...]) -> Spread:
+    """Ranks of one host that contribute so many arrays each."""
+    return Spread.together(counts)
+
+
+@lru_cache(1024)
+def nodes_seen_by(spread: Spread, rank: int) -> tuple[Node, ...]:
+    """What a rank adds: the sums of the ranks before it, its own contributions, the sums of those behind it."""
+    others = [spread.sums[other] for other in range(spread.size)]
+    others[rank] = spread.leaves(rank)
+    return tuple(node for nodes in others for node in nodes)
+
+
+def put_sums(
+    reduction: Reduction, spread: Spread, rank: int, contributions: Sequence[np.ndarray], places: Sequence[np.ndarray]
+) -> None:
+    """Add up the largest nodes that a rank has all replicas of, each into its place."""
+    first = spread.blocks[rank].first
+    for node, place in zip(spread.sums[rank], places, strict=True):
+        reduction.fold(contributions[node.first - first : node.stop - first], place)

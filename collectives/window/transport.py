@@ -1,9 +1,9 @@
 """The shared window: the ranks of one host reduce straight from memory that all of them see.
 
-The elements are cut into one slice per rank. Rank j reduces slice j over all replicas, in replica order; for that the
-others put their part of slice j, chunk by chunk, into a small pipe in the window, which stays in the cache, and read
-the finished slice in place where `out` lies in shared memory itself. A replica's gradient is so read once from where
-XLA left it, and written only as far as another rank needs it.
+The elements are cut into one slice per rank. Rank j reduces slice j over all replicas, in the order of the tree; for
+that the others put what they can add up of slice j, chunk by chunk, into a small pipe in the window, which stays in
+the cache, and read the finished slice in place where `out` lies in shared memory itself. A replica's gradient is so
+read once from where XLA left it, and its sum with its neighbours written only as far as another rank needs it.
 
 Ranks agree through words that each has for itself in the window: one writer, many readers, values that only grow.
 """

@@ -243,13 +243,19 @@ def _reach(helper: Helper, ports: Mapping[str, int], addresses: Mapping[str, str
 
 
 def ring_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """The links of the ordered ring, in the direction in which it sends; none for one host."""
+    """The links that are measured, one from each host to the next one; none for one host."""
     return list(zip(hosts, [*hosts[1:], *hosts[:1]], strict=True)) if len(hosts) > 1 else []
 
 
 def all_reduce_bound_s(links: Sequence[Link], size_bytes: int) -> float:
-    """The least time of an ordered all-reduce: 2S/B, every link carries the data twice (docs/collectives.md)."""
-    return 2 * size_bytes / min(link.bytes_per_s for link in links)
+    """The least time of an all-reduce: every host sends 2 (h - 1) / h of the data (docs/collectives.md).
+
+    Args:
+        links: one from each host.
+        size_bytes: of the data.
+    """
+    hosts = len(links)
+    return 2 * (hosts - 1) / hosts * size_bytes / min(link.bytes_per_s for link in links)
 
 
 def _look_around(helper: Helper, names: Sequence[str]) -> HostMeasurements:

@@ -7,7 +7,6 @@ may also go to instance 0 alone.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from collectives.tree import combined
 from popdist.instance import replica_block
 from strategies.comparing.agreement import insist_on_agreement, terms_of
 from strategies.comparing.program_text import lines_of
@@ -83,8 +83,8 @@ class Evaluator:
         """Means over all rows of a data set; a collective call.
 
         The function gets each row as a batch of one, so that what is a mean over rows is the mean over all of them,
-        however many there are. It is added in float64, a replica's rows one after another, then replica by replica,
-        and batch by batch.
+        however many there are. It is added in float64, a replica's rows one after another, then the replicas in the
+        order of the tree, and batch by batch.
 
         Args:
             state: what `Trainer.init`, `step` or `run` returned last.
@@ -113,9 +113,10 @@ class Evaluator:
         merged: dict[str, Any] = {}
         rows = 0
         with closing(self._pass(task, state, self._rows(dataset))) as batches:
-            for metrics, mask in itertools.chain.from_iterable(batches):
-                rows += int(mask.sum())
-                merged = {name: merged[name].merge(one) for name, one in metrics.items()} if merged else metrics
+            for told in batches:
+                rows += sum(int(mask.sum()) for _, mask in told)
+                of_batch = combined([metrics for metrics, _ in told], _merged)
+                merged = _merged(merged, of_batch) if merged else of_batch
         if not rows:
             raise ValueError("there is no row to evaluate")
         in_order = sorted(merged, key=lambda name: name != "loss")  # the loss first
@@ -360,6 +361,10 @@ def _told_by(replicas: Replicas, whole: np.ndarray, like: Tree) -> list[Tree]:
     """The trees of all replicas, of the messages of all instances."""
     rows = [whole[rank, row] for rank, block in enumerate(_blocks(replicas)) for row in range(len(block))]
     return [_unpacked(row, like) for row in rows]
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {name: metric.merge(other[name]) for name, metric in one.items()}
 
 
 def _packed(tree: Tree) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The means over all replicas of all instances, bucket by bucket, in replica order."""
+"""The means over all replicas of all instances, bucket by bucket, in the order of the tree."""
 
 from __future__ import annotations
 

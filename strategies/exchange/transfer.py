@@ -1,9 +1,9 @@
 """How gradients travel between replicas in fewer bytes: as 16-bit floats, or as int8 with error feedback.
 
-16-bit floats are cast inside the program that computes them and reduced as they are, in replica order with a float32
-accumulator. Int8 gradients are blocks of 64 values with one power of two as their common scale (so what a block lost is
-exactly what it gave away: no rounding in between); every instance gets the blocks of all replicas and adds them up in
-replica order in float32. Either way the bits do not depend on the number of instances.
+16-bit floats are cast inside the program that computes them and reduced as they are, in the order of the tree, with
+float32 accumulators. Int8 gradients are blocks of 64 values with one power of two as their common scale (so what a
+block lost is exactly what it gave away: no rounding in between); every instance gets the blocks of all replicas and
+adds them up in the order of the tree in float32. Either way the bits do not depend on the number of instances.
 
 What quantisation loses is not lost: each replica keeps it and adds it to its next gradient (1-bit SGD: Seide et al.,
 Interspeech 2014; that such training converges: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
@@ -24,6 +24,7 @@ import numpy as np
 from collectives import Communicator
 from collectives.memory import aligned_empty
 from collectives.reduction import Reduction
+from collectives.tree import Node, registers, steps
 from strategies.exchange.flat import FLOAT32
 
 BLOCK = 64
@@ -145,7 +146,7 @@ class Int8Layout:
 
 
 class Int8Reduction:
-    """Adds up the payloads of all replicas in replica order, for one layout.
+    """Adds up the payloads of all replicas in the order of the tree, for one layout.
 
     Args:
         layout: of the payloads, the same on all instances.
@@ -160,7 +161,8 @@ class Int8Reduction:
         self._replicas = replicas
         each, more = divmod(replicas, communicator.size)
         self._counts = [each + (rank < more) for rank in range(communicator.size)]
-        self._decoded = np.empty((min(_BLOCKS_AT_ONCE, layout.blocks), BLOCK), FLOAT32)
+        self._steps = steps(tuple(Node(replica, replica + 1) for replica in range(replicas)))
+        self._rows = np.empty((max(1, registers(self._steps)), min(_BLOCKS_AT_ONCE, layout.blocks), BLOCK), FLOAT32)
         if communicator.size > 1:
             shape = (max(self._counts), layout.payload_size)
             self._mine = np.zeros(shape, _INT8)
@@ -200,10 +202,22 @@ class Int8Reduction:
         scales = [_SCALES[payload[blocks * BLOCK :].view(np.uint8)][:, None] for payload in payloads]
         for start in range(0, blocks, _BLOCKS_AT_ONCE):
             some = slice(start, start + _BLOCKS_AT_ONCE)
-            decoded = self._decoded[: total[some].shape[0]]
-            for number, (value, scale) in enumerate(zip(values, scales, strict=True)):
-                into = decoded if number else total[some]
-                into[...] = value[some]
-                into *= scale[some]
-                if number:
-                    total[some] += decoded
+            self._add_blocks([value[some] for value in values], [scale[some] for scale in scales], total[some])
+
+    def _add_blocks(self, values: Sequence[np.ndarray], scales: Sequence[np.ndarray], total: np.ndarray) -> None:
+        """Add some blocks of all replicas; what is not yet all of them lies in rows of memory."""
+        rows = [total, *self._rows[:, : total.shape[0]]]
+
+        def decoded(number: int, into: np.ndarray) -> np.ndarray:
+            into[...] = values[number]
+            into *= scales[number]
+            return into
+
+        if len(values) == 1:
+            decoded(0, total)
+        found: list[np.ndarray] = []
+        for left, right, register in self._steps:
+            into = rows[register]
+            one = decoded(left, into) if left < len(values) else found[left - len(values)]
+            other = decoded(right, rows[-1]) if right < len(values) else found[right - len(values)]
+            found.append(np.add(one, other, out=into))

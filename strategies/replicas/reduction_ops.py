@@ -13,6 +13,7 @@ import numpy as np
 
 from collectives import UnsupportedBufferError
 from collectives.dtypes import MOVABLE, REDUCIBLE, accumulator_dtype
+from collectives.tree import combined
 
 _PREFIX = "COLLECTIVE_OP_"
 _BASES = {
@@ -89,10 +90,8 @@ def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
     dtype = np.dtype(values[0].dtype)
     if op == "mean" and dtype.kind in "iu":
         return _mean_of_integers(values)
-    combine = _COMBINE[op]
-    total = values[0].astype(accumulator_dtype(dtype, "sum" if op == "prod" else op))
-    for value in values[1:]:
-        total = combine(total, value.astype(total.dtype))
+    wide = accumulator_dtype(dtype, "sum" if op == "prod" else op)
+    total = combined([value.astype(wide) for value in values], _COMBINE[op])
     if op == "mean":
         # Behind a barrier, because a divisor that the compiler knows becomes a factor, with other bits than NumPy's
         # division.

@@ -74,9 +74,9 @@ class ReplicaContext:
     def all_reduce(self, op: str, value: Tree) -> Tree:
         """Reduce a pytree over all replicas of all instances; every replica gets the result.
 
-        Sums are taken in replica order; 16-bit floats are added in float32; a mean of integers is truncated. Its
-        gradient is the same reduction of the gradients, as in `tf.distribute.ReplicaContext.all_reduce`, and may be
-        differentiated again.
+        Sums are taken in the order of the tree over replicas; 16-bit floats are added in float32; a mean of integers
+        is truncated. Its gradient is the same reduction of the gradients, as in
+        `tf.distribute.ReplicaContext.all_reduce`, and may be differentiated again.
 
         Args:
             op: "sum", "mean", "min" or "max" (the last two have no gradient).

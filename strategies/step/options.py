@@ -100,7 +100,8 @@ class StepOptions:
             that is not finite on any replica changes nothing on all of them but the scale; the metrics get
             "loss_scale" and "skipped_steps".
         gradient_transfer_dtype: float16 or bfloat16: gradients travel in it, half as many bytes as float32, and are
-            added in replica order in float32. int8: a quarter, with error feedback; see `strategies.exchange.transfer`.
+            added in the order of the tree in float32. int8: a quarter, with error feedback; see
+            `strategies.exchange.transfer`.
         stochastic_rounding: of the sum of a 16-bit variable and its change.
         recompute: what of the forward pass is computed again for the backward pass: "none", "blocks" (what lies
             between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.

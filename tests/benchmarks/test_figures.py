@@ -103,8 +103,8 @@ class TestAllReduce:
         assert cells.split() == ["1", "MiB", "3.000", "(0.500)", "2.000", "(0.750)", "1.50"]
         assert memory == "an all-reduce of 3 MiB takes 1.5 MiB besides its arrays, at its peak"
 
-    def test_sums_are_compared_with_the_sequential_one(self):
-        right = contributions.sequential_sum(3, 5)
+    def test_sums_are_compared_with_that_of_the_tree(self):
+        right = contributions.tree_sum(3, 5)
         assert contributions.sum_checks(right, right) == {"has_same_bits": True, "is_close": True}
         rounded = np.nextafter(right, np.float32(np.inf))
         assert contributions.sum_checks(rounded, right) == {"has_same_bits": False, "is_close": True}

@@ -1,10 +1,10 @@
-"""What the replicas contribute, and what plain NumPy makes of it in replica order."""
+"""What the replicas contribute, and what plain NumPy makes of it in the order of the tree."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import accumulate
 
 import ml_dtypes
@@ -71,18 +71,31 @@ def contributions(dtype: str, length: int, replicas: Sequence[int]) -> list[np.n
 
 
 def reduced(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
-    """((a0 + a1) + a2) + ... in plain NumPy; 16-bit floats in float32, rounded once; means divided once."""
+    """The sum of all = the sum of those before the largest power of two below their number + that of the others.
+
+    In plain NumPy; 16-bit floats in float32, rounded once; means divided once.
+    """
     dtype = arrays[0].dtype
     if op == "mean" and dtype.kind in "iu":
         return _mean_of_integers(arrays)
     is_sum = op in ("sum", "mean")
     wide = np.dtype(np.float32) if is_sum and dtype in (np.float16, ml_dtypes.bfloat16) else dtype
-    total = arrays[0].astype(wide)
-    for array in arrays[1:]:
-        total = _UFUNCS[op](total, array.astype(wide))
+    total = _combined([array.astype(wide) for array in arrays], _UFUNCS[op])
     if op == "mean":
         total = total / total.dtype.type(len(arrays))
     return total.astype(dtype)
+
+
+def _combined(arrays: Sequence[np.ndarray], combine: np.ufunc) -> np.ndarray:
+    if len(arrays) == 1:
+        return arrays[0]
+    middle = max(2**power for power in range(32) if 2**power < len(arrays))
+    return combine(_combined(arrays[:middle], combine), _combined(arrays[middle:], combine))
+
+
+def chained(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """((a0 + a1) + a2) + ..., for comparison."""
+    return reduce(np.add, arrays)
 
 
 def _mean_of_integers(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -116,7 +129,7 @@ class Reduced:
 
     @property
     def bits(self) -> np.ndarray:
-        """The result of the sequential reduction."""
+        """The result of the reduction in the order of the tree."""
         return self._repeated(self._once)
 
     @property

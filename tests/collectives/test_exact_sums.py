@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import ml_dtypes
 import numpy as np
 import pytest
+from adding import added
 
 from collectives.reduction import BLOCK_BYTES, Reduction
 
@@ -20,13 +19,13 @@ def reduced(op: str, contributions: list[np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [1, 7, ODD])
-def test_contributions_are_added_one_after_another(length: int) -> None:
-    """The last two of these, the other way round, have the sum 3."""
+def test_contributions_are_added_in_the_order_of_the_tree(length: int) -> None:
+    """The two in the middle, the other way round, have the sum 4; so have all of them one after another."""
     numbers = [1.0, 2.0**24, 3.0, -(2.0**24)]
     contributions = [np.full(length, number, np.float32) for number in numbers]
-    assert set(reduced("sum", contributions)) == {4.0}
+    assert set(reduced("sum", contributions)) == {3.0}
     first, second, third, fourth = contributions
-    assert set(reduced("sum", [first, second, fourth, third])) == {3.0}
+    assert set(reduced("sum", [first, third, second, fourth])) == {4.0}
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -42,7 +41,7 @@ def test_16_bit_floats_are_rounded_once(dtype: type) -> None:
 def test_a_mean_is_divided_once_by_the_count(count: int) -> None:
     rng = np.random.default_rng(count)
     contributions = [rng.standard_normal(100, np.float32) for _ in range(count)]
-    *_, total = accumulate(contributions)
+    total = added(contributions)
     assert reduced("mean", contributions).tobytes() == (total / np.float32(count)).tobytes()
 
 

@@ -8,12 +8,13 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+from adding import added
 
 from collectives import Communicator, Settings, run_on_threads
-from collectives.ring.link import CHUNK_BYTES
+from collectives.ring.link import Sizes
 
 RANKS = 3
-LENGTH = CHUNK_BYTES // 4 * 2 + 7  # elements of float32
+LENGTH = Sizes().whole_bytes // 4 + 7  # elements of float32
 MECHANISMS = pytest.mark.parametrize("mechanism", ["ring", "window"])
 
 
@@ -35,7 +36,7 @@ def on_ranks(mechanism: str, program: Callable[[Communicator], np.ndarray]) -> l
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 2), (1, 3, 2)])
 def test_every_rank_gets_the_ordered_mean(mechanism: str, counts: tuple[int, ...]) -> None:
     all_of_them = contributions(sum(counts))
-    *_, total = accumulate(all_of_them)
+    total = added(all_of_them)
     bounds = [0, *accumulate(counts)]
 
     def program(communicator: Communicator) -> np.ndarray:

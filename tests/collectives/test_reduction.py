@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
 import pytest
-from reference import FLOATS, INTEGERS, OPERATIONS, REDUCIBLE, contributions, dtype_of, reduced
+from reference import FLOATS, INTEGERS, OPERATIONS, REDUCIBLE, chained, contributions, dtype_of, reduced
 from statements import assert_same_bits
 
 from collectives.reduction import BLOCK_BYTES, Reduction, join, normalise_op, shares
+from collectives.tree import Node, subtrees
 
 COUNTS = (1, 2, 3, 5, 8, 12)
 LENGTHS = (0, 1, 7, 3001)
@@ -30,7 +32,7 @@ def result_of(op: str, sources: Sequence[np.ndarray], count: int | None = None) 
 
 
 @pytest.mark.parametrize("dtype", REDUCIBLE)
-def test_contributions_are_combined_one_after_another(dtype: str) -> None:
+def test_contributions_are_combined_in_the_order_of_the_tree(dtype: str) -> None:
     for op in OPERATIONS:
         for count in COUNTS:
             for length in (*LENGTHS, longer_than_a_block(dtype)):
@@ -40,16 +42,16 @@ def test_contributions_are_combined_one_after_another(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_two_replicas_that_are_swapped_show_in_a_sum(dtype: str) -> None:
-    """Otherwise the test above would prove little."""
+    """Otherwise the test above would prove little. Of those that are added to each other first it does not matter."""
     sources = contributions(dtype, 3001, range(12))
     for first in range(11):
         swapped = [*sources[:first], sources[first + 1], sources[first], *sources[first + 2 :]]
-        assert (result_of("sum", sources) == result_of("sum", swapped)).all() == (first == 0), first
+        assert (result_of("sum", sources) == result_of("sum", swapped)).all() == (first % 2 == 0), first
 
 
 @pytest.mark.parametrize("dtype", REDUCIBLE)
-def test_a_chain_of_ranks_comes_to_the_same_as_one_rank(dtype: str, seed: int) -> None:
-    """Each folds its contributions behind what it is handed on, wherever the chain is cut; the last one finishes."""
+def test_ranks_that_add_what_they_own_come_to_the_same_as_one_rank(dtype: str, seed: int) -> None:
+    """Each folds the largest nodes inside of its block, wherever the blocks end; one of them finishes."""
     chance = np.random.default_rng(seed)
     for op in OPERATIONS:
         reduction = Reduction(op, dtype_of(dtype))
@@ -57,14 +59,28 @@ def test_a_chain_of_ranks_comes_to_the_same_as_one_rank(dtype: str, seed: int) -
             continue
         sources = contributions(dtype, 3001, range(9))
         ends = [0, *sorted(chance.choice(np.arange(1, 9), 2, replace=False)), 9]
-        partial: list[np.ndarray] = []
-        for start, stop in zip(ends, ends[1:-1], strict=False):
-            total = np.empty(3001, reduction.accumulator)
-            reduction.fold([*partial, *sources[start:stop]], total)
-            partial = [total]
+        nodes = [node for start, stop in pairwise(ends) for node in subtrees(start, stop, 9)]
+        sums = [np.empty(3001, reduction.dtype_of(node)) for node in nodes]
+        for node, total in zip(nodes, sums, strict=True):
+            reduction.fold(sources[node.first : node.stop], total)
         out = np.empty(3001, reduction.dtype)
-        reduction.reduce([*partial, *sources[ends[-2] :]], out, 9)
+        reduction.reduce(sums, out, 9, tuple(nodes))
         assert_same_bits(out, reduced(sources, op), (op, ends))
+
+
+@pytest.mark.parametrize("dtype", REDUCIBLE)
+@pytest.mark.parametrize("length", [7, 3001])
+def test_the_result_may_replace_a_sum_that_is_added_last(dtype: str, length: int) -> None:
+    nodes = (Node(0, 4), Node(4, 5), Node(5, 6), Node(6, 8))
+    for op in ("sum", "mean", "max"):
+        reduction = Reduction(op, dtype_of(dtype))
+        if not reduction.is_direct:
+            continue
+        contributed = contributions(dtype, length, range(8))
+        for position in range(4):
+            sources = [reduced(contributed[node.first : node.stop], "max" if op == "max" else "sum") for node in nodes]
+            reduction.reduce(sources, sources[position], 8, nodes)
+            assert_same_bits(sources[position], reduced(contributed, op), (op, position))
 
 
 @pytest.mark.parametrize("dtype", REDUCIBLE)
@@ -96,8 +112,8 @@ def test_the_result_may_replace_any_contribution_and_leaves_the_others(dtype: st
 
 
 @pytest.mark.parametrize("dtype", REDUCIBLE)
-@pytest.mark.parametrize("position", [0, 1])
-def test_a_fold_may_replace_one_of_its_first_two_sources(dtype: str, position: int) -> None:
+@pytest.mark.parametrize("position", range(4))
+def test_a_fold_may_replace_one_of_its_sources(dtype: str, position: int) -> None:
     reduction = Reduction("sum", dtype_of(dtype))
     originals = [array.astype(reduction.accumulator) for array in contributions(dtype, 3001, range(4))]
     sources = [array.copy() for array in originals]
@@ -132,8 +148,18 @@ def test_sums_of_16_bit_floats_and_behind_means_of_integers_are_kept_wider(dtype
     assert reduction.accumulator == dtype_of(wider.get(dtype, dtype))
     assert reduction.divides_first == (op == "mean" and dtype in ("int64", "uint64"))
     assert reduction.is_direct == (dtype not in wider and not reduction.divides_first)
-    assert reduction.first_dtype(1) == dtype_of(dtype)
-    assert reduction.first_dtype(2) == reduction.accumulator
+    assert reduction.dtype_of(Node(3, 4)) == dtype_of(dtype)
+    assert reduction.dtype_of(Node(0, 2)) == reduction.accumulator
+
+
+def test_the_error_of_a_sum_grows_with_the_logarithm() -> None:
+    """At most half of what it is where contributions are added one after another."""
+    sources = [np.random.default_rng(number).standard_normal(20_000).astype(np.float32) for number in range(64)]
+    exact = np.sum([source.astype(np.float64) for source in sources], axis=0)
+    of_tree, of_chain = (
+        np.sqrt(np.mean((total - exact) ** 2)) for total in (result_of("sum", sources), chained(sources))
+    )
+    assert of_tree <= of_chain / 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -1,8 +1,8 @@
-"""How many bytes each rank sends in the ring."""
+"""How many bytes each rank sends over links."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -17,23 +17,18 @@ from collectives.ring.link import CHUNK_BYTES, Link, Sizes, Transfer
 
 
 class CountingLink(Link):
-    """Counts what goes through another link.
+    """Counts what goes through another link, to other hosts than that of this rank."""
 
-    Args:
-        link: that one.
-        of_one_host: how many ranks, next to each other, share a host; between them nothing is counted.
-    """
-
-    def __init__(self, link: Link, of_one_host: int = 1) -> None:
+    def __init__(self, link: Link, hosts: Sequence[int], sizes: Sizes) -> None:
         self.rank = link.rank
         self.size = link.size
-        self.sizes = link.sizes
+        self.hosts = tuple(hosts)
+        self.sizes = sizes
         self.sent_bytes = 0
-        self._of_one_host = of_one_host
         self._link = link
 
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
-        if to // self._of_one_host != self.rank // self._of_one_host:
+        if self.hosts[to] != self.hosts[self.rank]:
             self.sent_bytes += data.nbytes
         return self._link.send(data, to, lane)
 
@@ -41,26 +36,26 @@ class CountingLink(Link):
         return self._link.receive(into, source, lane)
 
 
-def sent_by_each_rank(size: int, collective: Callable[[Communicator], object], sizes: Sizes | None = None) -> list[int]:
-    """The bytes that each rank sends in one collective; with `sizes`, to other hosts."""
-    hub = ThreadHub(size)
+def sent_by_each_rank(
+    hosts: int | Sequence[int], collective: Callable[[Communicator], object], sizes: Sizes = Link.sizes
+) -> list[int]:
+    """The bytes that each rank sends to other hosts in one collective; `hosts` of the ranks, or how many there are."""
+    of_ranks = range(hosts) if isinstance(hosts, int) else hosts
+    hub = ThreadHub(len(of_ranks))
 
     def no_subgroup(ranks) -> Communicator:
         raise NotImplementedError
 
     def program(outer: Communicator) -> int:
-        of_one_host = 1 if sizes is None else sizes.sharing
-        links = [CountingLink(ThreadLink(hub, outer.rank, channel), of_one_host) for channel in (0, 1)]
-        for link in links:
-            link.sizes = sizes or link.sizes
-        names = [f"rank {rank}" for rank in range(size)]
-        group = Group(outer.rank, names, range(size))
+        links = [CountingLink(ThreadLink(hub, outer.rank, channel), of_ranks, sizes) for channel in (0, 1)]
+        names = [f"rank {rank}" for rank in range(len(of_ranks))]
+        group = Group(outer.rank, names, range(len(of_ranks)))
         with assemble(Settings(spins=0), group, (links[0], links[1]), False, no_subgroup) as communicator:
             before = links[0].sent_bytes
             collective(communicator)
             return links[0].sent_bytes - before
 
-    return run_on_threads(size, program)
+    return run_on_threads(len(of_ranks), program)
 
 
 def allowed(nbytes: int, times: float = 2) -> float:
@@ -68,9 +63,13 @@ def allowed(nbytes: int, times: float = 2) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(("replicas", "sums"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize(("dtype", "length"), [("float32", 2**20 + 3), ("float64", 200_003), ("int8", 2**20)])
-def test_each_rank_sends_every_byte_at_most_twice(size: int, replicas: int, dtype: str, length: int) -> None:
+def test_each_rank_sends_what_it_can_add_up_and_its_slice_of_the_result(
+    size: int, replicas: int, sums: int, dtype: str, length: int
+) -> None:
+    """One sum where blocks of replicas are aligned; with three replicas on each rank two nodes of the tree."""
+
     def reduce(communicator: Communicator) -> None:
         first = communicator.rank * replicas
         arrays = [contribution(dtype, length, first + number) for number in range(replicas)]
@@ -78,22 +77,28 @@ def test_each_rank_sends_every_byte_at_most_twice(size: int, replicas: int, dtyp
         assert_same_bits(result, reduced_contributions(dtype, length, size * replicas, "sum").bits)
 
     sent = sent_by_each_rank(size, reduce)
-    assert max(sent) <= allowed(length * np.dtype(dtype).itemsize)
+    least = (sums + 1) * (size - 1) / size * length * np.dtype(dtype).itemsize
+    assert max(sent) == pytest.approx(least, abs=1024 * size)
 
 
-@pytest.mark.parametrize(("hosts", "of_one_host"), [(2, 2), (3, 2), (2, 3), (4, 1)])
+SMALL = Sizes(4096, 4096, 4096, 4096, 64)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "of_one_host", "times"), [(2, 2, 1), (3, 2, 4 / 3), (2, 4, 1), (4, 1, 3 / 2), (2, 3, 3 / 2)]
+)
 @pytest.mark.parametrize("length", [30_011, 2**20 + 3])
-def test_each_host_sends_every_byte_at_most_twice(hosts: int, of_one_host: int, length: int) -> None:
+def test_each_host_sends_no_more_than_one_rank_would(hosts: int, of_one_host: int, times: float, length: int) -> None:
+    """2 (h - 1) / h of the array; with three replicas on a host, which are two nodes of the tree, 3 (h - 1) / h."""
     ranks = hosts * of_one_host
-    sizes = Sizes(4096, 4096, sharing=of_one_host, smallest_chunk_bytes=4096, chunks_at_least=64)
 
     def reduce(communicator: Communicator) -> None:
         result = communicator.ordered_all_reduce([contribution("float32", length, communicator.rank)])
         assert_same_bits(result, reduced_contributions("float32", length, ranks, "sum").bits)
 
-    sent = sent_by_each_rank(ranks, reduce, sizes)
+    sent = sent_by_each_rank([rank // of_one_host for rank in range(ranks)], reduce, SMALL)
     of_hosts = [sum(sent[host * of_one_host : (host + 1) * of_one_host]) for host in range(hosts)]
-    assert max(of_hosts) <= 2 * 4 * length + 1024 * ranks
+    assert max(of_hosts) == pytest.approx(times * 4 * length, abs=1024 * ranks)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -108,26 +113,25 @@ def test_two_ranks_with_one_replica_each_send_16_bit_floats_in_half_of_the_bytes
     assert narrow == [2 * length] * 2
 
 
-SLICES, RING = "slices", "ring"
-WAYS_OF_16_BITS = (  # replicas of each rank, and how they are reduced
-    ((1, 1), SLICES),
-    ((2, 2), SLICES),
-    ((5, 5), RING),
-    ((1, 5), RING),
-    ((1, 1, 1), SLICES),
-    ((3, 1, 2), SLICES),
-    ((2, 2, 2, 2), SLICES),
-    ((1, 4, 4, 4), RING),
+BYTES_OF_SUMS = (  # the replicas of each rank, and what the sums of an element take that the busiest rank sends
+    ((1, 1), 2),
+    ((2, 2), 4),
+    ((5, 5), 2 + 4 + 4),
+    ((1, 5), 2 + 4 + 4),
+    ((1, 1, 1), 2),
+    ((3, 1, 2), 4 + 2),
+    ((2, 2, 2, 2), 4),
+    ((8, 8, 8), 4),
+    ((1, 4, 4, 4), 2 + 4 + 2),
 )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("counts", "way"), WAYS_OF_16_BITS)
+@pytest.mark.parametrize(("counts", "bytes_of_sums"), BYTES_OF_SUMS)
 @pytest.mark.parametrize("length", [400_009, 2**20 + 1])
-def test_16_bit_floats_go_the_way_that_takes_fewer_bytes(
-    dtype: str, counts: tuple[int, ...], way: str, length: int
+def test_contributions_and_results_of_16_bit_floats_travel_in_16_bits_and_sums_in_32(
+    dtype: str, counts: tuple[int, ...], bytes_of_sums: int, length: int
 ) -> None:
-    """With L replicas on each of n ranks slices take 2 (L + 1) (n - 1) / n bytes of an element, partial sums 4 + 2."""
     size, bounds = len(counts), [0, *accumulate(counts)]
 
     def reduce(communicator: Communicator) -> None:
@@ -135,41 +139,23 @@ def test_16_bit_floats_go_the_way_that_takes_fewer_bytes(
         result = communicator.ordered_all_reduce(contributions(dtype, length, replicas), op="mean")
         assert_same_bits(result, reduced_contributions(dtype, length, bounds[-1], "mean").bits)
 
-    in_slices = 2 * (max(counts) + 1) * (size - 1) / size
-    in_ring = 6 if size > 2 else 4
-    assert way == (SLICES if in_slices <= in_ring else RING)
     sent = sent_by_each_rank(size, reduce)
-    assert max(sent) <= min(in_slices, in_ring) * length + 1024 * size
-
-
-@pytest.mark.parametrize(("hosts", "of_one_host", "times"), [(2, 2, 4), (3, 2, 16 / 3), (4, 2, 6), (4, 1, 3)])
-def test_each_host_sends_16_bit_floats_the_way_that_takes_fewer_bytes(
-    hosts: int, of_one_host: int, times: float
-) -> None:
-    ranks, length = hosts * of_one_host, 300_007
-    sizes = Sizes(4096, 4096, sharing=of_one_host, smallest_chunk_bytes=4096, chunks_at_least=64)
-
-    def reduce(communicator: Communicator) -> None:
-        result = communicator.ordered_all_reduce([contribution("bfloat16", length, communicator.rank)])
-        assert_same_bits(result, reduced_contributions("bfloat16", length, ranks, "sum").bits)
-
-    sent = sent_by_each_rank(ranks, reduce, sizes)
-    of_hosts = [sum(sent[host * of_one_host : (host + 1) * of_one_host]) for host in range(hosts)]
-    assert max(of_hosts) <= times * length + 1024 * ranks
+    assert max(sent) == pytest.approx((bytes_of_sums + 2) * (size - 1) / size * length, abs=1024 * size)
 
 
 @pytest.mark.parametrize(
     ("size", "replicas", "dtype", "times"),
     [
         (2, 1, "float32", 1 / 2),
+        (2, 2, "float32", 1 / 2),
         (2, 3, "float32", 1),
         (4, 1, "float32", 3 / 4),
-        (4, 2, "float32", 1),
+        (4, 2, "float32", 3 / 4),
         (4, 2, "bfloat16", 3 / 2),
-        (4, 5, "bfloat16", 2),
+        (4, 5, "bfloat16", 15 / 4),
     ],
 )
-def test_a_reduce_scatter_sends_slices_or_partial_sums_and_each_block_to_its_owner(
+def test_a_reduce_scatter_sends_what_an_all_reduce_sends_without_the_results(
     size: int, replicas: int, dtype: str, times: float
 ) -> None:
     length = 3 * 2**18

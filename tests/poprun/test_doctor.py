@@ -121,12 +121,12 @@ def test_a_busy_host_is_worth_a_hint():
 
 def test_the_slowest_link_bounds_an_all_reduce():
     links = [Link("h0", "h1", 1e-3, 50e6), Link("h1", "h0", 2e-3, 25e6)]
-    assert all_reduce_bound_s(links, 25_000_000) == 2.0
+    assert all_reduce_bound_s(links, 25_000_000) == 1.0
     lines = [each.fact for each in check_links(links)]
     assert lines == [
         "round trip 1.00 ms, 400.0 Mbit/s",
         "round trip 2.00 ms, 200.0 Mbit/s",
-        "at least 1342 ms for 16 MiB (2S/B)",
+        "at least 671 ms for 16 MiB (2 (h - 1) / h S/B)",
     ]
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from adding import added
 
 from collectives import UnsupportedBufferError
 from collectives.dtypes import INTEGERS
@@ -40,11 +41,9 @@ def test_squares_of_16_bits_are_made_in_float32():
     assert operand("SQUARE_ADD", jnp.ones(1, jnp.bfloat16)).dtype == jnp.float32
 
 
-def test_sums_are_added_from_left_to_right(seed):
+def test_sums_are_added_in_the_order_of_the_tree(seed):
     values = np.random.default_rng(seed).standard_normal((5, 100)).astype(np.float32)
-    wanted = values[0]
-    for value in values[1:]:
-        wanted = wanted + value
+    wanted = added(values)
     found = jax.jit(lambda values: reduce_in_order("sum", list(values)))(values)
     np.testing.assert_array_equal(found, wanted)
     mean = jax.jit(lambda values: reduce_in_order("mean", list(values)))(values)

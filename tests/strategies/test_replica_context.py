@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adding import added
 from jax.experimental import io_callback
 
 import strategies
@@ -59,9 +60,7 @@ def test_means_of_integers_are_right_where_their_sum_does_not_fit(on_instances, 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_floats_are_added_in_float32_and_rounded_once(run, bits, op, dtype):
     parts = [jnp.asarray(np.random.default_rng(r).standard_normal(7) * 100, dtype) for r in range(4)]
-    total = np.zeros(7, np.float32)
-    for part in parts:
-        total += np.asarray(part).astype(np.float32)
+    total = added([np.asarray(part).astype(np.float32) for part in parts])
     wanted = (total / np.float32(4) if op == "mean" else total).astype(parts[0].dtype)
     for result in run(lambda x: all_reduce(op, x), [np.asarray(part) for part in parts]):
         assert bits(result) == bits(wanted)
@@ -71,9 +70,7 @@ def test_16_bit_floats_are_added_in_float32_and_rounded_once(run, bits, op, dtyp
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_is_the_ordered_sum_for_every_number_of_replicas(bits, op, replicas):
     parts = np.random.default_rng(1).standard_normal((replicas, 3, 5)).astype(np.float32) * 1e3
-    wanted = parts[0]
-    for part in parts[1:]:
-        wanted = wanted + part
+    wanted = added(parts)
     if op == "mean":
         wanted = wanted / np.float32(replicas)
     strategy = strategies.IPUStrategy(num_replicas=replicas)

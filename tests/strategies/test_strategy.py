@@ -290,9 +290,9 @@ class TestReduce:
         values = strategy.per_replica(lambda r: np.float16(40000))
         assert strategy.reduce("mean", values) == np.float16(40000)
 
-    def test_replicas_are_added_in_their_order(self, on_instances, bits):
+    def test_replicas_are_added_in_the_order_of_the_tree(self, on_instances, bits):
         parts = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32) * 1e3
-        wanted = ((((parts[0] + parts[1]) + parts[2]) + parts[3]) + parts[4]) + parts[5]
+        wanted = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + (parts[4] + parts[5])
         for instances in (1, 2, 3, 6):
             for result in on_instances(instances, 6, lambda s: s.reduce("sum", s.per_replica(parts.__getitem__))):
                 assert bits(result) == bits(wanted)

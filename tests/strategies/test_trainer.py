@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from adding import added
 
 import collectives
 import strategies
@@ -49,11 +50,11 @@ class TestOneUpdate:
         np.testing.assert_allclose(state.variables["w"], [1.0, -2.0, 0.5] - 0.125 * gradient, rtol=1e-5)
         np.testing.assert_allclose(state.variables["b"], 0.25 - 0.125 * 2 * error.mean(), rtol=1e-5)
 
-    def test_adds_the_gradients_in_replica_order(self, strategy, bits):
+    def test_adds_the_gradients_in_the_order_of_the_tree(self, strategy, bits):
         state, _ = trained(strategy)
         gradient = jax.jit(jax.grad(lambda v, batch: squared_error(v, batch, None)[0]))
         parts = [gradient(start(), {k: v[6 * r : 6 * r + 6] for k, v in BATCH.items()}) for r in range(4)]
-        total = ((np.asarray(parts[0]["b"]) + parts[1]["b"]) + parts[2]["b"]) + parts[3]["b"]
+        total = added([np.asarray(part["b"]) for part in parts])
         wanted = np.float32(0.25) - np.float32(0.125) * (np.asarray(total) / np.float32(4))
         assert bits(state.variables["b"]) == bits(wanted)
 
@@ -68,10 +69,7 @@ class TestOneUpdate:
         strategy = strategies.IPUStrategy(num_replicas=replicas)
         zeros = {"w": jnp.zeros((1, 64))}
         state, _ = trained(strategy, loss_fn, optax.sgd(1.0), variables=zeros, batch=gradients)
-        total = gradients[0]
-        for gradient in gradients[1:]:
-            total = total + gradient
-        assert bits(-state.variables["w"][0]) == bits(total / np.float32(replicas))
+        assert bits(-state.variables["w"][0]) == bits(added(gradients) / np.float32(replicas))
 
     def test_counts_the_steps(self, strategy):
         assert trained(strategy, steps=3)[0].step == 3

@@ -1,0 +1,120 @@
+"""The simulated network against the test bed: all-reduces of some sizes over some instances, measured and simulated.
+
+As root: the hosts are namespaces of this machine (the bed of tests/cluster) with shaped links. What messages cost is
+measured first, between two of the hosts and inside of one. Usage:
+
+    python benchmarks/simulated.py [--instances 2 3 4 6 8] [--sizes 64K 1M 16M] [--rate 200mbit] [--delay 1ms]
+        [--rounds 5] [--json PATH]
+
+One instance per host up to four, two on each of three and four hosts for six and eight. What is simulated is what the
+transport does: the comparison of calls, then the plan that it chooses, in its pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import hosts as on_hosts
+import numpy as np
+from all_reduce import in_units, size
+from control import Coordinator
+from timing import OtherLoad, describe_machine
+
+from collectives.backends.mpi import _sizes_between_hosts
+from collectives.plans.choice import Width
+from collectives.plans.planning import plan_for
+from collectives.plans.spread import Spread
+from simulator import Network, Traffic, of_plan, simulate
+from simulator.traffic import Wave
+
+HOSTS = {2: (2, 1), 3: (3, 1), 4: (4, 1), 6: (3, 2), 8: (4, 2)}  # hosts, instances on each
+HEADER_BYTES = 64
+SIZES = [1 << 16, 1 << 20, 1 << 24]
+
+
+def main() -> None:
+    options = read_options()
+    machine, load = describe_machine(), OtherLoad()
+    rows = [row for instances in options.instances for row in compare(instances, options)]
+    load.warn()
+    error = median(abs(row["error"]) for row in rows)
+    print(f"median error {100 * error:.0f} %")
+    if options.json:
+        figures = {"machine": machine, "other_load": load.share(), "rows": rows, "median_error": error}
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--instances", type=int, nargs="+", choices=HOSTS, default=list(HOSTS), metavar="N", help="2, 3, 4, 6, 8")
+    add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="of an array (64K 1M 16M)")
+    add("--rate", default="200mbit", help="of each link and direction, as tc writes it (%(default)s)")
+    add("--delay", default="1ms", help="of what a host sends, as tc writes it (%(default)s)")
+    add("--rounds", type=int, default=5, metavar="N", help="turns (%(default)s)")
+    add("--block-s", type=float, default=0.5, metavar="SECONDS", help="about how long a turn lasts (%(default)s)")
+    add("--json", metavar="PATH", help="write the figures to this file")
+    return parser.parse_args()
+
+
+def compare(instances: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Prints and yields a row for each size."""
+    hosts, on_each = HOSTS[instances]
+    with on_hosts.hosts(hosts) as bed:
+        bed.link("all", f"rate={options.rate}", f"delay={options.delay}")
+        network = measured_network(bed)
+        with Coordinator(bed.shared, on_hosts.ANSWER_S) as coordinator:
+            group = on_hosts.start(coordinator, bed, on_each, "ours", on_hosts.HERE.parent)
+            for nbytes in options.sizes:
+                seconds = measured_s(group, nbytes, options)
+                simulated = simulated_s(hosts, on_each, nbytes, network)
+                error = simulated / seconds - 1
+                ours = f"{1e3 * seconds:9.2f} ms measured, {1e3 * simulated:9.2f} simulated, {100 * error:+5.0f} %"
+                print(f"{instances} instances on {hosts} hosts, {in_units(nbytes):>7}: {ours}", flush=True)
+                yield {"instances": instances, "bytes": nbytes, "s": seconds, "simulated_s": simulated, "error": error}
+
+
+def measured_s(group: Any, nbytes: int, options: argparse.Namespace) -> float:
+    """The median over turns of the slowest instance's time for one all-reduce."""
+    groups = {"ours": group}
+    group.ask(do="prepare", nbytes=nbytes, ways=["ordered"])
+    repeats = max(1, round(options.block_s / on_hosts.turn(groups, "ordered", 1)["seconds"]))
+    return median(on_hosts.turn(groups, "ordered", repeats)["seconds"] for _ in range(options.rounds))
+
+
+def measured_network(bed: Any) -> Network:
+    """What messages cost between the first two hosts, and inside of the first one."""
+    path = Path(bed.shared) / "network.json"
+    simulator = [sys.executable, "-m", "simulator", "measure", "--over", "mpi"]
+    simulator += ["--network", str(path), "--output", str(path)]
+    Network().write(path)
+    for hosts, extra in (("h0", ["--local"]), ("h0,h1", [])):
+        job = ["--host", hosts, "--num-instances", "2", "--num-replicas", "2", "--process-placement", "disabled"]
+        poprun = [sys.executable, "-m", "poprun", *job, "--allow-run-as-root", "yes"]
+        subprocess.run(bed.command("h0", *poprun, *simulator, *extra), check=True, env=bed.environ, timeout=120)
+    return Network.read(path)
+
+
+def simulated_s(hosts: int, on_each: int, nbytes: int, network: Network) -> float:
+    """The comparison of calls, and the plan in the pieces into which the transport cuts it."""
+    places = np.repeat(np.arange(hosts), on_each)
+    sizes = _sizes_between_hosts(places.size, on_each)
+    source, to = (each.ravel() for each in np.meshgrid(np.arange(places.size), np.arange(places.size)))
+    others = source != to
+    exchange = Wave(source[others], to[others], np.full(int(others.sum()), float(HEADER_BYTES)))
+    compared = simulate(Traffic("comparison", places, 1, lambda: [exchange]), network).seconds
+    plan = plan_for(Spread((1,) * places.size, tuple(places.tolist())), "direct")
+    in_slice = nbytes / plan.slices
+    pieces = 1 if nbytes <= sizes.whole_bytes else max(1, round(in_slice / sizes.chunk_of(int(in_slice))))
+    return compared + simulate(of_plan(plan, nbytes // 4, Width(4, 4), pieces), network).seconds
+
+
+if __name__ == "__main__":
+    main()

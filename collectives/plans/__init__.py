@@ -1,0 +1,1 @@
+"""Reduction plans: which messages flow and what is added where, decided as data before anything moves."""

@@ -1,0 +1,78 @@
+"""Who owns which replicas, and on which host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from collectives.tree import Node, subtrees
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How replicas are spread over ranks: each has those behind the ones of the rank before.
+
+    Attributes:
+        counts: the replicas of each rank.
+        hosts: the number of the host of each rank; hosts are numbered from 0.
+
+    Raises:
+        ValueError: for a rank without replicas or without a host, or a host without ranks.
+    """
+
+    counts: tuple[int, ...]
+    hosts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.counts or min(self.counts) < 1:
+            raise ValueError(f"ranks have {list(self.counts)} replicas; each needs at least one")
+        if len(self.hosts) != len(self.counts) or set(self.hosts) != set(range(max(self.hosts) + 1)):
+            raise ValueError(
+                f"{len(self.counts)} ranks are on hosts {list(self.hosts)}; name one for each, and number them from 0"
+            )
+
+    @classmethod
+    def apart(cls, counts: Sequence[int]) -> Spread:
+        """Ranks that share no host."""
+        return cls(tuple(counts), tuple(range(len(counts))))
+
+    @classmethod
+    def together(cls, counts: Sequence[int]) -> Spread:
+        """Ranks of one host."""
+        return cls(tuple(counts), (0,) * len(counts))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.counts)
+
+    @cached_property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return sum(self.counts)
+
+    @cached_property
+    def blocks(self) -> tuple[Node, ...]:
+        """The replicas of each rank; such a block need not be a node of the tree."""
+        stops = list(accumulate(self.counts))
+        return tuple(Node(stop - count, stop) for stop, count in zip(stops, self.counts, strict=True))
+
+    @cached_property
+    def sums(self) -> tuple[tuple[Node, ...], ...]:
+        """The largest nodes that each rank can add up by itself."""
+        return tuple(subtrees(*block, self.replicas) for block in self.blocks)
+
+    @cached_property
+    def ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        ranks: list[list[int]] = [[] for _ in range(max(self.hosts) + 1)]
+        for rank, host in enumerate(self.hosts):
+            ranks[host].append(rank)
+        return tuple(map(tuple, ranks))
+
+    def leaves(self, rank: int) -> tuple[Node, ...]:
+        """The contributions of a rank."""
+        first, stop = self.blocks[rank]
+        return tuple(Node(replica, replica + 1) for replica in range(first, stop))

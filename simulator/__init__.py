@@ -1,0 +1,9 @@
+"""A simulated network: what reductions cost on hosts that are not there, by a virtual clock."""
+
+from __future__ import annotations
+
+from simulator.network import Network
+from simulator.run import Outcome, simulate
+from simulator.traffic import Traffic, chain, of_plan, ring
+
+__all__ = ["Network", "Outcome", "Traffic", "chain", "of_plan", "ring", "simulate"]

@@ -1,0 +1,129 @@
+"""What a plan does, with expressions instead of numbers: no process, no memory, no order but the plan's own."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+
+from collectives.plans.plan import Plan
+from collectives.plans.spread import Spread
+from collectives.tree import Node, steps
+
+Expression = int | tuple["Expression", "Expression"]
+
+
+@lru_cache(None)
+def canonical(first: int, stop: int) -> Expression:
+    """The tree as the documentation has it: split at the largest power of two that is smaller than the whole."""
+    if stop - first == 1:
+        return first
+    half = 1
+    while 2 * half < stop - first:
+        half *= 2
+    return canonical(first, first + half), canonical(first + half, stop)
+
+
+def added(expressions: list[Expression], nodes: tuple[Node, ...]) -> Expression:
+    """What executors do, with their own steps."""
+    values = list(expressions)
+    for left, right, _ in steps(nodes):
+        values.append((values[left], values[right]))
+    return values[-1]
+
+
+Holdings = list[list[dict[Node, Expression]]]  # by rank and slice
+
+
+def outcome(plan: Plan) -> Holdings:
+    """What every rank has of every slice at the end, where each step of the plan can be done when its turn comes.
+
+    A message of a round is made of what its sender has then, and there at the end of the round, so a rank needs nothing
+    but what others have sent in earlier rounds: whoever sends without waiting for the receiver cannot be stuck.
+    """
+    ranks = range(plan.spread.size)
+    held: Holdings = [
+        [{leaf: leaf.first for leaf in plan.spread.leaves(rank)} for _ in range(plan.slices)] for rank in ranks
+    ]
+    root = Node(0, plan.spread.replicas)
+    met: set[tuple[int, int, bool]] = set()
+    for each in plan.rounds:
+        for rank, first, stop, nodes, into in each.additions:
+            assert len(nodes) > 1 or plan.spread.replicas == 1, "an addition of one"
+            for number in range(first, stop):
+                mine = held[rank][number]
+                mine[into] = added([mine.pop(node) for node in nodes], nodes)
+        arriving = []
+        pairs = set()
+        for source, to, first, stop, node in each.messages:
+            assert source != to
+            pairs.add((source, to, node == root))
+            for number in range(first, stop):
+                arriving.append((to, number, node, held[source][number][node]))
+        for to, number, node, expression in arriving:
+            mine = held[to][number]
+            overlap = [one for one in mine if one.first < node.stop and node.first < one.stop and node != root]
+            assert not overlap, "what was there already"
+            assert node not in mine, "sent twice"
+            mine[node] = expression
+        assert not met & pairs, "two ranks exchange messages of one kind in two rounds"
+        met |= pairs
+    return held
+
+
+def assert_right(plan: Plan) -> None:
+    """Every rank has the sum in the order of the tree, and nothing was moved or added in vain."""
+    root = Node(0, plan.spread.replicas)
+    held = outcome(plan)
+    for of_rank in held:
+        for mine in of_rank:
+            assert mine[root] == canonical(0, plan.spread.replicas)
+    moved = Counter((to, number, node) for _, to, first, stop, node in plan.messages() for number in range(first, stop))
+    assert max(moved.values(), default=1) == 1
+    if plan.is_scattering:
+        assert_scatters(plan)
+
+
+def assert_scatters(plan: Plan) -> None:
+    root = Node(0, plan.spread.replicas)
+    held = outcome(plan.scattering)
+    for number, owner in enumerate(plan.owners):
+        assert [rank for rank, of_rank in enumerate(held) if root in of_rank[number]] == [owner]
+
+
+def compositions(replicas: int, ranks: int) -> Iterator[tuple[int, ...]]:
+    """All ways to give each of some ranks at least one of so many replicas."""
+    if ranks == 1:
+        yield (replicas,)
+        return
+    for count in range(1, replicas - ranks + 2):
+        for others in compositions(replicas - count, ranks - 1):
+            yield count, *others
+
+
+def host_spreads(ranks: int, most: int) -> Iterator[tuple[int, ...]]:
+    """All ways to put ranks on at most so many hosts, in whatever order; hosts are numbered as they are met."""
+
+    def put(chosen: list[int]) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == ranks:
+            yield tuple(chosen)
+            return
+        for host in range(min(most, max(chosen, default=-1) + 2)):
+            yield from put([*chosen, host])
+
+    yield from put([])
+
+
+def drawn_spread(random: random.Random, replicas: int, most_ranks: int, most_hosts: int) -> Spread:
+    ranks = random.randint(1, min(replicas, most_ranks))
+    borders = sorted(random.sample(range(1, replicas), ranks - 1))
+    counts = [stop - start for start, stop in zip([0, *borders], [*borders, replicas], strict=True)]
+    hosts = random.randint(1, min(ranks, most_hosts))
+    places = [*range(hosts), *(random.randrange(hosts) for _ in range(ranks - hosts))]
+    if random.random() < 0.8:
+        places.sort()
+    else:
+        random.shuffle(places)
+    numbers: dict[int, int] = {}
+    return Spread(tuple(counts), tuple(numbers.setdefault(place, len(numbers)) for place in places))

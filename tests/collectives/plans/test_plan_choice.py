@@ -1,0 +1,98 @@
+"""Which plan is chosen, and how arrays are cut for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives.plans.choice import Costs, Width, estimated_s, loads_of, quickest
+from collectives.plans.cutting import Table, pieces_of, pieces_of_blocks
+from collectives.plans.planning import plan_for, possible_ways
+from collectives.plans.spread import Spread
+
+FLOAT32, BFLOAT16 = Width(4, 4), Width(2, 4)
+GIGABIT = Costs(100e-6, 5e-6, 125e6, 1e-6, 5e9, 10e9)
+MEGABYTE = 1 << 18  # elements of float32
+
+
+@pytest.mark.parametrize(
+    ("hosts", "elements", "way"),
+    [
+        (2, 16, "doubling"),
+        (8, 1 << 14, "direct"),
+        (8, 100 * MEGABYTE, "direct"),
+        (256, 16, "doubling"),
+        (256, 1 << 20, "halving"),
+    ],
+)
+def test_many_hosts_need_few_messages_and_few_hosts_need_few_rounds(hosts: int, elements: int, way: str) -> None:
+    assert quickest(Spread.apart([1] * hosts), elements, FLOAT32, GIGABIT).name == way
+
+
+def test_a_spread_that_does_not_pair_up_has_one_way() -> None:
+    assert quickest(Spread.apart([3, 3, 2]), 1 << 20, FLOAT32, GIGABIT).name == "direct"
+
+
+def test_a_choice_may_be_narrowed() -> None:
+    spread = Spread.apart([1] * 256)
+    assert quickest(spread, 16, FLOAT32, GIGABIT, ("direct", "halving")).name == "halving"
+
+
+def test_an_estimate_counts_rounds_messages_and_bytes() -> None:
+    spread = Spread.apart([1] * 4)
+    bytes_s = 2 * 3 / 4 * 4 * MEGABYTE / GIGABIT.bytes_per_s
+    added_s = 4 * MEGABYTE / GIGABIT.added_bytes_per_s
+    estimates = {way: estimated_s(plan_for(spread, way), MEGABYTE, FLOAT32, GIGABIT) for way in possible_ways(spread)}
+    assert estimates == pytest.approx(
+        {
+            "direct": 2 * 100e-6 + 2 * 6 * 5e-6 + bytes_s + added_s,
+            "halving": 4 * 100e-6 + 4 * 2 * 5e-6 + bytes_s + 1.5 * added_s,
+            "doubling": 2 * 100e-6 + 2 * 2 * 5e-6 + 2 * 4 * MEGABYTE / GIGABIT.bytes_per_s + 4 * added_s,
+        }
+    )
+
+
+def test_contributions_and_results_of_16_bit_floats_travel_in_16_bits_and_sums_in_32() -> None:
+    alone = loads_of(plan_for(Spread.apart([1, 1]), "direct"), BFLOAT16)
+    assert [load.link_bytes for load in alone] == [1, 1]
+    several = loads_of(plan_for(Spread.apart([2, 2]), "direct"), BFLOAT16)
+    assert [load.link_bytes for load in several] == [2, 1]
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    loads = loads_of(plan_for(Spread((1, 1, 1, 1), (0, 0, 1, 1)), "direct"), FLOAT32)
+    assert [(load.crosses, load.link_bytes) for load in loads] == [(False, 0), (True, 2), (True, 2), (False, 0)]
+    assert [load.local_bytes for load in loads] == [2, 0, 0, 2]
+
+
+@pytest.mark.parametrize("size", [1, 7, 24, 25, 1000])
+@pytest.mark.parametrize("longest", [1, 24, 2000])
+def test_pieces_and_their_slices_are_all_of_an_array(size: int, longest: int) -> None:
+    plan = plan_for(Spread.apart([1] * 3), "halving")
+    elements = [
+        piece.offset + start + number
+        for piece in pieces_of(plan, size, longest)
+        for start, length in zip(piece.table.starts, piece.table.lengths, strict=True)
+        for number in range(length)
+    ]
+    assert elements == list(range(size))
+
+
+@pytest.mark.parametrize("block", [1, 5, 64])
+@pytest.mark.parametrize("longest", [1, 4, 100])
+@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 0, 1), (0, 1, 1), (0, 0, 0)])
+def test_slices_of_blocks_lie_in_the_blocks_of_their_owners(hosts: tuple[int, ...], block: int, longest: int) -> None:
+    plan = plan_for(Spread((1, 1, 1), hosts), "direct")
+    found = []
+    for piece in pieces_of_blocks(plan, block, longest):
+        for owner, start, length in zip(plan.owners, piece.table.starts, piece.table.lengths, strict=True):
+            elements = range(piece.offset + start, piece.offset + start + length)
+            assert all(element // block == owner for element in elements)
+            found += elements
+    assert sorted(found) == list(range(3 * block))
+
+
+def test_runs_are_what_lies_together_and_is_not_empty() -> None:
+    table = Table((0, 3, 3, 10, 12), (3, 0, 2, 2, 0))
+    assert list(table.runs(0, 5)) == [(0, 3), (3, 5)]
+    assert list(table.runs(1, 2)) == []
+    assert table.elements(0, 3) == 5

@@ -1,0 +1,130 @@
+"""Plans of reductions, evaluated with expressions instead of numbers: no process is started."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from plan_evaluation import assert_right, compositions, drawn_spread, host_spreads, outcome
+
+from collectives.plans.plan import Message, Plan, Round
+from collectives.plans.planning import plan_for, possible_ways
+from collectives.plans.spread import Spread
+from collectives.tree import Node
+
+
+def check(spread: Spread) -> None:
+    for way in possible_ways(spread):
+        plan = plan_for.__wrapped__(spread, way)
+        try:
+            assert_right(plan)
+        except Exception as error:
+            raise AssertionError(f"{way} of {spread}: {error!r}") from error
+
+
+@pytest.mark.parametrize("replicas", range(1, 9))
+def test_every_contiguous_spread_of_few_replicas_over_up_to_four_hosts_adds_in_the_order_of_the_tree(
+    replicas: int,
+) -> None:
+    for ranks in range(1, min(replicas, 5) + 1):
+        for counts in compositions(replicas, ranks):
+            for hosts in host_spreads(ranks, 4):
+                check(Spread(counts, hosts))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_drawn_spreads_of_up_to_64_replicas_add_in_the_order_of_the_tree(seed: int, block: int) -> None:
+    drawn = random.Random(f"{seed}/{block}")
+    for replicas in range(1 + 16 * block, 17 + 16 * block):
+        for _ in range(12):
+            check(drawn_spread(drawn, replicas, 16, 4))
+
+
+@pytest.mark.parametrize("hosts", range(2, 17))
+@pytest.mark.parametrize("local", [1, 2, 4])
+def test_hosts_that_own_equal_powers_of_two_may_add_in_every_way(hosts: int, local: int) -> None:
+    spread = Spread.apart([local] * hosts)
+    assert possible_ways(spread) == ("direct", "halving", "doubling")
+    check(spread)
+    check(Spread((local,) * 2 * hosts, tuple(host for host in range(hosts) for _ in range(2))))
+
+
+def sent_by(plan: Plan) -> list[int]:
+    """The slices that each rank sends."""
+    sent = [0] * plan.spread.size
+    for source, _, first, stop, _ in plan.messages():
+        sent[source] += stop - first
+    return sent
+
+
+@pytest.mark.parametrize("hosts", range(2, 17))
+@pytest.mark.parametrize("way", ["direct", "halving"])
+def test_every_rank_sends_what_is_least(hosts: int, way: str) -> None:
+    """(n - 1) / n of the array in each half. Those to whom no pair is left send more of the results by halving."""
+    plan = plan_for(Spread.apart([2] * hosts), way)
+    assert plan.slices == hosts
+    assert sent_by(plan.scattering) == [hosts - 1] * hosts
+    if way == "direct" or hosts & (hosts - 1) == 0:
+        assert sent_by(plan) == [2 * (hosts - 1)] * hosts
+    else:
+        assert max(sent_by(plan)) <= 1.25 * 2 * (hosts - 1)
+
+
+@pytest.mark.parametrize("of_hosts", [(2, 2), (1, 3), (4, 4, 4, 4), (2, 1, 3), (4, 2, 2, 1)])
+def test_the_link_of_a_host_carries_what_one_rank_would_send(of_hosts: tuple[int, ...]) -> None:
+    """Whatever number of ranks sit behind it, where their replicas are one node of the tree."""
+    places = tuple(host for host, ranks in enumerate(of_hosts) for _ in range(ranks))
+    blocks = {1: (4,), 2: (2, 2), 3: (1, 1, 2), 4: (1, 1, 1, 1)}
+    counts = [count for ranks in of_hosts for count in blocks[ranks]]
+    plan = plan_for(Spread(tuple(counts), places), "direct")
+    sent = [0] * len(of_hosts)
+    for source, to, first, stop, _ in plan.messages():
+        if places[source] != places[to]:
+            sent[places[source]] += stop - first
+    hosts = len(of_hosts)
+    assert [bits * hosts for bits in sent] == [2 * (hosts - 1) * plan.slices] * hosts
+
+
+def test_rounds_of_halving_and_doubling_grow_with_the_logarithm_and_those_of_direct_exchange_do_not() -> None:
+    spread = Spread.apart([1] * 16)
+    rounds = {
+        way: len([each for each in plan_for(spread, way).rounds if each.messages]) for way in possible_ways(spread)
+    }
+    assert rounds == {"direct": 2, "halving": 8, "doubling": 4}
+
+
+def test_what_is_left_after_a_loss_adds_in_the_order_of_the_tree() -> None:
+    spread = Spread.apart([3, 3, 2])
+    assert possible_ways(spread) == ("direct",)
+    assert spread.sums[1] == (Node(3, 4), Node(4, 6))
+    check(spread)
+
+
+def test_an_evaluation_finds_what_is_wrong() -> None:
+    """Otherwise the tests above would prove little."""
+    plan = plan_for(Spread.apart([1, 1, 1]), "direct")
+    first, second = plan.rounds
+    shorter = Plan(plan.name, plan.spread, plan.owners, (Round(first.additions, first.messages[1:]), second))
+    with pytest.raises(KeyError):
+        outcome(shorter)
+    twice = Plan(plan.name, plan.spread, plan.owners, (Round((), first.messages + first.messages[:1]), second))
+    with pytest.raises(AssertionError, match="already"):
+        outcome(twice)
+    early = Plan(plan.name, plan.spread, plan.owners, (Round((), (*first.messages, second.messages[0])), second))
+    with pytest.raises(KeyError):
+        outcome(early)
+    swapped = [
+        Message(each.source, each.to, each.first, each.stop, Node(2, 3) if each.source == 1 else each.node)
+        for each in first.messages
+    ]
+    with pytest.raises(KeyError):
+        outcome(Plan(plan.name, plan.spread, plan.owners, (Round((), tuple(swapped)), second)))
+
+
+@pytest.mark.parametrize(
+    ("counts", "hosts", "message"),
+    [((1, 0), (0, 0), "at least one"), ((1, 1), (0,), "one for each"), ((1, 1), (0, 2), "number them from 0")],
+)
+def test_a_spread_that_is_none_is_refused(counts: tuple[int, ...], hosts: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Spread(counts, hosts)

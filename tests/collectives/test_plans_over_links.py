@@ -1,0 +1,106 @@
+"""Every way to reduce over links, in one piece and in many, on hosts of any shape: the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from reference import contributions, reduced
+from statements import assert_same_bits
+
+from collectives import Communicator, Settings
+from collectives.assembly import Group, assemble
+from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
+from collectives.plans.choice import Costs, Width, quickest
+from collectives.plans.spread import Spread
+from collectives.ring.link import Sizes
+
+FEW_ROUNDS = Costs(1.0, 1e-9, 1e6, 1.0, 1e6, 1e12)
+FEW_MESSAGES = Costs(1.0, 1.0, 1e12, 1.0, 1e12, 1e12)
+FEW_BYTES_AND_MESSAGES = Costs(1e-9, 1.0, 1e3, 1e-9, 1e3, 1e12)
+WAYS = {"direct": FEW_ROUNDS, "halving": FEW_BYTES_AND_MESSAGES, "doubling": FEW_MESSAGES}
+WHOLE = Sizes(inline_bytes=0, chunk_bytes=1 << 20)
+IN_PIECES = Sizes(0, 0, 512, 512, 2)
+LENGTH = 5040
+
+
+def on_links(hosts: Sequence[int], costs: Costs, sizes: Sizes, program):
+    hub = ThreadHub(len(hosts))
+
+    def no_subgroup(ranks) -> Communicator:
+        raise NotImplementedError
+
+    def run(outer: Communicator):
+        links = [ThreadLink(hub, outer.rank, channel) for channel in (0, 1)]
+        for link in links:
+            link.hosts, link.costs, link.sizes = tuple(hosts), costs, sizes
+        group = Group(outer.rank, [f"rank {rank}" for rank in range(len(hosts))], range(len(hosts)))
+        with assemble(Settings(spins=0), group, (links[0], links[1]), False, no_subgroup) as communicator:
+            return program(communicator)
+
+    return run_on_threads(len(hosts), run)
+
+
+def assert_reduces(counts: Sequence[int], hosts: Sequence[int], costs: Costs, sizes: Sizes, dtype: str) -> None:
+    bounds = [0, *accumulate(counts)]
+    everything = contributions(dtype, LENGTH, range(bounds[-1]))
+    expected = reduced(everything, "mean")
+
+    def program(communicator: Communicator) -> None:
+        rank = communicator.rank
+        mine = everything[bounds[rank] : bounds[rank + 1]]
+        assert_same_bits(communicator.ordered_all_reduce(mine, op="mean"), expected)
+        block = LENGTH // communicator.size
+        own = communicator.ordered_reduce_scatter([array[: block * communicator.size] for array in mine], op="mean")
+        assert_same_bits(own, expected[rank * block : (rank + 1) * block])
+        copies = [array.copy() for array in mine]
+        assert_same_bits(communicator.ordered_all_reduce(copies, copies[-1], "mean"), expected)
+
+    on_links(hosts, costs, sizes, program)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize(("local", "dtype"), [(1, "float32"), (2, "bfloat16")])
+def test_every_way_has_the_bits_of_the_tree(way: str, ranks: int, local: int, dtype: str) -> None:
+    width = Width(4, 4) if dtype == "float32" else Width(2, 4)
+    chosen = quickest(Spread.apart([local] * ranks), LENGTH, width, WAYS[way]).name
+    assert chosen == way or ranks < 8  # of few ranks nobody sends fewer messages by halving
+    assert_reduces([local] * ranks, range(ranks), WAYS[way], WHOLE, dtype)
+
+
+@pytest.mark.parametrize("sizes", [WHOLE, IN_PIECES])
+@pytest.mark.parametrize(
+    ("counts", "hosts"),
+    [
+        ((1, 1, 1, 1), (0, 0, 1, 1)),
+        ((2, 2, 2, 2), (0, 0, 1, 1)),
+        ((1, 1, 1, 1, 1, 1), (0, 0, 0, 1, 1, 1)),
+        ((3, 3, 2), (0, 1, 2)),
+        ((1, 2, 1), (0, 0, 1)),
+        ((1, 1, 1, 1, 1), (0, 1, 1, 1, 1)),
+        ((2, 1, 1, 2), (0, 1, 0, 1)),
+        ((1, 2, 3), (0, 0, 0)),
+        ((5,), (0,)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_every_spread_over_hosts_has_the_bits_of_the_tree(
+    counts: tuple[int, ...], hosts: tuple[int, ...], sizes: Sizes, dtype: str
+) -> None:
+    assert_reduces(counts, hosts, FEW_MESSAGES, sizes, dtype)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_arrays_that_are_shorter_than_their_slices_are_reduced(length: int) -> None:
+    everything = contributions("float32", length, range(4))
+    expected = reduced(everything, "sum")
+
+    def program(communicator: Communicator) -> np.ndarray:
+        return communicator.ordered_all_reduce([everything[communicator.rank]])
+
+    for costs in WAYS.values():
+        for result in on_links((0, 0, 1, 1), costs, WHOLE, program):
+            assert_same_bits(result, expected)

@@ -1,0 +1,105 @@
+"""The tree in which replicas are added."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from collectives.tree import Node, halves, merged, parent_of, registers, root_of, steps, subtrees
+
+MOST = 64
+
+
+def nodes_below(node: Node) -> set[Node]:
+    return {node} if node.is_leaf else {node}.union(*map(nodes_below, halves(node)))
+
+
+def leaves(first: int, stop: int) -> tuple[Node, ...]:
+    return tuple(Node(replica, replica + 1) for replica in range(first, stop))
+
+
+def text(nodes: tuple[Node, ...]) -> str:
+    """What some steps do, in brackets."""
+    values = [str(node.first) for node in nodes]
+    for left, right, _ in steps(nodes):
+        values.append(f"({values[left]}+{values[right]})")
+    return values[-1]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        (1, "0"),
+        (2, "(0+1)"),
+        (3, "((0+1)+2)"),
+        (4, "((0+1)+(2+3))"),
+        (5, "(((0+1)+(2+3))+4)"),
+        (6, "(((0+1)+(2+3))+(4+5))"),
+        (7, "(((0+1)+(2+3))+((4+5)+6))"),
+        (12, "((((0+1)+(2+3))+((4+5)+(6+7)))+((8+9)+(10+11)))"),
+    ],
+)
+def test_sums_are_split_at_the_largest_power_of_two_below_the_whole(replicas: int, expected: str) -> None:
+    assert text(leaves(0, replicas)) == expected
+
+
+def test_a_block_of_replicas_adds_the_largest_nodes_inside_of_it() -> None:
+    for replicas in range(1, 33):
+        nodes = nodes_below(root_of(replicas))
+        for first in range(replicas):
+            for stop in range(first + 1, replicas + 1):
+                inside = [node for node in nodes if Node(first, stop).covers(node)]
+                largest = [node for node in inside if not any(one != node and one.covers(node) for one in inside)]
+                assert list(subtrees(first, stop, replicas)) == sorted(largest)
+
+
+def test_a_block_has_few_of_them_and_an_aligned_one_has_one() -> None:
+    for size in (1, 2, 4, 8, 16):
+        assert all(len(subtrees(first, first + size, MOST)) == 1 for first in range(0, MOST, size))
+    for first in range(MOST):
+        for stop in range(first + 1, MOST + 1):
+            assert len(subtrees(first, stop, MOST)) <= max(1, 2 * (stop - first).bit_length() - 1)
+
+
+def test_every_node_knows_to_what_it_is_added() -> None:
+    for replicas in range(1, MOST + 1):
+        root = root_of(replicas)
+        for node in nodes_below(root):
+            parent = parent_of(node, replicas)
+            assert parent == root if node == root else node in halves(parent)
+
+
+def test_nodes_of_several_blocks_are_merged_where_they_meet() -> None:
+    assert merged([Node(6, 7), Node(2, 4), Node(0, 2)], 8) == (Node(0, 4), Node(6, 7))
+    assert merged([Node(4, 6), Node(6, 7)], 7) == (Node(4, 7),)
+    assert merged([Node(1, 2), Node(2, 4)], 8) == (Node(1, 2), Node(2, 4))
+
+
+def test_steps_go_on_with_what_was_added_before() -> None:
+    nodes = (Node(0, 4), Node(4, 5), Node(5, 6), Node(6, 7))
+    assert text(nodes) == "(0+((4+5)+6))"
+
+
+def test_accumulators_are_as_many_as_levels_of_the_tree() -> None:
+    for replicas in range(2, MOST + 1):
+        assert registers(steps(leaves(0, replicas))) <= (replicas - 1).bit_length()
+
+
+def test_an_accumulator_is_not_overwritten_while_it_is_needed() -> None:
+    for replicas in range(2, MOST + 1):
+        nodes = leaves(0, replicas)
+        holds: dict[int, int] = {}
+        for number, (left, right, register) in enumerate(steps(nodes), len(nodes)):
+            needed = [each for each in (left, right) if each >= replicas]
+            assert all(each in holds.values() for each in needed), replicas
+            holds = {place: value for place, value in holds.items() if value not in needed}
+            assert register not in holds, replicas
+            holds[register] = number
+
+
+@pytest.mark.parametrize("nodes", [(Node(0, 2), Node(3, 4)), (Node(0, 1), Node(1, 3), Node(3, 4))])
+def test_what_is_missing_or_no_node_is_refused(nodes: tuple[Node, ...]) -> None:
+    assert any(one.stop != other.first for one, other in pairwise(nodes)) or nodes[1] == Node(1, 3)
+    with pytest.raises(ValueError, match="missing|not the parts"):
+        steps(nodes)
