@@ -1,0 +1,8 @@
+"""PyTorch under the strategies: modules are trained as they are, with the same bits for every number of instances."""
+
+from strategies.torch.distributed_data import distribute_dataset
+from strategies.torch.options import TorchOptions
+from strategies.torch.randomness import seed_of
+from strategies.torch.trainer import Trainer
+
+__all__ = ["TorchOptions", "Trainer", "distribute_dataset", "seed_of"]
