@@ -3,6 +3,7 @@
 from strategies.torch.distributed_data import distribute_dataset
 from strategies.torch.options import TorchOptions
 from strategies.torch.randomness import seed_of
+from strategies.torch.state_dicts import StateDicts, load_state_dicts
 from strategies.torch.trainer import Trainer
 
-__all__ = ["TorchOptions", "Trainer", "distribute_dataset", "seed_of"]
+__all__ = ["StateDicts", "TorchOptions", "Trainer", "distribute_dataset", "load_state_dicts", "seed_of"]
