@@ -85,7 +85,7 @@ class LocalReplicas:
         Args:
             batch: a pytree of tensors, for all local replicas.
             turn: see there; residuals are put in here.
-            residuals: of each replica.
+            residuals: of each replica; none where there are none.
 
         Raises:
             ValueError: if the batch cannot be divided among the replicas.
@@ -97,7 +97,7 @@ class LocalReplicas:
                 event.clear()
         self._begun = [
             self._threads.submit(run.compute, part, replace(turn, residuals=own))
-            for run, part, own in zip(self.runs, parts, residuals, strict=True)
+            for run, part, own in zip(self.runs, parts, residuals or [()] * len(self.runs), strict=True)
         ]
         if self.plan is None:
             self._begun[0].add_done_callback(lambda _: self._first.are_known.set())

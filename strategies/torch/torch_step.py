@@ -131,8 +131,8 @@ class TorchStep:
         training, options = self._training, self._options
         if options.digest_every and training.step and training.step % options.digest_every == 0:
             self._compare()
-        batch = tensors_of(batch)
-        local = self._prepared(batch)
+        given, batch = batch, tensors_of(batch)
+        local = self._prepared(given, batch)
         scale = 1.0 if training.scale is None else float(training.scale.scale)
         buffers = training.buffers
         turn = Turn(training.step, scale, self._notice.is_given, local.planned, buffers.masters, buffers.moving, ())
@@ -235,8 +235,13 @@ class TorchStep:
 
     # ---- preparing
 
-    def _prepared(self, batch: Batch) -> LocalReplicas:
-        """What computes gradients; a collective call where batches of such shapes are new."""
+    def _prepared(self, given: Batch, batch: Batch) -> LocalReplicas:
+        """What computes gradients; a collective call where batches of such shapes are new.
+
+        Args:
+            given: the batch as the program has it.
+            batch: the same of tensors.
+        """
         if self._local is not None:
             self._local.follow()
         is_for_these = self._local is not None and self._local.replicas == self._replicas.local_replicas
@@ -249,7 +254,7 @@ class TorchStep:
             self._local = LocalReplicas(local, module, self._loss_fn, self._options, self._plan)
         key = tuple((leaf.dtype, leaf.shape) for leaf in jax.tree.leaves(batch))
         if key not in self._agreed:
-            self._agree(batch)
+            self._agree(given, batch)
             self._agreed.add(key)
         return self._local
 
@@ -277,10 +282,10 @@ class TorchStep:
         self._exchange = GradientExchange(plan, names, communicator, count, is_private)
         return plan
 
-    def _agree(self, batch: Batch) -> None:
+    def _agree(self, given: Batch, batch: Batch) -> None:
         """Compare what decides the result with the other instances; a collective call."""
         training, replicas = self._training, self._replicas
-        dataset = replicas.dataset_of(batch)
+        dataset = replicas.dataset_of(given)
         if replicas.communicator.size > 1 and not self._recorder.is_on:
             programs = {
                 "the module": lines_of_module(training.module),

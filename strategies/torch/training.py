@@ -100,10 +100,9 @@ class Training:
         array.reshape(-1).view(np.uint8)[array.itemsize // 2] ^= 1
 
     def _no_residuals(self) -> list[Sequence[np.ndarray]]:
-        local = range(len(self._replicas.local_replicas))
         if not self._options.transfer.is_quantised:
-            return [() for _ in local]
-        return [Int8Layout.of(self.trained).new_residuals() for _ in local]
+            return []
+        return [Int8Layout.of(self.trained).new_residuals() for _ in self._replicas.local_replicas]
 
     # ---- as a tree
 
