@@ -57,9 +57,7 @@ class Contribution:
         else:
             view.copy_(gradient)
 
-    def encode(
-        self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]
-    ) -> Sequence[np.ndarray]:
+    def encode(self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Take all gradients as int8; the new residuals.
 
         Args:

@@ -114,4 +114,3 @@ class GradientExchange:
 def _private(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     size = int(np.prod(shape))
     return aligned_empty(size * dtype.itemsize).view(dtype).reshape(shape)
-

@@ -114,4 +114,3 @@ def _word(slot: Slot, aggregation: Aggregation) -> str:
     if slot.tensor.is_complex() and word is None:
         return FIRST
     return word or (MEAN if is_float else FIRST)
-

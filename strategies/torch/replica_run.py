@@ -67,9 +67,7 @@ class ReplicaRun:
         residuals: the new ones, once all is finished.
     """
 
-    def __init__(
-        self, replica: int, original: torch.nn.Module, loss_fn: LossFunction, options: TorchOptions
-    ) -> None:
+    def __init__(self, replica: int, original: torch.nn.Module, loss_fn: LossFunction, options: TorchOptions) -> None:
         self.replica = replica
         self.copy = ReplicaModule(original)
         self._loss_fn = loss_fn

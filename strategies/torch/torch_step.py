@@ -293,9 +293,13 @@ class TorchStep:
                 "the update": lines_of_optimizer(training.optimizer),
             }
             local = len(replicas.local_replicas)
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf)), batch)
+            shapes = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf)), batch
+            )
             options = {**self._options.terms, "step": training.step}
-            insist_on_agreement(replicas, terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer)))
+            insist_on_agreement(
+                replicas, terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
+            )
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(replicas, lost_with_an_instance(False, dataset))

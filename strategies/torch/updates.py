@@ -121,7 +121,9 @@ class ShardedUpdate(Update):
         if not self._shards.divides(parameter):
             return parameter
         if not parameter.is_contiguous():
-            raise StrategyError("a parameter is not contiguous in memory; give the module one that is, to shard its state")
+            raise StrategyError(
+                "a parameter is not contiguous in memory; give the module one that is, to shard its state"
+            )
         part = torch.nn.Parameter(parameter.detach().view(-1)[self._bounds(parameter)], parameter.requires_grad)
         self._parts[id(parameter)] = part
         return part

@@ -96,7 +96,9 @@ def test_one_that_has_completed_a_step_brings_the_others_up_to_it(step, module, 
 
 def test_a_flipped_bit_is_found_and_put_back(module, alone):
     function = functools.partial(train, module=module, digest_every=1)
-    assert [each[:2] for each in run_instances(3, REPLICAS, function, ["flip-bit:instance=1,step=2"])] == [alone[:2]] * 3
+    assert [each[:2] for each in run_instances(3, REPLICAS, function, ["flip-bit:instance=1,step=2"])] == [
+        alone[:2]
+    ] * 3
 
 
 def test_sharded_state_is_lost_with_an_instance(module, caplog):
