@@ -34,7 +34,7 @@ class Call:
         op: "sum", "mean", "min" or "max"; "" where nothing is reduced.
         dtype: the tensor's dtype by name.
         shape: the tensor's shape.
-        root: the sending rank of a broadcast, otherwise -1.
+        root: the sending rank of a broadcast, the receiving one of a gather, otherwise -1.
         into_shared: whether the result goes into memory that the ranks allocated together.
         group: of a grouped call, what it consists of.
     """
@@ -60,7 +60,7 @@ class Call:
 
     @cached_property
     def kind(self) -> str:
-        """What all of its variants are: "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", ..."""
+        """What all of its variants are: "all_reduce", "reduce_scatter", "gather", "broadcast", "barrier", ..."""
         return _KINDS.get(self.operation, self.operation)
 
     @cached_property

@@ -146,6 +146,21 @@ class Communicator:
         """
         return self._run(self._preparations.all_gather(buffer, out, name))
 
+    def gather(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray | None:
+        """Stack the buffers of all ranks on one of them; the others receive nothing.
+
+        Over Horovod they do, and drop it.
+
+        Args:
+            buffer: any shape, the same on all ranks.
+            root: the rank that receives them.
+            name: the tensor's name.
+
+        Returns:
+            On the root a new array of shape (size, *buffer.shape), elsewhere None.
+        """
+        return self._run(self._preparations.gather(buffer, root, name))
+
     def reduce_scatter(
         self, buffer: np.ndarray, out: np.ndarray | None = None, op: str = "sum", *, name: str = ""
     ) -> np.ndarray:

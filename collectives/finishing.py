@@ -103,3 +103,12 @@ def all_gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.nda
             np.copyto(row, array)
     elif flat.size:
         transport.all_gather(flat.view(np.uint8), rows.view(np.uint8))
+
+
+def gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray | None, root: int) -> None:
+    """Everybody's bytes, one row each, at the root."""
+    if out is not None and parts.arrays:
+        all_gather(transport, parts, flat, out)
+    elif not parts.arrays and flat.size:
+        rows = None if out is None else out.reshape(transport.size, -1).view(np.uint8)
+        transport.gather(flat.view(np.uint8), rows, root)

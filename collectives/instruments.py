@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 from types import TracebackType
-from typing import ParamSpec, Protocol, TypeVar, cast, final, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, final, runtime_checkable
 
 from collectives.calls import Call
 
@@ -31,6 +30,7 @@ PHASES = (DATA, COMPILE, FORWARD_BACKWARD, EXCHANGE, UPDATE, CHECKPOINT)
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")
+_END: Any = object()
 
 
 @runtime_checkable
@@ -162,10 +162,10 @@ class Instruments:
         phase = self.during[name]
         while True:
             with phase:
-                found = list(islice(items, 1))
-            if not found:
+                found = next(items, _END)
+            if found is _END:
                 return
-            yield found[0]
+            yield found
 
 
 @final

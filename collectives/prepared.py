@@ -158,6 +158,14 @@ class Preparations:
         refuse_partial_overlap([whole], flat, self._own(flat.size))
         return Prepared(call, [flat], 1, finishing.all_gather, (flat, whole), out)
 
+    def gather(self, buffer: np.ndarray, root: int, name: str) -> Prepared[np.ndarray | None]:
+        """Into a new array of the root, one row for each rank."""
+        root = checked_root("root", root, self._size, "ranks")
+        call, _ = self._describe("gather", name, "", buffer, root)
+        out = np.empty((self._size, *buffer.shape), buffer.dtype) if self._rank == root else None
+        flat = flat_view(buffer)
+        return Prepared(call, [flat], 1, finishing.gather, (flat, out, root), out)
+
     def reduce_scatter(self, buffer: np.ndarray, out: np.ndarray | None, op: str, name: str) -> Prepared[np.ndarray]:
         """Into `out`, this rank's block."""
         call, reduction = self._describe("reduce_scatter", name, op, buffer)

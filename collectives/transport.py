@@ -101,6 +101,10 @@ class Transport(ABC):
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         """Put the `block` of every rank into row `rank` of `out`, of shape (size, block.size)."""
 
+    def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
+        """`all_gather` for rank `root` alone: the others, which need not receive anything, give no `out`."""
+        self.all_gather(block, np.empty((self.size, block.size), np.uint8) if out is None else out)
+
     @abstractmethod
     def allocate(self, nbytes: int) -> np.ndarray:
         """Memory for results, as bytes; all ranks call it with the same size.

@@ -22,14 +22,14 @@ COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
 """Started by `python -m`; nobody imports them."""
 
 GRADIENT = {
-    "strategies/step/trainer.py": "step",
+    "strategies/trainer.py": "step",
     "strategies/step/single_step.py": "make",
     "strategies/step/jax_engine.py": "begin",
-    "strategies/step/gradients.py": "dispatch",
+    "strategies/gradients/gradient_programs.py": "dispatch",
     "strategies/exchange/means.py": "reduce",
     "collectives/communicator.py": "grouped_ordered_all_reduce",
     "collectives/window/transport.py": "reduce",
-    "strategies/step/updates.py": "apply",
+    "strategies/updates/update.py": "apply",
 }
 """The files through which a gradient goes, from `Trainer.step` to the new variables, over a shared window; and what is
 called there."""

@@ -4,6 +4,8 @@ from strategies import cross_replica_ops, loops, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
+from strategies.checkpoints.own_loop import OwnLoop
+from strategies.comparing.fingerprints import fingerprint
 from strategies.data.casts import Cast, casting
 from strategies.data.datasets import DistributedDataset, Masked, Position
 from strategies.data.grain_source import GrainSource
@@ -19,9 +21,12 @@ from strategies.errors import (
     NonFiniteGradientError,
     StrategyError,
 )
+from strategies.evaluation.merging import Evaluation, Mean
 from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.gradients.outcome import Outcome
 from strategies.horovod_strategy import IPUHorovodStrategy
 from strategies.ipu import IPUStrategy
 from strategies.loss_scaling import LossScale, LossScaling
@@ -32,20 +37,15 @@ from strategies.pipelines import pipelining_ops
 from strategies.pipelines.marks import pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
 from strategies.popdist_strategy import PopDistStrategy
-from strategies.recomputation import recomputation_checkpoint
+from strategies.programs.recomputation import recomputation_checkpoint
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.variables import MirroredVariable, SyncOnReadVariable
 from strategies.signposts import put_up_signposts
-from strategies.step.accumulation import GradientAccumulationReductionMethod
-from strategies.step.clipping import clip_by_global_norm
-from strategies.step.fingerprints import fingerprint
-from strategies.step.merging import Evaluation, Mean
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
-from strategies.step.outcome import Outcome
-from strategies.step.own_loop import OwnLoop
-from strategies.step.trainer import Trainer, TrainState
 from strategies.strategy import Strategy, get_strategy
+from strategies.trainer import Trainer, TrainState
+from strategies.updates.clipping import clip_by_global_norm
 
 put_up_signposts()
 

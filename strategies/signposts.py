@@ -9,11 +9,18 @@ from types import ModuleType
 
 _HERE = Path(__file__).parent
 _RENAMED = {
-    "notes": "checkpoints/plain_values",
-    "sharding": "data/layout",
-    "streams": "data/sequential",
-    "survival": "replicas/membership",
+    "notes": "strategies.checkpoints.plain_values",
+    "private_folders": "popdist.records.private_folders",
+    "probing": "strategies.comparing.exactness",
+    "sharding": "strategies.data.layout",
+    "streams": "strategies.data.sequential",
+    "survival": "strategies.replicas.membership",
+    "step.evaluation": "strategies.evaluation.evaluator",
+    "step.gradients": "strategies.gradients.gradient_programs",
+    "step.trainer": "strategies.trainer",
+    "step.updates": "strategies.updates.update",
 }
+_ROOM_THAT_WAS_FULL = "step"  # its files lie in several rooms now
 
 
 class _Signpost(MetaPathFinder):
@@ -22,15 +29,22 @@ class _Signpost(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        if package == __package__:
-            places = [_HERE / f"{_RENAMED[name]}.py"] if name in _RENAMED else _HERE.glob(f"*/{name}.py")
-            for place in places:
-                now = ".".join([package, *place.relative_to(_HERE).with_suffix("").parts])
-                raise ModuleNotFoundError(
-                    f"{fullname} is {now} now; import what is public from {package} itself", name=fullname
-                )
+        package, _, name = fullname.partition(".")
+        if package == __package__ and (now := _place_of(name)):
+            raise ModuleNotFoundError(
+                f"{fullname} is {now} now; import what is public from {package} itself", name=fullname
+            )
         return None
+
+
+def _place_of(name: str) -> str | None:
+    """The full name that a module has now, given the one that it had in this package; None if there was none."""
+    room, _, file = name.rpartition(".")
+    if room not in ("", _ROOM_THAT_WAS_FULL):
+        return None
+    places = sorted(_HERE.glob(f"*/{file}.py"))
+    found = [".".join([__package__, place.parent.name, file]) for place in places]
+    return _RENAMED.get(name) or next(iter(found), None)
 
 
 def put_up_signposts() -> None:

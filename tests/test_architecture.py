@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import FrameType
 
 import draw_rooms
 import numpy as np
@@ -15,6 +16,23 @@ import strategies
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = [package for column in draw_rooms.COLUMNS for package in column]
+
+
+def file_of(frame: FrameType) -> str:
+    """The file of the project in which a frame is; "" if it is in none."""
+    path = Path(frame.f_code.co_filename)
+    is_ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
+    return str(path.relative_to(ROOT)) if is_ours else ""
+
+
+def files_to(frame: FrameType | None) -> tuple[str, ...]:
+    """The files of the project that are entered on the way to a frame, one after another."""
+    files: list[str] = []
+    while frame is not None:
+        if (file := file_of(frame)) and files[-1:] != [file]:
+            files.append(file)
+        frame = frame.f_back
+    return tuple(reversed(files))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -31,19 +49,21 @@ def test_the_picture_shows_the_rooms_that_there_are() -> None:
 
 
 def test_a_gradient_goes_through_the_files_that_are_named_in_their_order() -> None:
-    """On one instance: what several do in `collectives/window/transport.py`, one does alone."""
+    """On one instance: what several do in `collectives/window/transport.py`, one does alone.
+
+    No other file is entered on the way to any of them, and none is left and entered again.
+    """
     strategy = strategies.IPUStrategy(2)
     trainer = strategies.Trainer(strategy, lambda variables, batch, key: (variables * batch).mean(), optax.sgd(0.1))
     state, _ = trainer.step(trainer.init(np.ones(3, np.float32)), np.ones((4, 3), np.float32))  # compiled before
     batch = np.ones((4, 3), np.float32)
     entered: dict[str, None] = {}
+    between: set[tuple[str, ...]] = set()
 
     def note(frame, event, _):
-        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if event == "call" and path.is_relative_to(ROOT):
-            file = str(path.relative_to(ROOT))
-            if draw_rooms.GRADIENT.get(file) == name:
-                entered[file] = None
+        if event == "call" and draw_rooms.GRADIENT.get(file_of(frame)) == frame.f_code.co_name:
+            entered[file_of(frame)] = None
+            between.add(files_to(frame))
 
     sys.setprofile(note)
     try:
@@ -52,6 +72,8 @@ def test_a_gradient_goes_through_the_files_that_are_named_in_their_order() -> No
         sys.setprofile(None)
     expected = [file for file in draw_rooms.GRADIENT if file != "collectives/window/transport.py"]
     assert list(entered) == expected
+    for files in between:
+        assert files == tuple(sorted(set(files), key=expected.index)), "a file is entered twice, or not in order"
 
 
 def test_the_page_names_the_same_files() -> None:

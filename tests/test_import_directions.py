@@ -39,6 +39,8 @@ TRANSPORTS = {
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
     "strategies/data/grain_source.py": {"absl", "grain"},
 }
+OF_FOLDERS = {"strategies/torch": {"torch"}}
+"""What only the files of a folder may import."""
 POPRUN_MAY_KNOW = tuple(
     f"popdist.{name}" for name in ("environments", "errors", "instance", "records", "version", "xla")
 )
@@ -60,6 +62,13 @@ def imports_of(path: Path) -> Iterator[str]:
             yield node.module
 
 
+def allowed_to(path: Path) -> set[str]:
+    """What a file may import besides what its package may."""
+    name = path.relative_to(ROOT).as_posix()
+    of_folders = [also for folder, also in OF_FOLDERS.items() if name.startswith(f"{folder}/")]
+    return TRANSPORTS.get(name, set()).union(*of_folders)
+
+
 def is_foreign(name: str, siblings: set[str]) -> bool:
     return name not in sys.stdlib_module_names and name not in siblings
 
@@ -73,7 +82,7 @@ def test_a_package_imports_only_the_layers_below(package: str) -> None:
         for path in modules_of(package)
         for name in imports_of(path)
         if is_foreign(name.partition(".")[0], siblings)
-        and name.partition(".")[0] not in ALLOWED[package] | TRANSPORTS.get(path.relative_to(ROOT).as_posix(), set())
+        and name.partition(".")[0] not in ALLOWED[package] | allowed_to(path)
     ]
     assert forbidden == []
 
@@ -135,7 +144,7 @@ def test_collectives_load_no_transport() -> None:
 
 
 def test_strategies_load_no_launcher_and_no_transport() -> None:
-    assert loaded_by("strategies") & {"mpi4py", "orbax", "poprun"} == set()
+    assert loaded_by("strategies") & {"mpi4py", "orbax", "poprun", "torch"} == set()
 
 
 def test_no_other_packages_are_imported_by_name() -> None:

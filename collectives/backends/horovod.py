@@ -183,7 +183,7 @@ class HorovodTransport(Transport):
         is_carried = nbytes <= CARRIED_BYTES
         head = np.array([fingerprint, count, nbytes if is_carried else _LEFT_AT_HOME], np.uint64)
         carried = [array.view(np.uint8) for array in arrays] if is_carried else []
-        messages = self.gather(np.concatenate([head.view(np.uint8), *carried]), "all calls")
+        messages = self.join(np.concatenate([head.view(np.uint8), *carried]), "all calls")
         heads, bodies = _split(messages)
         counts = tuple(count for _, count, _ in heads)
         if any(theirs != fingerprint for theirs, _, _ in heads):
@@ -227,7 +227,7 @@ class HorovodTransport(Transport):
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         start = 0
         for piece in _pieces(block, _GATHERED_BYTES // self.size):
-            out[:, start : start + piece.size] = self.gather(piece, self._watch.call.title).reshape(self.size, -1)
+            out[:, start : start + piece.size] = self.join(piece, self._watch.call.title).reshape(self.size, -1)
             start += piece.size
 
     def allocate(self, nbytes: int) -> np.ndarray:
@@ -249,10 +249,10 @@ class HorovodTransport(Transport):
         for piece, result in zip(
             _pieces(chosen, _GATHERED_BYTES // self.size), _pieces(out, _GATHERED_BYTES // self.size), strict=True
         ):
-            rows = self.gather(piece.view(np.uint8), self._watch.call.title).view(out.dtype).reshape(self.size, -1)
+            rows = self.join(piece.view(np.uint8), self._watch.call.title).view(out.dtype).reshape(self.size, -1)
             reduction.reduce(list(rows), result, self.size)
 
-    def gather(self, message: np.ndarray, name: str) -> np.ndarray:
+    def join(self, message: np.ndarray, name: str) -> np.ndarray:
         """The messages of all ranks one after another; they may differ in size."""
         gathered: torch.Tensor = self.run(partial(hvd.allgather_async, tensor_of(message)), name)
         messages: np.ndarray = gathered.numpy()
@@ -373,7 +373,7 @@ class Operations:
         whole = np.empty((sum(parts.counts), *array.shape[1:]), array.dtype)
         if whole.size:
             message = array.reshape(-1).view(np.uint8)
-            whole.reshape(-1).view(np.uint8)[...] = self._transport.gather(message, "allgather")
+            whole.reshape(-1).view(np.uint8)[...] = self._transport.join(message, "allgather")
         return whole
 
     def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
 from collectives.open_mpi import open_mpi_prepared
-from collectives.ring.link import Link, Sizes, Transfer
+from collectives.ring.link import LANES, Link, Sizes, Transfer
 
 try:
     with open_mpi_prepared():  # MPI starts with the import
@@ -26,7 +27,8 @@ except (ImportError, RuntimeError) as error:
 
 logger = logging.getLogger(__name__)
 
-_SUBGROUP_TAG = 7
+_CHANNELS = 2  # for the synchronous and for the named collectives
+_SUBGROUP_TAG = 7  # no lane of a channel has it
 
 # Between hosts:
 _INLINE_BYTES_OF_HOST = 1 << 17
@@ -59,10 +61,19 @@ _links: weakref.WeakSet[MpiLink] = weakref.WeakSet()  # those that are open
 
 
 class MpiLink(Link):
-    """Point-to-point messages in an MPI communicator of its own; a lane is a tag."""
+    """Point-to-point messages in an MPI communicator of our own; a lane of a channel is a tag.
 
-    def __init__(self, comm: MPI.Comm, sizes: Sizes) -> None:
+    Args:
+        comm: connects the ranks.
+        channel: which of the independent links over `comm` this is.
+        sizes: of messages.
+        end: called when the link is closed.
+    """
+
+    def __init__(self, comm: MPI.Comm, channel: int, sizes: Sizes, end: Callable[[], None]) -> None:
         self._comm = comm
+        self._first_tag = channel * LANES
+        self._end = end
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.sizes = sizes
@@ -70,24 +81,24 @@ class MpiLink(Link):
 
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         try:
-            return MpiTransfer(self._comm.Isend((data, MPI.BYTE), to, lane))
+            return MpiTransfer(self._comm.Isend((data, MPI.BYTE), to, self._first_tag + lane))
         except MPI.Exception as error:
             raise _lost(error) from error
 
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         try:
-            return MpiTransfer(self._comm.Irecv((into, MPI.BYTE), source, lane))
+            return MpiTransfer(self._comm.Irecv((into, MPI.BYTE), source, self._first_tag + lane))
         except MPI.Exception as error:
             raise _lost(error) from error
 
     def revoke(self) -> None:
-        """Have all that is pending on any rank fail; the communicator is left as it is."""
+        """Have all that is pending on any rank fail, on the other link over the communicator too; both are left."""
         self._comm.Revoke()
 
     def close(self) -> None:
         if self in _links:
             _links.discard(self)
-            self._comm.Free()
+            self._end()
 
 
 def connect(
@@ -98,23 +109,54 @@ def connect(
     The MPI communicator is duplicated and left alone.
     """
     comm = MPI.COMM_WORLD if comm is None else comm
-    size = comm.Get_size()
-    members = instances if instances is not None else range(size)
-    hosts = comm.allgather(MPI.Get_processor_name())
-    names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    share_host = local.Get_size() == size
-    sizes = Sizes() if share_host else _sizes_between_hosts(size, comm.allreduce(local.Get_size(), MPI.MAX))
-    settings = replace(settings, spins=_affordable_spins(settings, local))
-    local.Free()
-    links = (MpiLink(comm.Dup(), sizes), MpiLink(comm.Dup(), sizes))
+    own = comm.Dup()
+    open_links = _CHANNELS
+
+    def end() -> None:
+        nonlocal open_links
+        open_links -= 1
+        if not open_links:
+            own.Free()
+
+    return _connect_over(settings, comm, own, instances or range(comm.Get_size()), end)
+
+
+def _connect_over(
+    settings: Settings, comm: MPI.Intracomm, own: MPI.Comm, members: Sequence[int], end: Callable[[], None]
+) -> Communicator:
+    """A communicator of the ranks of `comm`.
+
+    It creates no MPI communicators: while one comes into being, the news that another of its ranks is lost ends this
+    process (Open MPI 5.0.11, in ompi_comm_revoke_local).
+
+    Args:
+        settings: see `connect`.
+        comm: of which subgroups are made.
+        own: of the same ranks, for our messages only.
+        members: the instance behind each rank.
+        end: called when one of the links is closed.
+    """
+    of_ranks = comm.allgather((MPI.Get_processor_name(), os.sched_getaffinity(0)))
+    hosts = [host for host, _ in of_ranks]
+    here = hosts[comm.Get_rank()]
+    size, of_one_host = len(hosts), max(Counter(hosts).values())
+    sizes = Sizes() if of_one_host == size else _sizes_between_hosts(size, of_one_host)
+    cores = set().union(*[cores for host, cores in of_ranks if host == here])
+    if len(cores) < hosts.count(here):
+        settings = replace(settings, spins=0)  # who spins takes a core that another rank needs
+    main, named = [MpiLink(own, channel, sizes, end) for channel in range(_CHANNELS)]
 
     def make_subgroup(ranks: Sequence[int]) -> Communicator:
-        of_ranks = comm.Create_group(comm.Get_group().Incl(ranks), _SUBGROUP_TAG)
-        return connect(settings, of_ranks, [members[rank] for rank in ranks])
+        subgroup = comm.Create_group(comm.Get_group().Incl(ranks), _SUBGROUP_TAG)
+        return _connect_over(settings, subgroup, subgroup, [members[rank] for rank in ranks], _nothing)
 
+    names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
     group = Group(comm.Get_rank(), names, members)
-    return assemble(settings, group, links, share_host, make_subgroup)
+    return assemble(settings, group, (main, named), of_one_host == size, make_subgroup)
+
+
+def _nothing() -> None:
+    """Subgroups may still be made of the communicator when its links are closed."""
 
 
 def connect_survivors(settings: Settings) -> Communicator:
@@ -132,7 +174,7 @@ def connect_survivors(settings: Settings) -> Communicator:
         settings.progress.carry_on(world.Get_size() - comm.Get_size())
         members = MPI.Group.Translate_ranks(comm.Get_group(), range(comm.Get_size()), world.Get_group())
         try:
-            return connect(settings, comm, members)
+            return _connect_over(settings, comm, comm, members, _nothing)
         except (MPI.Exception, CollectiveError) as error:
             logger.info("another rank was lost while the others connected anew: %s", error)
             comm.Revoke()
@@ -155,9 +197,3 @@ def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
         smallest_chunk_bytes=_SMALLEST_CHUNK_BYTES,
         chunks_at_least=_CHUNKS_PER_RANK * ranks,
     )
-
-
-def _affordable_spins(settings: Settings, local: MPI.Comm) -> int:
-    """No spinning where the ranks of a host have to share cores."""
-    cores = set().union(*local.allgather(os.sched_getaffinity(0)))
-    return settings.spins if len(cores) >= local.Get_size() else 0

@@ -44,6 +44,10 @@ class SingleTransport(Transport):
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out[0], block)
 
+    def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
+        assert out is not None
+        np.copyto(out[0], block)
+
     def allocate(self, nbytes: int) -> np.ndarray:
         return aligned_empty(nbytes)
 

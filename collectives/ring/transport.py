@@ -239,6 +239,16 @@ class RingTransport(Transport):
                 send = self.link.send(outgoing[chunk], after, RESULTS)
                 self._complete([receive, send], [before, after])
 
+    def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
+        if out is not None:
+            np.copyto(out[self.rank], block)
+        for chunk in _cut(0, block.size, self._sizes.chunk_bytes):
+            if out is None:
+                self._complete([self.link.send(block[chunk], root, RESULTS)], [root])
+            else:
+                receives = [self.link.receive(out[other, chunk], other, RESULTS) for other in self._others]
+                self._complete(receives, self._others)
+
     # ---- memory
 
     def allocate(self, nbytes: int) -> np.ndarray:

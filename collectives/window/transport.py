@@ -228,6 +228,20 @@ class WindowTransport(Transport):
                     np.copyto(out[rank, part], self._pipe(rank, chunk, length))
             self._window.announce(CONSUMED, chunk + 1)
 
+    def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
+        for chunk, part in self._stream(block.size):
+            length = part.stop - part.start
+            if out is None:
+                self._window.await_all(CONSUMED, chunk - DEPTH + 1)
+                np.copyto(self._pipe(self.rank, chunk, length), block[part])
+                self._window.announce(PRODUCED, chunk + 1)
+            else:
+                np.copyto(out[root, part], block[part])
+                for rank in (other for other in range(self.size) if other != root):
+                    self._window.await_rank(rank, PRODUCED, chunk + 1)
+                    np.copyto(out[rank, part], self._pipe(rank, chunk, length))
+            self._window.announce(CONSUMED, chunk + 1)
+
     def _stream(self, nbytes: int) -> Iterator[tuple[int, slice]]:
         """Chunk numbers and byte ranges; afterwards all the words of this rank stand behind the last chunk."""
         step = PIPE_BYTES // DEPTH

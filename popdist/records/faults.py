@@ -24,7 +24,7 @@ ATTEMPT_VARIABLE = "POPDIST_RESTART_COUNT"
 
 KINDS = ("kill", "exit", "raise", "stop", "delay", "cut", "flip-bit")
 DATA, FORWARD, WAITING, UPDATE, CHECKPOINT = "data", "forward", "waiting", "update", "checkpoint"
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+COLLECTIVES = ("all_reduce", "all_gather", "gather", "reduce_scatter", "broadcast", "barrier")
 PHASES = (DATA, FORWARD, *COLLECTIVES, WAITING, UPDATE, CHECKPOINT)
 _EXIT_STATUS = 3
 CUT_LIMIT_S = 10.0

@@ -22,18 +22,18 @@ from jax.typing import ArrayLike
 from collectives.instruments import CHECKPOINT
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training, shown
+from strategies.checkpoints.own_loop import Loop
 from strategies.checkpoints.packing import Packing
 from strategies.checkpoints.plain_values import plain_metrics, plain_values
+from strategies.comparing.agreement import broadcast_text
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
+from strategies.gradients.arguments import are_used_up, check_state
 from strategies.host_arrays import HostArray
 from strategies.numbers import positive
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.membership import meet, surviving
-from strategies.step.agreement import broadcast_text
-from strategies.step.arguments import are_used_up, check_state
-from strategies.step.own_loop import Loop
-from strategies.step.shards import PartOfArray
+from strategies.replicas.shards import PartOfArray
 from strategies.step.step_record import checkpoint_folder
 from strategies.train_state import TrainState
 
@@ -463,7 +463,7 @@ def _room(leaf: Any) -> Any:
     return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, PartOfArray) else leaf
 
 
-def _like(leaf: Any, array: jax.Array) -> jax.Array:
+def _like(leaf: Any, array: jax.Array) -> Any:
     """What this instance has of an array, as of `leaf`, and where that lies."""
     if isinstance(leaf, PartOfArray):
         return leaf.of(array)

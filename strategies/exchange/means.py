@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -27,6 +28,15 @@ class Bucket:
     layout: FlatLayout
     results: tuple[np.ndarray, ...]
     scattered: frozenset[int]
+
+    @cached_property
+    def whole(self) -> Mapping[int, str]:
+        """The numbers of the other buffers, but for empty ones, and the names of their collectives."""
+        return {
+            number: f"{self.name}/{buffer.name}"
+            for number, buffer in enumerate(self.layout.buffers)
+            if buffer.size and number not in self.scattered
+        }
 
 
 class Means:
@@ -53,18 +63,16 @@ class Means:
             bucket: what travels together.
             contributions: for each buffer those of the local replicas, in their order.
         """
-        buffers = bucket.layout.buffers
         for number in sorted(bucket.scattered):
-            self._communicator.ordered_reduce_scatter(
-                contributions[number], bucket.results[number], "mean", name=f"{bucket.name}/{buffers[number].name}"
-            )
-        filled = [number for number, buffer in enumerate(buffers) if buffer.size and number not in bucket.scattered]
+            name = f"{bucket.name}/{bucket.layout.buffers[number].name}"
+            self._communicator.ordered_reduce_scatter(contributions[number], bucket.results[number], "mean", name=name)
+        whole = list(bucket.whole)
         if self._quantised is not None:
             assert self.of_payload is not None
-            self._quantised.reduce(contributions[filled.pop()], self.of_payload, name=f"{bucket.name}/payload")
+            self._quantised.reduce(contributions[whole.pop()], self.of_payload, name=f"{bucket.name}/payload")
         self._communicator.grouped_ordered_all_reduce(
-            [contributions[number] for number in filled],
-            [bucket.results[number] for number in filled],
+            [contributions[number] for number in whole],
+            [bucket.results[number] for number in whole],
             "mean",
-            names=[f"{bucket.name}/{buffers[number].name}" for number in filled],
+            names=[bucket.whole[number] for number in whole],
         )

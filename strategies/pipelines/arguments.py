@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.pipelines.counter import counting
 from strategies.pipelines.replica_run import Given
 from strategies.pipelines.stages import Staged
 from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import Graph
-from strategies.step.replica_program import ReplicaProgram, ReplicaShapes, control_words
 
 LOSS, TOTAL = range(2)
 """The first results of a micro-batch, before the leaves of the model state: the loss; the sum of the values so far."""

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from strategies.comparing.program_text import lines_of
 from strategies.programs.jaxpr import every_equation
 from strategies.programs.program import Program
-from strategies.step.program_text import lines_of
 
 Compile = Callable[[Callable[..., Any], Sequence[int]], Program]
 """(Function, which arguments are donated) -> the program of it."""

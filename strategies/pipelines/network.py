@@ -12,6 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
+from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.gradients.outcome import Outcome
 from strategies.ipu import IPUStrategy
 from strategies.numbers import positive
 from strategies.pipelines.counter import counting
@@ -30,12 +32,10 @@ from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Variables
-from strategies.step.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.step.metrics import Metrics
-from strategies.step.outcome import Outcome
-from strategies.step.trainer import Trainer
 from strategies.strategy import Strategy, get_strategy
 from strategies.train_state import TrainState
+from strategies.trainer import Trainer
 
 _OUTPUT = "pipeline_stage_output"
 

@@ -11,6 +11,7 @@ from functools import cached_property
 import jax
 from jax.extend import core
 
+from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.numbers import positive
 from strategies.pipelines.arguments import LOSS, TOTAL, Arguments
 from strategies.pipelines.automatic import choose_for
@@ -26,11 +27,10 @@ from strategies.pipelines.stage_plan import StagePlan
 from strategies.pipelines.stages import Staged
 from strategies.pipelines.timetable import Places, Timetable
 from strategies.programs.jaxpr import Graph, every_equation
+from strategies.programs.recomputation import MARK, recomputing
 from strategies.programs.segments import Segment
-from strategies.recomputation import MARK, recomputing
 from strategies.replicas.replicas import Replicas
-from strategies.step.replica_program import ReplicaProgram, ReplicaShapes
-from strategies.step.shards import Shards
+from strategies.replicas.shards import Shards
 
 AUTO = "auto"
 """In place of a schedule: the fastest that fits into the memory."""

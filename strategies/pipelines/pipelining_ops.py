@@ -14,7 +14,7 @@ from strategies.pipelines.plan import Plan, plan
 from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.pipelines.times import StageTimes
 from strategies.pipelines.trace import Trace
-from strategies.recomputation import recomputation_checkpoint
+from strategies.programs.recomputation import recomputation_checkpoint
 
 __all__ = [
     "OptimizerFunctionOutput",

@@ -13,7 +13,7 @@ import numpy as np
 
 from strategies.pipelines.stages import Staged, StagePrograms
 from strategies.pipelines.timetable import Action, Kind, Places
-from strategies.step.updates import HOST_MEMORY
+from strategies.updates.update import HOST_MEMORY
 
 
 @dataclass(frozen=True)

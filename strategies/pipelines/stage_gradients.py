@@ -14,13 +14,13 @@ from jax.extend import core
 
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
+from strategies.gradients.computation import Allocate, ReplicaGradients, ReplicaPlan
+from strategies.gradients.leaving import MeansMemory
 from strategies.pipelines.driver import AbandonedError, Drive
 from strategies.pipelines.replica_run import ReplicaRun, back_on
 from strategies.pipelines.stage_plan import StageBucket, StagePlan
 from strategies.pipelines.timetable import Action, Kind, Timed
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
-from strategies.step.computation import Allocate, ReplicaGradients, ReplicaPlan
-from strategies.step.leaving import MeansMemory
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
 """Gets, after each step, for each local replica what its devices did when."""

@@ -11,6 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.exchange.flat import FlatLayout
+from strategies.gradients.encoding import flatten
+from strategies.gradients.leaving import TAIL, Leaving
+from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA
+from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.arguments import Arguments
 from strategies.pipelines.driver import Course
 from strategies.pipelines.executables import Executables
@@ -18,11 +22,7 @@ from strategies.pipelines.replica_run import Keeping, Outputs
 from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
-from strategies.step.encoding import flatten
-from strategies.step.leaving import TAIL, Leaving
-from strategies.step.model_state import FIRST, MEAN, PER_REPLICA
-from strategies.step.replica_program import ReplicaProgram
-from strategies.step.shards import Shards
+from strategies.replicas.shards import Shards
 
 
 @dataclass(frozen=True)

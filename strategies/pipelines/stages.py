@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod, accumulated
 from strategies.pipelines.executables import Executables
 from strategies.programs.buckets import MOVEMENTS
 from strategies.programs.jaxpr import Equation, Graph, Group, Variable, cut, variables
 from strategies.programs.segments import Part, Segment
-from strategies.step.accumulation import GradientAccumulationReductionMethod, accumulated
 
 
 @dataclass(frozen=True)

@@ -106,17 +106,21 @@ def carry_out(
         arguments: for each micro-batch the flat arguments of the program.
         compute: computes a segment; values may be arrays, tracers or shapes.
     """
-    left = Counter((action.micro_batch, number) for action in actions for number in segments[action.segment].takes)
+    last = {
+        (action.micro_batch, taken): place  # of the action that takes it last
+        for place, action in enumerate(actions)
+        for taken in segments[action.segment].takes
+    }
     intermediates: dict[tuple[int, int], Any] = {}
-
-    def take(key: tuple[int, int]) -> Any:
-        left[key] -= 1
-        return intermediates[key] if left[key] else intermediates.pop(key)
-
-    for action in actions:
+    for place, action in enumerate(actions):
         segment, of_batch = segments[action.segment], action.micro_batch
-        inputs = (arguments[of_batch][place] for place in segment.inputs)
-        results = compute(action, [*inputs, *[take((of_batch, number)) for number in segment.takes]])
-        given = results[len(results) - len(segment.gives) :]
-        intermediates.update(zip([(of_batch, number) for number in segment.gives], given, strict=True))
+        flat = arguments[of_batch]
+        read = [flat[position] for position in segment.inputs]
+        for key in [(of_batch, taken) for taken in segment.takes]:
+            read.append(intermediates.pop(key) if last[key] == place else intermediates[key])
+        results = compute(action, read)
+        del read  # or they would be kept for as long as the results are looked at
+        if segment.gives:
+            handed_on = results[len(results) - len(segment.gives) :]
+            intermediates.update(zip([(of_batch, number) for number in segment.gives], handed_on, strict=True))
         yield action, results

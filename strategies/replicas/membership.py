@@ -19,6 +19,9 @@ from strategies.data.datasets import DistributedDataset
 
 T = TypeVar("T")
 
+LOSSES = (PeerLostError, BrokenError)
+"""What is raised where another instance is lost."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -101,6 +104,15 @@ class Place:
     batches: int = 0
     share: Callable[[int], object] | None = None
 
+    def complete(self, share: Callable[[int], object] | None = None) -> None:
+        """One thing more is done, on all instances.
+
+        Args:
+            share: see above.
+        """
+        self.done += 1
+        self.share = share
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -164,23 +176,35 @@ def surviving(
         PeerLostError: if an instance is lost and the job was not started to go on without it, or if those that are left
             do not find each other, or go on without this one.
     """
-    is_behind = False
-    while True:
-        if is_behind:
-            members.carry_on()  # itself begins again for whoever is lost meanwhile; what it raises is final
+    try:
+        done = attempt()
+    except LOSSES as loss:
+        done = repeated(members, loss, attempt, catch_up)
+    members.place.complete(partial(share, done) if share is not None and members.can_carry_on else None)
+    return done
+
+
+def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]) -> T:
+    """Do again, with the instances that are left, what has failed half-way.
+
+    Args:
+        members: the instances.
+        loss: one of `LOSSES`, with which it has failed.
+        attempt: see `surviving`.
+        catch_up: see there.
+
+    Raises:
+        PeerLostError: see there.
+    """
+    while members.can_carry_on:
+        logger.info("an instance is lost: %s", loss)
+        members.carry_on()  # itself begins again for whoever is lost meanwhile; what it raises is final
         try:
-            done = catch_up() if is_behind else None
-            if done is None:
-                done = attempt()
-            members.place.done += 1
-            kept = share if members.can_carry_on else None
-            members.place.share = None if kept is None else partial(kept, done)
-            return done
-        except (PeerLostError, BrokenError) as error:
-            if not members.can_carry_on:
-                raise
-            logger.info("an instance is lost: %s", error)
-            is_behind = True
+            done = catch_up()
+            return attempt() if done is None else done
+        except LOSSES as another:
+            loss = another
+    raise loss
 
 
 def warn_of_loss(members: Members, reason: str | None) -> None:

@@ -1,1 +1,1 @@
-"""The training step: gradients, their means, updates, and the Trainer around them."""
+"""The step as an object: options, engine, one update after another, and the records of them."""

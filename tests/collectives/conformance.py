@@ -336,6 +336,17 @@ def all_gather_stacks_what_the_ranks_give(communicator: Communicator, dtype: str
         assert_same_bits(out, expected, length)
 
 
+@suite.add_for_each(MOVABLE, about=About.DTYPES)
+def gather_stacks_what_the_ranks_give_on_one_of_them(communicator: Communicator, dtype: str) -> None:
+    for length, root in product((*SMALL_LENGTHS, 70_001), range(communicator.size)):
+        block = contribution(dtype, length, communicator.rank)
+        gathered = communicator.gather(block, root)
+        if communicator.rank == root:
+            assert_same_bits(gathered, np.stack(contributions(dtype, length, range(communicator.size))), (length, root))
+        else:
+            assert gathered is None
+
+
 @suite.add_for_each(REDUCIBLE, about=About.DTYPES)
 def reduce_scatter_gives_each_rank_its_block(communicator: Communicator, dtype: str) -> None:
     size, rank = communicator.size, communicator.rank
@@ -422,7 +433,7 @@ def collectives_of_all_kinds_and_sizes_follow_each_other(communicator: Communica
     size, rank = communicator.size, communicator.rank
     for turn in range(80):
         length = int(random.choice([0, 1, 13, 500, 9_000, 17_000, 66_000, 140_000]))
-        kind, root = random.integers(5), int(random.integers(size))
+        kind, root = random.integers(6), int(random.integers(size))
         arrays = contributions("float32", length, range(size))
         case = (turn, kind, length)
         if kind == 0:
@@ -432,6 +443,9 @@ def collectives_of_all_kinds_and_sizes_follow_each_other(communicator: Communica
         elif kind == 2:
             assert_same_bits(communicator.all_gather(arrays[rank]), np.stack(arrays), case)
         elif kind == 3:
+            gathered = communicator.gather(arrays[rank], root)
+            assert gathered is None if rank != root else np.array_equal(gathered, np.stack(arrays)), case
+        elif kind == 4:
             twice = [arrays[(rank + number) % size] for number in range(2)]
             replicas = [arrays[(owner + number) % size] for owner in range(size) for number in range(2)]
             assert_reduced(communicator, communicator.ordered_all_reduce(twice), Reduced(replicas, "sum"), case)

@@ -53,6 +53,10 @@ def _all_gather(name: str) -> Calls:
     return lambda c, buffer: c.all_gather(buffer, name=name)
 
 
+def _gather(name: str, root: int) -> Calls:
+    return lambda c, buffer: c.gather(buffer, root, name=name)
+
+
 def _barrier(name: str) -> Calls:
     return lambda c, _: c.barrier(name=name)
 
@@ -98,6 +102,10 @@ CONFLICTS = {
     "another root": Conflict(
         _broadcast("weights"), _filled(7), ("root 0",),
         _broadcast("weights", 1), _filled(7), ("root 1",),
+    ),
+    "another root of a gather": Conflict(
+        _gather("outputs", 0), _filled(LARGE), ("root 0",),
+        _gather("outputs", 1), _filled(LARGE), ("root 1",),
     ),
     "another operation": Conflict(
         _all_reduce("weights"), _filled(7), ("all_reduce 'weights'",),

@@ -189,10 +189,18 @@ def test_a_broadcast_sends_every_byte_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_gather_sends_every_block_once_to_the_next_rank(size: int) -> None:
+def test_an_all_gather_sends_every_block_once_to_the_next_rank(size: int) -> None:
     block = 2**20
     sent = sent_by_each_rank(size, lambda c: c.all_gather(np.zeros(block, np.uint8)))
     assert max(sent) <= (size - 1) * allowed(block, 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_gather_on_one_rank_sends_every_block_there_and_nowhere_else(size: int) -> None:
+    block = 2**20
+    sent = sent_by_each_rank(size, lambda c: c.gather(np.zeros(block, np.uint8), 1))
+    assert max(sent) <= allowed(block, 1)
+    assert sent[1] <= 1024 * size
 
 
 def test_a_small_reduction_is_one_message_to_every_other_rank() -> None:

@@ -7,14 +7,14 @@ from fault import Fault
 IN_STRATEGIES = (
     Fault(
         name="two replicas get the same random key",
-        path="strategies/step/replica_program.py",
+        path="strategies/gradients/replica_program.py",
         old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)",
         new="jax.random.fold_in(jax.random.key(self._seed), control[STEP])",
         caught_by=("tests/strategies/test_trainer.py::TestKeys::test_differ_for_each_replica_and_step",),
     ),
     Fault(
         name="a replica gets the same random key in two steps",
-        path="strategies/step/replica_program.py",
+        path="strategies/gradients/replica_program.py",
         old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)",
         new="jax.random.fold_in(jax.random.key(self._seed), index)",
         caught_by=("tests/strategies/test_trainer.py::TestKeys::test_differ_for_each_replica_and_step",),
@@ -42,14 +42,14 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="one micro-batch too few is accumulated",
-        path="strategies/step/accumulation.py",
+        path="strategies/gradients/accumulation.py",
         old="start, (jnp.arange(count), parts)",
         new="start, (jnp.arange(count - 1), jax.tree.map(lambda part: part[1:], parts))",
         caught_by=("tests/strategies/test_accumulation.py::test_is_what_a_loop_on_the_host_computes",),
     ),
     Fault(
         name="gradients are not divided by the scale of the loss",
-        path="strategies/step/updates.py",
+        path="strategies/updates/update.py",
         old="leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]",
         new="leaves = [leaf.astype(jnp.float32) for leaf in leaves]",
         caught_by=("tests/strategies/test_updates.py::test_means_are_divided_by_the_loss_scale",),
@@ -72,7 +72,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="the last elements that do not fill a part are dropped from a sharded update",
-        path="strategies/step/shards.py",
+        path="strategies/replicas/shards.py",
         old="return -(-size // self.replicas)",
         new="return size // self.replicas",
         caught_by=("tests/strategies/test_shards.py::test_the_parts_of_all_instances_make_the_array",),
@@ -93,7 +93,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="a digest leaves out the last array",
-        path="strategies/step/digest.py",
+        path="strategies/comparing/digest.py",
         old="for leaf in jax.tree.leaves(tree):",
         new="for leaf in jax.tree.leaves(tree)[:-1]:",
         caught_by=("tests/strategies/test_digest.py::test_every_flipped_bit_shows",),
@@ -125,7 +125,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="a row that only fills a batch is evaluated",
-        path="strategies/step/evaluation_program.py",
+        path="strategies/evaluation/evaluation_program.py",
         old="Mean(_sum(values[mask]), np.float64(mask.sum()))",
         new="Mean(_sum(values), np.float64(mask.size))",
         caught_by=(
@@ -134,7 +134,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="losses of rows are added in float32",
-        path="strategies/step/evaluation_program.py",
+        path="strategies/evaluation/evaluation_program.py",
         old="np.add.accumulate(values, dtype=np.float64)[-1]",
         new="np.add.accumulate(values, dtype=np.float32)[-1]",
         caught_by=("tests/strategies/test_evaluation.py::TestEveryRowCountsOnce::test_sums_are_as_good_as_float64",),
@@ -148,7 +148,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="batches of an evaluation that an instance has not got are skipped after a loss",
-        path="strategies/step/evaluation.py",
+        path="strategies/evaluation/evaluator.py",
         old="int(np.where(meeting.passes == own, meeting.batches, 0).min())",
         new="int(np.where(meeting.passes == own, meeting.batches, 0).max())",
         caught_by=(

@@ -11,7 +11,7 @@ from surviving_instances import run_instances
 
 import strategies
 from strategies import DisagreementError, LossScaling, Trainer
-from strategies.step.agreement import describe
+from strategies.comparing.agreement import describe
 
 ROWS = np.random.default_rng(0).standard_normal((60, 3)).astype(np.float32)
 MODES = [{}, {"variables_on_host": True}]

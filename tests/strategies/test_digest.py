@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.step.digest import digest_of, flip_bit, instances_that_differ
+from strategies.comparing.digest import digest_of, flip_bit, instances_that_differ
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "bool"])

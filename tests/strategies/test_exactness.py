@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.step.exactness import batch_like, variables_like
+from strategies.comparing.exactness import batch_like, variables_like
 
 VARIABLES = {"w": jnp.zeros((100, 50)), "h": jnp.zeros(400, jnp.bfloat16), "s": jnp.zeros(())}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
-from strategies.step.encoding import flatten
+from strategies.gradients.encoding import flatten
 
 LEAVES = [
     np.arange(1, 7, dtype=np.float32).reshape(2, 3),

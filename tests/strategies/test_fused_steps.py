@@ -8,11 +8,11 @@ import pytest
 
 import strategies
 from strategies.exchange.transfer import Transfer
+from strategies.gradients.model_state import ModelStateRule
+from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, control_words
+from strategies.gradients.trainable import Trainable
 from strategies.step.fused_steps import FusedSteps
-from strategies.step.model_state import ModelStateRule
-from strategies.step.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, control_words
-from strategies.step.trainable import Trainable
-from strategies.step.updates import UpdateSettings, WholeUpdate
+from strategies.updates.update import UpdateSettings, WholeUpdate
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
 SEED, FIRST_STEP = 3, 5

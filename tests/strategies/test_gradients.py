@@ -23,8 +23,9 @@ LIMIT_S = 60.0
 @pytest.fixture(autouse=True)
 def _a_kib_is_large(monkeypatch):
     """So that small models are cut as large ones are."""
-    for name in ("step.gradients.LARGE_BYTES", "step.gradients.BUCKET_BYTES", "exchange.flat.LARGE_BYTES"):
-        monkeypatch.setattr(f"strategies.{name}", KIB)
+    in_programs = "strategies.gradients.gradient_programs"
+    for name in (f"{in_programs}.LARGE_BYTES", f"{in_programs}.BUCKET_BYTES", "strategies.exchange.flat.LARGE_BYTES"):
+        monkeypatch.setattr(name, KIB)
 
 
 def weights(*shape, seed=0):
@@ -247,9 +248,9 @@ def test_without_host_variables_all_gradients_leave_at_the_end(on_instances):
 
 def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypatch):
     """Only on one of the instances; all of them stay together."""
-    from strategies.step import gradients
+    from strategies.gradients import gradient_programs
 
-    honest = gradients.GradientPrograms.leaves
+    honest = gradient_programs.GradientPrograms.leaves
     found_by = []
 
     def leaves(programs):
@@ -259,7 +260,7 @@ def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypat
             values[0][0] = np.nextafter(values[0][0], 2, dtype=np.float32)
         return values
 
-    monkeypatch.setattr(gradients.GradientPrograms, "leaves", leaves)
+    monkeypatch.setattr(gradient_programs.GradientPrograms, "leaves", leaves)
 
     def program(strategy):
         start, loss_fn = mlp()

@@ -14,7 +14,7 @@ from surviving_instances import run_instances
 
 import strategies
 from collectives import ThreadHub
-from strategies.step.model_state import ModelStateRule
+from strategies.gradients.model_state import ModelStateRule
 
 REPLICAS = 4
 VARIABLES = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2), "scale": np.ones(3, np.float32)}

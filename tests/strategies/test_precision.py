@@ -8,9 +8,9 @@ import pytest
 
 import strategies
 from strategies import LossScaling, Trainer
+from strategies.gradients.replica_program import control_words
 from strategies.programs.rounding import round_stochastically
-from strategies.step.replica_program import control_words
-from strategies.step.updates import UpdateSettings, WholeUpdate
+from strategies.updates.update import UpdateSettings, WholeUpdate
 
 RNG = np.random.default_rng(3)
 INPUTS = RNG.standard_normal((32, 5)).astype(np.float32)

@@ -7,8 +7,8 @@ import pytest
 
 import strategies
 from strategies.exchange.transfer import Transfer
-from strategies.step.model_state import ModelStateRule
-from strategies.step.replica_program import (
+from strategies.gradients.model_state import ModelStateRule
+from strategies.gradients.replica_program import (
     LOSS_SCALE,
     NOTICE,
     STEP,
@@ -19,7 +19,7 @@ from strategies.step.replica_program import (
     control_words,
     float_dtype,
 )
-from strategies.step.trainable import Trainable
+from strategies.gradients.trainable import Trainable
 
 REPLICAS = 4
 VARIABLES = {"b": np.float32(0.5), "w": np.float32([1, -2, 4])}

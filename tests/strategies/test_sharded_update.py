@@ -13,7 +13,7 @@ from test_ring_traffic import sent_by_each_rank
 import strategies
 from popdist import Instance
 from strategies import Checkpoints, StrategyError, Trainer
-from strategies.step.shards import PartOfArray
+from strategies.replicas.shards import PartOfArray
 
 RNG = np.random.default_rng(5)
 BATCH = {

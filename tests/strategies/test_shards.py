@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from strategies.step.shards import Shards
+from strategies.replicas.shards import Shards
 
 
 def array(*shape):

@@ -11,7 +11,11 @@ import strategies
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("strategies.trainer", "strategies.step.trainer"),
+        ("strategies.step.trainer", "strategies.trainer"),
+        ("strategies.step.gradients", "strategies.gradients.gradient_programs"),
+        ("strategies.step.shards", "strategies.replicas.shards"),
+        ("strategies.digest", "strategies.comparing.digest"),
+        ("strategies.private_folders", "popdist.records.private_folders"),
         ("strategies.datasets", "strategies.data.datasets"),
         ("strategies.sharding", "strategies.data.layout"),
         ("strategies.survival", "strategies.replicas.membership"),
@@ -35,3 +39,4 @@ def test_public_paths_are_where_they_were():
     for name in ("loops", "cross_replica_ops", "within_replica_ops", "recomputation"):
         assert importlib.import_module(f"strategies.{name}")
     assert strategies.loops.repeat
+    assert importlib.import_module("strategies.recomputation").recomputing

@@ -53,6 +53,9 @@ def program(strategy, parts, begin=lambda: None, end=lambda: None):
             found.append(metrics["loss"])
         elif part == "evaluate":
             found.append(dict(trainer.evaluate(state, testing)))
+        elif part == "predict on 0":
+            batches_of_0 = list(trainer.predict(state, testing, to_all=False))
+            found.append(np.concatenate(batches_of_0).tobytes() if strategy.is_chief else batches_of_0)
         else:
             found.append(np.concatenate(list(trainer.predict(state, testing))).tobytes())
     return found, strategy.num_instances
@@ -64,6 +67,13 @@ def alone(parts):
     return found
 
 
+def expected(parts, instance):
+    """What an instance finds."""
+    nothing = [None] * -(-ROWS // (2 * REPLICAS))
+    has_part = [instance == 0 or part != "predict on 0" for part in (*parts, "step")]
+    return [value if has_it else nothing for value, has_it in zip(alone(parts), has_part, strict=True)]
+
+
 def lose_at_message(number, parts, instances=3):
     """Instance 1 is lost instead of its message with this number: was there one? The others find the same."""
     fault = OnMessage(LOST, number)
@@ -71,7 +81,8 @@ def lose_at_message(number, parts, instances=3):
     found = run_instances(instances, REPLICAS, losing, mechanism="ring", hub=ThreadHub(instances, fault))
     assert [each is None for each in found] == [fault.has_struck and number == LOST for number in range(instances)]
     left = instances - fault.has_struck
-    assert [each for each in found if each is not None] == [(alone(parts), left)] * left
+    for instance, each in enumerate(found):
+        assert each is None or each == (expected(parts, instance), left)
     return fault.has_struck
 
 
@@ -80,6 +91,7 @@ def lose_at_message(number, parts, instances=3):
     [
         ("evaluate",),
         ("predict",),
+        ("predict on 0",),
         pytest.param(("evaluate", "step", "evaluate"), marks=pytest.mark.complete),
         pytest.param(("step", "predict", "predict"), marks=pytest.mark.complete),
     ],

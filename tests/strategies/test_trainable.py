@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import strategies
-from strategies.step.trainable import Trainable
+from strategies.gradients.trainable import Trainable
 
 REPLICAS = 4
 VARIABLES = {

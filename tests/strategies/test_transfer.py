@@ -13,7 +13,7 @@ from test_ring_traffic import allowed, sent_by_each_rank
 import collectives
 import strategies
 from strategies.exchange.transfer import BLOCK, Int8Layout, Int8Reduction, Transfer
-from strategies.step.encoding import encode
+from strategies.gradients.encoding import encode
 
 SHAPES = ((3, 50), (), (64,), (0, 4), (1000,), (7,))
 LAYOUT = Int8Layout(SHAPES)

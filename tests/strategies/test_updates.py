@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import strategies
-from strategies.step.replica_program import control_words
-from strategies.step.updates import UpdateSettings, WholeUpdate
+from strategies.gradients.replica_program import control_words
+from strategies.updates.update import UpdateSettings, WholeUpdate
 
 VARIABLES = {"w": np.array([1.0, -2.0], np.float32), "b": np.float32(0.5)}
 MEANS = {"w": np.array([0.25, 1.0], np.float32), "b": np.float32(-1.0)}

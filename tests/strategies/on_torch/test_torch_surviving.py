@@ -1,4 +1,4 @@
-"""Instances on threads are lost at exact points of the training of a module; the others carry it on to the same bits."""
+"""Instances on threads are lost at exact points of the training of a module; the others end with the same bits."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 
 import strategies
 from strategies import FailedPreconditionError, InfeedQueue, OutfeedMode, OutfeedQueue, pipelining_ops
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.pipelines.pipelining_ops import (
     OptimizerFunctionOutput,
     PipelineSchedule,
@@ -19,7 +20,6 @@ from strategies.pipelines.pipelining_ops import (
     RecomputationMode,
     pipeline,
 )
-from strategies.step.accumulation import GradientAccumulationReductionMethod
 
 SUM, MEAN, RUNNING_MEAN = METHODS = tuple(GradientAccumulationReductionMethod)
 START = {"w": np.float32(2), "b": np.float32(1)}

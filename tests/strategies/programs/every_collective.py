@@ -15,7 +15,7 @@ import optax
 
 import strategies
 from strategies import cross_replica_ops as ops
-from strategies.recomputation import recomputation_checkpoint, recomputing
+from strategies.programs.recomputation import recomputation_checkpoint, recomputing
 
 GROUPS = {
     "all": {},

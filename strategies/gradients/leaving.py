@@ -12,9 +12,9 @@ import numpy as np
 from collectives.memory import aligned_empty
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
+from strategies.gradients.computation import Allocate
 from strategies.programs.segments import Part
-from strategies.step.computation import Allocate
-from strategies.step.shards import Shards
+from strategies.replicas.shards import Shards
 
 TAIL = 0  # the first result of a gradient function, before the gradients
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
+from strategies.comparing.program_text import scalars_by_name
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import DisagreementError
 from strategies.programs.compilation import shapes_by_name
 from strategies.replicas.replicas import Replicas
-from strategies.step.program_text import scalars_by_name
 
 Terms = Sequence[Mapping[str, str | Sequence[str]]]
 """What decides the result, by name: a value, or the lines of a program. In several groups: what is in a later one may

@@ -12,20 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.exchange.transfer import Int8Layout, Transfer
-from strategies.replicas.replica_context import replica_context
-from strategies.replicas.replicas import Replicas
-from strategies.step.accumulation import (
+from strategies.gradients.accumulation import (
     AccumulationDtype,
     GradientAccumulationReductionMethod,
     accumulate,
     accumulator_dtypes,
     is_float,
 )
-from strategies.step.arguments import metric_names, naming_missing_keys
-from strategies.step.encoding import encode
-from strategies.step.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
-from strategies.step.outcome import Outcome
-from strategies.step.trainable import Trainable
+from strategies.gradients.arguments import metric_names, naming_missing_keys
+from strategies.gradients.encoding import encode
+from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
+from strategies.gradients.outcome import Outcome
+from strategies.gradients.trainable import Trainable
+from strategies.replicas.replica_context import replica_context
+from strategies.replicas.replicas import Replicas
 
 LossFunction = Callable[..., Any]
 
@@ -79,7 +79,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the micro-batches of a replica become one gradient; see `strategies.step.accumulation`."""
+    """How the micro-batches of a replica become one gradient; see `strategies.gradients.accumulation`."""
 
     count: int = 1
     method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.MEAN

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from strategies.comparing.digest import digest_of
 from strategies.programs.jaxpr import Equation, ancestors, producers_of
 from strategies.replicas.devices import is_key
-from strategies.step.digest import digest_of
 
 _FEW = 4  # elements of an array that are shown; of larger ones only a digest
 _PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, enum.Enum, type(None))

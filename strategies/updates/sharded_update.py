@@ -16,16 +16,15 @@ from jax.extend import core
 from collectives.memory import aligned_empty
 from strategies.errors import StrategyError
 from strategies.exchange.flat import Buffer, FlatLayout
+from strategies.gradients.accumulation import accumulator_dtypes
+from strategies.gradients.encoding import flatten
 from strategies.programs.elementwise import first_across_elements, operations
 from strategies.programs.program import jit
 from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
-from strategies.step.accumulation import accumulator_dtypes
-from strategies.step.encoding import flatten
-from strategies.step.options import StepOptions
-from strategies.step.shards import PartOfArray, Shards
-from strategies.step.updates import Update, UpdateSettings, WholeUpdate
+from strategies.replicas.shards import PartOfArray, Shards
+from strategies.updates.update import Update, UpdateSettings, WholeUpdate
 
 
 @final
@@ -37,24 +36,14 @@ class ShardedUpdate(Update):
         optimizer: computes every element of the state and the changes from the same elements of the gradients, state
             and variables; what it needs to know of all of them is `gradient_norm`.
         settings: see `Update`.
-        min_elements: variables with fewer elements have their state whole on every instance.
 
     Raises:
-        ValueError: if `min_elements` is not positive.
         StrategyError: from `init` if the optimizer looks across elements.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        optimizer: optax.GradientTransformation,
-        settings: UpdateSettings,
-        min_elements: int,
-    ) -> None:
-        if min_elements < 1:
-            raise ValueError(f"min_elements_for_sharding is {min_elements}; it is at least 1")
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
-        self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), min_elements)
+        self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), settings.min_elements)
         self._first = np.int32(replicas.local_replicas.start)
         self._divide = self._compiled(self._divided, donate_argnums=(1,))
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
@@ -255,8 +244,6 @@ def _uses_last_argument(traced: Any) -> bool:
     return any(one is last for one in used)
 
 
-def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, options: StepOptions) -> Update:
-    """The update with whole or with sharded optimizer state, as the options want it."""
-    if options.shards_state:
-        return ShardedUpdate(replicas, optimizer, options.of_update, options.min_elements_for_sharding)
-    return WholeUpdate(replicas, optimizer, options.of_update)
+def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> Update:
+    """The update with whole or with sharded optimizer state, as the settings want it."""
+    return (ShardedUpdate if settings.shards_state else WholeUpdate)(replicas, optimizer, settings)

@@ -13,16 +13,16 @@ import numpy as np
 from jax.extend import core
 
 from strategies.data.sources import Masked
+from strategies.evaluation.merging import Mean, Mergeable
+from strategies.gradients.arguments import metric_names, naming_missing_keys
+from strategies.gradients.model_state import PER_REPLICA
+from strategies.gradients.outcome import Outcome
+from strategies.gradients.replica_program import LossFunction
 from strategies.replicas.devices import is_key
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Key, Tree, Variables
-from strategies.step.arguments import metric_names, naming_missing_keys
-from strategies.step.merging import Mean, Mergeable
-from strategies.step.model_state import PER_REPLICA
 from strategies.step.options import StepOptions
-from strategies.step.outcome import Outcome
-from strategies.step.replica_program import LossFunction
 from strategies.train_state import TrainState
 
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
@@ -55,7 +56,7 @@ class Trainable:
             raise ValueError("trainable leaves no variable to train; let it be True for one of them at least")
         return cls(tuple(flags))
 
-    @property
+    @cached_property
     def is_all(self) -> bool:
         """Whether all variables are trained."""
         return all(self.flags)

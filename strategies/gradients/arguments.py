@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from strategies.step.trainable import Filter, Trainable
+from strategies.gradients.trainable import Filter, Trainable
 from strategies.train_state import TrainState
 
 MODEL_STATE = "model_state"

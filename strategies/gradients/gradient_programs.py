@@ -15,14 +15,14 @@ from jax.extend import core
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.means import Bucket
+from strategies.gradients.computation import Allocate, ReplicaGradients, ReplicaPlan
+from strategies.gradients.encoding import flatten
+from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
 from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.program import Program
 from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
-from strategies.step.computation import Allocate, ReplicaGradients, ReplicaPlan
-from strategies.step.encoding import flatten
-from strategies.step.leaving import TAIL, Leaving, MeansMemory
-from strategies.step.shards import Shards
+from strategies.replicas.shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class GradientPlan(ReplicaPlan):
         actions: what a replica does in a step: all segments in turn, for one micro-batch. (Those that accumulate to
             one gradient lie in one program.)
         layouts: for each segment how the gradients that it finishes lie in buffers.
+        kept_counts: for each segment how many arrays that it finishes a replica keeps.
         programs: compute the segments.
     """
 
@@ -85,6 +86,7 @@ class GradientPlan(ReplicaPlan):
         self.layouts = [
             self.leaving.layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
         ]
+        self.kept_counts = [len(self.of_kept(segment.parts)) for segment in self.segments]
         pairs = zip(self.segments, self.layouts, strict=True)
         self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
 
@@ -331,10 +333,9 @@ class _Run:
     def _compute(self, action: Action, given: list[jax.Array]) -> Sequence[jax.Array]:
         number, count = action.segment, len(self.buffers[action.segment])
         results: Sequence[jax.Array] = self._executables[number](*given, *self.buffers[number])
-        kept = count + len(self._plan.of_kept(self._plan.segments[number].parts))
         self.buffers[number] = results[:count]
-        if kept > count:
-            self.kept = list(results[count:kept])
+        if kept := self._plan.kept_counts[number]:
+            self.kept = list(results[count : count + kept])
         return results
 
 

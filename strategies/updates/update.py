@@ -13,14 +13,14 @@ import numpy as np
 import optax
 from jax.extend import core
 
+from strategies.gradients.accumulation import AccumulationDtype, accumulator_dtypes
+from strategies.gradients.replica_program import LOSS_SCALE, STEP
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.products import with_rounded_products
 from strategies.programs.program import jit
 from strategies.programs.rounding import add_stochastically
 from strategies.replicas.replicas import Replicas
-from strategies.step.accumulation import AccumulationDtype, accumulator_dtypes
-from strategies.step.replica_program import LOSS_SCALE, STEP
-from strategies.step.shards import Shards
+from strategies.replicas.shards import Shards
 
 HOST_MEMORY = "pinned_host"
 _ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
@@ -36,6 +36,8 @@ class UpdateSettings:
         unscales: whether the mean gradients are divided by the loss scale.
         rounds_stochastically: variables of 16 bits.
         offloads_state: whether optimizer state lies in host memory between updates.
+        shards_state: whether every replica keeps a part of the optimizer state.
+        min_elements: variables with fewer elements have their state whole on every instance.
     """
 
     seed: int = 0
@@ -43,6 +45,8 @@ class UpdateSettings:
     unscales: bool = False
     rounds_stochastically: bool = False
     offloads_state: bool = False
+    shards_state: bool = False
+    min_elements: int = 32
 
 
 class Update(ABC):

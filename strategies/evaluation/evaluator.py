@@ -1,7 +1,8 @@
 """Evaluating and predicting: what all replicas say of every batch of a data set, in a fixed order.
 
 What a replica computes depends on its rows alone, and which rows it gets on the number of replicas and the batch size.
-All instances get what all replicas say, and merge it themselves: replica by replica, and batch by batch.
+All instances get what all replicas say, and merge it themselves: replica by replica, and batch by batch. Predictions
+may also go to instance 0 alone.
 """
 
 from __future__ import annotations
@@ -16,15 +17,12 @@ import jax
 import numpy as np
 
 from popdist.instance import replica_block
+from strategies.comparing.agreement import insist_on_agreement, terms_of
+from strategies.comparing.program_text import lines_of
 from strategies.data.every_row import EveryRow, every_row
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
-from strategies.replicas.membership import lost_with_an_instance, surviving, warn_of_loss
-from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Tree
-from strategies.step.agreement import insist_on_agreement, terms_of
-from strategies.step.arguments import MODEL_STATE, check_function, check_loss_function, check_state, check_takes_state
-from strategies.step.evaluation_program import (
+from strategies.evaluation.evaluation_program import (
     EvaluationProgram,
     LossOfRows,
     MetricsFunction,
@@ -33,13 +31,24 @@ from strategies.step.evaluation_program import (
     Task,
     Told,
 )
-from strategies.step.merging import Evaluation
+from strategies.evaluation.merging import Evaluation
+from strategies.gradients.arguments import (
+    MODEL_STATE,
+    check_function,
+    check_loss_function,
+    check_state,
+    check_takes_state,
+)
+from strategies.gradients.replica_program import LossFunction
+from strategies.replicas.membership import lost_with_an_instance, surviving, warn_of_loss
+from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch, Tree
 from strategies.step.options import StepOptions
-from strategies.step.program_text import lines_of
-from strategies.step.replica_program import LossFunction
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
 
+_ELSEWHERE: Told = [(None, np.zeros(0, np.bool_))]
+"""What an instance is told of a batch of which another one is told everything."""
 _AHEAD = 2  # batches that are begun before what the first of them says is asked for
 
 
@@ -51,18 +60,15 @@ class Evaluator:
         loss_fn: of the `Trainer`, for where no other function is given.
         options: of the step.
         single: makes the steps between which this happens.
-        survives: whether the state is not lost with an instance.
 
     Attributes:
         single: see above.
-        survives: see above.
+        survives: whether the state is not lost with an instance.
     """
 
-    def __init__(
-        self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, single: SingleStep, survives: bool
-    ) -> None:
+    def __init__(self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, single: SingleStep) -> None:
         self.single = single
-        self.survives = survives
+        self.survives = options.own_part is None
         self._replicas = replicas
         self._devices = replicas.devices
         self._loss_fn = loss_fn
@@ -143,15 +149,12 @@ class Evaluator:
                 "shuffle=False"
             )
         task = Outputs(fn or self._loss_fn, is_loss=fn is None)
-        return self._predictions(self._pass(task, state, rows), rows.is_interleaved, to_all)
+        return self._predictions(self._pass(task, state, rows, to_all), rows.is_interleaved)
 
-    def _predictions(
-        self, batches: Generator[Told, None, None], is_interleaved: bool, to_all: bool
-    ) -> Generator[Tree, None, None]:
+    def _predictions(self, batches: Generator[Told, None, None], is_interleaved: bool) -> Generator[Tree, None, None]:
         with closing(batches):
             for of_replicas in batches:
-                gets_them = to_all or self._replicas.instance.is_leader
-                yield _in_order(of_replicas, is_interleaved) if gets_them else None
+                yield None if of_replicas is _ELSEWHERE else _in_order(of_replicas, is_interleaved)
 
     def _check(self, fn: LossFunction | None, has_state: bool) -> None:
         if fn is not None:
@@ -162,13 +165,13 @@ class Evaluator:
         replicas = self._replicas
         return every_row(dataset, replicas.dealing.batch, replicas.communicator, len(replicas.local_replicas))
 
-    def _pass(self, task: Task, state: TrainState, rows: EveryRow) -> Generator[Told, None, None]:
+    def _pass(self, task: Task, state: TrainState, rows: EveryRow, to_all: bool = True) -> Generator[Told, None, None]:
         check_state(state)
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(self._replicas, lost_with_an_instance(False, rows.dataset))
         self._replicas.instruments.step_begins(state.step)
-        return _Pass(self, self._replicas, task, state, rows).results()
+        return _Pass(self, self._replicas, task, state, rows, to_all).results()
 
     # ---- programs
 
@@ -203,14 +206,18 @@ class _Pass:
         task: what is wanted of every batch.
         state: what it is computed with.
         rows: the data set.
+        to_all: whether all instances are told, or instance 0 alone.
     """
 
-    def __init__(self, evaluator: Evaluator, replicas: Replicas, task: Task, state: TrainState, rows: EveryRow) -> None:
+    def __init__(
+        self, evaluator: Evaluator, replicas: Replicas, task: Task, state: TrainState, rows: EveryRow, to_all: bool
+    ) -> None:
         self._evaluator = evaluator
         self._replicas = replicas
         self._task = task
         self._state = state
         self._rows = rows
+        self._gather = gather_replicas if to_all else gather_replicas_on_first
         self._batches = rows.batches(0)
         self._begun: deque[Callable[[], Told]] = deque()
         self._number = 0  # of the oldest batch that was begun
@@ -248,7 +255,7 @@ class _Pass:
                 self._replicas.communicator.barrier(name=f"end of {title}")
                 return []
             local = self._wait(self._begun.popleft())
-            told = gather_replicas(self._replicas, local, f"{title}, batch {self._number}")
+            told = self._gather(self._replicas, local, f"{title}, batch {self._number}")
             self._number += 1
             if self._number > done:
                 return told
@@ -310,15 +317,34 @@ def gather_replicas(replicas: Replicas, local: Sequence[Tree], name: str) -> lis
         local: those of the local replicas, alike in structure, shapes and dtypes.
         name: of the call.
     """
-    communicator = replicas.communicator
-    blocks = [
-        replica_block(rank, communicator.size, replicas.num_replicas_in_sync) for rank in range(communicator.size)
-    ]
+    whole = replicas.communicator.all_gather(_message(replicas, local), name=name)
+    return _told_by(replicas, whole, local[0])
+
+
+def gather_replicas_on_first(replicas: Replicas, local: Sequence[Tree], name: str) -> list[Tree]:
+    """See `gather_replicas`, for instance 0 alone; the others are told `_ELSEWHERE`."""
+    whole = replicas.communicator.gather(_message(replicas, local), name=name)
+    return _ELSEWHERE if whole is None else _told_by(replicas, whole, local[0])
+
+
+def _blocks(replicas: Replicas) -> list[range]:
+    """The replicas of each instance."""
+    count = replicas.communicator.size
+    return [replica_block(rank, count, replicas.num_replicas_in_sync) for rank in range(count)]
+
+
+def _message(replicas: Replicas, local: Sequence[Tree]) -> np.ndarray:
+    """The bytes of the local replicas' trees, one row each; some instances may have one replica less than others."""
     packed = [_packed(tree) for tree in local]
-    mine = np.zeros((max(map(len, blocks)), packed[0].size), np.uint8)  # some may have one replica less than others
-    mine[: len(packed)] = packed
-    whole = communicator.all_gather(mine, name=name)
-    return [_unpacked(whole[rank, row], local[0]) for rank, block in enumerate(blocks) for row in range(len(block))]
+    message = np.zeros((max(map(len, _blocks(replicas))), packed[0].size), np.uint8)
+    message[: len(packed)] = packed
+    return message
+
+
+def _told_by(replicas: Replicas, whole: np.ndarray, like: Tree) -> list[Tree]:
+    """The trees of all replicas, of the messages of all instances."""
+    rows = [whole[rank, row] for rank, block in enumerate(_blocks(replicas)) for row in range(len(block))]
+    return [_unpacked(row, like) for row in rows]
 
 
 def _packed(tree: Tree) -> np.ndarray:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Unpack
 
 import optax
 
+from strategies.evaluation.evaluation_program import MetricsFunction
+from strategies.evaluation.evaluator import Evaluator
+from strategies.evaluation.merging import Evaluation
+from strategies.gradients.replica_program import LossFunction
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.arguments import check_loss_function, check_optimizer, check_state, check_takes_state
-from strategies.step.digest import flip_bit
-from strategies.step.evaluation import Evaluator
-from strategies.step.evaluation_program import MetricsFunction
-from strategies.step.executions import Executions
-from strategies.step.jax_engine import JaxEngine
-from strategies.step.merging import Evaluation
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
 from strategies.step.options import Options, StepOptions
-from strategies.step.replica_program import LossFunction
-from strategies.step.sharded_update import update_for
-from strategies.step.single_step import SingleStep
-from strategies.step.states import States
-from strategies.step.step_record import recorder_for
+from strategies.step.parts import StepParts
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
@@ -68,21 +60,13 @@ class Trainer:
         digest_every: int = 0,
         **options: Unpack[Options],
     ) -> None:
-        check_loss_function(loss_fn)
-        check_optimizer(optimizer)
-        settings = StepOptions(seed, check_numerics, digest_every, **options)
         self.seed = seed
         self.notice = Notice()
         self._strategy = strategy
-        self._loss_fn = loss_fn
-        replicas = strategy.replicas
-        update = update_for(replicas, optimizer, settings)
-        recorder = recorder_for(replicas, settings)
-        engine = JaxEngine(replicas, loss_fn, settings, update, recorder.is_on)
-        self._states = States(replicas, settings, update)
-        self._single = SingleStep(replicas, engine, update, settings, self.notice, recorder)
-        self._executions = Executions(replicas, engine, update, self._single, settings.may_fuse)
-        self._evaluator = Evaluator(replicas, loss_fn, settings, self._single, not self.is_sharded)
+        self._options = StepOptions(seed, check_numerics, digest_every, **options)
+        parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)
+        self._states, self._single, self._executions = parts.states, parts.single, parts.executions
+        self._evaluator = Evaluator(strategy.replicas, loss_fn, self._options, self._single)
 
     @property
     def strategy(self) -> Strategy:
@@ -92,7 +76,7 @@ class Trainer:
     @property
     def is_sharded(self) -> bool:
         """Whether instances have different parts of the state: of the optimizer's or the model's, or residuals."""
-        return self._states.own_part is not None
+        return self._options.own_part is not None
 
     def share_notice(self) -> None:
         """Nothing is left to do: `notice` has travelled with the gradients."""
@@ -117,8 +101,7 @@ class Trainer:
                 `model_state_aggregation`.
             LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
         """
-        check_takes_state(self._loss_fn, model_state is not None)
-        return self._states.init(variables, model_state, self._single)
+        return self._states.init(variables, model_state)
 
     def run(
         self,
@@ -144,7 +127,7 @@ class Trainer:
         Raises:
             ValueError: if there is no batch, or `steps_per_execution` is not positive; and what `step` raises.
         """
-        return self._executions.run(state, dataset, steps_per_execution, after_execution, self.step)
+        return self._executions.run(state, dataset, steps_per_execution, after_execution)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One update; `state` is used up.
@@ -167,19 +150,7 @@ class Trainer:
             DisagreementError: on all instances, at the first step with batches of a shape, if they differ in the
                 options, the data set, the loss function or the optimizer.
         """
-        check_state(state)
-        self._strategy.instruments.step_begins(state.step)
-        if self._strategy.replicas.faults.take_flip():
-            state = replace(state, variables=flip_bit(state.variables))
-
-        def catch_up() -> tuple[TrainState, Metrics] | None:
-            nonlocal batch
-            made = self._single.catch_up(state)
-            if made is None:
-                batch = self._strategy.replicas.replicas_batch(batch)
-            return made
-
-        return self._states.surviving(lambda: self._single.make(state, batch), catch_up, self._single.share_made)
+        return self._single.make(state, batch)
 
     # ---- without training
 

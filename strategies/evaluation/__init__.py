@@ -1,0 +1,1 @@
+"""Evaluating and predicting, where nothing is trained."""

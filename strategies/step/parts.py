@@ -1,0 +1,64 @@
+"""The parts of a step, put together as its options want them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import optax
+
+from strategies.gradients.arguments import check_loss_function, check_optimizer
+from strategies.gradients.replica_program import LossFunction
+from strategies.replicas.replicas import Replicas
+from strategies.step.executions import Executions
+from strategies.step.jax_engine import JaxEngine
+from strategies.step.notice import Notice
+from strategies.step.options import StepOptions
+from strategies.step.single_step import SingleStep
+from strategies.step.states import States
+from strategies.step.step_record import recorder_for
+from strategies.updates.sharded_update import update_for
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What trains variables on some replicas.
+
+    Attributes:
+        states: makes the first state.
+        single: makes a step.
+        executions: makes several.
+    """
+
+    states: States
+    single: SingleStep
+    executions: Executions
+
+    @classmethod
+    def of(
+        cls,
+        replicas: Replicas,
+        loss_fn: LossFunction,
+        optimizer: optax.GradientTransformation,
+        options: StepOptions,
+        notice: Notice,
+    ) -> StepParts:
+        """Those that compute with JAX.
+
+        Args:
+            replicas: where the replicas are.
+            loss_fn: see `Trainer`.
+            optimizer: see there.
+            options: of the step.
+            notice: travels with the gradients.
+
+        Raises:
+            TypeError: if the loss function or the optimizer is none.
+        """
+        check_loss_function(loss_fn)
+        check_optimizer(optimizer)
+        update = update_for(replicas, optimizer, options.of_update)
+        recorder = recorder_for(replicas, options)
+        engine = JaxEngine(replicas, loss_fn, options, update, recorder.is_on)
+        single = SingleStep(replicas, engine, update, options, notice, recorder)
+        executions = Executions(replicas, engine, update, single, options.may_fuse)
+        return cls(States(replicas, loss_fn, options, update, single), single, executions)

@@ -1,0 +1,1 @@
+"""New variables of mean gradients, with whole or sharded optimizer state."""
