@@ -18,7 +18,8 @@ from strategies.torch.tensors import as_array, as_tensor, dtype_of
 class Contribution:
     """A replica's gradients of one step after another, as they are exchanged.
 
-    A gradient that has a buffer alone, in its own dtype, is exchanged from where autograd has put it. Others are copied.
+    A gradient that has a buffer alone, in its own dtype, is exchanged from where autograd has put it; others
+    are copied.
 
     Args:
         plan: where gradients lie.

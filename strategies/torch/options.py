@@ -10,9 +10,9 @@ from typing import Any, TypedDict
 import torch
 
 from strategies.exchange.transfer import Transfer
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 
 MEAN, FIRST = WORDS = ("mean", "first")
 """How replicas agree on a buffer: the mean over all of them, in their order; what replica 0 has."""

@@ -16,7 +16,7 @@ _FLIPPED = 254  # 2^-e has this exponent less that of 2^e
 def encode(
     layout: Int8Layout, leaves: Sequence[np.ndarray], residuals: Sequence[np.ndarray], into: np.ndarray
 ) -> list[np.ndarray]:
-    """Write one replica's payload, and return what it lost; the rules, and the bits, of `strategies.gradients.encoding`.
+    """Write one replica's payload, and return what it lost; rules and bits are those of `gradients.encoding`.
 
     Args:
         layout: where gradients lie in the payload.

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
-from strategies.roles import Batch
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.roles import Batch
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions

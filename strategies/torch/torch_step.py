@@ -13,12 +13,12 @@ import torch
 
 from collectives import Communicator
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
+from strategies.comparing.agreement import broadcast_text, insist_on_agreement, terms_of
+from strategies.comparing.digest import majority_of
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
-from strategies.comparing.agreement import broadcast_text, insist_on_agreement, terms_of
-from strategies.comparing.digest import majority_of
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
 from strategies.step.step_record import Recorder
@@ -161,7 +161,8 @@ class TorchStep:
         if training.scale is not None:
             assert options.scaling is not None
             training.scale = options.scaling.after(training.scale, is_finite)
-        self._recorder.reduced(training.recorded(), batch, [as_array(mean) for mean in means], exchange.plan.shards)
+        if self._recorder.is_on:
+            self._recorder.reduced(training.recorded(), batch, self._named(exchange.plan, means), exchange.plan.shards)
         if is_finite:
             self._update(means, tail)
             training.buffers.keep(values)
@@ -170,8 +171,14 @@ class TorchStep:
         training.step += 1
         training.replaced()
         training.metrics = _metrics_of(exchange.names, tail, training)
-        self._recorder.updated(training.recorded(), training.metrics)
+        if self._recorder.is_on:
+            self._recorder.updated(training.recorded(), training.metrics)
         return training.metrics
+
+    def _named(self, plan: GradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
+        """The mean gradients by their names; of parameters that are not trained arrays without elements."""
+        own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
+        return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
     def _update(self, means: Sequence[torch.Tensor], tail: Tail) -> None:
         training, options = self._training, self._options

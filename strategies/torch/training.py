@@ -15,9 +15,9 @@ from strategies.exchange.transfer import Int8Layout
 from strategies.host_arrays import Age, HostArray
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import PartOfArray, Shards
 from strategies.roles import Tree
 from strategies.step.metrics import Metrics
-from strategies.replicas.shards import PartOfArray, Shards
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,

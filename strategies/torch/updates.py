@@ -18,9 +18,19 @@ from strategies.torch.optimizer_arrays import PARAMS, parameters_of
 from strategies.torch.tensors import as_array, as_tensor
 
 ELEMENTWISE = (
-    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
 )
-"""The optimizers of `torch.optim` that compute every element from the same elements of gradient, state and parameter."""
+"""The optimizers of `torch.optim` that compute every element from those of gradient, state and parameter alone."""
 
 
 class Update(ABC):

@@ -126,8 +126,5 @@ def test_after_an_error_the_thread_draws_from_the_process_again():
 
 
 def test_seeds_differ_for_each_replica_step_and_micro_batch():
-    seeds = {
-        seed_of(*words) % 2**32
-        for words in [(s, r, t, m) for s in (0, 1) for r in (0, 1) for t in (0, 1) for m in (0, 1)]
-    }
+    seeds = {seed_of(*words) % 2**32 for words in itertools.product((0, 1), repeat=4)}
     assert len(seeds) == 16

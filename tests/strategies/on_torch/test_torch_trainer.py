@@ -308,9 +308,7 @@ class TestRefusals:
         module = new_module("mlp")
         before = module[1].weight.clone()
         for dtype in (None, "int8"):
-            with pytest.raises(
-                NonFiniteGradientError, match=r"1\.weight is not finite at step 0 .* \[1\]"
-            ):
+            with pytest.raises(NonFiniteGradientError, match=r"1\.weight is not finite at step 0 .* \[1\]"):
                 one_step(module, loss, check_numerics=True, gradient_transfer_dtype=dtype)
         assert torch.equal(module[1].weight, before)
 
