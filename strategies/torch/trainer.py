@@ -18,7 +18,7 @@ from strategies.torch.options import Options, TorchOptions
 from strategies.torch.replica_run import LossFunction
 from strategies.torch.torch_step import TorchStep
 from strategies.torch.training import Training, refuse_modules
-from strategies.torch.updates import ShardedUpdate, WholeUpdate, refuse_others_parameters
+from strategies.torch.updates import ShardedUpdate, WholeUpdate, refuse_optimizers
 from strategies.train_state import TrainState
 
 
@@ -64,7 +64,7 @@ class Trainer:
     ) -> None:
         settings = TorchOptions(seed, **options)
         refuse_modules(module)
-        refuse_others_parameters(optimizer, module)
+        refuse_optimizers(optimizer, module)
         self.module, self.optimizer = module, optimizer
         self.seed = seed
         self.notice = Notice()

@@ -202,12 +202,18 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def refuse_others_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
-    """Refuse an optimizer of parameters that are not the module's.
+def refuse_optimizers(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    """Look at what is to update a module.
 
     Raises:
-        ValueError: it has some.
+        TypeError: if it is no optimizer.
+        StrategyError: if it computes the loss by itself.
+        ValueError: if it has parameters that are not the module's.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give one of torch.optim, made already")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise StrategyError("LBFGS computes the loss several times in a step; use an optimizer that takes gradients")
     own = {id(parameter) for parameter in module.parameters()}
     others = [one for one in parameters_of(optimizer) if id(one) not in own]
     if others:

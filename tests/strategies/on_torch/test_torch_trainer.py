@@ -352,6 +352,10 @@ class TestRefusals:
             make(nn.ReLU())
         with pytest.raises(ValueError, match="the optimizer has 4 parameters that are none of the module's"):
             make(new_module("mlp"))
+        with pytest.raises(TypeError, match="the optimizer is a type; give one of torch.optim, made already"):
+            make(module, torch.optim.SGD)
+        with pytest.raises(StrategyError, match="LBFGS computes the loss several times"):
+            make(module, torch.optim.LBFGS(module.parameters()))
         with pytest.raises(StrategyError, match=r"1\.weight is on meta, .* module.cpu\(\)"):
             make(copy.deepcopy(module).to("meta"))
         with pytest.raises(StrategyError, match=r"weight is a torch.complex64 tensor"):
