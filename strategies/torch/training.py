@@ -220,7 +220,7 @@ class Training:
         known = np.array([self.step, len(self.metrics.means) if self.metrics else 0, *self._scale_words()], np.float64)
         broadcast(known, root, name="how far the state is")
         for name, tensor in [*self.module.named_parameters(), *_named(self.buffers.slots)]:
-            _in_memory(tensor, partial(broadcast, root=root, name=name))
+            receive_into(tensor, partial(broadcast, root=root, name=name))
         self._share_optimizer(root)
         self.step = int(known[0])
         if self.scale is not None:
@@ -254,7 +254,7 @@ def _named(slots: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
     return [(slot.name, slot.tensor) for slot in slots]
 
 
-def _in_memory(tensor: torch.Tensor, receive: Callable[[np.ndarray], object]) -> None:
+def receive_into(tensor: torch.Tensor, receive: Callable[[np.ndarray], object]) -> None:
     """Have an array received into the memory of a tensor."""
     array = as_array(tensor)
     if array.flags.c_contiguous:
