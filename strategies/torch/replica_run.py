@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
 from strategies.errors import StrategyError
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.roles import Batch
+from strategies.roles import Batch, Tree
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions
@@ -23,7 +24,8 @@ from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.tensors import parts_of
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
-"""(module, batch) -> loss, or the loss and a dictionary of metrics; of one replica and one micro-batch."""
+"""(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs); of one replica and one
+micro-batch."""
 
 SUM, RUNNING_MEAN = GradientAccumulationReductionMethod.SUM, GradientAccumulationReductionMethod.RUNNING_MEAN
 
@@ -65,6 +67,7 @@ class ReplicaRun:
         finished: for each bucket whether its arrays are ready, or never will be; whoever makes the plan puts it there.
         contribution: the arrays.
         residuals: the new ones, once all is finished.
+        outputs: for each micro-batch what the loss function has returned besides, without its history.
     """
 
     def __init__(self, replica: int, original: torch.nn.Module, loss_fn: LossFunction, options: TorchOptions) -> None:
@@ -80,6 +83,7 @@ class ReplicaRun:
         self.finished: list[threading.Event] = []
         self.contribution: Contribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
+        self.outputs: list[Tree] = []
         for number, parameter in enumerate(self.copy.parameters):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, len(self._trained)))
@@ -113,10 +117,12 @@ class ReplicaRun:
                 slot.buffers[slot.key] = master.detach().clone()
         count = self._options.gradient_accumulation_count
         total: list[float] = []
+        self.outputs = []
         for number, part in enumerate(parts_of(batch, count)):
             with drawing_from(seed_of(self._options.seed, self.replica, turn.step, number)):
                 with self._autocast():
-                    loss, metrics = outcome_of(self._loss_fn(self.copy.module, part))
+                    loss, metrics, outputs = outcome_of(self._loss_fn(self.copy.module, part))
+                self.outputs.append(jax.tree.map(_detached, outputs))
                 values = [_number(loss), *map(_number, metrics.values())]
                 total = [one + other for one, other in zip(total, values, strict=True)] if total else values
                 if number == 0:
@@ -221,13 +227,16 @@ class ReplicaRun:
         ]
 
 
-def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    """The loss and the metrics that a loss function has returned.
+def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any], Tree]:
+    """The loss, the metrics, and other outputs that a loss function has returned.
 
     Raises:
         TypeError: if it has returned something else.
     """
-    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    parts = returned if isinstance(returned, tuple) and len(returned) in (2, 3) else (returned,)
+    loss = parts[0]
+    metrics = parts[1] if len(parts) > 1 else {}
+    outputs = parts[2] if len(parts) > 2 else None
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"a {loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"the loss is {what}; return a floating-point scalar, or (scalar, dictionary of scalars)")
@@ -235,7 +244,11 @@ def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
         raise TypeError("the loss depends on no parameter that is trained; compute it from what the module returns")
     if not isinstance(metrics, Mapping):
         raise TypeError(f"the metrics are a {type(metrics).__name__}; return (loss, dictionary of scalars)")
-    return loss, metrics
+    return loss, metrics, outputs
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _number(value: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,8 +45,12 @@ def dtype_of(tensor: torch.Tensor) -> np.dtype:
 
 
 def tensors_of(batch: Batch) -> Batch:
-    """The arrays of a batch, of NumPy or JAX, as tensors; tensors as they are."""
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else as_tensor(np.asarray(leaf)), batch)
+    """The arrays of a batch, of NumPy or JAX, as tensors; tensors, and what is no array, as they are."""
+    return jax.tree.map(lambda leaf: as_tensor(np.asarray(leaf)) if _is_array(leaf) else leaf, batch)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | jax.Array)
 
 
 def parts_of(batch: Batch, count: int) -> list[Batch]:
@@ -54,7 +59,7 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
     Libraries may round otherwise where rows do not begin at addresses as an allocator gives them.
 
     Args:
-        batch: a pytree of tensors.
+        batch: a pytree of tensors; what else is in it goes into every part.
         count: how many parts.
 
     Raises:
@@ -62,13 +67,21 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
     """
     leaves, structure = jax.tree.flatten(batch)
     for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            continue
         if not leaf.ndim or len(leaf) % count:
             raise ValueError(
                 f"a batch of shape {list(leaf.shape)} for {count} micro-batches of this instance; its first axis must "
                 "be a multiple of their number"
             )
-    cut = [[_aligned(part) for part in torch.tensor_split(leaf, count)] for leaf in leaves]
+    cut = [_cut(leaf, count) for leaf in leaves]
     return [jax.tree.unflatten(structure, [parts[number] for parts in cut]) for number in range(count)]
+
+
+def _cut(leaf: Any, count: int) -> Sequence[Any]:
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * count
+    return [_aligned(part) for part in torch.tensor_split(leaf, count)]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from strategies.comparing.digest import majority_of
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch
+from strategies.roles import Batch, Tree
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
 from strategies.step.step_record import Recorder
@@ -259,7 +259,8 @@ class TorchStep:
             self._agreed.clear()
             local, module = self._replicas.local_replicas, self._training.module
             self._local = LocalReplicas(local, module, self._loss_fn, self._options, self._plan)
-        key = tuple((leaf.dtype, leaf.shape) for leaf in jax.tree.leaves(batch))
+        tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
+        key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
         if key not in self._agreed:
             self._agree(given, batch)
             self._agreed.add(key)
@@ -268,6 +269,11 @@ class TorchStep:
     @property
     def _is_connected_anew(self) -> bool:
         return self._communicator is not self._replicas.communicator
+
+    @property
+    def outputs(self) -> Sequence[Sequence[Tree]]:
+        """Of the last step, for each local replica and micro-batch."""
+        return [] if self._local is None else [run.outputs for run in self._local.runs]
 
     def close(self) -> None:
         """End the threads of the replicas."""
@@ -300,9 +306,7 @@ class TorchStep:
                 "the update": lines_of_optimizer(training.optimizer),
             }
             local = len(replicas.local_replicas)
-            shapes = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf)), batch
-            )
+            shapes = jax.tree.map(lambda leaf: _shape_for_one(leaf, local), batch)
             options = {**self._options.terms, "step": training.step}
             insist_on_agreement(
                 replicas, terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
@@ -310,6 +314,13 @@ class TorchStep:
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(replicas, lost_with_an_instance(False, dataset))
+
+
+def _shape_for_one(leaf: Any, local: int) -> Any:
+    """What one of the local replicas gets of a leaf; None, which is no leaf, where it is no tensor."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))
 
 
 @contextmanager

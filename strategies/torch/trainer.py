@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Unpack
 
 import torch
 
 from strategies.checkpoints.checkpoints import Checkpoints
-from strategies.roles import Batch
+from strategies.roles import Batch, Tree
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
@@ -34,8 +34,8 @@ class Trainer:
     Args:
         strategy: where the replicas are.
         module: on the CPU; changed in place by every step.
-        loss_fn: `(module, batch) -> loss` or `-> (loss, {name: scalar})` for one replica and one micro-batch; it gets
-            the replica's copy of the module.
+        loss_fn: `(module, batch) -> loss`, `-> (loss, {name: scalar})` or `-> (loss, metrics, outputs)` for one replica
+            and one micro-batch; it gets the replica's copy of the module.
         optimizer: one of `torch.optim`, or of others, of the module's parameters.
         seed: of the random numbers in the module and in `loss_fn`.
         options: the others, by name; see `TorchOptions`, where all of them are described.
@@ -90,6 +90,11 @@ class Trainer:
     def steps_made(self) -> int:
         """How many updates were made."""
         return self._training.step
+
+    @property
+    def outputs(self) -> Sequence[Sequence[Tree]]:
+        """What the loss function returned as outputs in the last step, for each local replica and micro-batch."""
+        return self._step.outputs
 
     def step(self, batch: Batch) -> Metrics:
         """One update of the module; a collective call.
