@@ -69,6 +69,9 @@ class LocalReplicas:
     def close(self) -> None:
         """End the threads, when they have done what was begun."""
         self._threads.shutdown(wait=True)
+        for run in self.runs:
+            if run.pipeline is not None:
+                run.pipeline.close()
 
     @property
     def is_of_these(self) -> bool:

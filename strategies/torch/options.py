@@ -13,6 +13,7 @@ from strategies.exchange.transfer import Transfer
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
+from strategies.torch.stages import Pipeline
 
 MEAN, FIRST = WORDS = ("mean", "first")
 """How replicas agree on a buffer: the mean over all of them, in their order; what replica 0 has."""
@@ -41,6 +42,7 @@ class Options(TypedDict, total=False):
     intra_op_threads: int
     stream_gradients: bool | None
     before_update: Callable[[torch.nn.Module], object] | None
+    pipeline: Pipeline | None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class TorchOptions:
             instances.
         before_update: called with the module on every instance when it has the mean gradients, in the `grad` of its
             parameters, and before they are applied: to clip them, say.
+        pipeline: how the blocks of a module run as stages of a pipeline; None: one after another.
 
     Raises:
         ValueError: if an option is out of range, or two of them exclude each other.
@@ -88,6 +91,7 @@ class TorchOptions:
     intra_op_threads: int = 1
     stream_gradients: bool | None = None
     before_update: Callable[[torch.nn.Module], object] | None = None
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         at_least(0, "seed", self.seed)
@@ -105,6 +109,11 @@ class TorchOptions:
                 )
         if self.check_numerics and self.scaling is not None:
             raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")
+        if self.pipeline is not None and self.method is GradientAccumulationReductionMethod.RUNNING_MEAN:
+            raise ValueError(
+                "a running mean changes all gradients before each micro-batch, and in a pipeline others are being "
+                "added up then; use reduction_method='mean'"
+            )
         if self.replicated_optimizer_state_sharding and self.before_update is not None:
             raise ValueError(
                 "before_update sees whole mean gradients, and with sharded optimizer state an instance has a part of "
@@ -153,5 +162,6 @@ class TorchOptions:
             "model_state_aggregation": self.model_state_aggregation,
             "intra_op_threads": self.intra_op_threads,
             "stream_gradients": self.stream_gradients,
+            "pipeline": None if self.pipeline is None else str(self.pipeline.schedule),
             "before_update": getattr(self.before_update, "__qualname__", None),
         }

@@ -19,6 +19,7 @@ from strategies.roles import Batch, Tree
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions
+from strategies.torch.pipeline_run import PipelineRun, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.tensors import parts_of
@@ -68,6 +69,7 @@ class ReplicaRun:
         contribution: the arrays.
         residuals: the new ones, once all is finished.
         outputs: for each micro-batch what the loss function has returned besides, without its history.
+        pipeline: runs the stages; None where there are none.
     """
 
     def __init__(self, replica: int, original: torch.nn.Module, loss_fn: LossFunction, options: TorchOptions) -> None:
@@ -79,7 +81,11 @@ class ReplicaRun:
         self._trained: list[int] = []  # the numbers of parameters that are trained
         self._missing: list[int] = []  # for each bucket how many gradients are to come
         self._seen: list[bool] = []  # for each parameter that is trained whether its gradient has come
-        self._leaves_now = False
+        self._leaving: int | None = None  # the thread whose gradients leave
+        self.pipeline: PipelineRun | None = None
+        if options.pipeline is not None:
+            count, threads = options.gradient_accumulation_count, options.intra_op_threads
+            self.pipeline = PipelineRun(options.pipeline, count, threads, self.copy.module)
         self.finished: list[threading.Event] = []
         self.contribution: Contribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
@@ -116,20 +122,37 @@ class ReplicaRun:
             else:
                 slot.buffers[slot.key] = master.detach().clone()
         count = self._options.gradient_accumulation_count
-        total: list[float] = []
-        self.outputs = []
-        for number, part in enumerate(parts_of(batch, count)):
+        parts = parts_of(batch, count)
+        values: list[list[float]] = [[] for _ in parts]
+        self.outputs = [None for _ in parts]
+
+        def work(number: int, walk: Walk | None) -> None:
             with drawing_from(seed_of(self._options.seed, self.replica, turn.step, number)):
                 with self._autocast():
-                    loss, metrics, outputs = outcome_of(self._loss_fn(self.copy.module, part))
-                self.outputs.append(jax.tree.map(_detached, outputs))
-                values = [_number(loss), *map(_number, metrics.values())]
-                total = [one + other for one, other in zip(total, values, strict=True)] if total else values
+                    loss, metrics, outputs = outcome_of(self._loss_fn(self.copy.module, parts[number]))
+                self.outputs[number] = jax.tree.map(_detached, outputs)
+                values[number] = [_number(loss), *map(_number, metrics.values())]
                 if number == 0:
                     self._prepare(turn.plan(("loss", *metrics)))
-                self._leaves_now = number == count - 1 and not self._is_quantised
+                if walk is not None:
+                    walk.turn_round(loss, walk.last_stage)
+                if number == count - 1 and not self._is_quantised:
+                    self._leaving = threading.get_ident()
                 self._backward(loss, number, count, turn.scale)
-        self._leaves_now = False
+                if walk is not None:
+                    walk.finish()
+
+        try:
+            if self.pipeline is None:
+                for number in range(count):
+                    work(number, None)
+            else:
+                self.pipeline.each(work)
+        finally:
+            self._leaving = None
+        total = values[0]
+        for more in values[1:]:
+            total = [one + other for one, other in zip(total, more, strict=True)]
         self._end([value / count for value in total], turn)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -162,7 +185,7 @@ class ReplicaRun:
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """A gradient is complete: called by autograd, in the thread of the replica."""
-        if not self._leaves_now:
+        if self._leaving != threading.get_ident():
             return
         if self._seen[number]:
             assert self._plan is not None

@@ -16,6 +16,7 @@ from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
 from strategies.comparing.agreement import broadcast_text, insist_on_agreement, terms_of
 from strategies.comparing.digest import majority_of
 from strategies.errors import NonFiniteGradientError, StrategyError
+from strategies.pipelines.timetable import Timed
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree
@@ -274,6 +275,12 @@ class TorchStep:
     def outputs(self) -> Sequence[Sequence[Tree]]:
         """Of the last step, for each local replica and micro-batch."""
         return [] if self._local is None else [run.outputs for run in self._local.runs]
+
+    @property
+    def spans(self) -> dict[int, Sequence[Timed]]:
+        """For each local replica when its simulated devices did what in the last step; empty without a pipeline."""
+        runs = [] if self._local is None else self._local.runs
+        return {run.replica: run.pipeline.spans for run in runs if run.pipeline is not None and run.pipeline.spans}
 
     def close(self) -> None:
         """End the threads of the replicas."""

@@ -8,6 +8,7 @@ from typing import Unpack
 import torch
 
 from strategies.checkpoints.checkpoints import Checkpoints
+from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
@@ -118,6 +119,15 @@ class Trainer:
                 options, the data set, the module, the optimizer or the loss function.
         """
         return self._step.make(batch)
+
+    @property
+    def trace(self) -> Trace:
+        """What the simulated devices of the local replicas did in the last step of a pipeline.
+
+        Raises:
+            ValueError: if there was none; the first step learns the stages.
+        """
+        return Trace(self._step.spans)
 
     def run(self, dataset: Iterable[Batch]) -> Metrics:
         """Make a step with every batch; the metrics of the last one.

@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
 from strategies.errors import StrategyError
+from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.torch.poptorch.enums import AutoStage, Liveness
-
-
-class Watcher(Protocol):
-    """Who is told of the blocks that a forward pass enters, in its thread."""
-
-    def begin(self, name: str, ipu: int | None) -> None:
-        """A block begins, inside of another one or behind it."""
-
-    def end(self) -> None:
-        """The block of a `with` statement ends, and the one around it goes on."""
-
-
-class _OfThread(threading.local):
-    watcher: Watcher | None = None
-    next_id = 0
-
-
-_of_thread = _OfThread()
-
-
-def watch(watcher: Watcher | None) -> None:
-    """Have somebody told of the blocks of this thread; None: nobody."""
-    _of_thread.watcher, _of_thread.next_id = watcher, 0
-
-
-def begin_block(name: str | None, ipu: int | None) -> None:
-    """A block begins."""
-    watcher = _of_thread.watcher
-    if watcher is None:
-        return
-    if name is None:
-        name, _of_thread.next_id = str(_of_thread.next_id), _of_thread.next_id + 1
-    watcher.begin(name, ipu)
+from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
 
 
 class Block(torch.nn.Module):
@@ -62,7 +30,7 @@ class Block(torch.nn.Module):
     @staticmethod
     def useAutoId() -> None:
         """Begin to number blocks without a name at 0; call it at the beginning of `forward`."""
-        _of_thread.next_id = 0
+        number_from_zero()
 
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
@@ -73,8 +41,7 @@ class Block(torch.nn.Module):
         begin_block(self._user_id, self._ipu_id)
 
     def __exit__(self, *error: object) -> None:
-        if _of_thread.watcher is not None:
-            _of_thread.watcher.end()
+        end_block()
 
 
 class _Begin:
@@ -230,11 +197,33 @@ class Placing:
         raise StrategyError(f"there is no stage with the block {name!r}; those of the strategy are {known}")
 
 
+@dataclass
+class Leniently:
+    """Finds the stages of blocks that have a device; others belong to the stage that was met before them first.
+
+    Attributes:
+        placing: of those.
+        found: (stage, device) for each name that was met.
+        last: of the last one that was met first.
+    """
+
+    placing: Placing
+    found: dict[str, tuple[int, int]] = field(default_factory=dict)
+    last: tuple[int, int] = (0, 0)
+
+    def of(self, name: str, ipu: int | None) -> tuple[int, int]:
+        """See `strategies.torch.stages.Placing`."""
+        if name not in self.found:
+            self.last = self.found[name] = self.last if ipu is None else self.placing.of(name, ipu)
+        return self.found[name]
+
+
 class ExecutionStrategy:
     """How stages run: a list of them, or of names of blocks for a stage each, or how blocks make stages.
 
     Args:
         stages: see above.
+        schedule: of pipelines, by name; not PopTorch's. Every one gives the same bits.
 
     Raises:
         StrategyError: if a block is in two stages.
@@ -242,7 +231,12 @@ class ExecutionStrategy:
 
     overlaps = True
 
-    def __init__(self, *stages: Stage | str | Sequence[str] | AutoStage) -> None:
+    def __init__(
+        self,
+        *stages: Stage | str | Sequence[str] | AutoStage,
+        schedule: PipelineSchedule | str = PipelineSchedule.OneForwardOneBackward,
+    ) -> None:
+        self.schedule = schedule if self.overlaps else PipelineSchedule.Sequential
         self.auto_stage = AutoStage.SameAsIpu
         if len(stages) == 1 and isinstance(stages[0], AutoStage):
             self.auto_stage, stages = stages[0], ()
@@ -262,6 +256,11 @@ class ExecutionStrategy:
         """
         number, _ = Placing(self.stages, self.auto_stage).of(block_id, None)
         return self.stages[number]
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """How a step runs."""
+        return Pipeline(lambda: self.placing, self.schedule, self.overlaps)
 
     @property
     def placing(self) -> Placing:

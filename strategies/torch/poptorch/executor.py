@@ -12,13 +12,16 @@ import torch
 from strategies.errors import StrategyError
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod as Method
 from strategies.loss_scaling import LossScaling
+from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
+from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from strategies.torch.poptorch.operations import losses_marked_by
 from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
+from strategies.torch.stages import Pipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
 
@@ -143,7 +146,20 @@ class PoplarExecutor:
             replicated_optimizer_state_sharding=bool(of_optimizer.get("useReplicatedTensorSharding")),
             min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
             before_update=None if limit is None else clipping(limit),
+            pipeline=self._pipeline(),
         )
+
+    def _pipeline(self) -> Pipeline:
+        """Stages of the strategy; without one, of the blocks that have a device, where there are some."""
+        strategy = self.options.execution_strategy
+        if strategy is not None:
+            return strategy.pipeline
+        return Pipeline(lambda: Leniently(PipelinedExecution().placing), needs_full=False)
+
+    @property
+    def trace(self) -> Trace:
+        """What the simulated devices did in the last update; `str`, `text`, `svg` and `perfetto` of it show that."""
+        return self.trainer.trace
 
     # ---- what programs ask and tell it
 

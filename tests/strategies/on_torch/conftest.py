@@ -16,3 +16,14 @@ def process_generator():
     before = torch.get_rng_state()
     yield
     torch.set_rng_state(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """For what plain PyTorch computes here, to be compared: replicas have one."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
