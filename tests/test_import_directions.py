@@ -36,15 +36,17 @@ TRANSPORTS = {
     "collectives/network/peer.py": {"grpc"},
     "collectives/network/wire.py": {"grpc"},
     "collectives/network/worker.py": {"grpc"},
+    "launch_scripts/poptorch_digits.py": {"torch"},
+    "launch_scripts/torch_digits.py": {"torch"},
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
     "strategies/data/grain_source.py": {"absl", "grain"},
 }
-OF_FOLDERS = {"strategies/torch": {"torch"}}
+OF_FOLDERS = {"strategies/torch": {"torch"}, "launch_scripts/listings": {"torch"}}
 """What only the files of a folder may import."""
 POPRUN_MAY_KNOW = tuple(
     f"popdist.{name}" for name in ("environments", "errors", "instance", "records", "version", "xla")
 )
-PUBLIC = {"popdist", "strategies", "collectives"}
+PUBLIC = {"popdist", "popdist.poptorch", "strategies", "strategies.torch", "strategies.torch.poptorch", "collectives"}
 
 
 def modules_of(package: str) -> list[Path]:
