@@ -2,13 +2,15 @@
 
 Usage:
 
-    python benchmarks/pipelines.py [--layers 24] [--width 256] [--batch-size 64] [--micro-batches 24] [--rounds 5]
-                                   [--json PATH]
+    python benchmarks/pipelines.py [--layers 64] [--width 256] [--batch-size 128] [--micro-batches 16] [--rounds 5]
+                                   [--kept-mib 10] [--json PATH]
 
 The stages are on two devices in turn, [0, 1, 0, 1] (those of the Interleaved schedule on four). "ms" is the median of
-an update, all ways measured in turns in one process; the ratios are those to Sequential. "peak MiB" is the memory that
-an update takes at most, in a process of its own, where each stage has a device. "kept" is how many micro-batches the
-stages keep. The last line is what the drivers take for a stage program that computes next to nothing.
+an update, all ways measured in turns in one process; the ratios are those to Sequential, whose programs use "cores" (of
+CPU time, seconds each second) and take "stage ms" for the forward pass of a stage. "peak MiB" is the memory that an
+update of 24 micro-batches takes at most, in a process of its own, where each stage has a device and keeps --kept-mib of
+a micro-batch; "x" is that against Sequential, and "asked" what a prototype had. "kept" is how many micro-batches the
+stages keep. The last lines compare the figures with those that are asked for.
 """
 
 from __future__ import annotations
@@ -26,9 +28,21 @@ from resident_memory import MIB, peak_bytes, reset_peak, resident_bytes
 from timing import ROOT, OtherLoad, describe_machine, environment, medians, write_figures  # finds the project, too
 
 STAGES = 4
-SETTINGS = ("layers", "width", "batch_size", "micro_batches", "rounds")
-WIDTHS = {"way": 36, "ms": 9, "speed": 8, "peak MiB": 10, "kept": 16, "same bits": 11}
+SETTINGS = ("layers", "width", "batch_size", "micro_batches", "rounds", "kept_mib")
+WIDTHS = {"way": 36, "ms": 9, "speed": 8, "same bits": 11}
+MEMORY_WIDTHS = {"way": 36, "peak MiB": 10, "x": 8, "asked": 8, "kept": 14}
 LIMIT_S = 300.0
+OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""What is freed goes back at once, so that what a process had before says nothing of what it needs now."""
+
+PROTOTYPE_MIB = {"sequential": 164, "interleaved": 503, "grouped": 642, "grouped, recomputing": 182}
+MEMORY_MICRO_BATCHES = 24
+MEMORY_LAYERS, MEMORY_WIDTH = 24, 32
+MOST_OVER = 1.15
+LEAST_SPEED = 1.6
+MOST_FOR_RECOMPUTING = 1.4
+MOST_OVERHEAD_US = 100.0
+LEAST_STAGE_MS = 20.0
 WAYS = {
     "sequential": ("sequential", False),
     "grouped": ("grouped", False),
@@ -49,25 +63,69 @@ def main() -> None:
         f"{STAGES} stages of {options.layers} layers of {options.width}, {options.micro_batches} micro-batches of "
         f"{options.batch_size}"
     )
-    print("".join(f"{title:>{width}}" for title, width in WIDTHS.items()), flush=True)
     load = OtherLoad()
-    rows = measure(options)
-    for row in rows:
-        print(format_row(row))
+    rows, sequential = measure(options)
+    print_table(WIDTHS, [(r["way"], f"{r['ms']:.1f}", f"{r['speed']:.2f}", said(r["same_bits"])) for r in rows])
+    print(f"sequential: {sequential['cores']:.2f} cores, stage ms {sequential['stage_ms']:.1f}", flush=True)
+    memory = peaks(options)
+    print_table(
+        MEMORY_WIDTHS,
+        [
+            (r["way"], f"{r['peak_bytes'] / MIB:.1f}", f"{r['times']:.2f}", f"{r['asked']:.2f}", r["kept"])
+            for r in memory
+        ],
+    )
     overhead_us = 1e6 * overhead_s(options.rounds)
-    print(f"drivers take {overhead_us:.0f} us for a stage program")
+    print_verdict(rows, sequential, memory, overhead_us)
     load.warn()
-    write_figures(options, SETTINGS, describe_machine(), load, rows=rows, overhead_us=overhead_us)
+    figures = {"rows": rows, "sequential": sequential, "memory": memory, "overhead_us": overhead_us}
+    write_figures(options, SETTINGS, describe_machine(), load, **figures)
+
+
+def print_table(widths: dict[str, int], rows: Sequence[Sequence[str]]) -> None:
+    for row in [tuple(widths), *rows]:
+        print("".join(f"{cell:>{width}}" for cell, width in zip(row, widths.values(), strict=True)), flush=True)
+
+
+def said(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def print_verdict(
+    rows: Sequence[dict[str, Any]], sequential: dict[str, float], memory: Sequence[dict[str, Any]], overhead_us: float
+) -> None:
+    """The figures that are asked for, and whether they hold."""
+    ms = {row["way"]: row["ms"] for row in rows}
+    speed = ms["sequential"] / ms["grouped"]
+    again = ms["grouped, recomputing"] / ms["grouped"]
+    stage_ms = sequential["stage_ms"]
+    print(f"stages of {stage_ms:.1f} ms, at least {LEAST_STAGE_MS:g}: {said(stage_ms >= LEAST_STAGE_MS)}")
+    print(f"grouped {speed:.2f}x the speed of sequential, at least {LEAST_SPEED}: {said(speed >= LEAST_SPEED)}")
+    print(
+        f"recomputing {again:.2f}x the time of stashing, at most {MOST_FOR_RECOMPUTING}: "
+        f"{said(again <= MOST_FOR_RECOMPUTING)}"
+    )
+    print(
+        f"drivers take {overhead_us:.0f} us for a stage program, at most {MOST_OVERHEAD_US:g}: "
+        f"{said(overhead_us <= MOST_OVERHEAD_US)}"
+    )
+    for row in memory:
+        holds = row["times"] <= MOST_OVER * row["asked"]
+        print(
+            f"memory of {row['way']} {row['times']:.2f}x that of sequential, at most {row['asked']:.2f} and 15 %: "
+            f"{said(holds)}"
+        )
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--layers", type=int, default=24, metavar="N", help="of each stage (%(default)s)")
+    add("--layers", type=int, default=64, metavar="N", help="of each stage (%(default)s)")
     add("--width", type=int, default=256, metavar="N", help="(%(default)s)")
-    add("--batch-size", type=int, default=64, metavar="N", help="rows of a micro-batch (%(default)s)")
-    add("--micro-batches", type=int, default=24, metavar="N", help="of an update (%(default)s)")
+    add("--batch-size", type=int, default=128, metavar="N", help="rows of a micro-batch (%(default)s)")
+    add("--micro-batches", type=int, default=16, metavar="N", help="of an update (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way (%(default)s)")
+    add("--kept-mib", type=int, default=10, metavar="N", help="of a micro-batch by a stage (%(default)s)")
     add("--json", metavar="PATH", help="write the figures to this file")
     add("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -105,7 +163,6 @@ class Update:
         self._state = self._trainer.init(kernels)
         self._batch = draw((count * rows, width)).astype(np.float32)
         self.spans: Sequence[Any] = ()
-        self.kept = [self.pipeline.timetable(STAGES, count).stash(stage) for stage in range(STAGES)]
 
     def _note(self, spans: Any) -> None:
         self.spans = spans[0]
@@ -133,46 +190,86 @@ def update_of(options: argparse.Namespace, way: str, mapping: Sequence[int] | No
     return Update(way, mapping, options.layers, options.width, options.batch_size, options.micro_batches)
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """A row for each way; and how many cores the programs of Sequential use, and how long a stage takes."""
     updates = {way: update_of(options, way) for way in WAYS}
     for update in updates.values():
         update.make()  # compiles
     bits = {way: update.fingerprint for way, update in updates.items()}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
+    cpu_s = stage_s = 0.0
     for _ in range(options.rounds):
         for way, update in updates.items():
+            before_s = time.process_time()
             times[way].append(1e3 * update.make())
+            if way == "sequential":
+                cpu_s += time.process_time() - before_s
+                busy_s = [span.end_s - span.begin_s for span in update.spans if span.action.kind.value == "forward"]
+                stage_s += sum(busy_s) / len(busy_s)
     ms = medians(times)
-    return [
+    rows = [
         {
             "way": way,
             "ms": ms[way],
             "speed": ms["sequential"] / ms[way],
-            "peak_bytes": peak_in_new_process(way),
-            "kept": update.kept,
             "rounds_ms": times[way],
             "same_bits": bits[way] == bits["sequential"],
         }
-        for way, update in updates.items()
+        for way in WAYS
     ]
+    cores = 1e3 * cpu_s / sum(times["sequential"])
+    return rows, {"cores": cores, "stage_ms": 1e3 * stage_s / options.rounds}
+
+
+# ---- memory
+
+
+def peaks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What an update takes at most, by the ways that the prototype had."""
+    found = {way: peak_in_new_process(way) for way in PROTOTYPE_MIB}
+    kept = {way: kept_by_stages(way) for way in PROTOTYPE_MIB}
+    return [
+        {
+            "way": way,
+            "peak_bytes": peak,
+            "times": peak / found["sequential"],
+            "asked": PROTOTYPE_MIB[way] / PROTOTYPE_MIB["sequential"],
+            "kept": ", ".join(map(str, kept[way])),
+        }
+        for way, peak in found.items()
+    ]
+
+
+def kept_by_stages(way: str) -> list[int]:
+    from strategies import pipelining_ops
+
+    schedule, recompute = WAYS[way]
+    return [*pipelining_ops.plan(STAGES, MEMORY_MICRO_BATCHES, schedule, recompute=recompute).stash]
 
 
 def peak_in_new_process(way: str) -> int:
     command = [sys.executable, __file__, *sys.argv[1:], "--peak-of", way]
     ended = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True
+        command, env=environment(**OWN_PAGES), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True
     )
     return int(json.loads(ended.stdout))
 
 
 def peak_of(options: argparse.Namespace, way: str) -> int:
-    """How much memory an update takes at most, each stage on a device of its own; the second one."""
-    update = update_of(options, way, range(STAGES))
+    """How much memory an update takes at most, each stage on a device of its own; the second one.
+
+    Layers keep what they take and what they make.
+    """
+    rows = options.kept_mib * MIB // (2 * MEMORY_LAYERS * MEMORY_WIDTH * np.dtype(np.float32).itemsize)
+    update = Update(way, range(STAGES), MEMORY_LAYERS, MEMORY_WIDTH, rows, MEMORY_MICRO_BATCHES)
     update.make()
     before = resident_bytes()
     reset_peak()
     update.make()
     return peak_bytes() - before
+
+
+# ---- drivers
 
 
 def overhead_s(rounds: int) -> float:
@@ -185,18 +282,6 @@ def overhead_s(rounds: int) -> float:
         programs = sum(2 if "backward" in span.action.kind.value and span.action.stage else 1 for span in spans)
         found.append((spans[-1].end_s - spans[0].begin_s) / programs)
     return sorted(found[1:])[rounds // 2]
-
-
-def format_row(row: dict[str, Any]) -> str:
-    figures = (
-        row["way"],
-        f"{row['ms']:.1f}",
-        f"{row['speed']:.2f}",
-        f"{row['peak_bytes'] / MIB:.1f}",
-        ", ".join(map(str, row["kept"])),
-        "yes" if row["same_bits"] else "no",
-    )
-    return "".join(f"{figure:>{width}}" for figure, width in zip(figures, WIDTHS.values(), strict=True))
 
 
 if __name__ == "__main__":

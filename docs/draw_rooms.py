@@ -54,12 +54,18 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def name_of(path: Path) -> str:
+    """The name under which a file is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if path.name == "__init__.py" else parts)
+
+
 @cache
 def imported_by(package: str) -> dict[Path, set[Path]]:
-    """For each file of a package those of its own that it imports from."""
-    every = sorted((ROOT / package).rglob("*.py"))
-    files = [path for path in every if path.name != "__init__.py" and str(path.relative_to(ROOT)) not in COMMANDS]
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    """For each file of a package, but for what it shows the world, those of its own that it imports from."""
+    besides = {f"{package}/__init__.py", *COMMANDS}
+    files = [path for path in sorted((ROOT / package).rglob("*.py")) if str(path.relative_to(ROOT)) not in besides]
+    names = {name_of(path): path for path in files}
     return {path: {names[name] for name in imports_of(path) if name in names} for path in files}
 
 

@@ -17,6 +17,7 @@ fi
 say "test.sh: runs the linters, then the tests ($tier tier)."
 prepare dev
 cd -- "${root:?}"
+unset PYTHONDONTWRITEBYTECODE # hundreds of programs that the tests start would compile the project anew
 
 failed=
 check() {
@@ -30,11 +31,16 @@ test_all() {
     check python -m pytest --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "$@"
 }
 
+mypy >/dev/null 2>&1 & # fills its cache beside the others; the one below says what it has found
 check ruff check .
 check ruff format --check .
-check mypy
 check codespell
 check shellcheck launch_scripts/*.sh launch_scripts/*.sbatch tests/*.sh tests/cluster/testbed/*.sh .ci/run
+if [ $# -eq 0 ]; then # keeps what each worker of pytest would compile for itself
+    python -m pytest --collect-only --quiet >/dev/null 2>&1 || true
+fi
+wait
+check mypy
 if [ $# -gt 0 ]; then
     [ "$tier" = default ] || set -- --complete "$@"
     check python -m pytest "$@"

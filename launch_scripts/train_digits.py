@@ -51,13 +51,18 @@ def make_ipu(replicas: int | None, stages: int) -> strategies.Strategy:
     return strategies.IPUStrategy(num_replicas=replicas or 1, ipus_per_replica=stages)
 
 
-def make_popdist(replicas: int | None, _: int) -> strategies.Strategy:
+def make_popdist(replicas: int | None, stages: int) -> strategies.Strategy:
     """The replicas of all instances that the launcher started."""
     popdist.init(replicas)
-    return strategies.PopDistStrategy()
+    return strategies.PopDistStrategy(ipus_per_replica=devices_for(stages))
 
 
-def make_multi_worker(replicas: int | None, _: int) -> strategies.Strategy:
+def devices_for(stages: int) -> int | None:
+    """A device of each replica for each stage, where poprun has not said how many there are."""
+    return stages if popdist.getNumIpusPerReplica() == 1 else None
+
+
+def make_multi_worker(replicas: int | None, stages: int) -> strategies.Strategy:
     """The replicas of all workers that TF_CONFIG names."""
     resolver = popdist.TFConfigClusterResolver()
     workers = len(resolver.cluster.addresses)
@@ -66,13 +71,15 @@ def make_multi_worker(replicas: int | None, _: int) -> strategies.Strategy:
         raise UsageError(
             f"--replicas {replicas} on {workers} workers; each has equally many: use a multiple of {workers}"
         )
-    return strategies.IPUMultiWorkerStrategy(resolver, variables_on_host=True, num_local_replicas=local)
+    return strategies.IPUMultiWorkerStrategy(
+        resolver, variables_on_host=True, num_local_replicas=local, ipus_per_replica=stages
+    )
 
 
-def make_horovod(replicas: int | None, _: int) -> strategies.Strategy:
+def make_horovod(replicas: int | None, stages: int) -> strategies.Strategy:
     """The same instances, whose sums Horovod adds up."""
     popdist.init(replicas)
-    return strategies.IPUHorovodStrategy()
+    return strategies.IPUHorovodStrategy(ipus_per_replica=devices_for(stages))
 
 
 STRATEGIES: dict[str, Callable[[int | None, int], strategies.Strategy]] = {

@@ -6,8 +6,6 @@ Importing it is cheap: NumPy, MPI and the collectives are loaded by `init`.
 from popdist import horovod
 from popdist.cluster_resolver import TFConfigClusterResolver
 from popdist.context import (
-    can_carry_on,
-    carry_on,
     communicator,
     finalizeBackend,
     init,
@@ -22,6 +20,7 @@ from popdist.context import (
 from popdist.errors import EnvironmentMismatchError, InstanceError, LifeCycleError, NotInitializedError, PopDistError
 from popdist.groups import defaultCommunicatorId, execute_on_instances, registerCommunicator, synchronize
 from popdist.instance import Instance
+from popdist.leaving import can_carry_on, carry_on
 from popdist.queries import (
     checkNumIpusPerReplica,
     getDeviceId,

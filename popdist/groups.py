@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from popdist import context
 from popdist.errors import LifeCycleError
+from popdist.leaving import at_renumbering
+from popdist.process import group, process
 
 if TYPE_CHECKING:
     from collectives import Communicator
@@ -27,7 +29,7 @@ def forget() -> None:
     _of_instances.clear()
 
 
-context.at_renumbering(forget)
+at_renumbering(forget)
 
 
 def defaultCommunicatorId() -> str:
@@ -60,7 +62,7 @@ def communicator_of(communicator_id: str = _DEFAULT) -> Communicator:
         ValueError: if the id is unknown.
         LifeCycleError: if this instance is not in the group.
     """
-    inside = context._group.get()
+    inside = group.get()
     if communicator_id == _DEFAULT and (inside is not None or _DEFAULT not in _registered):
         return context.communicator()
     if communicator_id not in _registered:
@@ -99,11 +101,11 @@ def execute_on_instances(
     members = _check(instances)
     if context.instance().index not in members:
         return None
-    token = context._group.set(_subgroup(members))
+    token = group.set(_subgroup(members))
     try:
         return func(*args, **kwargs)
     finally:
-        context._group.reset(token)
+        group.reset(token)
 
 
 def synchronize() -> None:
@@ -112,7 +114,7 @@ def synchronize() -> None:
 
 
 def _everybody() -> Communicator:
-    communicator = context._process.communicator
+    communicator = process.communicator
     if communicator is None:
         raise LifeCycleError("the instances are not connected yet; call popdist.init first")
     return communicator

@@ -17,7 +17,9 @@ from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 from popdist import context
+from popdist.connecting import start_mpi
 from popdist.errors import LifeCycleError, NotInitializedError
+from popdist.leaving import end_before_mpi
 from popdist.tensors import copied
 
 if TYPE_CHECKING:
@@ -109,13 +111,13 @@ def init(comm: object = None) -> None:
                 "Horovod was shut down, and cannot be started again in the same process; leave out "
                 "horovod.shutdown(): it happens at exit by itself"
             )
-        context.start_mpi()
+        start_mpi()
         if not isinstance(comm, Iterable | None) and not comm:  # Horovod would take all processes
             raise ValueError(
                 f"comm is {comm!r}, which has no members; only members of a communicator call horovod.init"
             )
         backend.start(_members(comm) if isinstance(comm, Iterable) else comm)
-    context.end_before_mpi(shutdown, _end_without_horovod)
+    end_before_mpi(shutdown, _end_without_horovod)
 
 
 def _members(ranks: Iterable[int]) -> Any:

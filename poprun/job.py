@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.asking.lookup import quote_words
+from poprun.deciding.job_actions import Ended
 from poprun.log import Log
+from poprun.output.output import Output, is_piped
+from poprun.output.output_style import OutputStyle, style_from
 from poprun.planning.across import Across
 from poprun.planning.command import Launch, build_command
-from poprun.watching.job_actions import Ended
-from poprun.watching.output import Output, is_piped
-from poprun.watching.output_style import OutputStyle, style_from
 from poprun.watching.supervision import LAST_WORDS_LIMIT_S, Supervisor
 from poprun.wording import list_ranges
 

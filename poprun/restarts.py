@@ -10,6 +10,8 @@ from dataclasses import replace
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.asking.command_line import read_fault
 from poprun.asking.settings import Settings
+from poprun.deciding.diagnosis import Verdict
+from poprun.deciding.job_actions import Ended
 from poprun.errors import PopRunError
 from poprun.hosts.allocation import spread
 from poprun.hosts.errands import Errand, run_errands
@@ -19,8 +21,6 @@ from poprun.hosts.survey import limit_from
 from poprun.log import Log
 from poprun.planning.command import Launch
 from poprun.planning.plan import available_hosts, plan_launch
-from poprun.watching.diagnosis import Verdict
-from poprun.watching.job_actions import Ended
 from poprun.wording import count
 
 MOST_FAILURES = 2

@@ -1,6 +1,6 @@
 """What distribution means to a training program: replicas, steps, data and reductions."""
 
-from strategies import cross_replica_ops, loops, within_replica_ops
+from strategies import config, cross_replica_ops, loops, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
@@ -37,6 +37,7 @@ from strategies.pipelines import pipelining_ops
 from strategies.pipelines.marks import pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
 from strategies.popdist_strategy import PopDistStrategy
+from strategies.programs.gradient_capture import GradientCaptureContext, capture_upstream_gradients
 from strategies.programs.recomputation import recomputation_checkpoint
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.variables import MirroredVariable, SyncOnReadVariable
@@ -63,6 +64,7 @@ __all__ = [
     "FailedPreconditionError",
     "FeedError",
     "GradientAccumulationReductionMethod",
+    "GradientCaptureContext",
     "GrainSource",
     "IPUHorovodStrategy",
     "IPUMultiWorkerStrategy",
@@ -92,8 +94,10 @@ __all__ = [
     "SyncOnReadVariable",
     "TrainState",
     "Trainer",
+    "capture_upstream_gradients",
     "casting",
     "clip_by_global_norm",
+    "config",
     "cross_replica_ops",
     "dataset_benchmark",
     "fingerprint",

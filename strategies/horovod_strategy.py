@@ -8,6 +8,8 @@ import popdist
 from collectives import Communicator
 from popdist import horovod
 from popdist.instance import Instance
+from strategies.config.configured import in_force
+from strategies.config.launched import join_as_configured
 from strategies.replicas.membership import Membership, refuse_to_carry_on
 from strategies.strategy import Strategy
 
@@ -18,8 +20,7 @@ class Horovod(Membership):
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; calls `popdist.init` and `horovod.init`."""
-        popdist.init()
-        return popdist.instance(), horovod.communicator()
+        return join_as_configured(in_force(), self._ipus_per_replica), horovod.communicator()
 
     @property
     def is_chief(self) -> bool:
@@ -50,12 +51,14 @@ class IPUHorovodStrategy(Strategy):
 
     Args:
         variables_on_host: keep variables and optimizer state once per instance in host memory.
+        ipus_per_replica: devices that each replica spans, for pipelines; None: what `poprun --ipus-per-replica` says.
 
     Raises:
+        TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
         MissingBackendError: Horovod is not installed; the message names the script that builds it.
         LifeCycleError: Horovod and the launcher disagree about who is there.
     """
 
-    def __init__(self, variables_on_host: bool = False) -> None:
-        membership = Horovod()
+    def __init__(self, variables_on_host: bool = False, ipus_per_replica: int | None = None) -> None:
+        membership = Horovod(ipus_per_replica)
         super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)

@@ -6,6 +6,9 @@ from typing import final
 
 from collectives import Communicator, connect
 from popdist.instance import Instance
+from strategies.config.configured import in_force
+from strategies.config.launched import replicas_of_process
+from strategies.config.selection import Selection
 from strategies.numbers import positive
 from strategies.replicas.membership import Membership, refuse_to_carry_on
 from strategies.strategy import Strategy
@@ -22,8 +25,7 @@ class Single(Membership):
 
     def __init__(self, num_replicas: int, ipus_per_replica: int = 1) -> None:
         self._num_replicas = num_replicas
-        self._ipus_per_replica = ipus_per_replica
-        super().__init__()
+        super().__init__(ipus_per_replica)
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`."""
@@ -34,7 +36,6 @@ class Single(Membership):
             replica_offset=0,
             total_replicas=self._num_replicas,
             local_index=0,
-            ipus_per_replica=self._ipus_per_replica,
         )
         return alone, connect("single")
 
@@ -61,14 +62,28 @@ class IPUStrategy(Strategy):
     a program behaves as under `PopDistStrategy`.
 
     Args:
-        num_replicas: R.
-        ipus_per_replica: devices that each of them spans, for pipelines.
+        num_replicas: R. None: as many as the IPUs of the configuration in force (`strategies.config`) are enough for;
+            one where there is none.
+        ipus_per_replica: devices that each of them spans, for pipelines. None: one; under poprun, with a configuration
+            in force, as many as it says.
 
     Raises:
-        ValueError: if one of the numbers is not positive.
+        ValueError: if one of the numbers is not positive, or the configured IPUs are not enough.
+        EnvironmentMismatchError: poprun has started this process with other numbers than are configured.
     """
 
-    def __init__(self, num_replicas: int = 1, ipus_per_replica: int = 1) -> None:
+    def __init__(self, num_replicas: int | None = None, ipus_per_replica: int | None = None) -> None:
+        if ipus_per_replica is not None:
+            positive("ipus_per_replica", ipus_per_replica)
+        self._divisible: Selection | None = None
+        if num_replicas is None:
+            named = ipus_per_replica
+            num_replicas, ipus_per_replica = replicas_of_process(in_force(), named)
+            self._divisible = in_force().selection if named is None and ipus_per_replica == 1 else None
         positive("num_replicas", num_replicas)
-        positive("ipus_per_replica", ipus_per_replica)
-        super().__init__(Single(num_replicas, ipus_per_replica))
+        super().__init__(Single(num_replicas, ipus_per_replica or 1))
+
+    def for_stages(self, stages: int) -> IPUStrategy:
+        """See `Strategy`; over the same IPUs, if the configuration has counted them and nobody said what one spans."""
+        is_enough = positive("stages", stages) <= self.replicas.grid.ipus_per_replica
+        return self if is_enough or self._divisible is None else IPUStrategy(self._divisible.replicas(stages), stages)

@@ -9,6 +9,8 @@ from collectives import Communicator
 from popdist.context import join_cluster
 from popdist.environments import Cluster
 from popdist.instance import Instance
+from strategies.config.configured import in_force
+from strategies.config.launched import refuse_other_process, replicas_of_instance
 from strategies.numbers import positive
 from strategies.replicas.membership import Membership, refuse_to_carry_on
 from strategies.strategy import Strategy
@@ -36,16 +38,18 @@ class Workers(Membership):
     Args:
         cluster: who they are.
         num_local_replicas: replicas of each.
+        ipus_per_replica: devices that each replica spans.
     """
 
-    def __init__(self, cluster: Cluster, num_local_replicas: int) -> None:
+    def __init__(self, cluster: Cluster, num_local_replicas: int, ipus_per_replica: int) -> None:
         self._cluster = cluster
         self._num_local_replicas = num_local_replicas
-        super().__init__()
+        super().__init__(ipus_per_replica)
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; returns when all workers have come."""
         join_cluster(self._cluster, self._num_local_replicas * len(self._cluster.addresses))
+        refuse_other_process(in_force(), popdist.instance())
         return popdist.instance(), popdist.communicator()
 
     @property
@@ -77,21 +81,30 @@ class IPUMultiWorkerStrategy(Strategy):
     Args:
         cluster_resolver: says who the workers are and which one this is.
         variables_on_host: keep variables and optimizer state once per worker in host memory.
-        num_local_replicas: replicas of each worker, the same on all of them.
+        num_local_replicas: replicas of each worker, the same on all of them. None: as many as the IPUs of the
+            configuration in force (`strategies.config`) are enough for; one where there is none.
+        ipus_per_replica: devices that each replica spans, for pipelines.
 
     Raises:
         EnvironmentMismatchError: the cluster makes no sense.
         PeerRefusedError: this worker's address is in use, or another worker refuses it.
         SecurityError: workers on several machines need certificates.
         CollectiveTimeoutError: a worker has not come in time.
-        ValueError: if `num_local_replicas` is not positive.
+        ValueError: if `num_local_replicas` or `ipus_per_replica` is not positive.
     """
 
     def __init__(
-        self, cluster_resolver: ClusterResolver, variables_on_host: bool = False, num_local_replicas: int = 1
+        self,
+        cluster_resolver: ClusterResolver,
+        variables_on_host: bool = False,
+        num_local_replicas: int | None = None,
+        ipus_per_replica: int = 1,
     ) -> None:
+        positive("ipus_per_replica", ipus_per_replica)
+        if num_local_replicas is None:
+            num_local_replicas = replicas_of_instance(in_force(), ipus_per_replica) or 1
         positive("num_local_replicas", num_local_replicas)
-        membership = Workers(_cluster_of(cluster_resolver), num_local_replicas)
+        membership = Workers(_cluster_of(cluster_resolver), num_local_replicas, ipus_per_replica)
         super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)
 
 

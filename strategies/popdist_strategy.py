@@ -7,6 +7,8 @@ from typing import final
 import popdist
 from collectives import Communicator
 from popdist.instance import Instance
+from strategies.config.configured import in_force
+from strategies.config.launched import join_as_configured
 from strategies.replicas.membership import Membership
 from strategies.strategy import Strategy
 
@@ -17,8 +19,7 @@ class Job(Membership):
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; calls `popdist.init`."""
-        popdist.init()
-        return popdist.instance(), popdist.communicator()
+        return join_as_configured(in_force(), self._ipus_per_replica), popdist.communicator()
 
     @property
     def is_chief(self) -> bool:
@@ -39,13 +40,18 @@ class Job(Membership):
 class PopDistStrategy(Strategy):
     """The replicas of all instances of the job, connected by MPI; calls `popdist.init`.
 
-    Works without a launcher too, as one instance.
+    Works without a launcher too, as one instance. Where no launcher has said how many replicas there are, the
+    configuration in force (`strategies.config`) does; otherwise there is one for each instance.
 
     Args:
         add_ipu_cross_replica_reductions: if False, reductions inside functions that `run` compiles leave the values as
             they are (the original's option of the same name).
+        ipus_per_replica: devices that each replica spans, for pipelines; None: what `poprun --ipus-per-replica` says.
+
+    Raises:
+        TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
     """
 
-    def __init__(self, add_ipu_cross_replica_reductions: bool = True) -> None:
-        membership = Job()
+    def __init__(self, add_ipu_cross_replica_reductions: bool = True, ipus_per_replica: int | None = None) -> None:
+        membership = Job(ipus_per_replica)
         super().__init__(membership, popdist.progress(), add_ipu_cross_replica_reductions)

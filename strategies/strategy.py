@@ -17,12 +17,16 @@ from collectives.instruments import Instruments
 from popdist.instance import Instance
 from popdist.records import Progress
 from popdist.records.recording import note_question
+from strategies.config.configured import in_force
+from strategies.config.ipu_config import IPUConfig
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
 from strategies.data.input_context import InputContext
 from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
+from strategies.errors import DeviceError
 from strategies.extended import Extended
+from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
 from strategies.programs.program import Program
@@ -52,6 +56,7 @@ class Strategy(ABC):
 
     Raises:
         TypeError: a switch is not True or False.
+        DeviceError: the configuration in force (`strategies.config`) keeps this process from devices.
     """
 
     @abstractmethod
@@ -62,6 +67,11 @@ class Strategy(ABC):
         add_cross_replica_reductions: bool = True,
         variables_on_host: bool = False,
     ) -> None:
+        if not in_force().attaches:
+            raise DeviceError(
+                f"device_connection.type is NEVER in the configuration in force, and {type(self).__name__} would run "
+                "programs; make it ON_DEMAND, or call strategies.config.reset_ipu_configuration()"
+            )
         _require_switches(
             add_ipu_cross_replica_reductions=add_cross_replica_reductions, variables_on_host=variables_on_host
         )
@@ -154,6 +164,31 @@ class Strategy(ABC):
     def variables_on_host(self) -> bool:
         """Whether variables and optimizer state live in host memory."""
         return self._replicas.variables_on_host
+
+    def update_ipu_config(self, config: IPUConfig) -> IPUConfig:
+        """Write into a configuration which of how many processes this is.
+
+        Semantics: the original's method of that name, which its documentation says returns the configuration.
+
+        Args:
+            config: is changed, and returned.
+        """
+        distribution = config.experimental.multi_replica_distribution
+        distribution.process_count = self._replicas.num_instances
+        distribution.process_index = self._replicas.instance_index
+        return config
+
+    def for_stages(self, stages: int) -> Strategy:
+        """The strategy for a model whose replicas span so many devices, which is known only when it is made.
+
+        It is this one, unless the number of replicas follows from that of the devices: then it is another one, of fewer
+        replicas that span more.
+
+        Raises:
+            TypeError, ValueError: if the number is not positive, or there are too few devices.
+        """
+        positive("stages", stages)
+        return self
 
     # ---- instances that are lost
 
@@ -339,7 +374,7 @@ class Strategy(ABC):
         remainder: Remainder = "drop",
         gradient_accumulation_count: int = 1,
         transfer_dtype: DTypes = None,
-        prefetch: int = 2,
+        prefetch: int | None = None,
     ) -> DistributedDataset:
         """Give each replica its part of a data set; see `DistributedDataset`.
 
@@ -356,7 +391,7 @@ class Strategy(ABC):
             gradient_accumulation_count: micro-batches that each replica takes in one step, one after another.
             transfer_dtype: a smaller dtype in which arrays travel to the devices, or one for each entry of a batch;
                 `strategies.casting` casts them back there.
-            prefetch: how many batches are prepared ahead.
+            prefetch: how many batches are prepared ahead; None: two, or none where the configuration in force says so.
         """
         dataset = DistributedDataset(
             source,
@@ -368,7 +403,7 @@ class Strategy(ABC):
             remainder=remainder,
             gradient_accumulation_count=gradient_accumulation_count,
             transfer_dtype=transfer_dtype,
-            prefetch=prefetch,
+            prefetch=prefetch if prefetch is not None else 2 if in_force().prefetches else 0,
             place=lambda batch: self._replicas.dealing.batch(batch),
             communicator=self.communicator,
             instruments=self.instruments,

@@ -7,6 +7,7 @@ from typing import Unpack
 
 import optax
 
+from strategies.config.configured import in_force
 from strategies.evaluation.evaluation_program import MetricsFunction
 from strategies.evaluation.evaluator import Evaluator
 from strategies.evaluation.merging import Evaluation
@@ -14,7 +15,7 @@ from strategies.gradients.replica_program import LossFunction
 from strategies.roles import Batch, Tree, Variables
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
-from strategies.step.options import Options, StepOptions
+from strategies.step.options import Options, configured
 from strategies.step.parts import StepParts
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -36,7 +37,8 @@ class Trainer:
             state `(variables, batch, key, model_state) -> Outcome`, which has the new one.
         optimizer: an optax gradient transformation.
         seed: of the keys.
-        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite.
+        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
+            configuration in force (`strategies.config`) says, otherwise not.
         digest_every: compare the bits of variables and optimizer state between instances before every so many steps.
         options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`, where
             all of them are described.
@@ -56,14 +58,14 @@ class Trainer:
         loss_fn: LossFunction,
         optimizer: optax.GradientTransformation,
         seed: int = 0,
-        check_numerics: bool = False,
+        check_numerics: bool | None = None,
         digest_every: int = 0,
         **options: Unpack[Options],
     ) -> None:
         self.seed = seed
         self.notice = Notice()
         self._strategy = strategy
-        self._options = StepOptions(seed, check_numerics, digest_every, **options)
+        self._options = configured(seed, check_numerics, digest_every, options, in_force())
         parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)
         self._states, self._single, self._executions = parts.states, parts.single, parts.executions
         self._evaluator = Evaluator(strategy.replicas, loss_fn, self._options, self._single)

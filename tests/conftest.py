@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -42,6 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("complete")]
     if hasattr(config, "workerinput"):  # pytest-xdist hands files out in this order
         items[:] = mixed(items)
+
+
+def pytest_collection_finish() -> None:
+    """Have Python's garbage collector leave alone what is there as long as the tests are: all of them, and JAX."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -104,7 +111,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what the tests of this process, and its workers, share."""
     if SERVER_VARIABLE not in os.environ:  # or a worker of pytest-xdist, which inherits it
-        os.environ[SERVER_VARIABLE] = TokenServer(len(os.sched_getaffinity(0)) + 1).address  # one more: jobs also wait
+        os.environ[SERVER_VARIABLE] = TokenServer(2 * len(os.sched_getaffinity(0))).address  # twice: jobs mostly wait
     take_signals_as_in_a_terminal()
     os.environ.pop("COLUMNS", None)  # pytest-xdist tells its workers how wide its own page is
     config.stash[LOOKOUT] = Lookout()

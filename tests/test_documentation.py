@@ -70,7 +70,7 @@ OWNERS = {
     "trainer": strategies.Trainer,
 }
 OF_OTHER_LIBRARIES = {  # docs/migrate.md says what takes their place
-    *("popdist.popart", "popdist.poptorch", "popdist.tensorflow", "strategy.experimental_local_results"),
+    *("popdist.popart", "popdist.poptorch", "strategy.experimental_local_results"),
 }
 OF_TORCH = re.compile(r"trainer\.\w+")  # in docs/torch.md: tests/strategies/on_torch look whether they exist
 

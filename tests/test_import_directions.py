@@ -155,6 +155,17 @@ def test_no_other_packages_are_imported_by_name() -> None:
     assert packages <= OURS
 
 
+def test_equations_are_looked_through_by_the_programs_room_alone() -> None:
+    """Whoever else has a question about a traced program asks `strategies/programs/jaxpr.py`."""
+    looking = {
+        path.parent.relative_to(ROOT).as_posix()
+        for path in modules_of("strategies")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "eqns"
+    }
+    assert looking == {"strategies/programs"}
+
+
 def test_what_travels_between_instances_knows_no_framework() -> None:
     """So any engine that has gradients in host memory may use it."""
     forbidden = [
@@ -170,9 +181,4 @@ def test_what_travels_between_instances_knows_no_framework() -> None:
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_no_files_import_each_other_in_a_circle(package: str) -> None:
     """For types only, or inside of a function, is in a circle too: neither file can be understood without the other."""
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules_of(package)}
-    graph = {
-        name: {imported for imported in draw_rooms.imports_of(path) if imported in names}
-        for name, path in names.items()
-    }
-    TopologicalSorter(graph).prepare()
+    TopologicalSorter(draw_rooms.imported_by(package)).prepare()

@@ -70,6 +70,7 @@ def test_packages_are_typed_and_described(package):
 PAGES = (
     "strategies.md",
     "checkpoints.md",
+    "config.md",
     "cross_replica.md",
     "data.md",
     "debugging.md",

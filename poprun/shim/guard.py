@@ -15,11 +15,10 @@ import time
 from poprun.shim.activity import Activity
 from poprun.shim.guard_machine import CUT_SIGNAL, PASSED_ON, STACK_SIGNAL, STOPPING, Action, Do, GuardMachine
 from poprun.shim.keeper import put_keeper_above
-from poprun.shim.lines import LineBuffer, silence_s
+from poprun.shim.link import Link
 from poprun.shim.out_of_memory import OutOfMemory
-from poprun.shim.pace import Pace
+from poprun.shim.program_output import ProgramOutput
 from poprun.talking import wire
-from poprun.talking.keep_alive import keep_alive
 from poprun.talking.processes import (
     adopt_orphans,
     catch_signals,
@@ -32,11 +31,11 @@ from poprun.talking.processes import (
     state_of,
 )
 from poprun.talking.standard_input import Feed
-from poprun.talking.terminals import PIPE_BYTES, enlarge, open_outputs
+from poprun.talking.terminals import open_outputs
 
 TYPE_CHECKING = False  # that of `typing`, which takes too long to load
 if TYPE_CHECKING:
-    import socket
+    from collections.abc import Callable
 
 PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
 STACK_VARIABLE = "POPRUN_STACK"
@@ -118,77 +117,30 @@ def _refuse_host(meant_for: str, rank: int, link: Link, token: str) -> None:
         pass
 
 
-class Link:
-    """The socket to poprun; once it has failed, everything sent is dropped.
+class Guard:
+    """Tells the machine of one instance what happens, and does what it says; forwards output and input.
 
-    Attributes:
-        is_open: whether poprun may still be there.
-        is_cut: whether it has ended because nothing came through any more, rather than by poprun's will or end.
+    Args:
+        pid: of the program.
+        page: the memory file of its progress record; -1 without.
+        stack: that of its stack; -1 without.
+        link: to poprun.
+        wakeup: where the numbers of signals come.
+        outputs: the program's standard output and error.
+        feed: its standard input.
+        now_s: the clock, that of `time.monotonic`.
     """
 
-    def __init__(self, address: str) -> None:
-        self.is_open = True
-        self.is_cut = False
-        self._socket = _connect(address)
-        self._reader = wire.MessageReader()
-
-    def fileno(self) -> int:
-        """For poll."""
-        return self._socket.fileno()
-
-    def send(self, message: bytes) -> None:
-        """Send a message, waiting while poprun is behind with its reading."""
-        if self.is_open:
-            try:
-                self._socket.sendall(message)
-            except OSError as error:
-                self._fail(error)
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have come; sets `is_open` to false at the end."""
-        try:
-            data = self._socket.recv(65536)
-        except OSError as error:
-            data = b""
-            self._fail(error)
-        self.is_open = self.is_open and bool(data)
-        return self._reader.feed(data)
-
-    def cut(self) -> None:
-        """Break the connection."""
-        import socket
-
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _fail(self, error: OSError) -> None:
-        self.is_open = False
-        self.is_cut = self.is_cut or not isinstance(error, ConnectionError)
-
-
-def _connect(address: str) -> socket.socket:
-    """The connection to poprun."""
-    import socket  # the program has been started by now, so this costs no time
-
-    scheme, _, place = address.partition(":")
-    if scheme == "unix":
-        from poprun.talking.local_sockets import connect
-
-        return connect(place)
-    if scheme != "tcp":
-        raise ValueError(f"the control address {address!r} is neither a unix: nor a tcp: address")
-    host, port, silence_s = place.rsplit(",", 2)
-    connection = socket.create_connection((host, int(port)), timeout=float(silence_s))
-    connection.settimeout(None)
-    keep_alive(connection, float(silence_s))
-    return connection
-
-
-class Guard:
-    """Tells the machine of one instance what happens, and does what it says; forwards output and input."""
-
     def __init__(
-        self, pid: int, page: int, stack: int, link: Link, wakeup: int, outputs: list[int], feed: Feed
+        self,
+        pid: int,
+        page: int,
+        stack: int,
+        link: Link,
+        wakeup: int,
+        outputs: list[int],
+        feed: Feed,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pid = pid
         self._page = page
@@ -200,16 +152,11 @@ class Guard:
         self._feed = feed
         self._memory = OutOfMemory()
         self._activity = Activity(pid)
-        self._outputs = dict(zip(outputs, (wire.STDOUT, wire.STDERR), strict=True))
-        self._lines = {descriptor: LineBuffer(silence_s(os.isatty(descriptor))) for descriptor in outputs}
-        self._pace = Pace(min(map(enlarge, outputs)))
-        self._read_bytes = 0
-        self._read_at_s = _NEVER  # in a pause: when it is over
+        self._now_s = now_s
         self._poll = select.poll()
-        for descriptor in outputs:
-            os.set_blocking(descriptor, False)
-        for descriptor in (wakeup, link.fileno(), *outputs):
+        for descriptor in (wakeup, link.fileno()):
             self._poll.register(descriptor, select.POLLIN)
+        self._output = ProgramOutput(outputs, self._poll, link, now_s)
         if feed.is_open:
             os.set_blocking(feed.descriptor, False)
             link.send(wire.pack(wire.WANT))
@@ -220,16 +167,16 @@ class Guard:
             for descriptor, _ in self._poll.poll(self._timeout_ms()):
                 self._serve(descriptor)
             self._hand_over_input()
-            now_s = time.monotonic()
-            self._keep_pace(now_s)
+            now_s = self._now_s()
+            self._output.keep_pace(now_s)
             self._keep_time(now_s)
 
     def _serve(self, descriptor: int) -> None:
         if descriptor == self._wakeup:
             for number in os.read(descriptor, 512):
-                self._do(self._machine.take_signal(number, time.monotonic()))
-        elif descriptor in self._outputs:
-            self._forward(descriptor)
+                self._do(self._machine.take_signal(number, self._now_s()))
+        elif descriptor in self._output:
+            self._output.forward(descriptor)
         elif descriptor == self._link.fileno():
             self._obey()
 
@@ -259,7 +206,7 @@ class Guard:
                 self._feed.put(content)
             elif kind == wire.EXAMINE:
                 size = os.fstat(self._stack).st_size if self._stack >= 0 else 0
-                self._do(self._machine.examine(size, time.monotonic()))
+                self._do(self._machine.examine(size, self._now_s()))
             elif kind == wire.STOP:
                 self._machine.dismiss()
         if not self._link.is_open:
@@ -276,7 +223,7 @@ class Guard:
             elif what is Do.CUT:
                 self._link.cut()
             elif what is Do.DRAIN:
-                self._drain()
+                self._output.drain()
             elif what is Do.REPORT:
                 self._report()
             elif what is Do.LOOK_AT_STACK:
@@ -303,7 +250,7 @@ class Guard:
     def _look_at_stack(self) -> None:
         size = os.fstat(self._stack).st_size if self._stack >= 0 else 0
         is_stopped = self._state() in (b"T", b"t")
-        self._do(self._machine.see_stack(size, is_stopped, time.monotonic()))
+        self._do(self._machine.see_stack(size, is_stopped, self._now_s()))
 
     def _worker(self) -> int:
         """The process that shows its stack: the program, unless it has started that."""
@@ -322,7 +269,7 @@ class Guard:
                 if again == page:
                     break
                 page = again
-        now_s = time.monotonic()
+        now_s = self._now_s()
         self._memory.look(now_s)
         self._link.send(wire.pack_progress(now_s, page, *self._look_at_program(page, now_s)))
 
@@ -334,70 +281,8 @@ class Guard:
             self._activity.note_owner(owner)
         return self._activity.is_stopped, effort
 
-    def _forward(self, descriptor: int) -> None:
-        try:
-            data = os.read(descriptor, PIPE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:  # a terminal whose last writer has gone
-            data = b""
-        if not data:
-            self._close_output(descriptor)
-            return
-        self._read_bytes += len(data)
-        self._send_output(descriptor, self._lines[descriptor].feed(data, time.monotonic()))
-
-    def _keep_pace(self, now_s: float) -> None:
-        """Read at the end of a pause, and begin one when readings follow each other fast."""
-        if now_s >= self._read_at_s:
-            for descriptor in list(self._outputs):
-                self._forward(descriptor)
-        elif not self._read_bytes:
-            return
-        pause_s = self._pace.pause_s(now_s, self._read_bytes) if self._read_bytes else 0.0
-        self._read_bytes = 0
-        if pause_s and self._read_at_s == _NEVER:
-            for descriptor in self._outputs:
-                self._poll.unregister(descriptor)
-        elif not pause_s and self._read_at_s != _NEVER:
-            for descriptor in self._outputs:
-                self._poll.register(descriptor, select.POLLIN)
-        self._read_at_s = now_s + pause_s if pause_s else _NEVER
-
-    def _let_go(self, descriptor: int, lines: LineBuffer, now_s: float) -> None:
-        """Send a piece that has waited long enough, unless more has come while we waited for poprun to read."""
-        self._forward(descriptor)
-        if descriptor in self._outputs:
-            self._send_output(descriptor, lines.expire(now_s))
-
-    def _close_output(self, descriptor: int) -> None:
-        self._send_output(descriptor, self._lines[descriptor].flush())
-        if self._read_at_s == _NEVER:
-            self._poll.unregister(descriptor)
-        os.close(descriptor)
-        del self._outputs[descriptor], self._lines[descriptor]
-
-    def _send_output(self, descriptor: int, data: bytes) -> None:
-        if data:
-            self._link.send(wire.pack(self._outputs[descriptor], data))
-
-    def _drain(self) -> None:
-        """Forward all output that is there now, and pieces of lines too."""
-        ready = select.poll()
-        for descriptor in list(self._outputs):
-            ready.register(descriptor, select.POLLIN)
-            while descriptor in self._outputs and any(fd == descriptor for fd, _ in ready.poll(0)):
-                self._forward(descriptor)
-                if descriptor not in self._outputs:
-                    ready.unregister(descriptor)
-            if descriptor in self._outputs:
-                ready.unregister(descriptor)
-                self._send_output(descriptor, self._lines[descriptor].flush())
-
     def _keep_time(self, now_s: float) -> None:
-        for descriptor, lines in list(self._lines.items()):
-            if now_s >= lines.deadline_s():
-                self._let_go(descriptor, lines, now_s)
+        self._output.let_go(now_s)
         self._reap()
         self._do(self._machine.tick(now_s))
 
@@ -408,18 +293,16 @@ class Guard:
                 if pid == 0:
                     return
                 if pid == self._pid:
-                    self._ended_at_s = time.monotonic()
+                    self._ended_at_s = self._now_s()
                     self._do(self._machine.note_end(os.waitstatus_to_exitcode(status), self._ended_at_s))
         except ChildProcessError:
             self._do(self._machine.note_none_left())
 
     def _timeout_ms(self) -> int | None:
-        deadlines = [lines.deadline_s() for lines in self._lines.values()]
-        deadlines += [self._read_at_s, self._machine.deadline_s]
-        soonest = min(deadlines)
+        soonest = min(self._output.deadline_s, self._machine.deadline_s)
         if soonest == _NEVER:
             return None
-        return max(0, int((soonest - time.monotonic()) * 1000) + 1)
+        return max(0, int((soonest - self._now_s()) * 1000) + 1)
 
 
 def check_directory(directory: str) -> None:

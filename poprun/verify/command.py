@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from poprun.answers import show
+from poprun.deciding.job_machine import INTERRUPTS
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.cores import usable_cores
 from poprun.job import end_standard_input
@@ -42,7 +43,6 @@ from poprun.verify.spreads import (
     run_with_failure,
 )
 from poprun.verify.words import Asked, describe_verify, read_words
-from poprun.watching.job_machine import INTERRUPTS
 from poprun.wording import without_controls
 
 FEWEST_STEPS_TO_RESUME = 4

@@ -18,6 +18,7 @@ from popdist.records.recording import Recording
 from poprun.asking.command_line import CommandLine, Value
 from poprun.asking.lookup import check_user
 from poprun.asking.settings import Settings, settings_from
+from poprun.deciding.job_machine import INTERRUPTS
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host
 from poprun.job import run_job
@@ -27,7 +28,6 @@ from poprun.planning.plan import find_hosts, plan_launch
 from poprun.verify.records import Place, Record, read_record, record_files
 from poprun.verify.spreads import Run
 from poprun.verify.words import GRPC, RING, Asked
-from poprun.watching.job_machine import INTERRUPTS
 
 WORKER_SCRIPT = Path(__file__).with_name("worker_script.py")
 SAVED_STATUS = 128 + signal.SIGTERM

@@ -1,1 +1,1 @@
-"""A running job: what becomes of its instances, what is said of that, and when it ends."""
+"""A running job: what happens to it is told to the machine, and what that says is done."""

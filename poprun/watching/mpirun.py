@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from poprun.deciding.job_limits import END_SIGNAL
 from poprun.talking.processes import die_with_parent, reap, send, state_of
 from poprun.watching.tether import start_tethered
 
-END_SIGNAL = signal.SIGHUP
 _FAREWELL = ((END_SIGNAL, 0.5), (END_SIGNAL, 0.4))
 """While it starts daemons on other hosts it heeds only the second one; all have ended within the docs' 2 s."""
 _KEPT_BYTES = 1 << 16

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from popdist.records.progress import parse_progress
-from poprun.talking import wire
-from poprun.watching.control import Member
-from poprun.watching.facts import Ending, EndKind
-from poprun.watching.job_events import (
+from poprun.deciding.facts import Ending, EndKind
+from poprun.deciding.job_events import (
     InstanceClosed,
     InstanceEnded,
     InstanceExamined,
@@ -20,6 +18,8 @@ from poprun.watching.job_events import (
     OutputCame,
     ProgressCame,
 )
+from poprun.talking import wire
+from poprun.watching.control import Member
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from poprun.log import Level, Log, format_line
-from poprun.planning.across import Across
-from poprun.talking import wire
-from poprun.talking.leavings import folder_of, remove_leavings
-from poprun.talking.loopback import keep_to_loopback
-from poprun.talking.processes import adopt_orphans, catch_signals, end_descendants
-from poprun.talking.standard_input import Source
-from poprun.talking.terminals import describe_terminals
-from poprun.watching.control import Member, Reception, strangers_to_leave
-from poprun.watching.job_actions import (
+from poprun.deciding.job_actions import (
     Action,
     Ask,
     CleanUp,
@@ -36,7 +27,7 @@ from poprun.watching.job_actions import (
     Stop,
     StopListening,
 )
-from poprun.watching.job_events import (
+from poprun.deciding.job_events import (
     Event,
     MemberConnected,
     MemberLost,
@@ -49,12 +40,21 @@ from poprun.watching.job_events import (
     StandardOutputClosed,
     Tick,
 )
-from poprun.watching.job_limits import LOOK_S
-from poprun.watching.job_machine import INTERRUPTS, PASSED_ON, JobMachine, Phase
+from poprun.deciding.job_limits import LOOK_S
+from poprun.deciding.job_machine import INTERRUPTS, PASSED_ON, JobMachine, Phase
+from poprun.deciding.status_line import StatusLine, wants_status
+from poprun.log import Level, Log, format_line
+from poprun.output.output import Output
+from poprun.planning.across import Across
+from poprun.talking import wire
+from poprun.talking.leavings import folder_of, remove_leavings
+from poprun.talking.loopback import keep_to_loopback
+from poprun.talking.processes import adopt_orphans, catch_signals, end_descendants
+from poprun.talking.standard_input import Source
+from poprun.talking.terminals import describe_terminals
+from poprun.watching.control import Member, Reception, strangers_to_leave
 from poprun.watching.mpirun import Mpirun
-from poprun.watching.output import Output
 from poprun.watching.reports import InputWanted, read_reports
-from poprun.watching.status_line import StatusLine, wants_status
 
 DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
 """With one of these, mpirun is told by the user where instances run."""
@@ -73,9 +73,19 @@ class Supervisor:
         output: where the instances' output goes.
         log: poprun's own words.
         across: how the hosts are reached, where there are several.
+        now_s: the clock, that of `time.monotonic`.
     """
 
-    def __init__(self, command: Sequence[str], count: int, output: Output, log: Log, across: Across) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        output: Output,
+        log: Log,
+        across: Across,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now_s = now_s
         self._command = command
         self._count = count
         self._across = across
@@ -103,13 +113,13 @@ class Supervisor:
             self._mpirun = Mpirun(self._command, variables, lambda pid: self._tidy(pid, sweeps=True))
             self._say(Level.INFO, f"waiting for mpirun ({self._mpirun.pid})")
             self._mpirun_outputs = [self._mpirun.stdout, self._mpirun.stderr]
-            self._machine = JobMachine(self._count, self._across, os.uname().nodename, time.monotonic())
+            self._machine = JobMachine(self._count, self._across, os.uname().nodename, self._now_s())
             hosts = len(set(self._output.style.hosts))
-            self._status = StatusLine(self._count, hosts, time.monotonic())
+            self._status = StatusLine(self._count, hosts, self._now_s())
             while self._ended is None:
                 self._wait()
                 self._tell_of_output()
-                self._tell_of_mpirun(time.monotonic())
+                self._tell_of_mpirun(self._now_s())
                 self._tell(Tick())
                 self._show_status()
         finally:
@@ -123,7 +133,7 @@ class Supervisor:
     def _wait(self) -> None:
         poll = select.poll()
         handlers: dict[int, Callable[[], None]] = {self._wakeup: self._take_signals}
-        if self._reception.is_ready(time.monotonic()):
+        if self._reception.is_ready(self._now_s()):
             handlers[self._reception.fileno()] = self._accept
         for descriptor in self._mpirun_outputs:
             handlers[descriptor] = partial(self._read_mpirun, descriptor)
@@ -141,11 +151,11 @@ class Supervisor:
                 handlers[sink.descriptor] = sink.flush
         for descriptor, _ in poll.poll(self._timeout_ms()):
             handlers[descriptor]()
-        for stranger in strangers_to_leave(self._connections, self._count, time.monotonic()):
+        for stranger in strangers_to_leave(self._connections, self._count, self._now_s()):
             self._part_from(stranger)
 
     def _timeout_ms(self) -> int:
-        return min(1000, max(0, int(min(self._machine.deadline_s - time.monotonic(), 1.0) * 1000) + 1))
+        return min(1000, max(0, int(min(self._machine.deadline_s - self._now_s(), 1.0) * 1000) + 1))
 
     def _take_signals(self) -> None:
         for number in os.read(self._wakeup, 512):
@@ -163,7 +173,7 @@ class Supervisor:
 
     def _accept(self) -> None:
         before = self._reception.shortage
-        if (member := self._reception.accept(time.monotonic())) is not None:
+        if (member := self._reception.accept(self._now_s())) is not None:
             self._connections.append(member)
         elif (shortage := self._reception.shortage) and not before:
             self._say(Level.WARN, f"instances cannot report: {shortage}; poprun goes on trying, see `ulimit -n`")
@@ -229,7 +239,7 @@ class Supervisor:
     # What follows from it.
 
     def _tell(self, event: Event) -> None:
-        for action in self._machine.advance(event, time.monotonic()):
+        for action in self._machine.advance(event, self._now_s()):
             self._do(action)
 
     def _do(self, action: Action) -> None:
@@ -271,7 +281,7 @@ class Supervisor:
 
     def _show_status(self) -> None:
         is_wanted = self._machine.phase is Phase.RUNNING and wants_status(self._log.level, self._environ)
-        self._output.show_status(self._status.text(self._machine.facts, time.monotonic()) if is_wanted else "")
+        self._output.show_status(self._status.text(self._machine.facts, self._now_s()) if is_wanted else "")
 
     def _say(self, level: Level, text: str) -> None:
         if level <= self._log.level:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from strategies.comparing.digest import digest_of
-from strategies.programs.jaxpr import Equation, ancestors, producers_of
+from strategies.programs.jaxpr import needed
 from strategies.replicas.devices import is_key
 
 _FEW = 4  # elements of an array that are shown; of larger ones only a digest
@@ -80,7 +80,7 @@ class _Writer:
         for variable, value in itertools.zip_longest(jaxpr.constvars, constants):
             yield f"{define(variable)} = {'a constant' if value is None else text_of_array(value)}"
         yield f"takes {', '.join(map(define, jaxpr.invars))}"
-        for equation in _needed(jaxpr):
+        for equation in needed(jaxpr):
             given = " ".join(map(read, equation.invars))
             results = ", ".join(map(define, equation.outvars))
             yield f"{results} = {equation.primitive}{self._parameters(equation.params)} {given}"
@@ -106,12 +106,6 @@ class _Writer:
         if isinstance(value, np.ndarray | jax.Array):
             return text_of_array(value)
         return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
-def _needed(jaxpr: core.Jaxpr) -> list[Equation]:
-    """The equations on which results depend, in their order."""
-    found = ancestors(jaxpr.outvars, jaxpr.eqns, producers_of(jaxpr.eqns))
-    return [jaxpr.eqns[number] for number in sorted(found)]
 
 
 def _type(aval: Any) -> str:

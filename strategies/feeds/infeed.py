@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from strategies.config.configured import in_force
 from strategies.data.prefetch import Prefetcher, reading_ahead
 from strategies.errors import EndOfDataError, FeedError
 from strategies.feeds.feed_elements import ElementSpec
@@ -60,7 +61,8 @@ class InfeedQueue:
     Args:
         dataset: an iterable of elements, NumPy arrays of int8, uint8, bool, int32, float16, bfloat16 or float32, all of
             the same structure, shapes and dtypes; or a `DistributedDataset`, or a `PerReplica` of iterables.
-        prefetch_depth: rounds to prepare ahead, 1 to 255.
+        prefetch_depth: rounds to prepare ahead, 1 to 255; None: three, or one where the configuration in force
+            (`strategies.config`) says so.
         mode: whose elements an iterable has; see `InfeedMode`. With one instance there is no difference.
 
     Attributes:
@@ -75,7 +77,7 @@ class InfeedQueue:
     """
 
     def __init__(self, dataset: Data, prefetch_depth: int | None = None, mode: InfeedMode | None = None) -> None:
-        self._depth = _checked_depth(3 if prefetch_depth is None else prefetch_depth)
+        self._depth = _checked_depth(_usual_depth() if prefetch_depth is None else prefetch_depth)
         self._number = next(_numbers)
         self._stream = feed_stream(dataset, mode)
         self._opened: Iterator[Any] | None = self._stream.open()
@@ -331,6 +333,10 @@ def _stacked(elements: Sequence[Arrays], most: int) -> list[np.ndarray]:
 def _prepared(rounds: Iterator[Round], spec: ElementSpec) -> Generator[Sequence[Arrays], None, None]:
     for elements in rounds:
         yield [spec.flatten(number, element) for number, element in elements]
+
+
+def _usual_depth() -> int:
+    return 3 if in_force().prefetches else 1
 
 
 def _checked_depth(depth: Any) -> int:

@@ -59,7 +59,7 @@ def accumulator_dtypes(variables: Any, dtype: AccumulationDtype) -> list[np.dtyp
     """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
-        chosen = dtype(leaf) if _is_function(dtype) else dtype
+        chosen = dtype(leaf) if asks_for_each(dtype) else dtype
         try:
             found.append(np.dtype(leaf.dtype if chosen is None else chosen))
         except TypeError as error:
@@ -80,7 +80,7 @@ def is_float(dtype: np.dtype) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-def _is_function(dtype: Any) -> bool:
+def asks_for_each(dtype: Any) -> bool:
     """Whether it is a function of the variable; the scalar types of NumPy and JAX can be called as well."""
     return callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype")
 

@@ -58,15 +58,57 @@ def loads(timetable: Timetable, times: StageTimes) -> list[float]:
     return found
 
 
+@dataclass(frozen=True)
+class Move:
+    """Work that goes from a stage to its neighbour when the cut between them moves.
+
+    Attributes:
+        giver: the stage that has less to do then.
+        taker: its neighbour.
+        time: of the forward and backward passes that move, for a micro-batch.
+        share: of what the giver has to do, which is above 1 where others give to it.
+    """
+
+    giver: int
+    taker: int
+    time: float
+    share: float
+
+    def __str__(self) -> str:
+        end = "last" if self.giver < self.taker else "first"
+        how = f"the {end} {self.share:.0%}" if self.share <= 1 else "all"
+        return f"{how} of stage {self.giver} ({unit_of(self.time, True).said(self.time)}) to stage {self.taker}"
+
+
+def moves(timetable: Timetable, times: StageTimes) -> tuple[Move, ...]:
+    """How the cuts would have to move for all devices to have equally much to do, if work could be cut anywhere.
+
+    The stages of a device keep their shares of what it does. Moves of less than `WORTH` of a stage are left out.
+    """
+    factors = _even_factors(timetable, times)
+    surplus = accumulate(whole * (1 - factor) for whole, factor in zip(times.whole, factors, strict=True))
+    found = []
+    for stage, more in enumerate(list(surplus)[:-1]):
+        giver, taker = (stage, stage + 1) if more > 0 else (stage + 1, stage)
+        own = times.whole[giver]
+        if own and abs(more) >= WORTH * own:
+            found.append(Move(giver, taker, abs(more), abs(more) / own))
+    return tuple(found)
+
+
+def _even_factors(timetable: Timetable, times: StageTimes) -> list[float]:
+    """For each stage by what its times are multiplied where all devices have equally much to do."""
+    there = loads(timetable, times)
+    mean = sum(there) / len(there)
+    return [mean / most if (most := max(there[one] for one in devices)) else 1.0 for devices in timetable.mapping]
+
+
 def even_length(timetable: Timetable, times: StageTimes, recompute: bool = False) -> float:
     """How long an update would take if all devices had equally much to do, and cutting cost nothing.
 
     What a real cut can be compared with: where parts cannot be divided none may be as good.
     """
-    there = loads(timetable, times)
-    mean = sum(there) / len(there)
-    factors = [mean / most if (most := max(there[one] for one in devices)) else 1.0 for devices in timetable.mapping]
-    return timetable.length(times.scaled(factors).durations(recompute))
+    return timetable.length(times.scaled(_even_factors(timetable, times)).durations(recompute))
 
 
 def better_cut(timetable: Timetable, parts: StageTimes, sizes: Sequence[int], recompute: bool = False) -> Cut:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.pipelines.counter import counting
 from strategies.pipelines.driver import AbandonedError, Course, Drive
 from strategies.pipelines.executables import Executables
 from strategies.pipelines.marks import cut_in_stages
+from strategies.pipelines.micro_batch import counting
 from strategies.pipelines.pipelining import refuse_captured, refuse_what_meets
 from strategies.pipelines.replica_run import Given, Outputs, ReplicaRun
+from strategies.pipelines.stage_gradients import Watch
 from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.jaxpr import Graph
@@ -33,6 +35,7 @@ class Inference:
         elements: the shapes of those of one micro-batch.
         timetable: what devices do.
         widths: for each stage how many functions it has.
+        watch: called after each run with what the devices of each local replica did when.
 
     Raises:
         ValueError: if the function cannot be cut like that.
@@ -46,7 +49,9 @@ class Inference:
         elements: Sequence[jax.ShapeDtypeStruct],
         timetable: Timetable,
         widths: Sequence[int],
+        watch: Watch,
     ) -> None:
+        self._watch = watch
         self._grid = replicas.grid
         self._failed = replicas.reducer.fail
         self._timetable = timetable
@@ -83,16 +88,20 @@ class Inference:
         Raises:
             BaseException: what a stage has raised.
         """
-        runs = [self._run(position, variables, own) for position, own in enumerate(elements)]
+        begin_s = time.perf_counter()
+        runs = [self._run(position, variables, own, begin_s) for position, own in enumerate(elements)]
         columns = self._grid.columns[: len(self._timetable.devices)]
         begun = [future for device, column in enumerate(columns) for future in self._begin(device, column, runs)]
         errors = [error for error in (future.exception() for future in begun) if error is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
             raise error
-        pairs = zip(self._grid.replicas, runs, strict=True)
-        return {replica: run.outputs_of(self._outputs) for replica, (run, _) in pairs}
+        of_replicas = dict(zip(self._grid.replicas, runs, strict=True))
+        self._watch({replica: drive.spans for replica, (_, drive) in of_replicas.items()})
+        return {replica: run.outputs_of(self._outputs) for replica, (run, _) in of_replicas.items()}
 
-    def _run(self, position: int, variables: Any, elements: Sequence[Sequence[Any]]) -> tuple[ReplicaRun, Drive]:
+    def _run(
+        self, position: int, variables: Any, elements: Sequence[Sequence[Any]], begin_s: float
+    ) -> tuple[ReplicaRun, Drive]:
         devices = [column.device_of(position) for column in self._grid.columns]
         run = ReplicaRun(self._staged, self._programs, self._timetable.mapping, devices)
         number = len(self._staged.arguments) - 2
@@ -101,7 +110,7 @@ class Inference:
         lasting = dict(enumerate(jax.tree.leaves(variables)))
         lasting[number + 1] = np.int32(self._grid.replicas[position])
         run.prepare(Given(lasting, each, {}))
-        return run, Drive(self._course, run.perform)
+        return run, Drive(self._course, run.perform, begin_s)
 
     def _begin(self, device: int, column: ReplicaDevices, runs: Sequence[tuple[ReplicaRun, Drive]]) -> Sequence[Any]:
         return column.begin(lambda position: runs[position][1].follow(device), self._fail)

@@ -44,6 +44,11 @@ def places_of(
         ValueError: if there are fewer than two stages, or a list has lists in it; if the mapping has not a device for
             each stage, or devices that there are not.
     """
+    if not _is_list(stages):
+        raise TypeError(
+            f"computational_stages is {stages!r}, a {type(stages).__name__}; it must be a list of functions, one for "
+            "each stage"
+        )
     widths = [_width(number, stage) for number, stage in enumerate(stages)]
     if len(widths) < 2:
         raise ValueError(f"Pipeline requires at least two computational stages, and has {len(widths)}; add a stage")
@@ -63,6 +68,23 @@ def places_of(
         _devices_of(number, width, devices, ipus_per_replica)
         for number, (width, devices) in enumerate(zip(widths, device_mapping, strict=True))
     )
+
+
+def refuse_idle_devices(device_mapping: DeviceMapping) -> None:
+    """Refuse a mapping that leaves out a device before the last one that it has.
+
+    Raises:
+        ValueError: naming the devices.
+    """
+    flat = [one for each in device_mapping for one in (each if isinstance(each, Sequence) else (each,))]
+    numbers = {number for one in flat if (number := integer(one)) is not None}
+    gaps = sorted(set(range(max(numbers, default=0))) - numbers)
+    if gaps and _ALL_DEVICES not in numbers:
+        raise ValueError(
+            f"device_mapping is {list(device_mapping)}, and leaves out device{'s' if len(gaps) > 1 else ''} "
+            f"{', '.join(map(str, gaps))}, with nothing to do; number the devices without gaps, or say "
+            "allow_idle_devices=True"
+        )
 
 
 def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_iterations: int = 1) -> Schedule:
@@ -96,10 +118,15 @@ def checked_count(
         FailedPreconditionError: if it is no multiple of what the schedule has in the pipeline at once.
     """
     if gradient_accumulation_count is None:
-        raise ValueError("gradient_accumulation_count is needed: how many micro-batches go through the pipeline")
+        raise ValueError(
+            "gradient_accumulation_count is needed, and none was given; say how many micro-batches go through the "
+            "pipeline"
+        )
     count = positive("gradient_accumulation_count", gradient_accumulation_count)
     if count > GREATEST_COUNT:
-        raise ValueError(f"gradient_accumulation_count is {count}; it must be at most {GREATEST_COUNT}")
+        raise ValueError(
+            f"gradient_accumulation_count is {count}; it must be at most {GREATEST_COUNT}: make fewer micro-batches"
+        )
     overlap = schedule.overlap(mapping, training)
     if count % overlap:
         below = count - count % overlap
@@ -125,9 +152,13 @@ def _width(number: int, stage: Stage) -> int | None:
             f"stage {number} is {stage!r}, a {type(stage).__name__}; a function or a list of them is needed"
         )
     if any(map(_is_list, stage)):
-        raise ValueError(f"stage {number} has a list within its list of functions; concurrent stages cannot be nested")
+        raise ValueError(
+            f"stage {number} has a list within its list of functions; concurrent stages cannot be nested: use one list"
+        )
     if odd := [one for one in stage if not callable(one)]:
-        raise TypeError(f"stage {number} has {odd[0]!r} among its functions, a {type(odd[0]).__name__}")
+        raise TypeError(
+            f"stage {number} has {odd[0]!r} among its functions, a {type(odd[0]).__name__}; use functions only"
+        )
     if not stage:
         raise ValueError(f"stage {number} is a list of no functions; put one in, or leave the stage out")
     return len(stage)
@@ -160,7 +191,8 @@ def _devices_of(number: int, width: int | None, devices: object, ipus_per_replic
         )
     if any(map(_is_list, devices)):
         raise ValueError(
-            f"stage {number} is mapped to {devices!r}, lists within a list; concurrent stages cannot be nested"
+            f"stage {number} is mapped to {devices!r}, lists within a list; concurrent stages cannot be nested: use "
+            "one list"
         )
     return tuple(_checked(number, device, ipus_per_replica) for device in devices)
 

@@ -1,45 +1,82 @@
-"""Pipelines of functions: each takes what the one before returns, on a device of its own."""
+"""A pipeline of functions: each takes what the one before returns, on a device of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
-from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.gradients.outcome import Outcome
-from strategies.ipu import IPUStrategy
-from strategies.numbers import positive
-from strategies.pipelines.counter import counting
+from strategies.pipelines.captures import Captures
+from strategies.pipelines.closures import tracers_in
 from strategies.pipelines.inference import Inference
-from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
-from strategies.pipelines.marks import function_of_stage, pipeline_stage
-from strategies.pipelines.optimizer_function import (
-    OptimizerFunctionOutput,
-    PipelineStageOptions,
-    check_stage_options,
-    check_update_options,
-)
+from strategies.pipelines.micro_batch import counting, knowing
+from strategies.pipelines.optimizer_function import OptimizerFunctionOutput
 from strategies.pipelines.outfeed_rule import OutfeedRule
-from strategies.pipelines.pipelining import Pipelining, RecomputationMode
-from strategies.pipelines.schedules.registry import PipelineSchedule
+from strategies.pipelines.pipelining import Pipelining
+from strategies.pipelines.stage_functions import StageFunctions, listed
+from strategies.pipelines.trace import Trace
+from strategies.programs.gradient_capture import shapes_by_tag
 from strategies.replicas.replica_context import replica_context
-from strategies.replicas.replicas import Replicas
-from strategies.roles import Variables
+from strategies.roles import Tree, Variables
 from strategies.step.metrics import Metrics
-from strategies.strategy import Strategy, get_strategy
+from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
 
-_OUTPUT = "pipeline_stage_output"
-
 OptimizerFunction = Callable[..., OptimizerFunctionOutput]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How a pipeline learns.
+
+    Attributes:
+        optimizer_function: `(*outputs) -> OptimizerFunctionOutput`.
+        options: of the `Trainer`.
+        accumulates_captured: whether captured gradients are accumulated as those of variables are.
+        is_sum: whether gradients of micro-batches are added up.
+    """
+
+    optimizer_function: OptimizerFunction
+    options: Mapping[str, Any]
+    accumulates_captured: bool = True
+    is_sum: bool = True
+
+    def of(self, *outputs: Any) -> OptimizerFunctionOutput:
+        """What the optimizer function returns.
+
+        Raises:
+            TypeError: if it is something else.
+        """
+        found = self.optimizer_function(*outputs)
+        if not isinstance(found, OptimizerFunctionOutput):
+            raise TypeError(
+                f"the optimizer_function returns {found!r}, a {type(found).__name__}; it must return an "
+                "OptimizerFunctionOutput"
+            )
+        return found
+
+    def captures(self, output: OptimizerFunctionOutput, closed: Any, count: int) -> Captures:
+        """What is captured in a traced program.
+
+        Raises:
+            ValueError: where the optimizer state is sharded.
+        """
+        if output.gradient_capture_context is None:
+            return Captures()
+        if self.options["replicated_optimizer_state_sharding"]:
+            raise ValueError(
+                "there is a gradient_capture_context, and replicated_optimizer_state_sharding is True, with which an "
+                "optimizer gets parts of gradients; use one of them"
+            )
+        dtype = self.options["gradient_accumulation_dtype"]
+        return Captures(shapes_by_tag(closed), count, self.accumulates_captured, self.is_sum, dtype)
 
 
 class Pipeline:
@@ -47,59 +84,77 @@ class Pipeline:
 
     Attributes:
         metrics: of the last update, with the mean "loss" over all replicas; None before the first one.
+        trace: what the devices of the local replicas did in the last update or run; None before the first one.
         strategy: where the replicas are.
+
+    Args:
+        strategy: see above.
+        functions: the stages.
+        outfeed: what of their outputs is fed out.
+        learning: how they learn; None if they do not.
+        count: of micro-batches.
+        repeat_count: updates, or runs, of a call.
+        pipelining: where and when they run.
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        stages: Sequence[Stage],
-        inputs: Sequence[Any],
-        infeed: InfeedQueue | None,
+        functions: StageFunctions,
         outfeed: OutfeedRule,
-        optimizer_function: OptimizerFunction | None,
+        learning: Learning | None,
         count: int,
         repeat_count: int,
-        pipelining: Callable[[Callable[[Mapping[int, Sequence[Any]]], None] | None], Pipelining],
-        options: Mapping[str, Any],
+        pipelining: Pipelining,
     ) -> None:
         self.strategy = strategy
         self.metrics: Metrics | None = None
-        self._stages = stages
-        self._inputs = inputs
-        self._infeed = infeed
+        self.trace: Trace | None = None
+        self._functions = functions
         self._outfeed = outfeed
-        self._optimizer_function = optimizer_function
+        self._learning = learning
         self._count = count
         self._repeat_count = repeat_count
-        self._options = options
-        self._pipelining = pipelining(None if outfeed.queue is None else self._take)
+        take = None if outfeed.queue is None else self._take
+        self._pipelining = replace(pipelining, take_outputs=take, watch=self._watch)
         self._trainer: Trainer | None = None
+        self._output: OptimizerFunctionOutput | None = None
+        self._captures = Captures()
         self._inference: Inference | None = None
         self._made: Mapping[int, Sequence[Any]] = {}
-        self._number = 0
+        self._fed: dict[OutfeedQueue, int] = {}
 
-    def init(self, variables: Variables) -> TrainState:
-        """The first state, with instance 0's variables on every instance; a collective call where there are several.
+    def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
+        """The first state, with instance 0's on every instance; a collective call where there are several.
+
+        Args:
+            variables: what stages get as their first argument.
+            model_state: a dictionary of what stages read with `pipelining_ops.get_model_state` and change with
+                `update_model_state`. After an update floating-point leaves are means over all replicas, others what
+                replica 0 has. None if there is none.
 
         Raises:
             ValueError: if the last stage has outputs and there is no outfeed; and see `Trainer`.
         """
-        output, outputs = self._described(variables)
-        if output is None:
+        closed, outputs = self._described(variables, model_state)
+        if self._learning is None:
             self._outfeed.check_outputs(outputs if isinstance(outputs, list | tuple) else [outputs])
-            return TrainState(self.strategy.broadcast(variables), None, 0)
+            self._inference = None
+            everywhere = self.strategy.broadcast({"variables": variables, "model_state": model_state})
+            return TrainState(everywhere["variables"], None, 0, model_state=everywhere["model_state"])
+        assert self._output is not None
         self._outfeed.check_outputs(outputs)
+        self._captures = self._learning.captures(self._output, closed, self._count)
         self._trainer = Trainer(
             self.strategy,
-            self._loss,
-            output.opt,
+            self._captures.loss(self._loss),
+            self._captures.optimizer(self._output.opt),
             pipeline=self._pipelining,
             gradient_accumulation_count=self._count,
-            trainable=output.variables,
-            **self._options,
+            trainable=self._captures.trainable(self._output.variables),
+            **self._learning.options,
         )
-        return self._trainer.init(variables)
+        return self._captures.shown(self._trainer.init(self._captures.extended(variables), model_state))
 
     def __call__(self, state: TrainState) -> TrainState:
         """Run all micro-batches `repeat_count` times, with an update behind each time; the state is used up.
@@ -111,308 +166,149 @@ class Pipeline:
             RuntimeError: before `init`.
             EndOfDataError: if the infeed has too few elements.
         """
-        if self._optimizer_function is not None and self._trainer is None:
+        if self._learning is not None and self._trainer is None:
             raise RuntimeError("a pipeline was called before init; begin with state = net.init(variables)")
         for _ in range(self._repeat_count):
             elements = self._elements()
             if self._trainer is None:
-                self._made = self._inferred(state.variables, elements)
+                self._made = self._inferred(state, elements)
             else:
-                state, self.metrics = self._trainer.step(state, self._batch(elements))
-            self._enqueue()
+                state = self._updated(self._trainer, state, elements)
+            self._enqueue_outputs()
         return state
 
     # ---- what is computed
 
-    def _run(self, variables: Variables, leaves: Sequence[Any]) -> Any:
-        """What the last stage returns for an element."""
-        values = list(self._inputs)
-        named: Mapping[str, Any] = {}
-        if self._infeed is not None:
-            given, named = self._infeed.spec.arguments(leaves)
-            values += given
-        result: Any = None
-        for number, stage in enumerate(self._stages):
-            if callable(stage):
-                with pipeline_stage(number):
-                    result = _made_here(stage(variables, *values, **named))
-            else:
-                result = []
-                for place, function in enumerate(stage):
-                    with function_of_stage(number, place):
-                        result += _listed(_made_here(function(variables, *values, **named)))
-            values, named = _listed(result), {}
-        return result
+    def _loss(self, variables: Variables, batch: Sequence[Any], key: jax.Array, model_state: Tree = None) -> Outcome:
+        assert self._learning is not None
+        with knowing(key, model_state) as known:
+            outputs = listed(self._functions.outputs(variables, [leaf[0] for leaf in batch[1:]]))
+            loss = self._functions.in_last_stage(self._learning.of, *outputs).loss
+        return Outcome(loss, model_state=known.model_state, outputs=self._outfeed.chosen(outputs, loss))
 
-    def _learned(self, variables: Variables, leaves: Sequence[Any]) -> tuple[OptimizerFunctionOutput, list[Any]]:
-        outputs = _listed(self._run(variables, leaves))
-        assert self._optimizer_function is not None
-        with pipeline_stage(len(self._stages) - 1):
-            found = self._optimizer_function(*outputs)
-        if not isinstance(found, OptimizerFunctionOutput):
-            raise TypeError(
-                f"the optimizer_function returns {found!r}, a {type(found).__name__}; it must return an "
-                "OptimizerFunctionOutput"
-            )
-        return found, outputs
-
-    def _loss(self, variables: Variables, batch: Sequence[Any], key: jax.Array) -> Outcome:
-        output, outputs = self._learned(variables, [leaf[0] for leaf in batch[1:]])
-        return Outcome(output.loss, outputs=self._outfeed.chosen(outputs, output.loss))
-
-    def _described(self, variables: Variables) -> tuple[OptimizerFunctionOutput | None, Any]:
-        """What the optimizer function returns, and the shapes of what the last stage does."""
-        found: list[OptimizerFunctionOutput] = []
+    def _described(self, variables: Variables, model_state: Tree) -> tuple[Any, Any]:
+        """What is computed, and the shapes of what the last stage returns; keeps what the optimizer function does."""
         replicas = self.strategy.replicas
+        seen: list[Any] = []
 
-        def traced(variables: Variables, leaves: Sequence[Any], number: jax.Array, index: jax.Array) -> Any:
-            with replica_context(replicas.new_context(index, "shapes")), counting(number):
-                if self._optimizer_function is None:
-                    return jax.tree.map(jnp.asarray, self._run(variables, leaves))
-                output, outputs = self._learned(variables, leaves)
-                found.append(output)
-                return jax.tree.map(jnp.asarray, outputs)
+        def traced(
+            variables: Variables,
+            leaves: Sequence[Any],
+            number: jax.Array,
+            index: jax.Array,
+            key: Any,
+            model_state: Tree,
+        ) -> Any:
+            with (
+                replica_context(replicas.new_context(index, "shapes")),
+                counting(number),
+                knowing(None if self._learning is None else key, model_state),
+            ):
+                outputs = self._functions.described(variables, leaves)
+                if self._learning is None:
+                    return jax.tree.map(jnp.asarray, (outputs, None))
+                outputs = listed(outputs)
+                seen[:] = outputs
+                self._output = self._functions.in_last_stage(self._learning.of, *outputs)
+                return jax.tree.map(jnp.asarray, (outputs, self._output.loss))
 
-        shapes = jax.eval_shape(traced, variables, self._spec, np.int32(0), np.int32(0))
-        return (found[0] if found else None), shapes
+        closed, (outputs, _) = jax.make_jaxpr(traced, return_shape=True)(
+            variables, self._functions.spec, np.int32(0), np.int32(0), jax.random.key(0), model_state
+        )
+        self._take_constants(seen, outputs)
+        return closed, outputs
 
-    @property
-    def _spec(self) -> list[jax.ShapeDtypeStruct]:
-        return [] if self._infeed is None else list(self._infeed.spec.leaves)
+    def _take_constants(self, outputs: Sequence[Any], shapes: Sequence[Any]) -> None:
+        """Have an optimizer that was made of an input, such as a learning rate, be made of the constant.
+
+        Raises:
+            ValueError: if it was made of what stages compute.
+        """
+        if self._learning is None:
+            return
+        if not all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(outputs)):
+            known = [_or_zeros(value, shape) for value, shape in zip(outputs, shapes, strict=True)]
+            self._output = self._learning.of(*known)
+        assert self._output is not None
+        if next(tracers_in(self._output.opt), None) is not None:
+            raise ValueError(
+                "the optimizer of the optimizer_function is made of what a stage computes, and is the same for all "
+                "updates; make it of inputs that stages hand through, or use optax.inject_hyperparams or a schedule"
+            )
+
+    def _updated(self, trainer: Trainer, state: TrainState, elements: Sequence[Any]) -> TrainState:
+        trained = replace(state, variables=self._captures.extended(state.variables))
+        trained, self.metrics = trainer.step(trained, self._batch(elements))
+        self._note_captured(trained)
+        return self._captures.shown(trained)
+
+    def _inferred(self, state: TrainState, elements: Sequence[Any]) -> Mapping[int, Sequence[Any]]:
+        replicas = self.strategy.replicas
+        given = (state.variables, state.model_state)
+        if self._inference is None:
+            timetable = self._pipelining.timetable(replicas.grid.ipus_per_replica, self._count, training=False)
+            widths = self._pipelining.widths(timetable)
+            function, spec = self._outputs_without_learning, self._functions.spec
+            self._inference = Inference(replicas, function, given, spec, timetable, widths, self._watch)
+        return self._inference(given, elements)
+
+    def _outputs_without_learning(self, given: tuple[Variables, Tree], leaves: Sequence[Any]) -> Any:
+        variables, model_state = given
+        with knowing(None, model_state):
+            return self._functions.outputs(variables, leaves)
+
+    def _watch(self, replicas: Mapping[int, Sequence[Any]]) -> None:
+        self.trace = Trace(replicas, self._pipelining.recomputes)
+
+    def _take(self, outputs: Mapping[int, Sequence[Any]]) -> None:
+        self._made = outputs
 
     # ---- what comes in and goes out
 
     def _elements(self) -> list[list[list[np.ndarray]]]:
         """For each local replica and micro-batch the arrays of its element."""
         replication = self.strategy.replicas.reducer.replication
-        if self._infeed is None:
+        if self._functions.infeed is None:
             return [[[] for _ in range(self._count)] for _ in replication.local]
-        return self._infeed.take(replication, self._count)
+        return self._functions.infeed.take(replication, self._count)
 
     def _batch(self, elements: Sequence[Sequence[Sequence[np.ndarray]]]) -> list[np.ndarray]:
         """All of them one after another; the first array is there for pipelines without an infeed."""
         every = [element for own in elements for element in own]
         return [np.zeros(len(every), np.int32), *(np.stack(leaves) for leaves in zip(*every, strict=True))]
 
-    def _inferred(self, variables: Variables, elements: Sequence[Any]) -> Mapping[int, Sequence[Any]]:
-        replicas: Replicas = self.strategy.replicas
-        if self._inference is None:
-            timetable = self._pipelining.timetable(replicas.grid.ipus_per_replica, self._count, training=False)
-            widths = self._pipelining.widths(timetable)
-            self._inference = Inference(replicas, self._run, variables, self._spec, timetable, widths)
-        return self._inference(variables, elements)
-
-    def _take(self, outputs: Mapping[int, Sequence[Any]]) -> None:
-        self._made = outputs
-
-    def _enqueue(self) -> None:
+    def _enqueue_outputs(self) -> None:
         queue = self._outfeed.queue
         of_each = list(self._made.values())
         if queue is None or not jax.tree.leaves(of_each):
             return
-        replication = self.strategy.replicas.reducer.replication
-        rounds = (
-            [[self._outfeed.summed(own) for own in of_each]]
-            if self._outfeed.accumulates
-            else zip(*of_each, strict=True)
-        )
-        for values in rounds:
-            queue.put(replication, self._number, values)
-            self._number += 1
+        if self._outfeed.accumulates:
+            self._enqueue(queue, [self._outfeed.summed(own) for own in of_each])
+            return
+        for values in zip(*of_each, strict=True):
+            self._enqueue(queue, values)
+
+    def _note_captured(self, state: TrainState) -> None:
+        assert self._output is not None
+        if self._output.gradient_capture_context is None:
+            return
+        captured = self._captures.of(state)
+        self._output.gradient_capture_context.take(captured)
+        queue = self._output.captured_gradient_outfeed
+        if queue is not None and captured:
+            self._enqueue(queue, [captured for _ in self.strategy.replicas.reducer.replication.local])
+
+    def _enqueue(self, queue: OutfeedQueue, values: Sequence[Any]) -> None:
+        """Feed out a value of each local replica."""
+        number = self._fed.get(queue, 0)
+        queue.put(self.strategy.replicas.reducer.replication, number, values)
+        self._fed[queue] = number + 1
 
 
-def _made_here(result: Any) -> Any:
-    """What a stage returns, of which each array is made by an equation of the stage, even if it is an input."""
-    return jax.tree.map(lambda leaf: checkpoint_name(jnp.asarray(leaf), _OUTPUT), result)
-
-
-def _listed(result: Any) -> list[Any]:
-    if result is None:
-        return []
-    return list(result) if isinstance(result, list | tuple) else [result]
-
-
-def pipeline(
-    computational_stages: Sequence[Stage],
-    gradient_accumulation_count: Any = None,
-    gradient_accumulation_dtype: AccumulationDtype = None,
-    gradient_accumulation_for_captured_grads: bool = True,
-    repeat_count: int = 1,
-    batch_serialization_iterations: int = 1,
-    inputs: Any = None,
-    infeed_queue: InfeedQueue | None = None,
-    outfeed_queue: OutfeedQueue | None = None,
-    optimizer_function: OptimizerFunction | None = None,
-    device_mapping: DeviceMapping | None = None,
-    pipeline_schedule: PipelineSchedule | str | None = None,
-    recomputation_mode: RecomputationMode | None = None,
-    forward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
-    backward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
-    weight_update_poplar_options: PipelineStageOptions | None = None,
-    offload_weight_update_variables: bool | None = None,
-    replicated_optimizer_state_sharding: bool | None = False,
-    offload_activations: bool | None = None,
-    offload_gradient_accumulation_buffers: bool | None = None,
-    replicated_weight_sharding: bool | None = None,
-    offload_weights: bool | None = None,
-    continuous_weight_updates: bool = False,
-    outfeed_loss: bool = False,
-    accumulate_outfeed: bool = False,
-    accumulate_outfeed_dtype: Any = None,
-    outfeed_mask: Sequence[bool] | None = None,
-    reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.SUM,
-    name: str | None = None,
-) -> Pipeline:
-    """A pipeline of functions; it learns if there is an optimizer function, and is only run otherwise.
-
-    A stage is `stage(variables, *inputs)`: of all variables it uses some, which lie on its device. The first one gets
-    `inputs` and an element of the infeed (a dictionary as keyword arguments), each of the others what the one before
-    returns. A stage that is a list of functions runs them at the same time, all with the same arguments; what they
-    return comes one after another. The replicas are those of the strategy in whose scope this is called, or one.
-
-    Semantics: the original's `pipelining_ops.pipeline`.
-
-    Args:
-        computational_stages: at least two.
-        gradient_accumulation_count: micro-batches of an update, or of a run.
-        gradient_accumulation_dtype: see `StepOptions`.
-        gradient_accumulation_for_captured_grads: accepted for programs of the original.
-        repeat_count: updates of a call.
-        batch_serialization_iterations: each stage takes so many micro-batches one after another.
-        inputs: constants, the first arguments of the first stage.
-        infeed_queue: where elements come from, one for each micro-batch.
-        outfeed_queue: where outputs of the last stage go.
-        optimizer_function: `(*outputs) -> OptimizerFunctionOutput`.
-        device_mapping: the device of each stage, a list for a stage that is a list, -1 for all devices.
-        pipeline_schedule: Grouped unless it says otherwise.
-        recomputation_mode: None keeps what backward passes need.
-        forward_propagation_stages_poplar_options: checked only.
-        backward_propagation_stages_poplar_options: checked only.
-        weight_update_poplar_options: checked only.
-        offload_weight_update_variables: see `offload_optimizer_state` of `StepOptions`.
-        replicated_optimizer_state_sharding: see `StepOptions`.
-        offload_activations: keep what backward passes need in host memory.
-        offload_gradient_accumulation_buffers: keep accumulators there while nothing is added to them.
-        replicated_weight_sharding: accepted for programs of the original.
-        offload_weights: accepted for programs of the original.
-        continuous_weight_updates: not supported, as in the original.
-        outfeed_loss: the outfeed gets the loss instead of the outputs.
-        accumulate_outfeed: it gets the sum over the micro-batches of an update.
-        accumulate_outfeed_dtype: of that sum.
-        outfeed_mask: for each output whether it is left out.
-        reduction_method: how gradients of micro-batches become one; over replicas it is always the mean.
-        name: accepted for programs of the original.
-
-    Raises:
-        TypeError: for a mapping, schedule, mode or queue of a wrong type.
-        ValueError: for fewer than two stages, a mapping that does not fit, or arguments that exclude each other.
-        FailedPreconditionError: if the schedule does not take so many micro-batches.
-        NotImplementedError: for what the original has not either; the message says what to do instead.
-    """
-    if continuous_weight_updates:
-        raise NotImplementedError("continuous_weight_updates is not supported, as in the original; leave it out")
-    learns = optimizer_function is not None
-    if not isinstance(infeed_queue, InfeedQueue | None):
-        raise TypeError(f"infeed_queue is {infeed_queue!r}, a {type(infeed_queue).__name__}; use an InfeedQueue")
-    if learns and not callable(optimizer_function):
-        raise TypeError(
-            f"optimizer_function is {optimizer_function!r}, a {type(optimizer_function).__name__}; use a function"
-        )
-    outfeed = OutfeedRule(outfeed_queue, outfeed_loss, outfeed_mask, accumulate_outfeed, accumulate_outfeed_dtype)
-    outfeed.check(learns)
-    schedule = schedule_for(pipeline_schedule, batch_serialization_iterations)
-    strategy = get_strategy()
-    devices = _devices_of(device_mapping, len(computational_stages))
-    ipus_per_replica = devices if strategy is None else strategy.replicas.grid.ipus_per_replica
-    places = places_of(computational_stages, device_mapping, ipus_per_replica, batch_serialization_iterations)
-    _refuse_captures(computational_stages)
-    _refuse_lists_at_the_end(computational_stages, learns)
-    count = checked_count(_whole(gradient_accumulation_count), schedule, places, learns)
-    method = GradientAccumulationReductionMethod.parse(reduction_method)
-    if batch_serialization_iterations > 1 and method is not GradientAccumulationReductionMethod.SUM:
-        raise ValueError(
-            f"batch_serialization_iterations is {batch_serialization_iterations}, and reduction_method {method.name}; "
-            "batch serialization adds gradients up: use SUM"
-        )
-    if replicated_optimizer_state_sharding and offload_weight_update_variables is False:
-        raise ValueError(
-            "replicated_optimizer_state_sharding is True, and offload_weight_update_variables False; optimizer state "
-            "must be offloaded to be sharded: leave offload_weight_update_variables out"
-        )
-    check_stage_options(
-        "forward_propagation_stages_poplar_options", forward_propagation_stages_poplar_options, len(places)
+def _or_zeros(value: Any, shapes: Any) -> Any:
+    """A value that is known, and zeros in the place of one that is computed."""
+    return jax.tree.map(
+        lambda leaf, shape: jnp.zeros(shape.shape, shape.dtype) if isinstance(leaf, jax.core.Tracer) else leaf,
+        value,
+        shapes,
     )
-    check_stage_options(
-        "backward_propagation_stages_poplar_options", backward_propagation_stages_poplar_options, len(places)
-    )
-    check_update_options("weight_update_poplar_options", weight_update_poplar_options)
-    mapping = device_mapping if device_mapping is not None else [own[0] for own in places]
-
-    def pipelining(take: Any) -> Pipelining:
-        return Pipelining(
-            device_mapping=mapping,
-            schedule=pipeline_schedule,
-            recompute=recomputation_mode is not None,
-            batch_serialization_iterations=batch_serialization_iterations,
-            recomputation_mode=recomputation_mode,
-            offload_activations=bool(offload_activations),
-            offload_gradient_accumulation_buffers=bool(offload_gradient_accumulation_buffers),
-            take_outputs=take,
-        )
-
-    pipelining(None).timetable(ipus_per_replica, count, learns)  # which may refuse the mapping
-    return Pipeline(
-        strategy or IPUStrategy(1, devices),
-        computational_stages,
-        [jnp.asarray(one) for one in _listed(inputs)],
-        infeed_queue,
-        outfeed,
-        optimizer_function,
-        count,
-        positive("repeat_count", repeat_count),
-        pipelining,
-        {
-            "gradient_accumulation_dtype": gradient_accumulation_dtype,
-            "reduction_method": method,
-            "replicated_optimizer_state_sharding": replicated_optimizer_state_sharding,
-            "offload_optimizer_state": offload_weight_update_variables,
-        },
-    )
-
-
-def _devices_of(mapping: Any, stages: int) -> int:
-    """How many devices a replica spans that nobody else has decided."""
-    numbers = [one for one in jax.tree.leaves(mapping) if isinstance(one, int)]
-    return 1 + max([*numbers, 0]) if isinstance(mapping, Sequence) else max(stages, 1)
-
-
-def _whole(count: Any) -> Any:
-    """A count that may be an array."""
-    return int(count) if isinstance(count, np.ndarray | jax.Array) and not count.ndim else count
-
-
-def _refuse_captures(stages: Sequence[Stage]) -> None:
-    for stage in stages:
-        for function in [stage] if callable(stage) else stage:
-            cells = [_contents(cell) for cell in getattr(function, "__closure__", None) or ()]
-            for value in jax.tree.leaves(cells):
-                if isinstance(value, jax.core.Tracer):
-                    raise ValueError(
-                        f"Trying to capture the tensor {value.aval} in a stage, which another program computes; hand "
-                        "it over in inputs"
-                    )
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
-def _refuse_lists_at_the_end(stages: Sequence[Stage], learns: bool) -> None:
-    if learns and not callable(stages[-1]):
-        raise ValueError(
-            "the last stage is a list of functions, and the optimizer_function needs what all of them return; add a "
-            "stage behind it that is one function"
-        )

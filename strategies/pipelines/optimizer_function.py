@@ -9,7 +9,13 @@ from typing import Any
 import jax
 import optax
 
+from strategies.feeds.outfeed import OutfeedQueue
+from strategies.programs.gradient_capture import GradientCaptureContext
 from strategies.roles import Tree
+
+NO_VARIABLES = (
+    "No variables to optimize. The list of those that are trained is empty; leave it out to train all of them"
+)
 
 
 @dataclass(frozen=True)
@@ -20,14 +26,18 @@ class OptimizerFunctionOutput:
     tape, so what is about them is refused.
 
     Attributes:
-        opt: an optax gradient transformation.
+        opt: an optax gradient transformation. One that takes extra arguments gets `captured_grads` where gradients
+            are captured, a dictionary by their tags.
         loss: a floating-point scalar.
         compute_gradients_args: not with optax; see `variables`.
         compute_gradients_kwargs: not with optax.
         apply_gradients_args: not with optax.
         apply_gradients_kwargs: not with optax.
         variables: which variables are trained, as `trainable` of a `Trainer`; None for all.
-        tape: not with JAX.
+        tape: not with JAX; see `gradient_capture_context`.
+        gradient_capture_context: gets the gradients of the arrays that stages mark with `capture_upstream_gradients`,
+            accumulated over micro-batches and averaged over replicas as those of variables are; None captures nothing.
+        captured_gradient_outfeed: gets them too, once for each update.
 
     Raises:
         TypeError: if the optimizer or the loss is none, or arguments are no tuple or dictionary.
@@ -42,6 +52,8 @@ class OptimizerFunctionOutput:
     apply_gradients_kwargs: Mapping[str, Any] | None = None
     variables: Tree = None
     tape: object = None
+    gradient_capture_context: GradientCaptureContext | None = None
+    captured_gradient_outfeed: OutfeedQueue | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.opt, optax.GradientTransformation):
@@ -53,9 +65,28 @@ class OptimizerFunctionOutput:
         if self.tape is not None and self.variables is not None:
             raise ValueError("there are both variables and a tape; the variables are enough: leave out the tape")
         if self.tape is not None:
-            raise ValueError("there is a gradient tape, and JAX differentiates functions; leave out the tape")
+            raise ValueError(
+                "there is a gradient tape, and JAX differentiates functions; leave out the tape, and capture gradients "
+                "with a gradient_capture_context"
+            )
         if isinstance(self.variables, Sequence) and not self.variables:
-            raise ValueError("No variables to optimize.")
+            raise ValueError(NO_VARIABLES)
+        self._check_capture()
+
+    def _check_capture(self) -> None:
+        context, outfeed = self.gradient_capture_context, self.captured_gradient_outfeed
+        if not isinstance(context, GradientCaptureContext | None):
+            raise TypeError(
+                f"gradient_capture_context is {context!r}, a {type(context).__name__}; use a GradientCaptureContext"
+            )
+        if not isinstance(outfeed, OutfeedQueue | None):
+            raise TypeError(
+                f"captured_gradient_outfeed is {outfeed!r}, a {type(outfeed).__name__}; use an OutfeedQueue"
+            )
+        if outfeed is not None and context is None:
+            raise ValueError(
+                "there is a captured_gradient_outfeed, and no gradient_capture_context that captures anything; give one"
+            )
 
     def _check_arguments(self, name: str) -> None:
         given, named = getattr(self, f"{name}_args"), getattr(self, f"{name}_kwargs")
@@ -64,7 +95,7 @@ class OptimizerFunctionOutput:
         if named is not None and not isinstance(named, Mapping):
             raise TypeError(f"{name}_kwargs is {named!r}, a {type(named).__name__}; it must be a dictionary")
         if name == "compute_gradients" and given and isinstance(given[0], Sequence) and not given[0]:
-            raise ValueError("No variables to optimize.")
+            raise ValueError(NO_VARIABLES)
         if given or named:
             word = f"{name}_args" if given else f"{name}_kwargs"
             raise ValueError(f"OptimizerFunctionOutput.{word} may not be used with optax optimizers; leave it out")
@@ -106,7 +137,9 @@ def check_stage_options(name: str, options: Any, stages: int) -> None:
     if not isinstance(options, Sequence) or not all(isinstance(one, PipelineStageOptions) for one in options):
         raise TypeError(f"{name} is {options!r}; it must be a list of PipelineStageOptions, one for each stage")
     if len(options) != stages:
-        raise ValueError(f"{name} has {len(options)} PipelineStageOptions, and there are {stages} stages")
+        raise ValueError(
+            f"{name} has {len(options)} PipelineStageOptions, and there are {stages} stages; give one for each stage"
+        )
 
 
 def check_update_options(name: str, options: Any) -> None:

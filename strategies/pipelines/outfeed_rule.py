@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
+from strategies.gradients.accumulation import asks_for_each
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class OutfeedRule:
         for name, is_given in wanted.items():
             if is_given and self.queue is None:
                 raise ValueError(
-                    f"An outfeed_queue must be provided when {name} is given, and no outfeed_queue has been provided"
+                    f"An outfeed_queue must be provided when {name} is given, and no outfeed_queue has been provided; "
+                    f"give one, or leave {name} out"
                 )
         if self.accumulates and self.queue is not None and self.queue.mode is not OutfeedMode.ALL:
             raise ValueError("accumulate_outfeed is given, and the outfeed's mode is LAST; use OutfeedMode.ALL")
@@ -67,7 +68,10 @@ class OutfeedRule:
                 "give one, or return nothing"
             )
         if self.mask is not None and len(self.mask) != len(outputs):
-            raise ValueError(f"outfeed_mask has {len(self.mask)} entries, and the last stage {len(outputs)} outputs")
+            raise ValueError(
+                f"outfeed_mask has {len(self.mask)} entries, and the last stage {len(outputs)} outputs; say for each "
+                "output whether it is left out"
+            )
 
     def chosen(self, outputs: Sequence[Any], loss: Any) -> Any:
         """Of what a micro-batch puts out what goes into the outfeed; None if there is none."""
@@ -84,7 +88,7 @@ class OutfeedRule:
 
     def _sum(self, *leaves: Any) -> np.ndarray:
         first = np.asarray(leaves[0])
-        dtype = self.dtype(first) if inspect.isfunction(self.dtype) else self.dtype
+        dtype = self.dtype(first) if asks_for_each(self.dtype) else self.dtype
         total = np.zeros(first.shape, first.dtype if dtype is None else dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             for leaf in leaves:

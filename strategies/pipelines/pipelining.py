@@ -11,12 +11,20 @@ from functools import cached_property
 import jax
 from jax.extend import core
 
+from strategies.config.configured import in_force
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.numbers import positive
 from strategies.pipelines.arguments import LOSS, TOTAL, Arguments
 from strategies.pipelines.automatic import choose_for
 from strategies.pipelines.executables import Executables
-from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
+from strategies.pipelines.mapping import (
+    DeviceMapping,
+    Stage,
+    checked_count,
+    places_of,
+    refuse_idle_devices,
+    schedule_for,
+)
 from strategies.pipelines.marks import cut_in_stages
 from strategies.pipelines.replica_run import Keeping, Outputs
 from strategies.pipelines.schedules.registry import PipelineSchedule
@@ -63,6 +71,7 @@ class Pipelining:
             simulation, with or without recomputation (see `choose`); a line of logging says why. Sequential is used
             where stages call collectives.
         recompute: whether stages keep their inputs only, and run their forward passes again for the backward passes.
+            None: as `allow_recompute` of the configuration in force (`strategies.config`) says, otherwise not.
         batch_serialization_iterations: each stage takes so many micro-batches one after another; all are on one device.
         recomputation_mode: `RecomputeAndBackpropagateInterleaved` makes stages with a `recomputation_checkpoint`
             recompute one block after another. None: they run their whole forward passes again.
@@ -72,17 +81,18 @@ class Pipelining:
         memory_limit_bytes: with "auto": what a device may keep of micro-batches for backward passes; None for no limit.
         take_outputs: called after each step with the outputs of an `Outcome`, for each local replica those of each
             micro-batch.
+        allow_idle_devices: let the mapping leave devices out, as pipelines of functions may.
 
     Raises:
         TypeError: if the mapping is no list of whole numbers, or the schedule no member and no name.
-        ValueError: if there is no such schedule, or the iterations are not positive.
+        ValueError: if there is no such schedule, or the iterations are not positive; if the mapping has gaps.
         NotImplementedError: for another schedule than Sequential with batch serialization, and for Interleaved with
             `RecomputeAndBackpropagateInterleaved`.
     """
 
     device_mapping: DeviceMapping
     schedule: PipelineSchedule | str | None = None
-    recompute: bool = False
+    recompute: bool | None = None
     batch_serialization_iterations: int = 1
     recomputation_mode: RecomputationMode | None = None
     offload_activations: bool = False
@@ -90,10 +100,12 @@ class Pipelining:
     watch: Watch | None = None
     take_outputs: Take | None = None
     memory_limit_bytes: int | None = None
+    allow_idle_devices: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recompute, bool):
+        if not isinstance(self.recompute, bool | None):
             raise TypeError(f"recompute of a pipeline is {self.recompute!r}; it is True or False")
+        _ = self.recomputes  # as it is configured now
         if not isinstance(self.recomputation_mode, RecomputationMode | None):
             raise TypeError(f"recomputation_mode is {self.recomputation_mode!r}; use a member of RecomputationMode")
         positive("batch_serialization_iterations", self.batch_serialization_iterations)
@@ -109,11 +121,13 @@ class Pipelining:
                 f"device_mapping is {self.device_mapping!r}, a {type(self.device_mapping).__name__}; it must be a "
                 "list of devices, one for each stage"
             )
+        if not self.allow_idle_devices:
+            refuse_idle_devices(self.device_mapping)
 
     def _refuse_with_auto(self) -> None:
         if self.is_automatic and (self.recompute or self.batch_serialization_iterations > 1):
             raise ValueError(
-                f'schedule is "auto", with recompute={self.recompute} and batch_serialization_iterations='
+                f'schedule is "auto", with recompute={self.recomputes} and batch_serialization_iterations='
                 f'{self.batch_serialization_iterations}; "auto" decides on both: leave them out, or name a schedule'
             )
         if self.memory_limit_bytes is not None:
@@ -130,6 +144,13 @@ class Pipelining:
         return self.schedule == AUTO
 
     @cached_property
+    def recomputes(self) -> bool:
+        """Whether stages recompute: as `recompute` says, otherwise as it was configured when this was made."""
+        if self.recompute is None:
+            return bool(in_force().recomputes) and not self.is_automatic
+        return self.recompute
+
+    @cached_property
     def _schedule(self) -> Schedule:
         named = PipelineSchedule.Sequential if self.is_automatic else self.schedule
         return schedule_for(named, self.batch_serialization_iterations)
@@ -141,7 +162,7 @@ class Pipelining:
             "device_mapping": list(self.device_mapping),
             "schedule": AUTO if self.is_automatic else self._schedule.name,
             "memory_limit_bytes": self.memory_limit_bytes,
-            "recompute": self.recompute,
+            "recompute": self.recomputes,
             "batch_serialization_iterations": self.batch_serialization_iterations,
         }
 
@@ -210,7 +231,7 @@ class Pipelining:
             LOSS,
         )
         blocks: frozenset[int] = frozenset()
-        if self.recompute and self.recomputation_mode is RecomputationMode.RecomputeAndBackpropagateInterleaved:
+        if self.recomputes and self.recomputation_mode is RecomputationMode.RecomputeAndBackpropagateInterleaved:
             staged, blocks = in_blocks(staged)
         arguments.refuse_spread(staged, timetable.mapping)
         first = TOTAL + 1 + len(after)
@@ -219,7 +240,7 @@ class Pipelining:
         return PipelinePlan(stages, closed, self.watch, self.take_outputs)
 
     def _keeping(self, blocks: frozenset[int]) -> Keeping:
-        return Keeping(self.recompute, self.offload_activations, self.offload_gradient_accumulation_buffers, blocks)
+        return Keeping(self.recomputes, self.offload_activations, self.offload_gradient_accumulation_buffers, blocks)
 
     def widths(self, timetable: Timetable) -> list[int]:
         """For each stage how many functions it has."""

@@ -5,10 +5,16 @@ Semantics: the original's `pipelining_ops`. `plan`, traces, and schedules beyond
 
 from __future__ import annotations
 
-from strategies.pipelines.counter import get_current_iteration_counter
 from strategies.pipelines.mapping import _ALL_DEVICES as _ALL_DEVICES
-from strategies.pipelines.network import Pipeline, pipeline
+from strategies.pipelines.micro_batch import (
+    get_current_iteration_counter,
+    get_model_state,
+    get_random_key,
+    update_model_state,
+)
+from strategies.pipelines.network import Pipeline
 from strategies.pipelines.optimizer_function import OptimizerFunctionOutput, PipelineStageOptions
+from strategies.pipelines.pipeline import pipeline
 from strategies.pipelines.pipelining import RecomputationMode
 from strategies.pipelines.plan import Plan, plan
 from strategies.pipelines.schedules.registry import PipelineSchedule
@@ -26,7 +32,10 @@ __all__ = [
     "StageTimes",
     "Trace",
     "get_current_iteration_counter",
+    "get_model_state",
+    "get_random_key",
     "pipeline",
     "plan",
     "recomputation_checkpoint",
+    "update_model_state",
 ]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from strategies.pipelines.cuts import WORTH, Cut, better_cut, even_length, loads, slowest
-from strategies.pipelines.pictures.panel import Panel, Unit, unit_of
+from strategies.pipelines.cuts import WORTH, Cut, better_cut, even_length, moves, slowest
+from strategies.pipelines.pictures.panel import Panel, unit_of
 from strategies.pipelines.pictures.perfetto import perfetto
 from strategies.pipelines.pictures.svg import WIDTH, draw_svg
 from strategies.pipelines.pictures.text import COLUMNS, draw_text
@@ -84,32 +84,29 @@ class Trace:
         return observed(self.replicas[min(self.replicas)])
 
     def advice(self) -> str:
-        """Which stage is the slowest, and what it would gain if all devices had equally much to do.
+        """Which stage is the slowest, and how the cuts would have to move for all devices to have equally much to do.
 
-        Whether the model can be cut like that is not known here: `better_cut` knows the parts.
+        Whether the model can be cut there is not known here: `better_cut` knows the parts.
         """
         stage, unit = slowest(self.times), unit_of(max(self.times.whole), True)
         mean = sum(self.times.whole) / self.times.num_stages
         return (
             f"stage {stage} is the slowest: {unit.said(self.times.whole[stage])} for a micro-batch, where the mean is "
-            f"{unit.said(mean)}. {self._gain(unit)}"
+            f"{unit.said(mean)}. {self._gain()}"
         )
 
-    def _gain(self, unit: Unit) -> str:
+    def _gain(self) -> str:
         timetable = self.timetable()
         length = timetable.length(self.times.durations(self.recompute))
         even = even_length(timetable, self.times, self.recompute)
         gain = 1 - even / length if length else 0.0
         if gain < WORTH:
             return f"Other cuts would gain less than {WORTH:.0%}"
-        there = loads(timetable, self.times)
-        device = there.index(max(there))
-        stages = [stage for stage, devices in enumerate(timetable.mapping) if device in devices]
         before, after = (unit_of(time, True).said(time) for time in (length, even))
+        how = ", ".join(map(str, moves(timetable, self.times)))
         return (
             f"If all devices had equally much to do an update would take {after} and not {before} (both simulated): "
-            f"{unit.said(there[device] - sum(there) / len(there))} would have to leave device {device}, with stage"
-            f"{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+            f"move {how}"
         )
 
     def better_cut(self, parts: StageTimes, sizes: Sequence[int]) -> Cut:

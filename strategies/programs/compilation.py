@@ -32,12 +32,16 @@ _waited_in_vain: set[Path] = set()
 """Folders for whose lock this process has waited once for as long as it may."""
 
 
-def use_executable_cache(environ: Mapping[str, str]) -> Path | None:
-    """Have JAX keep all executables in a folder, where `VARIABLE` names one; before JAX compiles anything.
+def use_executable_cache(environ: Mapping[str, str], configured: str = "") -> Path | None:
+    """Have JAX keep all executables in a folder, where one is named; before JAX compiles anything.
 
     XLA compiles for the processor that it runs on, so each kind of processor has a folder of its own inside of it.
     Whoever can write there decides what this process runs, so both are made for this user alone, and refused where
     somebody else than this user and root can write. One that cannot be written to is only read.
+
+    Args:
+        environ: `VARIABLE` names the folder, and otherwise
+        configured: the `serialization_output_folder` of the configuration in force; "" for none.
 
     Returns:
         The folder, or None.
@@ -45,9 +49,10 @@ def use_executable_cache(environ: Mapping[str, str]) -> Path | None:
     Raises:
         ValueError: if it cannot be made, or others can write to it.
     """
-    if not environ.get(VARIABLE):
+    named = environ.get(VARIABLE) or configured
+    if not named:
         return None
-    folder = _private_folder(environ[VARIABLE])
+    folder = _private_folder(named, VARIABLE if environ.get(VARIABLE) else "serialization_output_folder")
     is_written = os.access(folder, os.W_OK, effective_ids=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -55,18 +60,18 @@ def use_executable_cache(environ: Mapping[str, str]) -> Path | None:
     return folder
 
 
-def _private_folder(named: str) -> Path:
+def _private_folder(named: str, said_by: str) -> Path:
     folder = Path(os.path.realpath(os.path.expanduser(named)), _processor())
     try:
         make_private(folder)
         fault = fault_of(folder.parent) or fault_of(folder) or fault_of_entries(folder)
     except OSError as error:
         raise ValueError(
-            f"{VARIABLE} is {named}, where no folder can be made: {error.strerror}; "
+            f"{said_by} is {named}, where no folder can be made: {error.strerror}; "
             "name another one (poprun --executable-cache-path)"
         ) from None
     if fault:
-        raise ValueError(f"{VARIABLE} is {named}, and programs that lie there are run, but {fault}")
+        raise ValueError(f"{said_by} is {named}, and programs that lie there are run, but {fault}")
     return folder
 
 

@@ -6,6 +6,7 @@ leaves early, what is computed again, or what runs elsewhere only decides which 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,18 @@ def ancestors(
 
 
 # ---- evaluating
+
+
+def needed(jaxpr: core.Jaxpr) -> list[Equation]:
+    """The equations on which results depend, in their order."""
+    found = ancestors(jaxpr.outvars, jaxpr.eqns, producers_of(jaxpr.eqns))
+    return [jaxpr.eqns[number] for number in sorted(found)]
+
+
+def is_read(jaxpr: core.Jaxpr, argument: Variable) -> bool:
+    """Whether anything reads an argument, or it is a result."""
+    atoms = itertools.chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+    return any(atom is argument for atom in atoms)
 
 
 def evaluate(

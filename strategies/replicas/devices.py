@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from popdist.xla import thread_pool_setting, thread_pool_size
 from popdist.xla.threads import VARIABLE as POOL_VARIABLE
+from strategies.config.configured import in_force
 from strategies.programs.address_space import warn_of_little_address_space
 from strategies.programs.compilation import use_executable_cache
 from strategies.programs.float64 import refuse_cut_integers
@@ -273,7 +274,7 @@ def claim_devices(
         DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
     """
     warn_of_little_address_space()
-    executables = use_executable_cache(os.environ)
+    executables = use_executable_cache(os.environ, in_force().executables)
     os.environ.update(thread_pool_setting(os.environ, total_replicas))
     use_right_sums(os.environ)
     if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # else the user has said how many

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, Protocol, TypeVar, final
 
 import numpy as np
 
 from collectives import BrokenError, Communicator, PeerLostError
-from popdist.context import is_to_carry_on
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
+from popdist.leaving import is_to_carry_on
 from strategies.data.datasets import DistributedDataset
+from strategies.numbers import positive
 
 T = TypeVar("T")
 
@@ -31,13 +32,21 @@ class Membership(ABC):
     There is one for each way to connect instances, beside the strategy that chooses it. To make one joins the job: a
     collective call of all instances.
 
+    Args:
+        ipus_per_replica: the devices that a replica spans; None: as the launcher says.
+
     Attributes:
         instance: which replicas this process drives, as the instances are numbered now.
         communicator: connects those that are left.
+
+    Raises:
+        TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
     """
 
-    def __init__(self) -> None:
-        self.instance, self.communicator = self.join()
+    def __init__(self, ipus_per_replica: int | None = None) -> None:
+        self._ipus_per_replica = None if ipus_per_replica is None else positive("ipus_per_replica", ipus_per_replica)
+        instance, self.communicator = self.join()
+        self.instance = self._spanning(instance)
 
     @abstractmethod
     def join(self) -> tuple[Instance, Communicator]:
@@ -67,7 +76,20 @@ class Membership(ABC):
     @final
     def carry_on(self) -> None:
         """Go on with those that are left, see `join_survivors`; where it raises, all is as before."""
-        self.instance, self.communicator = self.join_survivors()
+        instance, self.communicator = self.join_survivors()
+        self.instance = self._spanning(instance)
+
+    def _spanning(self, instance: Instance) -> Instance:
+        """An instance whose replicas span the devices that the program asks for."""
+        wanted = self._ipus_per_replica
+        if wanted is None:
+            return instance
+        if instance.ipus_per_replica not in (1, wanted):
+            raise ValueError(
+                f"ipus_per_replica is {wanted}, and {instance.launcher} says {instance.ipus_per_replica}; leave it "
+                f"out, or start the job with --ipus-per-replica {wanted}"
+            )
+        return replace(instance, ipus_per_replica=wanted)
 
 
 def refuse_to_carry_on(kind: str) -> NoReturn:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypedDict
 
 import jax
 from jax.typing import DTypeLike
 
+from strategies.config.configured import Effects
 from strategies.exchange.transfer import Transfer
 from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.gradients.computation import ReplicaPlan
@@ -87,7 +88,8 @@ class StepOptions:
         reduction_method: how micro-batches are reduced: SUM, MEAN or RUNNING_MEAN, see
             `GradientAccumulationReductionMethod`. Over replicas gradients are always averaged.
         replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that, and the
-            new variables are gathered; the same bits. For optimizers that compute element by element. None: as
+            new variables are gathered; the same bits. The state of an optimizer that does not compute element by
+            element is in parts between updates only, and put together for each of them. None: as
             `offload_optimizer_state`.
         min_elements_for_sharding: the state of smaller variables stays whole.
         offload_optimizer_state: keep optimizer state in host memory between updates (JAX's memory kind
@@ -264,6 +266,32 @@ class StepOptions:
             "trainable": _named(self.trainable),
             "pipeline": None if self.pipeline is None else dict(self.pipeline.terms),
         }
+
+
+def configured(
+    seed: int, check_numerics: bool | None, digest_every: int, options: Options, effects: Effects
+) -> StepOptions:
+    """The options of a step, of which those that are left out are as the configuration in force says.
+
+    Args:
+        seed: see `StepOptions`.
+        check_numerics: see there; None where it is left out. It stays off where losses are scaled, whose gradients are
+            expected to overflow.
+        digest_every: see there.
+        options: the others, as far as they are given.
+        effects: of the configuration.
+
+    Raises:
+        ValueError: see `StepOptions`.
+    """
+    usual = Options(
+        stochastic_rounding=effects.rounds_stochastically, min_elements_for_sharding=effects.min_elements_for_sharding
+    )
+    usual.update(options)
+    found = StepOptions(seed, bool(check_numerics), digest_every, **usual)
+    if check_numerics is None and effects.checks_numerics and found.scaling is None:
+        return replace(found, check_numerics=True)
+    return found
 
 
 def _named(option: Any) -> str:

@@ -16,7 +16,7 @@ from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
 from strategies.step.states import States
 from strategies.step.step_record import recorder_for
-from strategies.updates.sharded_update import update_for
+from strategies.updates.gathered_update import update_for
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, final
@@ -19,12 +18,17 @@ from strategies.exchange.flat import Buffer, FlatLayout
 from strategies.gradients.accumulation import accumulator_dtypes
 from strategies.gradients.encoding import flatten
 from strategies.programs.elementwise import first_across_elements, operations
+from strategies.programs.jaxpr import is_read
 from strategies.programs.program import jit
 from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.updates.update import Update, UpdateSettings, WholeUpdate
+from strategies.updates.update import Update, UpdateSettings
+
+
+class AcrossElementsError(StrategyError):
+    """An optimizer computes elements of different parts from each other; nobody outside of `updates` sees it."""
 
 
 @final
@@ -38,7 +42,7 @@ class ShardedUpdate(Update):
         settings: see `Update`.
 
     Raises:
-        StrategyError: from `init` if the optimizer looks across elements.
+        AcrossElementsError: from `init` if the optimizer looks across elements.
     """
 
     def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
@@ -190,7 +194,7 @@ class ShardedUpdate(Update):
         """Find out which arrays of the optimizer state are cut.
 
         Raises:
-            StrategyError: if the optimizer looks across elements.
+            AcrossElementsError: if the optimizer looks across elements.
         """
         whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
         parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
@@ -211,11 +215,7 @@ class ShardedUpdate(Update):
         if found is None and not alike[0] == alike[1] == alike[2]:
             found = "other operations or numbers for arrays of other shapes"
         if found is not None:
-            raise StrategyError(
-                f"the optimizer state cannot be sharded: the optimizer's update has {found}, and a replica has only "
-                "its part of the elements; use an element-wise optimizer (strategies.clip_by_global_norm instead of "
-                "optax's), or replicated_optimizer_state_sharding=False"
-            )
+            raise AcrossElementsError(f"the optimizer's update has {found}, and a replica has its part of the elements")
 
     def _other_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The shape of a part of some size that is not that of the whole."""
@@ -239,11 +239,4 @@ class ShardedUpdate(Update):
 
 def _uses_last_argument(traced: Any) -> bool:
     """Whether anything depends on the last argument of these equations: of an update the norm of the gradients."""
-    last = traced.jaxpr.invars[-1]
-    used = itertools.chain(traced.jaxpr.outvars, *(equation.invars for equation in traced.jaxpr.eqns))
-    return any(one is last for one in used)
-
-
-def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> Update:
-    """The update with whole or with sharded optimizer state, as the settings want it."""
-    return (ShardedUpdate if settings.shards_state else WholeUpdate)(replicas, optimizer, settings)
+    return is_read(traced.jaxpr, traced.jaxpr.invars[-1])

@@ -1,4 +1,6 @@
-"""The benchmark against another commit trains with both versions; how fast they are is not tested."""
+"""The benchmark against another commit trains, or reduces, with both versions; how fast they are is not tested."""
+
+import itertools
 
 import pytest
 from benchmark_runs import ROOT, run_benchmark
@@ -17,3 +19,14 @@ def test_there_is_a_row_for_each_model_and_number_of_replicas(tmp_path):
         assert all(len(times) == figures["rounds"] == 2 for times in row["rounds_ms"].values())
         assert set(row["ms"]) == set(row["compile_s"]) == {"before", "now"}
     assert [row["compile_over_one_replica"] is None for row in figures["rows"]] == [True, False, True, False]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository, of which it takes another commit")
+def test_there_is_a_row_for_each_way_size_and_number_of_replicas(tmp_path):
+    words = ("--sizes", "1K", "64K", "--replicas", "1", "2", "--rounds", "2", "--turn-s", "0.01")
+    figures, table = run_benchmark("against_all_reduce.py", tmp_path, "HEAD", *words)
+    cases = list(itertools.product(("window", "ring"), (1024, 65536), (1, 2)))
+    assert [(row["mechanism"], row["nbytes"], row["replicas"]) for row in figures["rows"]] == cases
+    assert [line.split()[0] for line in table.splitlines()[2:10]] == [mechanism for mechanism, _, _ in cases]
+    for row in figures["rows"]:
+        assert all(len(times) == figures["rounds"] == 2 for times in row["rounds_us"].values())

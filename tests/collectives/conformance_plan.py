@@ -41,7 +41,7 @@ def is_its_own_case(statement: Statement, *, has_own_sums: bool) -> bool:
     if statement.about is About.DTYPES:
         return has_own_sums or statement.value in DTYPES_ON_NETWORKS
     if statement.about is About.NUMBERS:
-        return has_own_sums or statement.is_first
+        return statement.is_first
     return statement.about is not About.ARGUMENTS
 
 
@@ -51,6 +51,8 @@ def groups_of_threads(statement: Statement, *, complete: bool) -> Sequence[tuple
         groups = [(RING, 3)]
     elif complete and statement.about is not About.DTYPES:
         groups = [(mechanism, size) for mechanism in MECHANISMS for size in (1, 2, 3, 4)]
-    else:
+    elif complete or statement.about is About.TRANSPORT:
         groups = [(mechanism, size) for mechanism in MECHANISMS for size in (2, 3)]
+    else:
+        groups = [(RING, 3), (WINDOW, 2)]
     return [(mechanism, size) for mechanism, size in groups if size >= statement.at_least]

@@ -36,6 +36,7 @@ def found_by(*options):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.complete  # on threads: tests/strategies/test_evaluation.py
 def test_two_instances_find_what_one_process_finds():
     assert [each["rows"] for each in alone()] == [ROWS] * 4
     assert found_by() == [{"found": alone(), "instances": 2}] * 2

@@ -1,11 +1,14 @@
 """Pipelines under poprun and mpirun: the bits of one process whose stages run one after another on one device."""
 
+import functools
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from horovod_installed import needs_horovod
 from poprun_jobs import ROOT, start, start_mpirun
 
 MODELS = ("mlp", "cnn", "transformer", "batch norm")
@@ -15,16 +18,24 @@ REPLICAS, LIMIT_S = 4, 250.0
 pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(2 * LIMIT_S + 20)]
 
 
-@pytest.fixture(scope="module")
+def environment(**more):
+    """The variables of a process that nobody has launched."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_", "TF_CONFIG"))}
+    return clean | {"PYTHONPATH": str(ROOT)} | more
+
+
+@functools.cache
+def alone(replicas):
+    """What one process prints, whose stages are on one device."""
+    words = [*PROGRAM, f"--replicas={replicas}", *MODELS]
+    ended = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert len(ended.stdout.splitlines()) == len(MODELS)
+    return ended.stdout.splitlines()
+
+
+@pytest.fixture
 def expected():
-    """What one process prints."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
-    words = [*PROGRAM, f"--replicas={REPLICAS}", *MODELS]
-    alone = subprocess.run(
-        words, env=clean | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
-    assert len(alone.stdout.splitlines()) == len(MODELS)
-    return alone.stdout.splitlines()
+    return alone(REPLICAS)
 
 
 @pytest.mark.parametrize(
@@ -43,3 +54,45 @@ def test_under_mpirun(ranks, expected):
     finished = start_mpirun(ranks, *PROGRAM, f"--replicas={REPLICAS}", *MODELS).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(0) == expected
+
+
+def test_workers_that_share_a_network(tmp_path):
+    """Each replica spans four devices there, too."""
+    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
+    words = [*PROGRAM, "--strategy=multi-worker", "--schedule=one_forward_one_backward", *MODELS]
+    workers = [
+        subprocess.Popen(
+            words,
+            env=environment(
+                TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [worker.communicate(timeout=LIMIT_S)[0].splitlines() for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert [worker.returncode for worker in workers] == [0, 0]
+    assert printed == [alone(2), []]
+
+
+@needs_horovod
+def test_instances_that_horovod_connects():
+    """A sum of two is the same in any order."""
+    finished = start_mpirun(2, *PROGRAM, "--strategy=horovod", "--replicas=2", "--schedule=grouped", *MODELS).finish(
+        LIMIT_S
+    )
+    assert finished.status == 0, finished.stderr
+    assert finished.lines_of(0) == alone(2)
+
+
+def test_a_pipeline_verifies():
+    words = ["--num-replicas=2", "--ipus-per-replica=4", *PROGRAM, "--schedule=zero_bubble", "mlp"]
+    finished = start("verify", *words).finish(LIMIT_S)
+    assert finished.status == 0, finished.stderr
+    assert "equal: 2 runs of" in finished.stdout

@@ -1,7 +1,7 @@
 """When an instance is lost the others carry its replicas, to the same bits.
 
-Each kind of loss once, a ring, a checkpoint, and three of four; `tests/strategies/test_surviving.py` has the rest, on
-threads. With `--complete` the rest is done by processes too.
+Each kind of loss once (three of them in one job), a ring, and a checkpoint; `tests/strategies/test_surviving.py` has
+the rest, on threads. With `--complete` the rest is done by processes too.
 """
 
 from __future__ import annotations
@@ -161,7 +161,10 @@ def lose_one(kind: str, phase: str, instances: int, lost: int) -> None:
     assert finished.own_lines == []
 
 
-@pytest.mark.parametrize(("kind", "phase", "lost"), EACH)
+@pytest.mark.parametrize(
+    ("kind", "phase", "lost"),
+    [case if case[0] in ("stop", "cut") else pytest.param(*case, marks=pytest.mark.complete) for case in EACH],
+)
 def test_the_other_goes_on_to_the_same_bits(kind, phase, lost):
     lose_one(kind, phase, 2, lost)
 

@@ -75,17 +75,13 @@ def test_a_loss_that_asks_for_its_instance_is_named():
 
 
 UNLIKE = [
-    pytest.param("random", "step 0 on: batch", "numpy.random: the program has drawn from the global generator"),
-    *(
-        pytest.param(*values, marks=pytest.mark.complete)
-        for values in (
-            ("set", "step 0 on: batch", "is it the order of a set of texts?"),
-            ("time", "step 0 on: update", "a learning rate that depends on the time"),
-        )
-    ),
+    ("random", "step 0 on: batch", "numpy.random: the program has drawn from the global generator"),
+    ("set", "step 0 on: batch", "is it the order of a set of texts?"),
+    ("time", "step 0 on: update", "a learning rate that depends on the time"),
 ]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(("how", "result", "hint"), UNLIKE)
 def test_what_is_other_each_time_is_named(how, result, hint):
     finished = verify_small(how, "--spreads=1", "--steps=2")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,22 @@ def test_every_image_of_the_test_set_is_tested_once():
     by_hand = np.asarray(model.apply(state.variables, data.test_images)).argmax(-1) == data.test_labels
     assert found["accuracy"] == by_hand.sum() / len(data.test_labels)
     assert found.rows == len(data.test_labels)
+
+
+@pytest.mark.parametrize("model", ["mlp", pytest.param("cnn", marks=pytest.mark.complete)])
+def test_stages_on_devices_of_their_own_train_as_on_one(model, monkeypatch, capsys):
+    """Whether a replica has two devices or one, and whatever the schedule."""
+
+    def variables_of(*arguments):
+        words = ["--model", model, "--max-steps", "3", "--pipeline-stages", "2", *arguments]
+        monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--strategy", "ipu", "--replicas", "2", *words])
+        assert train_digits.main() == 0
+        return re.findall(r"^variables (\w+)$", capsys.readouterr().out, re.MULTILINE)
+
+    grouped = variables_of("--schedule", "grouped")
+    monkeypatch.setitem(train_digits.STRATEGIES, "ipu", lambda replicas, stages: train_digits.make_ipu(replicas, 1))
+    assert grouped == variables_of("--schedule", "sequential")
+    assert len(grouped) == 1
 
 
 OPTIONS = ("--strategy", "ipu", "--replicas", 3, "--max-steps", 31, "--seed", 7)

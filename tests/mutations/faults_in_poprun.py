@@ -21,28 +21,28 @@ IN_POPRUN = (
     ),
     Fault(
         name="an instance that ended with an error counts as one that is done",
-        path="poprun/watching/facts.py",
+        path="poprun/deciding/facts.py",
         old="return self.kind is EndKind.EXIT and self.number == 0",
         new="return self.kind is EndKind.EXIT",
         caught_by=("tests/poprun/test_diagnosis.py::TestVerdict::test_it_names_instance_host_end_and_collectives",),
     ),
     Fault(
         name="the instance that failed last is blamed",
-        path="poprun/watching/diagnosis.py",
+        path="poprun/deciding/diagnosis.py",
         old="blamed = min(failed, key=lambda each: _order(each, failed))",
         new="blamed = max(failed, key=lambda each: _order(each, failed))",
         caught_by=("tests/poprun/test_diagnosis.py::TestFirstCause::test_the_earliest_failure",),
     ),
     Fault(
         name="of several instances that waited alike one is named only",
-        path="poprun/watching/diagnosis.py",
+        path="poprun/deciding/diagnosis.py",
         old="groups.setdefault(_describe_wait(each), []).append(each.index)",
         new="groups[_describe_wait(each)] = [each.index]",
         caught_by=("tests/poprun/test_diagnosis.py::TestVerdict::test_it_names_instance_host_end_and_collectives",),
     ),
     Fault(
         name="an instance that is stuck is never noticed",
-        path="poprun/watching/lookout.py",
+        path="poprun/deciding/lookout.py",
         old="if limit_s and not self.in_vain and now_s - self._heeded_s >= limit_s:",
         new="if limit_s and not self.in_vain and now_s - self._heeded_s < 0:",
         caught_by=("tests/poprun/test_lookout.py::test_who_is_stuck_is_found_after_the_limit",),
@@ -56,7 +56,7 @@ IN_POPRUN = (
     ),
     Fault(
         name="a signal that tells poprun to end is not passed on to the programs",
-        path="poprun/watching/job_machine.py",
+        path="poprun/deciding/job_machine.py",
         old="        self._actions += self._members.pass_on(number)\n        self._actions += self._members.ask()",
         new="        self._actions += self._members.ask()",
         caught_by=(

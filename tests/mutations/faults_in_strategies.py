@@ -152,7 +152,7 @@ IN_STRATEGIES = (
         old="int(np.where(meeting.passes == own, meeting.batches, 0).min())",
         new="int(np.where(meeting.passes == own, meeting.batches, 0).max())",
         caught_by=(
-            "tests/strategies/test_surviving_evaluation.py::test_whichever_message_is_missing_the_others_find_the_same",
+            "tests/strategies/test_surviving_evaluation.py::test_the_others_find_the_same_though_some_are_a_batch_ahead",
         ),
     ),
     Fault(
@@ -197,5 +197,19 @@ IN_STRATEGIES = (
         old="    if is_derived:\n",
         new="    if True:\n",
         caught_by=("tests/strategies/test_jaxpr.py::test_calls_are_dissolved_and_what_has_a_rule_is_not",),
+    ),
+    Fault(
+        name="the second device of a configuration gives the number of replicas",
+        path="strategies/config/selection.py",
+        old="return Selection(auto_select_ipus[0],",
+        new="return Selection(auto_select_ipus[-1],",
+        caught_by=("tests/strategies/test_config_replicas.py::TestArithmetic::test_the_first_device_counts",),
+    ),
+    Fault(
+        name="a configuration decides also what a trainer says itself",
+        path="strategies/step/options.py",
+        old="if check_numerics is None and effects.checks_numerics",
+        new="if effects.checks_numerics",
+        caught_by=("tests/strategies/test_config.py::TestEffects::test_unless_they_say_so_or_scale_losses",),
     ),
 )

@@ -69,7 +69,13 @@ def test_what_our_own_packages_ask_is_not_the_programs(nothing_asked, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("module", "where"), [("step/replica_program", "loss"), ("step/updates", "optimizer"), ("exchange/flat", "")]
+    ("module", "where"),
+    [
+        ("gradients/replica_program", "loss"),
+        ("updates/update", "optimizer"),
+        ("updates/sharded_update", "optimizer"),
+        ("exchange/flat", ""),
+    ],
 )
 def test_it_is_noted_what_was_being_compiled(nothing_asked, monkeypatch, module, where):
     monkeypatch.setenv(FOLDER, "/f")

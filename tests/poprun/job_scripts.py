@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.log import Level
-from poprun.planning.across import Across
-from poprun.watching.diagnosis import Verdict
-from poprun.watching.facts import Ending, EndKind
-from poprun.watching.job_actions import Action, Ask, Ended, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
-from poprun.watching.job_events import (
+from poprun.deciding.diagnosis import Verdict
+from poprun.deciding.facts import Ending, EndKind
+from poprun.deciding.job_actions import Action, Ask, Ended, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
+from poprun.deciding.job_events import (
     Event,
     InstanceClosed,
     InstanceEnded,
@@ -26,7 +24,9 @@ from poprun.watching.job_events import (
     SignalCame,
     Tick,
 )
-from poprun.watching.job_machine import JobMachine, Phase
+from poprun.deciding.job_machine import JobMachine, Phase
+from poprun.log import Level
+from poprun.planning.across import Across
 
 BEGIN_S = 1000.0
 ANSWER_S = 0.01

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.watching.diagnosis import find_stuck, first_cause, judge, judge_missing, vain_waits
-from poprun.watching.facts import Ending, EndKind, Facts
+from poprun.deciding.diagnosis import find_stuck, first_cause, judge, judge_missing, vain_waits
+from poprun.deciding.facts import Ending, EndKind, Facts
 
 HERE = "node0"
 UNUSED = ProgressRecord()

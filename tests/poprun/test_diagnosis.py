@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.watching.diagnosis import (
+from poprun.deciding.diagnosis import (
     MOST_LINES,
     find_stuck,
     first_cause,
@@ -16,7 +16,7 @@ from poprun.watching.diagnosis import (
     list_instances,
     vain_waits,
 )
-from poprun.watching.facts import Ending, EndKind, Facts
+from poprun.deciding.facts import Ending, EndKind, Facts
 
 HERE = "node0"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.watching.facts import Ending, EndKind, Facts
-from poprun.watching.job_actions import Action, Ask, Release, Say, Stop
-from poprun.watching.job_events import InstanceEnded, MemberConnected, MemberLost, ProgressCame
-from poprun.watching.members import Members
-from poprun.watching.survival import Survival
+from poprun.deciding.facts import Ending, EndKind, Facts
+from poprun.deciding.job_actions import Action, Ask, Release, Say, Stop
+from poprun.deciding.job_events import InstanceEnded, MemberConnected, MemberLost, ProgressCame
+from poprun.deciding.members import Members
+from poprun.deciding.survival import Survival
 
 WAITS = ProgressRecord(3, 5, "barrier", State.IN_COLLECTIVE, 1.0)
 

@@ -257,7 +257,7 @@ class TestItIsQuickToLoad:
 
     @pytest.mark.parametrize(
         "name",
-        ["shim/guard_machine", *(f"watching/{name}" for name in PURE)],
+        ["shim/guard_machine", *(f"deciding/{name}" for name in PURE)],
     )
     def test_a_machine_knows_no_clock_and_no_process(self, name):
         tree = ast.parse(Path(ROOT, "poprun", f"{name}.py").read_text())

@@ -11,8 +11,7 @@ import signal
 import pytest
 from job_scripts import ANSWER_S, BEGIN_S, Script, exited, inside, is_over, joining, killed, leaving, running
 
-from poprun.log import Level
-from poprun.watching.job_actions import (
+from poprun.deciding.job_actions import (
     Ask,
     CleanUp,
     Examine,
@@ -27,7 +26,7 @@ from poprun.watching.job_actions import (
     Stop,
     StopListening,
 )
-from poprun.watching.job_events import (
+from poprun.deciding.job_events import (
     InstanceClosed,
     InstanceEnded,
     InstanceTold,
@@ -38,7 +37,7 @@ from poprun.watching.job_events import (
     StandardOutputClosed,
     Tick,
 )
-from poprun.watching.job_limits import (
+from poprun.deciding.job_limits import (
     CLOSE_LIMIT_S,
     EXAMINE_S,
     INTERRUPT_GRACE_S,
@@ -52,7 +51,8 @@ from poprun.watching.job_limits import (
     SETTLE_S,
     TOLD_LIMIT_S,
 )
-from poprun.watching.members import MOST_QUESTIONS
+from poprun.deciding.members import MOST_QUESTIONS
+from poprun.log import Level
 
 SOON_S = 1.0
 """What docs/failures.md promises for most failures."""

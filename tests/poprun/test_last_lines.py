@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from poprun.watching.diagnosis import Verdict
-from poprun.watching.facts import Ending, EndKind, Facts
-from poprun.watching.last_lines import KEPT_BYTES, LastLines, find_exception
+from poprun.deciding.diagnosis import Verdict
+from poprun.deciding.facts import Ending, EndKind, Facts
+from poprun.deciding.last_lines import KEPT_BYTES, LastLines, find_exception
 
 FAILED = Ending(EndKind.EXIT, 3, 1.0)
 TRACE = b"""\

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.watching.facts import Ending, EndKind, Facts
-from poprun.watching.lookout import BLIND_S, Lookout
+from poprun.deciding.facts import Ending, EndKind, Facts
+from poprun.deciding.lookout import BLIND_S, Lookout
 
 LIMIT_S = 10.0
 BEGIN_S = 1000.0

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from poprun.asking.settings import Settings
-from poprun.watching.output import TAIL_LINES, Output, Sink
-from poprun.watching.output_lines import Cursor
-from poprun.watching.output_style import OutputStyle, style_from
+from poprun.output.output import TAIL_LINES, Output, Sink
+from poprun.output.output_lines import Cursor
+from poprun.output.output_style import OutputStyle, style_from
 
 HOSTS = ("node0", "node0", "node1")
 

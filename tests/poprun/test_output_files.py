@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import UsageError
-from poprun.watching.output import Output
-from poprun.watching.output_files import MERGED, MOST_OPEN, OutputFiles, name_of
-from poprun.watching.output_style import OutputStyle
+from poprun.output.output import Output
+from poprun.output.output_files import MERGED, MOST_OPEN, OutputFiles, name_of
+from poprun.output.output_style import OutputStyle
 
 
 def contents(directory: Path) -> dict[str, bytes]:

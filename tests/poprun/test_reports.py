@@ -9,12 +9,9 @@ import struct
 import pytest
 
 from popdist.records.progress import PAGE_BYTES, ProgressRecord, State
-from poprun.shim.guard import NEW_PAGE
-from poprun.talking import wire
-from poprun.watching.control import Member
-from poprun.watching.facts import Ending, EndKind
-from poprun.watching.job_actions import Ask, Examine, PassOn, Release, Stop
-from poprun.watching.job_events import (
+from poprun.deciding.facts import Ending, EndKind
+from poprun.deciding.job_actions import Ask, Examine, PassOn, Release, Stop
+from poprun.deciding.job_events import (
     InstanceClosed,
     InstanceEnded,
     InstanceExamined,
@@ -24,6 +21,9 @@ from poprun.watching.job_events import (
     OutputCame,
     ProgressCame,
 )
+from poprun.shim.guard import NEW_PAGE
+from poprun.talking import wire
+from poprun.watching.control import Member
 from poprun.watching.reports import InputWanted, read_reports
 from poprun.watching.supervision import pack_order
 

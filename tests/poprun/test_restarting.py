@@ -11,11 +11,11 @@ import pytest
 
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.asking.settings import Settings
+from poprun.deciding.diagnosis import Verdict
 from poprun.log import Log
 from poprun.planning.command import Launch
 from poprun.planning.plan import plan_launch
 from poprun.restarts import Ended, Restarts
-from poprun.watching.diagnosis import Verdict
 
 GOOD = Ended(0, False, None)
 

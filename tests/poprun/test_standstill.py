@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.watching.diagnosis import judge_stuck, vain_waits
-from poprun.watching.facts import Ending, EndKind, Facts
-from poprun.watching.standstill import BUSY_FACTOR, LEAST_S, find_absent, find_halt, find_stopped
+from poprun.deciding.diagnosis import judge_stuck, vain_waits
+from poprun.deciding.facts import Ending, EndKind, Facts
+from poprun.deciding.standstill import BUSY_FACTOR, LEAST_S, find_absent, find_halt, find_stopped
 
 NOW_S = 1000.0
 LIMIT_S = 20.0

@@ -10,11 +10,11 @@ import termios
 import pytest
 
 from popdist.records.progress import ProgressRecord
+from poprun.deciding.facts import Ending, EndKind, Facts
+from poprun.deciding.status_line import SHOW_AFTER_S, StatusLine, wants_status
 from poprun.log import Level
-from poprun.watching.facts import Ending, EndKind, Facts
-from poprun.watching.output import Output, Sink
-from poprun.watching.output_style import OutputStyle
-from poprun.watching.status_line import SHOW_AFTER_S, StatusLine, wants_status
+from poprun.output.output import Output, Sink
+from poprun.output.output_style import OutputStyle
 
 ERASED = b"\r\x1b[K"
 

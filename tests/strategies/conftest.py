@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compiling import compile_one_after_another
+from compiling import compile_one_after_another, compile_what_calls_python_once
 from connected import ConnectedStrategy
 
 import collectives
@@ -16,6 +16,7 @@ from collectives.backends.thread import run_on_threads
 from popdist import Instance
 
 compile_one_after_another()
+compile_what_calls_python_once()
 ALL = strategies.IPUStrategy(num_replicas=8)  # the size of the pool is fixed when JAX starts
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [

@@ -24,7 +24,7 @@ def noisy_error(variables, batch, key):
 def trained(strategy, *, loss_fn=noisy_error, optimizer=None, rows=ROWS, batch_size=2, data=None, steps=2, **options):
     """The fingerprint of the variables after some steps."""
     dataset = strategy.distribute_dataset(rows, batch_size, **{"seed": 0, **(data or {})})
-    trainer = Trainer(strategy, loss_fn, optimizer or optax.adam(0.1), **options)
+    trainer = Trainer(strategy, loss_fn, optimizer or optax.sgd(0.1, momentum=0.9), **options)
     state = trainer.init({"w": jnp.ones(3)})
     for _, batch in zip(range(steps), dataset.epoch(0), strict=False):
         state, _ = trainer.step(state, batch)

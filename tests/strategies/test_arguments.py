@@ -24,7 +24,7 @@ def error_of(variables, batch, key):
 
 
 def made(strategy, loss_fn=error_of, optimizer=None):
-    trainer = Trainer(strategy, loss_fn, optimizer or optax.adam(0.1))
+    trainer = Trainer(strategy, loss_fn, optimizer or optax.sgd(0.1, momentum=0.9))
     return trainer, trainer.init({"w": jnp.ones(3)})
 
 

@@ -199,7 +199,10 @@ class TestTheBits:
         outputs = predicted(strategy, source, variables=DRAWN, to_all=to_all)
         return bits_of(evaluation), bits_of(by_batch), [jax.tree.map(np.ndarray.tobytes, batch) for batch in outputs]
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        "kind",
+        [kind if kind in ("arrays", "stream") else pytest.param(kind, marks=pytest.mark.complete) for kind in KINDS],
+    )
     def test_are_the_same_on_any_number_of_instances(self, strategy, on_instances, kind):
         alone = self.found(strategy, KINDS[kind](self.ROWS))
         for instances in (2, 4):
@@ -654,3 +657,35 @@ class Notes:
 
     def operation_begins(self, number, call):
         self.labels.append(call.title)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_between_the_executions_of_run_it_changes_no_step_and_finds_the_same_as_between_steps(replicas):
+    """One replica makes its steps in one program."""
+    rows = rows_of(24, integers=False)
+
+    def trained(in_executions, evaluates):
+        strategy = strategies.IPUStrategy(replicas)
+        trainer, state = trainer_of(strategy, outputs_fn, DRAWN)
+        found = []
+
+        def look(state, _):
+            if evaluates:
+                found.append(bits_of(trainer.evaluate(state, distributed(strategy, rows, 2))))
+                outputs = list(trainer.predict(state, distributed(strategy, rows, 2)))
+                found.append(joined(outputs)["score"].tobytes())
+
+        batches = [cut(rows, start, start + 4) for _ in range(2) for start in range(0, 24, 4)]
+        if in_executions:
+            state, _ = trainer.run(state, batches, 3, look)
+        else:
+            for number, batch in enumerate(batches, 1):
+                state, metrics = trainer.step(state, batch)
+                if number % 3 == 0:
+                    look(state, metrics)
+        return strategies.fingerprint(state.variables), found
+
+    bits, found = trained(in_executions=True, evaluates=True)
+    assert (bits, found) == trained(in_executions=False, evaluates=True)
+    assert len(found) == 8
+    assert bits == trained(in_executions=True, evaluates=False)[0]

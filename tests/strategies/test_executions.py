@@ -24,7 +24,7 @@ def dataset_of(strategy):
 
 
 def run(strategy, steps_per_execution, loss_fn=loss_fn, optimizer=None, **options):
-    trainer = Trainer(strategy, loss_fn, optimizer or optax.adam(0.05), **options)
+    trainer = Trainer(strategy, loss_fn, optimizer or optax.sgd(0.05, momentum=0.9), **options)
     state = trainer.init({"w": np.zeros(3, np.float32)})
     dataset, told = dataset_of(strategy), []
     for _ in range(2):

@@ -44,14 +44,14 @@ IN_ORDER = np.arange(R * 2).reshape(2, R).tolist()
 
 
 class TestIterables:
-    @pytest.mark.parametrize("instances", [1, 2, 4])
+    @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
     def test_of_the_whole_stream_each_replica_takes_its_elements(self, on_instances, instances):
         found = on_instances(
             instances, R, lambda s: fed(s, InfeedQueue(numbers(R * 2), mode=InfeedMode.WHOLE)), mechanism="window"
         )
         assert joined(found) == IN_ORDER
 
-    @pytest.mark.parametrize("instances", [1, 2, 4])
+    @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
     def test_of_an_instance_s_stream_all_elements_are_for_the_local_replicas(self, on_instances, instances):
         def on_one(strategy):
             context = strategies.InputContext(instances, strategy.instance_index, R)
@@ -59,7 +59,7 @@ class TestIterables:
 
         assert joined(on_instances(instances, R, on_one)) == IN_ORDER
 
-    @pytest.mark.parametrize("instances", [1, 2, 4])
+    @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
     def test_of_a_function_are_an_instance_s_stream(self, on_instances, instances):
         def on_one(strategy):
             before = strategy.communicator.calls_made
@@ -128,7 +128,7 @@ class TestIterables:
 
 
 class TestPerReplica:
-    @pytest.mark.parametrize("instances", [1, 2, 4])
+    @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
     def test_each_replica_gets_the_elements_of_its_own_iterable(self, on_instances, instances):
         def on_one(strategy):
             return fed(strategy, InfeedQueue(strategy.per_replica(lambda r: np.int32([r, R + r, -1]))))

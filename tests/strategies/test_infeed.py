@@ -141,7 +141,7 @@ class TestOrder:
 
         return run
 
-    @pytest.mark.parametrize("instances", [1, 2, 4])
+    @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
     def test_does_not_depend_on_the_instances(self, on_instances, instances):
         def on_one(strategy):
             with InfeedQueue(Increasing(20, (), repeats=False), mode=InfeedMode.WHOLE) as infeed:

@@ -102,7 +102,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(optimizer, id=name, marks=() if name in ("schedule_free", "clipped") else pytest.mark.complete)
+        for name, optimizer in OPTIMIZERS.items()
+    ],
+)
 def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
     """As `ShardedUpdate` relies on it: an update of a piece has the bits of that piece of the update."""
     optimizer = optax.with_extra_args_support(optimizer)
@@ -119,5 +125,5 @@ def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
         return np.asarray(variable)
 
     whole = trained(slice(None))
-    for piece in (slice(0, 1), slice(3, 36), slice(100, 229), slice(30_000, 51_001), slice(16, None)):
+    for piece in (slice(0, 1), slice(3, 36), slice(30_000, 51_001)):
         np.testing.assert_array_equal(trained(piece), whole[piece])

@@ -81,7 +81,7 @@ def bits_of(make_task, recompute):
     ("make_task", "recompute"),
     [
         pytest.param(mlp_task, "blocks", id="mlp-blocks"),
-        pytest.param(mlp_task, POLICY, id="mlp-policy"),
+        pytest.param(mlp_task, POLICY, id="mlp-policy", marks=pytest.mark.complete),
         pytest.param(cnn_task, POLICY, id="cnn-policy", marks=pytest.mark.complete),
         pytest.param(cnn_task, "blocks", id="cnn-blocks", marks=pytest.mark.complete),
     ],

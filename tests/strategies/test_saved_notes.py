@@ -138,7 +138,7 @@ class TestAStepThatWasSavedAlready:
     def test_is_gathered_again_where_it_is_sharded(self, tmp_path, on_instances):
         def program(strategy):
             options = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
-            trainer = Trainer(strategy, error_of, optax.adam(0.1), **options)
+            trainer = Trainer(strategy, error_of, optax.sgd(0.1, momentum=0.9), **options)
             with Checkpoints(tmp_path, trainer) as checkpoints:
                 state, _ = trainer.step(trainer.init({"w": jnp.ones(3)}), BATCH[:4])
                 checkpoints.save(state)
@@ -197,7 +197,7 @@ class TestVariables:
     @pytest.fixture
     def saved(self, tmp_path, strategy):
         """A folder with a checkpoint of these variables, and their values."""
-        trainer = Trainer(strategy, lambda variables, batch, key: jnp.float32(0), optax.adam(0.1))
+        trainer = Trainer(strategy, lambda variables, batch, key: jnp.float32(0), optax.sgd(0.1, momentum=0.9))
         state = trainer.init(self.trees())
         with Checkpoints(tmp_path, trainer) as checkpoints:
             checkpoints.save(state)

@@ -117,7 +117,7 @@ def test_the_update_takes_the_sums_where_they_are(recorded):
 
 
 def test_memory_does_not_grow_with_the_steps(strategy):
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01))
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01, momentum=0.9))
     state = trainer.init(start())
     others = jax.live_arrays()  # held, so that none of another test goes between two counts
     counts = []

@@ -34,7 +34,7 @@ def program(strategy, parts, lost=-1, begin=lambda: None, end=lambda: None):
     duties, found = [], []
     if strategy.replicas.first_index == lost:
         begin()
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1))
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9))
     state = trainer.init({"w": np.float32([0.3, -1.7, 0.9])})
     for part in parts:
         if part == "step":

@@ -378,7 +378,7 @@ class TestCheckNumerics:
     def variables():
         return {"fine": jnp.float32(1), "deep": {"bad": jnp.float32(2)}}
 
-    @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
+    @pytest.mark.parametrize("instances", [2, *(pytest.param(n, marks=pytest.mark.complete) for n in (1, 4))])
     def test_names_variable_replica_and_step_on_every_instance(self, on_instances, instances):
         def program(strategy):
             trainer = Trainer(strategy, self.loss, optax.sgd(0.5), check_numerics=True)

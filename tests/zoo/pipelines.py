@@ -162,7 +162,7 @@ MODELS = {
         _images,
         ((0, 1), (1, 0), (0, 0)),
     ),
-    "transformer": Staged(transformer_loss, _blocks, _sentences, ((0, 1, 0), (1, 2, 1), (0, 0, 0))),
+    "transformer": Staged(transformer_loss, _blocks, _sentences, ((0, 1, 0), (1, 0, 1), (0, 0, 0))),
     "batch norm": Staged(
         batch_norm_loss,
         lambda: variables_of(first=(19, 17), second=(17, 17), last=(17, 5)),
@@ -179,7 +179,7 @@ STEPS = 3
 def trained(strategy: strategies.Strategy, model: Staged, pipeline: Any, **options: Any) -> list[Any]:
     """The fingerprints of variables, optimizer state and model state, and all metrics."""
     options = {"gradient_accumulation_count": model.count, **model.options, **options}
-    trainer = strategies.Trainer(strategy, model.loss_fn, optax.adam(0.01), pipeline=pipeline, **options)
+    trainer = strategies.Trainer(strategy, model.loss_fn, optax.sgd(0.01, momentum=0.9), pipeline=pipeline, **options)
     state = trainer.init(model.variables(), model.model_state())
     mine, found = strategy.local_replicas, []
     rows = model.count * ROWS

@@ -52,7 +52,7 @@ def train_dropout(strategy):
     def loss_fn(variables, batch, key):
         hidden = jax.nn.relu(batch["image"].reshape(5, -1) @ variables["first"])
         kept = jax.random.bernoulli(key, 0.7, hidden.shape)
-        noise = jax.random.normal(jax.random.fold_in(key, 1), (10,))
+        noise = jax.random.uniform(jax.random.fold_in(key, 1), (10,))
         logits = (hidden * kept).astype(jnp.bfloat16) @ variables["last"]
         loss = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32) + noise, batch["label"])
         return loss.mean(), {"kept": kept.mean()}
@@ -65,7 +65,7 @@ def train_dropout(strategy):
     }
     arrays = {"image": data.train_images, "label": data.train_labels}
     dataset = strategy.distribute_dataset(arrays, batch_size=5, seed=3)
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adamw(0.01), seed=4)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), seed=4)
     state = trainer.init(variables)
     for batch in train_digits.batches(dataset, STEPS):
         state, _ = trainer.step(state, batch)

@@ -39,7 +39,7 @@ def work(strategy: strategies.Strategy) -> dict[str, Any]:
     data = {"x": x, "y": x[:, 0] * 3}
     training = strategy.distribute_dataset(data, 2)
     testing = strategy.distribute_dataset(data, 3, shuffle=False, remainder="pad")
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-2))
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(1e-2, momentum=0.9))
     w = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
     state = trainer.init({"w": w, "v": np.ones(8, np.float32)})
     found = []

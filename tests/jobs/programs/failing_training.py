@@ -25,7 +25,7 @@ variables = {"layer": {"w": jnp.ones((100, 10))}, "b": jnp.float32(0)}
 if is_it and how == "shape":
     variables["layer"]["w"] = jnp.ones((100, 11))
 
-trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01))
+trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01, momentum=0.9))
 state = trainer.init(variables)
 batch = np.ones(100 * len(strategy.local_replicas), np.float32)
 while True:

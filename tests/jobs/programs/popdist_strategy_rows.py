@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import popdist
+import popdist.tensorflow
 import strategies
 
 strategy = strategies.PopDistStrategy()
@@ -32,6 +32,24 @@ def sync_on_read(first, change):
 # P-01, P-10, P-19, P-21: who is there.
 assert (popdist.getNumInstances(), popdist.getNumTotalReplicas()) == (2, 2)
 check("P-01", [strategy.num_instances, strategy.instance_index], [2, index])
+config = popdist.tensorflow.set_ipu_config(strategies.config.IPUConfig())
+distribution = strategy.update_ipu_config(config).experimental.multi_replica_distribution
+check("P-01 distribution", [distribution.process_count, distribution.process_index], [2, index])
+check("P-01 device", config.select_ipus, [index])
+config.configure_ipu_system()
+check("P-01 configured", strategies.PopDistStrategy().num_replicas_in_sync, 2)
+config.select_ipus, config.auto_select_ipus = [], 2  # of both instances
+config.configure_ipu_system()
+check("P-01 counted", strategies.PopDistStrategy().num_replicas_in_sync, 2)
+config.auto_select_ipus = 3
+config.configure_ipu_system()
+try:
+    strategies.PopDistStrategy()
+except popdist.EnvironmentMismatchError as error:
+    check("P-01 contradiction", "auto_select_ipus is 3, and this instance has 1 of 2 replicas" in str(error), True)
+else:
+    check("P-01 contradiction", "is refused", False)
+strategies.config.reset_ipu_configuration()
 
 # P-02, P-11: initial values come from instance 0; a reduction on the device, and one on the host.
 v = strategy.broadcast(jnp.float32(index + 1))

@@ -29,7 +29,7 @@ def loss_fn(variables, batch, key):
 def train(strategy, directory, last_step, how="plain", say=lambda text: None):
     """Where a training of four replicas began, and the fingerprint of its state after a step."""
     dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.01), seed=2)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01, momentum=0.9), seed=2)
     state = trainer.init({"w": jnp.ones((3, 2)), "b": jnp.zeros(1)})
     every = 3 if how == "die" else 10**9
     with strategies.Checkpoints(directory, trainer, dataset, every=every) as checkpoints:

@@ -54,7 +54,7 @@ def count(event: str, _: float, **details: object) -> None:
 
 def loss_fn(variables, batch, key):
     hidden = jnp.tanh(batch["x"] @ variables["w"] + variables["b"])
-    noise = 0.01 * jax.random.normal(key, hidden.shape)
+    noise = 0.01 * jax.random.uniform(key, hidden.shape)
     error = (hidden + noise) @ variables["v"] - batch["y"]
     return jnp.mean(error**2), {"hidden": jnp.mean(hidden)}
 
@@ -64,7 +64,7 @@ def train(strategy: strategies.Strategy, training: Training) -> dict[str, Any]:
     length = training.steps * BATCH_SIZE * strategy.num_replicas_in_sync
     x = np.random.default_rng(0).normal(size=(length, 16)).astype(np.float32)
     dataset = strategy.distribute_dataset({"x": x, "y": x[:, :1] * 3}, batch_size=BATCH_SIZE, seed=1)
-    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-2), digest_every=training.digest_every)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), digest_every=training.digest_every)
     width = training.width
     w = np.resize(np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32) * 0.1, (16, width))
     state = trainer.init({"w": w, "b": np.zeros(width, np.float32), "v": np.ones((width, 1), np.float32)})

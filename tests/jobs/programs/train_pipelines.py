@@ -1,6 +1,6 @@
 """Trains models in stages, and prints a fingerprint of all that training changes, and of the metrics.
 
-    train_pipelines.py [--replicas R] [--schedule NAME] [--recompute] MODEL...
+    train_pipelines.py [--strategy NAME] [--replicas R] [--schedule NAME] [--recompute] MODEL...
 
 Instance 0 prints a line for each model. The same for every launcher, schedule and number of instances.
 """
@@ -17,19 +17,27 @@ from zoo.pipelines import MODELS, trained
 import popdist
 import strategies
 
+STRATEGIES = {
+    "popdist": strategies.PopDistStrategy,
+    "horovod": lambda: strategies.IPUHorovodStrategy(ipus_per_replica=4),
+    "multi-worker": lambda: strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(), ipus_per_replica=4),
+}
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", choices=MODELS, metavar="MODEL")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="popdist")
     parser.add_argument("--replicas", type=int)
     parser.add_argument("--schedule", default="sequential")
     parser.add_argument("--recompute", action="store_true")
     options = parser.parse_args()
-    popdist.init(options.replicas)
-    strategy = strategies.PopDistStrategy()
+    if options.strategy != "multi-worker":
+        popdist.init(options.replicas)
+    strategy = STRATEGIES[options.strategy]()
     for name in options.models:
         model = MODELS[name]
-        mapping = model.mappings[0] if popdist.getNumIpusPerReplica() > 1 else [0] * model.stages
+        mapping = model.mappings[0] if strategy.instance.ipus_per_replica > 1 else [0] * model.stages
         pipeline = strategies.Pipelining(mapping, options.schedule, options.recompute)
         found = trained(strategy, model, pipeline)
         if strategy.is_chief:

@@ -78,8 +78,18 @@ def test_a_device_that_replicas_have_not_is_refused(number):
         grid.column(number)
 
 
+SAYS = """
+import strategies
+print(strategies.PopDistStrategy().replicas.grid.ipus_per_replica)
+print(strategies.PopDistStrategy(ipus_per_replica=3).replicas.grid.ipus_per_replica)
+try:
+    strategies.PopDistStrategy(ipus_per_replica=2)
+except ValueError as error:
+    print(error)
+"""
+
+
 def test_poprun_says_how_many_devices_a_replica_spans(in_new_process):
-    program = "import strategies\nprint(strategies.PopDistStrategy().replicas.grid.ipus_per_replica)\n"
     environ = {
         "POPDIST_NUM_TOTAL_REPLICAS": "1",
         "POPDIST_NUM_IPUS_PER_REPLICA": "3",
@@ -88,4 +98,12 @@ def test_poprun_says_how_many_devices_a_replica_spans(in_new_process):
         "POPDIST_REPLICA_INDEX_OFFSET": "0",
         "POPDIST_LOCAL_INSTANCE_INDEX": "0",
     }
-    assert in_new_process(program, **environ).strip() == "3"
+    *numbers, refusal = in_new_process(SAYS, **environ).splitlines()
+    assert numbers == ["3", "3"]
+    assert refusal.startswith("ipus_per_replica is 2, and poprun says 3; leave it out, or start the job with")
+
+
+def test_without_poprun_the_strategy_says_it():
+    assert strategies.PopDistStrategy(ipus_per_replica=2).replicas.grid.ipus_per_replica == 2
+    with pytest.raises(ValueError, match="ipus_per_replica is 0"):
+        strategies.PopDistStrategy(ipus_per_replica=0)

@@ -33,7 +33,7 @@ def meeting(variables, batch, key):
 
 def trained(strategy, pipeline, loss_fn=loss_fn):
     trainer = strategies.Trainer(
-        strategy, loss_fn, optax.adam(0.1), gradient_accumulation_count=COUNT, pipeline=pipeline
+        strategy, loss_fn, optax.sgd(0.1, momentum=0.9), gradient_accumulation_count=COUNT, pipeline=pipeline
     )
     state, rows = trainer.init(START), COUNT * ROWS
     for step in range(2):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from strategies.pipelines.cuts import better_cut, even_length, evenest, loads, slowest
+from strategies.pipelines.cuts import Move, better_cut, even_length, evenest, loads, moves, slowest
 from strategies.pipelines.schedules.registry import schedule_named
 from strategies.pipelines.times import StageTimes
 from strategies.pipelines.timetable import placed
@@ -52,6 +52,19 @@ def test_the_slowest_stage_has_the_longest_passes_together():
 def test_a_device_has_the_load_of_all_of_its_stages():
     made = timetable("grouped", [0, [1, 1], [0, 1]], 6)
     assert loads(made, StageTimes((1, 2, 3), (1, 2, 3))) == [2 + 6, 4 + 6]
+
+
+def test_cuts_move_until_all_devices_have_equally_much_to_do():
+    made = timetable("grouped", [0, 1, 2], 6)
+    times = StageTimes((1, 3, 2), (2, 6, 4))
+    [move] = moves(made, times)
+    assert move == Move(1, 0, pytest.approx(3), pytest.approx(1 / 3))
+    [move] = moves(made, StageTimes((3, 1, 2), (6, 2, 4)))
+    assert move == Move(0, 1, pytest.approx(3), pytest.approx(1 / 3))
+    far = moves(made, StageTimes((4, 1, 1), (8, 2, 2)))
+    assert far == (Move(0, 1, 6, 0.5), Move(1, 2, 3, 1.0))
+    assert str(far[0]) == "the last 50% of stage 0 (6 s) to stage 1"
+    assert not moves(made, StageTimes((1, 1, 1), (2, 2, 2)))
 
 
 @pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 1, 0]], ids=str)

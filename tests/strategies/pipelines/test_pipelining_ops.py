@@ -1,8 +1,6 @@
-"""Pipelines of functions: the rows PL-* of the original's tests, its outfeeds, and what it refuses."""
+"""Pipelines of functions: what stages may ask for, what they are run with, and what is refused (rows PL-*)."""
 
 from __future__ import annotations
-
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -42,34 +40,20 @@ def second(variables, x):
     return x + variables["b"]
 
 
+TWO = [first, second]
+
+
 def sgd(rate=0.01):
     return lambda *outputs: OptimizerFunctionOutput(optax.sgd(rate), outputs[0])
 
 
-def made(net, variables=START):
+def made(net, variables=START, model_state=None):
     """The outfeed after a call, and the state."""
-    state = net(net.init(variables))
+    state = net(net.init(variables, model_state))
     return net._outfeed.queue.dequeue(), state
 
 
 # ---- what comes in and goes out
-
-
-def test_pl_19_stages_without_variables():
-    net = pipeline([lambda _, x: x * x, lambda _, x: x + x], 6, infeed_queue=numbers(), outfeed_queue=OutfeedQueue())
-    np.testing.assert_array_equal(made(net, {})[0], [0, 2, 8, 18, 32, 0])
-
-
-def test_pl_17_outputs_twice():
-    ones = InfeedQueue([np.float32(1)] * 12)
-    net = pipeline([lambda _, x: (x, x), same], 12, infeed_queue=ones, outfeed_queue=OutfeedQueue())
-    found, _ = made(net, {})
-    np.testing.assert_array_equal(found, np.ones((2, 12)))
-
-
-def test_pl_27_a_constant_input():
-    net = pipeline([lambda _, x: x * 2, lambda _, x: x + 3], 8, inputs=[42.0], outfeed_queue=OutfeedQueue())
-    np.testing.assert_array_equal(made(net, {})[0], [87] * 8)
 
 
 @pytest.mark.parametrize("count", [12, np.int32(12), np.asarray(12)])
@@ -85,89 +69,6 @@ def test_pl_14_elements_with_names(count):
         pipeline_schedule="interleaved",
     )
     np.testing.assert_array_equal(made(net, {})[0], 2 * (np.arange(12) - 1.0))
-
-
-def test_pl_32_dictionaries_stay_dictionaries():
-    net = pipeline(
-        [lambda _, x: x, lambda _, x: {"one": x + 1, "two": x + 2}], 8, inputs=[0.0], outfeed_queue=OutfeedQueue()
-    )
-    found, _ = made(net, {})
-    np.testing.assert_array_equal([found["one"], found["two"]], [np.ones(8), np.full(8, 2)])
-
-
-def test_pl_36_a_condition():
-    stages = [lambda _, x: x, lambda _, x: jax.lax.cond(x > 2, lambda: 1.0, lambda: 2.0)]
-    elements = InfeedQueue([np.float32(number) for number in range(6)])
-    net = pipeline(stages, 6, infeed_queue=elements, outfeed_queue=OutfeedQueue())
-    np.testing.assert_array_equal(made(net, {})[0], [2, 2, 2, 1, 1, 1])
-
-
-def test_pl_25_the_loss_alone():
-    net = pipeline(
-        [lambda v, x: x * v["w"], lambda _, x: x + 1],
-        8,
-        inputs=[0.0],
-        outfeed_queue=OutfeedQueue(),
-        optimizer_function=sgd(),
-        outfeed_loss=True,
-    )
-    np.testing.assert_array_equal(made(net)[0], np.ones(8))
-
-
-def test_pl_26_a_mask_drops_outputs():
-    net = pipeline(
-        [lambda v, x: x * v["w"], lambda _, x: (x + 1, x + 4)],
-        8,
-        inputs=[0.0],
-        outfeed_queue=OutfeedQueue(),
-        optimizer_function=sgd(),
-        outfeed_mask=[True, False],
-    )
-    np.testing.assert_array_equal(made(net)[0], np.full((1, 8), 4))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_pl_28_29_31_sums_of_outputs(method):
-    """Whatever becomes of the gradients, outputs are added up."""
-    for options, expected in [({"outfeed_loss": True}, [8]), ({}, [[8], [16]])]:
-        net = pipeline(
-            [lambda v, x: (x * v["w"], x), lambda _, x, y: (x + 1, y + 2)],
-            8,
-            inputs=[0.0],
-            outfeed_queue=OutfeedQueue(),
-            optimizer_function=sgd(),
-            accumulate_outfeed=True,
-            reduction_method=method,
-            **options,
-        )
-        np.testing.assert_array_equal(made(net)[0], expected)
-
-
-def test_pl_29_31_sums_without_training():
-    net = pipeline(
-        [lambda _, x: x, lambda _, x: (x + 1, x + 2)],
-        8,
-        inputs=[0.0],
-        outfeed_queue=OutfeedQueue(),
-        accumulate_outfeed=True,
-    )
-    np.testing.assert_array_equal(made(net, {})[0], [[8], [16]])
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, lambda output: np.float32])
-def test_pl_30_the_dtype_of_sums(dtype):
-    add = lambda _, x: x + 10000  # noqa: E731
-    net = pipeline(
-        [add, add, add],
-        12,
-        inputs=[np.float32(1)],
-        outfeed_queue=OutfeedQueue(),
-        accumulate_outfeed=True,
-        accumulate_outfeed_dtype=dtype,
-    )
-    found, _ = made(net, {})
-    assert found.dtype == np.float16 if dtype is np.float16 else np.float32
-    np.testing.assert_array_equal(found, [np.inf if dtype is np.float16 else 12 * 30001])
 
 
 def test_an_outfeed_of_the_last_keeps_the_last():
@@ -192,6 +93,120 @@ def test_g_14_the_number_of_the_micro_batch():
     np.testing.assert_array_equal(made(net)[0], [np.tile(np.arange(10), 3)] * 2)
     with pytest.raises(RuntimeError, match="there is none here"):
         counter()
+
+
+def noisy(variables, x):
+    """Moves a mean, and adds noise."""
+    mean = pipelining_ops.get_model_state()["mean"]
+    pipelining_ops.update_model_state(mean=(mean + x.mean()) / 2)
+    return x * variables["w"] + jax.random.normal(pipelining_ops.get_random_key())
+
+
+def counted(variables, x):
+    pipelining_ops.update_model_state(seen=pipelining_ops.get_model_state()["seen"] + 1)
+    return x.mean()
+
+
+def test_stages_have_a_model_state_and_random_keys():
+    """Which differ for each micro-batch and replica; wherever and whenever the stages run all is the same."""
+    found = []
+    for mapping, schedule in (([0, 1], "grouped"), ([0, 0], "sequential")):
+        with strategies.IPUStrategy(2, ipus_per_replica=2).scope():
+            net = pipeline(
+                [noisy, counted],
+                4,
+                repeat_count=2,
+                infeed_queue=InfeedQueue([np.full(3, number // 8, np.float32) for number in range(16)]),
+                outfeed_queue=OutfeedQueue(),
+                optimizer_function=sgd(),
+                device_mapping=mapping,
+                pipeline_schedule=schedule,
+            )
+            state = net(net.init({"w": np.float32(1)}, {"mean": np.float32(0), "seen": np.int32(0)}))
+        losses = net._outfeed.queue.dequeue()[0]
+        assert len(set(losses.ravel().tolist())) == losses.size == 16
+        assert (state.model_state["mean"], state.model_state["seen"]) == (1 - 2**-4, 8)
+        found.append((strategies.fingerprint(state.variables), losses.tobytes()))
+    assert found[0] == found[1]
+
+
+def test_a_model_state_is_read_where_nothing_is_learned():
+    def shifted(variables, x):
+        mean = pipelining_ops.get_model_state()["mean"]
+        pipelining_ops.update_model_state(mean=mean + 1)
+        return x + mean
+
+    net = pipeline([shifted, same], 4, inputs=[1.0], outfeed_queue=OutfeedQueue())
+    found, state = made(net, {}, {"mean": np.float32(3)})
+    np.testing.assert_array_equal(found, [4] * 4)
+    assert state.model_state["mean"] == 3
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "words"),
+    [
+        (lambda _, x: pipelining_ops.get_model_state()["mean"], RuntimeError, "net.init\\(variables, model_state\\)"),
+        (lambda _, x: jax.random.normal(pipelining_ops.get_random_key()), RuntimeError, "hand keys over in the infeed"),
+    ],
+)
+def test_what_a_stage_cannot_have_is_said(stage, error, words):
+    net = pipeline([stage, same], 4, inputs=[1.0], outfeed_queue=OutfeedQueue())
+    with pytest.raises(error, match=words):
+        net.init({})
+
+
+def test_an_entry_that_the_model_state_has_not_is_refused():
+    def stage(variables, x):
+        pipelining_ops.update_model_state(seen=x)
+        return x
+
+    net = pipeline([stage, same], 4, inputs=[1.0], outfeed_queue=OutfeedQueue())
+    with pytest.raises(ValueError, match="'seen' is not in the model state, which has 'seem'"):
+        net.init({}, {"seem": np.int32(0)})
+
+
+@pytest.mark.parametrize("recomputes", [None, RecomputationMode.Auto])
+def test_a_pipeline_has_a_trace(recomputes):
+    net = pipeline(
+        TWO, 4, infeed_queue=numbers(), outfeed_queue=OutfeedQueue(), optimizer_function=sgd(),
+        recomputation_mode=recomputes,
+    )  # fmt: skip
+    assert net.trace is None
+    made(net)
+    assert net.trace.recompute == (recomputes is not None)
+    assert net.trace.timetable().devices == pipelining_ops.plan(TWO, 4).timetable.devices
+
+
+def test_a_pipeline_that_is_only_run_has_a_trace():
+    net = pipeline([same, same], 4, inputs=[1.0], outfeed_queue=OutfeedQueue())
+    made(net, {})
+    assert net.trace.timetable() == pipelining_ops.plan(2, 4, training=False).timetable
+
+
+def passing(rate_of):
+    return [lambda v, rate, x: (rate_of(rate), v["w"] * x), lambda _, rate, y: (rate, y)]
+
+
+def with_rate(rate, loss):
+    return OptimizerFunctionOutput(optax.sgd(rate), loss)
+
+
+def test_an_optimizer_is_made_of_inputs_that_stages_hand_through():
+    net = pipeline(
+        passing(lambda rate: rate), 4, inputs=[0.5], infeed_queue=numbers(), outfeed_queue=OutfeedQueue(),
+        optimizer_function=with_rate,
+    )  # fmt: skip
+    _, state = made(net, {"w": np.float32(1)})
+    assert state.variables["w"] == 1 - 0.5 * (0 + 1 + 2 + 3)
+
+
+def test_an_optimizer_is_not_made_of_what_stages_compute():
+    net = pipeline(
+        passing(lambda rate: 2 * rate), 4, inputs=[0.5], infeed_queue=numbers(), outfeed_queue=OutfeedQueue(),
+        optimizer_function=with_rate,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the optimizer of the optimizer_function is made of what a stage computes"):
+        net.init({"w": np.float32(1)})
 
 
 # ---- training
@@ -265,8 +280,6 @@ def test_pl_20_interleaved_is_a_loop_on_the_host(method):
 
 
 CASES = {
-    "PL-43 grouped": (TIED, 20, {"device_mapping": [0, 1, 2, 1, 0]}),
-    "PL-44 sequential": (TIED, 4, {"device_mapping": [0, 1, 2, 1, 0], "pipeline_schedule": "sequential"}),
     "PL-46 batch serialization": (TIED, 8, {"batch_serialization_iterations": 4}),
     "PL-48 recomputation": (DEEP, 8, {"recomputation_mode": RecomputationMode.Auto}),
     "offloaded": (
@@ -302,12 +315,53 @@ def test_pl_48_blocks_between_checkpoints_are_computed_again():
     assert len(fingerprints) == 1
 
 
+def dropping(variables, x):
+    kept = jax.random.bernoulli(pipelining_ops.get_random_key(), 0.7, x.shape)
+    return jnp.where(kept, jnp.tanh(x @ variables["w0"]), 0)
+
+
+def checkpointed(name):
+    return lambda variables, x: pipelining_ops.recomputation_checkpoint(jnp.tanh(x @ variables[name]))
+
+
+RECOMPUTED = {
+    "dropout": ([dropping, checkpointed("w1"), closing("w2")], None),
+    "an input that is not changed": ([lambda v, x: (x, jnp.sin(x @ v["w0"])), lambda v, x, y: jnp.mean(x * y)], None),
+    "three inputs": (
+        [lambda v, x: (x, x @ v["w0"], jnp.tanh(x)), lambda v, x, y, z: jnp.mean(jnp.tanh(x * y + z @ v["w1"]))],
+        None,
+    ),
+    "weights that stages share": ([checkpointed("w0"), layer("w1"), layer("w2"), closing("w0")], [0, 1, 2, 0]),
+    "checkpoints": ([checkpointed("w0"), checkpointed("w1"), layer("w2"), closing("w3")], None),
+}
+
+
+@pytest.mark.parametrize("mode", [RecomputationMode(2), pytest.param(RecomputationMode(3), marks=pytest.mark.complete)])
+@pytest.mark.parametrize("schedule", ["grouped", pytest.param("sequential", marks=pytest.mark.complete)])
+@pytest.mark.parametrize(
+    "name", [one if one == "dropout" else pytest.param(one, marks=pytest.mark.complete) for one in RECOMPUTED]
+)
+def test_pl_48_recomputation_changes_nothing(name, schedule, mode):
+    """PL-48: dropout, UnmodifiedInput, ThreeInput, SharedWeights, Checkpoint."""
+    stages, mapping = RECOMPUTED[name]
+    options = {"device_mapping": mapping, "pipeline_schedule": schedule}
+    expected, losses = trained(stages, optax.sgd(0.1), 24, **options)
+    found, same_losses = trained(stages, optax.sgd(0.1), 24, recomputation_mode=mode, **options)
+    np.testing.assert_array_equal(losses, same_losses)
+    assert strategies.fingerprint(found) == strategies.fingerprint(expected)
+
+
 @pytest.mark.parametrize(
     ("stages", "mapping"),
     [
-        ([layer("w0"), layer("w1"), closing("w2")], [-1, 0, 1]),
         ([layer("w0"), [layer("w1"), layer("w2")], lambda v, x, y: jnp.mean((x * y) @ v["w3"])], [0, [0, 1], 1]),
-        ([[layer("w0"), layer("w1")], lambda v, x, y: (x - y) @ v["w2"], closing("w3")], [[0, 1], 0, 1]),
+        *(
+            pytest.param(*case, marks=pytest.mark.complete)
+            for case in (
+                ([layer("w0"), layer("w1"), closing("w2")], [-1, 0, 1]),
+                ([[layer("w0"), layer("w1")], lambda v, x, y: (x - y) @ v["w2"], closing("w3")], [[0, 1], 0, 1]),
+            )
+        ),
     ],
 )
 def test_pl_40_concurrent_stages(stages, mapping):
@@ -338,102 +392,6 @@ def test_pl_37_loops_and_gradients_of_ones_own():
     )
 
 
-def test_pl_38_wide_accumulators_of_small_floats():
-    """Eight gradients of the largest float16: their mean is one, and so is it in float32."""
-    largest = np.float16(65504)
-
-    def keep(gradients, state, params=None):
-        return gradients, gradients
-
-    optimizer = optax.GradientTransformation(lambda v: jax.tree.map(lambda one: jnp.zeros((), jnp.float32), v), keep)
-    net = pipeline(
-        [lambda v, x: v["w"] * x, lambda _, x: x],
-        8,
-        inputs=[largest],
-        outfeed_queue=OutfeedQueue(),
-        optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
-        outfeed_loss=True,
-        gradient_accumulation_dtype=np.float32,
-        reduction_method=MEAN,
-    )
-    _, state = made(net, {"w": np.float16(0)})
-    assert state.optimizer_state["w"].dtype == np.float32
-    assert state.optimizer_state["w"] == np.float32(largest)
-
-
-def test_pl_34_shapes_of_gradients():
-    net = pipeline(
-        [lambda v, x: v["w"] * x, lambda _, x: x.sum()],
-        4,
-        inputs=[2.0],
-        outfeed_queue=OutfeedQueue(),
-        optimizer_function=sgd(0.5),
-        outfeed_loss=True,
-    )
-    _, state = made(net, {"w": np.ones((1, 2, 3), np.float32)})
-    np.testing.assert_array_equal(state.variables["w"], np.full((1, 2, 3), 1 - 0.5 * 2 * 4))
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_pl_51_53_sharded_optimizer_state_is_the_same(replicas):
-    found = set()
-    for sharding in (False, True):
-        with strategies.IPUStrategy(replicas, ipus_per_replica=4).scope():
-            variables, _ = trained(
-                DEEP[:1] + DEEP[-1:], optax.sgd(0.01, 0.98), 4, replicated_optimizer_state_sharding=sharding
-            )
-        found.add(strategies.fingerprint(variables))
-    assert len(found) == 1
-
-
-def test_replicas_of_several_instances_train_alike(on_instances):
-    """P-30, M-20: an infeed of all replicas, an outfeed of the local ones; the variables of one instance."""
-
-    def program(strategy):
-        infeed = InfeedQueue(ROWS, mode=strategies.InfeedMode.WHOLE)
-        with strategy.scope():
-            net = pipeline(
-                DEEP[:1] + DEEP[-1:],
-                4,
-                repeat_count=2,
-                infeed_queue=infeed,
-                outfeed_queue=OutfeedQueue(),
-                optimizer_function=lambda loss: OptimizerFunctionOutput(optax.adam(0.01), loss),
-                outfeed_loss=True,
-            )
-            losses, state = made(net, LAYERS)
-        infeed.delete()
-        return strategies.fingerprint(state.variables), losses, dict(net.metrics)
-
-    [alone] = on_instances(1, 4, program, ipus_per_replica=2)
-    assert alone[1].shape == (8, 4)
-    for index, found in enumerate(on_instances(2, 4, program, ipus_per_replica=2)):
-        assert (found[0], found[2]) == (alone[0], alone[2])
-        np.testing.assert_array_equal(found[1], alone[1][:, 2 * index : 2 * index + 2])
-    np.testing.assert_allclose(alone[2]["loss"], alone[1][4:].mean(), rtol=1e-6)
-
-
-def test_the_program_of_the_issue_learns():
-    """H-04 to H-06: every update lowers the loss."""
-    for method in METHODS:
-        infeed = InfeedQueue([np.ones((2, WIDTH), np.float32)] * 40)
-        net = pipeline(
-            DEEP[:1] + DEEP[-1:],
-            4,
-            infeed_queue=infeed,
-            outfeed_queue=OutfeedQueue(),
-            device_mapping=[0, 0],
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.01), loss),
-            outfeed_loss=True,
-            reduction_method=method,
-        )
-        state, means = net.init(LAYERS), []
-        for _ in range(10):
-            state = net(state)
-            means.append(net.metrics["loss"])
-        assert all(after < before for before, after in itertools.pairwise(means))
-
-
 # ---- what is refused
 
 
@@ -450,6 +408,7 @@ SGD = optax.sgd(0.1)
         ({"tape": object(), "variables": True}, ValueError, "both variables and a tape"),  # PL-06, PL-07
         ({"compute_gradients_args": [1]}, TypeError, "must be a tuple"),
         ({"apply_gradients_kwargs": [1]}, TypeError, "must be a dictionary"),
+        ({"captured_gradient_outfeed": OutfeedQueue()}, ValueError, "no gradient_capture_context"),
         ({"variables": []}, ValueError, "No variables to optimize."),
         ({"compute_gradients_args": ([],)}, ValueError, "No variables to optimize."),  # PL-39
         ({"opt": "sgd"}, TypeError, "use an optax gradient transformation"),
@@ -461,7 +420,6 @@ def test_pl_01_to_07_and_39_optimizer_functions(options, error, words):
         OptimizerFunctionOutput(**{"opt": SGD, "loss": LOSS} | options)
 
 
-TWO = [first, second]
 LEARNS = {"optimizer_function": sgd(), "outfeed_queue": OutfeedQueue(), "outfeed_loss": True, "infeed_queue": numbers()}
 ONLY_RUN = {"outfeed_queue": OutfeedQueue(), "infeed_queue": numbers()}
 NESTED = [first, [[first], second]]
@@ -486,6 +444,7 @@ REFUSED = {
     "PL-11 type": ([same] * 3, 6, ONLY_RUN | {"device_mapping": 1}, TypeError, "device_mapping"),
     "PL-11 long": ([same] * 3, 6, ONLY_RUN | {"device_mapping": range(4)}, ValueError, "Each stage must be mapped"),
     "PL-11 short": ([same] * 3, 6, ONLY_RUN | {"device_mapping": (0,)}, ValueError, "Each stage must be mapped"),
+    "no list of stages": (same, 2, ONLY_RUN, TypeError, "computational_stages is .* must be a list of functions"),
     "PL-16": ([same], 2, ONLY_RUN, ValueError, "at least two"),
     "PL-22": (
         [same, same, [same, same], same],
@@ -533,6 +492,7 @@ REFUSED = {
     "PL-24 both": (TWO, 4, LEARNS | {"outfeed_mask": [True]}, ValueError, "only one of them"),
     "PL-33": (TWO, 4, LEARNS | {"outfeed_queue": LAST, "accumulate_outfeed": True}, ValueError, "use OutfeedMode.ALL"),
     "PL-41 None": (TWO, 4, LEARNS | {"reduction_method": None}, ValueError, "Cannot parse None"),
+    "PL-41 a number": (TWO, 4, LEARNS | {"reduction_method": 10}, ValueError, "Cannot parse 10"),
     "PL-41": (TWO, 4, LEARNS | {"reduction_method": "Exp"}, ValueError, "Cannot parse 'Exp'"),
     "PL-45 mapping": (
         [same] * 3,
@@ -563,6 +523,7 @@ REFUSED = {
         "The pipelining",
     ),
     "no count": (TWO, None, LEARNS, ValueError, "gradient_accumulation_count is needed"),
+    "a count of zero": (TWO, 0, LEARNS, ValueError, "gradient_accumulation_count is 0"),
     "a count below one": (TWO, -1, LEARNS, ValueError, "gradient_accumulation_count"),
     "a huge count": (TWO, 2**31, LEARNS, ValueError, "at most"),
     "nested": (NESTED, 4, LEARNS | {"device_mapping": [0, [0, 1]]}, ValueError, "cannot be nested"),
@@ -607,6 +568,12 @@ def test_pl_15_tensors_of_other_programs_are_not_captured():
 
     with pytest.raises(ValueError, match="Trying to capture the tensor"):
         jax.jit(outer)(1.0)
+
+
+@pytest.mark.parametrize(("stages", "number"), [([lambda v, x: None, lambda v: 1.0], 0), ([first, lambda v, x: []], 1)])
+def test_a_stage_that_returns_nothing_is_refused(stages, number):
+    with pytest.raises(ValueError, match=f"stage {number} of the pipeline returns nothing"):
+        pipeline(stages, 4, **ONLY_RUN).init(START)
 
 
 def test_masks_are_as_long_as_outputs_and_optimizer_functions_return_what_they_must():

@@ -70,7 +70,7 @@ def loss_fn(variables, batch, key):
 
 
 def trained(strategy):
-    trainer = strategies.Trainer(strategy, recomputing(loss_fn, "blocks"), optax.adam(0.01))
+    trainer = strategies.Trainer(strategy, recomputing(loss_fn, "blocks"), optax.sgd(0.01, momentum=0.9))
     state = trainer.init(
         {"first": jnp.linspace(-1, 1, 96).reshape(6, 16), "last": jnp.linspace(1, -1, 48).reshape(16, 3)}
     )

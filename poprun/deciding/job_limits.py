@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+
+END_SIGNAL = signal.SIGHUP
+"""Tells mpirun to end at once, with all that it has started."""
 LOOK_S = 0.2
 """How often instances are asked what they do."""
 QUICK_LOOK_S = 0.08

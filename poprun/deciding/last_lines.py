@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from poprun.watching.diagnosis import Verdict
-from poprun.watching.facts import EndKind, Facts
+from poprun.deciding.diagnosis import Verdict
+from poprun.deciding.facts import EndKind, Facts
 
 KEPT_BYTES = 8192
 _LONGEST_TEXT = 300

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from poprun.deciding.facts import Facts
 from poprun.log import Level
-from poprun.watching.facts import Facts
 from poprun.wording import count
 
 SHOW_AFTER_S = 0.5

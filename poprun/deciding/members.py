@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from poprun.watching.facts import Ending, EndKind, Facts
-from poprun.watching.job_actions import Ask, PassOn, Release, Stop
-from poprun.watching.job_events import (
+from poprun.deciding.facts import Ending, EndKind, Facts
+from poprun.deciding.job_actions import Ask, PassOn, Release, Stop
+from poprun.deciding.job_events import (
     InstanceClosed,
     InstanceEnded,
     InstanceExamined,

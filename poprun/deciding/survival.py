@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from poprun.deciding.diagnosis import is_of_hosts, list_instances
+from poprun.deciding.facts import Ending, Facts
+from poprun.deciding.job_actions import Action, Say
+from poprun.deciding.members import Members
 from poprun.log import Level
-from poprun.watching.diagnosis import is_of_hosts, list_instances
-from poprun.watching.facts import Ending, Facts
-from poprun.watching.job_actions import Action, Say
-from poprun.watching.members import Members
 from poprun.wording import count
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from poprun.errors import UsageError
-from poprun.watching.output_lines import Cursor
-from poprun.watching.output_style import STREAMS
+from poprun.output.output_lines import Cursor
+from poprun.output.output_style import STREAMS
 
 MERGED = "merged.log"
 MOST_OPEN = 64

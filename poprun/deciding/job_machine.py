@@ -12,12 +12,10 @@ import signal
 from collections.abc import Sequence
 from enum import Enum
 
-from poprun.log import Level
-from poprun.planning.across import Across
-from poprun.watching.diagnosis import Verdict, describe_rest, first_cause, has_failed
-from poprun.watching.facts import Ending, EndKind, Facts, signal_name
-from poprun.watching.job_actions import Action, Ended, Examine, Say, SendToMpirun, Show, Stop, StopListening
-from poprun.watching.job_events import (
+from poprun.deciding.diagnosis import Verdict, describe_rest, first_cause, has_failed
+from poprun.deciding.facts import Ending, EndKind, Facts, signal_name
+from poprun.deciding.job_actions import Action, Ended, Examine, Say, SendToMpirun, Show, Stop, StopListening
+from poprun.deciding.job_events import (
     Event,
     MemberConnected,
     MpirunEnded,
@@ -28,8 +26,9 @@ from poprun.watching.job_events import (
     StandardOutputClosed,
     Tick,
 )
-from poprun.watching.job_limits import (
+from poprun.deciding.job_limits import (
     CLOSE_LIMIT_S,
+    END_SIGNAL,
     EXAMINE_S,
     INTERRUPT_GRACE_S,
     LEAVE_LIMIT_S,
@@ -42,12 +41,13 @@ from poprun.watching.job_limits import (
     SETTLE_S,
     TOLD_LIMIT_S,
 )
-from poprun.watching.last_lines import LastLines
-from poprun.watching.last_words import LastWords, last_actions
-from poprun.watching.lookout import Lookout
-from poprun.watching.members import Members
-from poprun.watching.mpirun import END_SIGNAL
-from poprun.watching.survival import Survival
+from poprun.deciding.last_lines import LastLines
+from poprun.deciding.last_words import LastWords, last_actions
+from poprun.deciding.lookout import Lookout
+from poprun.deciding.members import Members
+from poprun.deciding.survival import Survival
+from poprun.log import Level
+from poprun.planning.across import Across
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)

@@ -1,11 +1,11 @@
-"""What happens to a job, as its machine is told (`poprun.watching.job_machine`)."""
+"""What happens to a job, as its machine is told (`poprun.deciding.job_machine`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from popdist.records.progress import ProgressRecord
-from poprun.watching.facts import Ending
+from poprun.deciding.facts import Ending
 
 
 @dataclass(frozen=True)

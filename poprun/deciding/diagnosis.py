@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from popdist.records.progress import State
-from poprun.watching.facts import EndKind, Facts
-from poprun.watching.stacks import innermost_line
+from poprun.deciding.facts import EndKind, Facts
+from poprun.deciding.stacks import innermost_line
 from poprun.wording import list_ranges
 
 MOST_LINES = 15

@@ -1,11 +1,11 @@
-"""What is to be done about a job, as its machine says (`poprun.watching.job_machine`)."""
+"""What is to be done about a job, as its machine says (`poprun.deciding.job_machine`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from poprun.deciding.diagnosis import Verdict
 from poprun.log import Level
-from poprun.watching.diagnosis import Verdict
 
 
 @dataclass(frozen=True)

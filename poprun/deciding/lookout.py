@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poprun.watching.diagnosis import (
+from poprun.deciding.diagnosis import (
     Verdict,
     Wait,
     describe_failure,
@@ -14,8 +14,8 @@ from poprun.watching.diagnosis import (
     judge_stuck,
     vain_waits,
 )
-from poprun.watching.facts import Facts
-from poprun.watching.standstill import find_absent, find_halt, find_stopped
+from poprun.deciding.facts import Facts
+from poprun.deciding.standstill import find_absent, find_halt, find_stopped
 
 BLIND_S = 5.0
 """After such a pause between two looks, as when poprun was stopped itself, nobody is taken to be stuck at once; with a

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from popdist.records.progress import State
-from poprun.watching.diagnosis import STUCK_STATUS, Verdict, list_instances
-from poprun.watching.facts import Facts
+from poprun.deciding.diagnosis import STUCK_STATUS, Verdict, list_instances
+from poprun.deciding.facts import Facts
 
 BUSY_FACTOR = 10
 """So many times the limit an instance that works may be late at `popdist.init`: it imports, or prepares data."""

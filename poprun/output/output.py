@@ -9,10 +9,10 @@ import time
 from collections import deque
 
 from poprun.log import Level, format_line
+from poprun.output.output_files import Keeping, NoFiles, OutputFiles
+from poprun.output.output_lines import Cursor
+from poprun.output.output_style import OutputStyle
 from poprun.pages import USUAL_COLUMNS, columns_of
-from poprun.watching.output_files import Keeping, NoFiles, OutputFiles
-from poprun.watching.output_lines import Cursor
-from poprun.watching.output_style import OutputStyle
 
 TAIL_LINES = 50
 MOST_HELD_BYTES = 16 << 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from poprun.deciding.diagnosis import MOST_LINES
+from poprun.deciding.job_actions import Action, CleanUp, Ended, Finish, Say, ShowComplaint, ShowHiddenErrors
 from poprun.log import Level
-from poprun.watching.diagnosis import MOST_LINES
-from poprun.watching.job_actions import Action, CleanUp, Ended, Finish, Say, ShowComplaint, ShowHiddenErrors
 from poprun.wording import count
 
 NEVER_STARTED = (

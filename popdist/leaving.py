@@ -1,0 +1,215 @@
+"""Going on without instances that are lost, and leaving the job: together where all went well, at once where not."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from popdist.connecting import finalize_mpi
+from popdist.environments.poprun import SHRINKS_VARIABLE
+from popdist.errors import LifeCycleError
+from popdist.exit_status import end_with
+from popdist.instance import Instance
+from popdist.process import Chief, process
+
+if TYPE_CHECKING:
+    from collectives import Communicator
+
+_at_renumbering: list[Callable[[], None]] = []
+_WITHOUT_CHIEF = (
+    "instance 0 was lost when all others had come to their end: what it prints and writes for all of them is missing; "
+    "let strategy.on_chief do that, so that another one does it again, or start the job again"
+)
+
+
+# ---- those who are left
+
+
+def can_carry_on() -> bool:
+    """Whether the instances that are left when others are lost can go on: poprun --on-failure shrink, over MPI."""
+    return process.is_default and is_to_carry_on() and not process.others
+
+
+def is_to_carry_on() -> bool:
+    """Whether the user has started the job to go on without instances that are lost, whether or not it can."""
+    return SHRINKS_VARIABLE in os.environ
+
+
+def carry_on() -> Instance:
+    """Go on without the instances that are lost; a collective call of those that are left.
+
+    They are numbered anew, in the same order, and drive the replicas of all: as evenly as they can, in order, the first
+    ones one more. It waits until all who are left have called it, or have come to their end, where they stay without
+    replicas; and begins again if another one is lost meanwhile.
+
+    Returns:
+        What this instance is now; `communicator` is another one too.
+
+    Raises:
+        LifeCycleError: if the job was not started to survive that.
+    """
+    if process.communicator is None or process.instance is None or not can_carry_on():
+        raise LifeCycleError("the job cannot go on without an instance; start it with poprun --on-failure shrink")
+    connect_survivors(is_leaving=False)
+    for forget in _at_renumbering:
+        forget()
+    process.instance = process.instance.renumbered(process.communicator.rank, process.communicator.size)
+    return process.instance
+
+
+def at_renumbering(forget: Callable[[], None]) -> None:
+    """Have `forget` called when the instances get other numbers."""
+    _at_renumbering.append(forget)
+
+
+def connect_survivors(is_leaving: bool) -> None:
+    """Connect with those who are left; those who have come to their end take no part in the work of the others.
+
+    Args:
+        is_leaving: whether this instance has come to its end. It then waits there for those who have not.
+    """
+    import collectives
+
+    while True:
+        lost = process.every_communicator
+        everybody = collectives.load_backend("mpi").connect_survivors(process.settings())
+        for communicator in lost:
+            communicator.abandon()
+        process.communicator, process.with_leavers = everybody, None
+        try:
+            _part_from_leavers(everybody, is_leaving)
+        except (collectives.PeerLostError, collectives.BrokenError):
+            continue
+        if is_leaving:
+            process.progress.leaving()
+        return
+
+
+def _part_from_leavers(everybody: Communicator, is_leaving: bool) -> None:
+    import numpy as np
+
+    assert process.instance is not None
+    is_done = process.chief is Chief.DONE or (is_leaving and process.instance.is_leader)
+    facts = everybody.all_gather(np.array([is_leaving, is_done]), name="who has come to the end")
+    leaving, done = facts.T
+    if done.any():
+        process.chief, process.has_chief_left = Chief.DONE, not is_leaving
+    elif leaving.all():
+        process.chief, process.is_first_left = Chief.LOST, everybody.rank == 0
+    if not is_leaving and leaving.any():
+        process.communicator = everybody.subgroup(np.flatnonzero(~leaving).tolist())
+        process.with_leavers = everybody
+
+
+# ---- the end
+
+
+def disconnect() -> None:
+    """Wait until all instances do, then disconnect; see `finalizeBackend`."""
+    if can_carry_on():
+        _end_with_who_is_left()
+        return
+    communicators = process.every_communicator
+    process.forget_backend()
+    for communicator in communicators[:-1]:
+        communicator.close()
+    if process.at_end is not None:
+        process.at_end()
+    communicators[-1].close()
+    process.progress.finished()
+    finalize_mpi()
+
+
+def _end_with_who_is_left() -> None:
+    """Wait until all instances finalise, whoever is lost meanwhile; MPI itself is left without waiting for anybody.
+
+    One that completes the last collective may not know yet that another one is lost, for which the others give it up.
+    They wait then for all who are left to carry on, so it does not leave before it has looked.
+    """
+    from collectives import BrokenError, PeerLostError
+
+    while True:
+        try:
+            for communicator in process.every_communicator:
+                communicator.close()
+        except (PeerLostError, BrokenError):
+            pass
+        except Exception:
+            process.forget_backend()
+            raise
+        else:
+            if process.chief is Chief.AT_WORK:
+                process.chief = Chief.DONE
+            if not process.progress.is_released:
+                break
+        connect_survivors(is_leaving=True)
+    process.forget_backend()
+    process.progress.finished()
+
+
+def watch_exit() -> None:
+    """Arrange that a finished program waits for the others, and that a failed one does not."""
+    if process.watches_exit:
+        return
+    from popdist.failing import notice_failure
+    from popdist.last_threads import LastThreads
+
+    process.watches_exit = True
+    atexit.register(_leave)
+    last_threads = LastThreads(lambda: process.has_failed, _abandon)
+
+    def note_failure(status: int) -> None:
+        if process.communicator is None:
+            return
+        process.failed_at = process.calls_made
+        if process.communicator.size > 1:
+            last_threads.watch(status)
+
+    notice_failure(note_failure, lambda: process.progress.is_supervised)
+
+
+def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
+    """Have what else runs on MPI ended before MPI is; called whenever it was started, also before `init`.
+
+    Args:
+        at_end: ends it together with the other instances, if that has not happened yet.
+        at_failure: has this process end without it, if nothing else of a failed instance is to wait for the others.
+    """
+    process.at_end, process.at_failure = at_end, at_failure
+    if process.watches_exit:
+        atexit.unregister(_leave)  # to leave before what was started since then ends itself
+        atexit.register(_leave)
+
+
+def _abandon() -> None:
+    """Leave the job at once, without the others."""
+    for communicator in process.every_communicator:
+        communicator.abandon()
+    atexit.unregister(finalize_mpi)
+    if process.at_failure is not None:
+        process.at_failure()
+
+
+def _leave() -> None:
+    """Leave the job: together with the others if all went well, at once if not."""
+    if process.communicator is not None:
+        if process.has_failed:
+            _abandon()
+            return
+        _finalize_at_exit()
+    if process.chief is Chief.LOST:
+        end_with(1, _WITHOUT_CHIEF if process.is_first_left else "")
+
+
+def _finalize_at_exit() -> None:
+    import logging
+
+    from collectives import CollectiveError
+
+    process.progress.leaving()
+    try:
+        disconnect()
+    except CollectiveError as error:
+        logging.getLogger(__name__).debug("the instances did not end together: %s", error)

@@ -1,0 +1,49 @@
+"""The original's `popdist.tensorflow`, without TensorFlow: fills in a configuration of `strategies.config`."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from popdist.context import instance
+from popdist.queries import getDeviceId
+
+
+class _Distribution(Protocol):
+    process_index: int
+    process_count: int
+
+
+class _Experimental(Protocol):
+    multi_replica_distribution: _Distribution
+
+
+class _Config(Protocol):
+    """What is needed of an `IPUConfig`."""
+
+    select_ipus: int | list[int] | tuple[int, ...]
+    experimental: _Experimental
+
+
+Config = TypeVar("Config", bound=_Config)
+
+
+def set_ipu_config(config: Config, ipus_per_replica: int = 0, configure_device: bool = True) -> Config:
+    """Have a configuration describe this instance: its device, and which of how many processes it is.
+
+    What is in force changes with `config.configure_ipu_system()`. Semantics: the original's function of that name.
+
+    Args:
+        config: is changed, and returned.
+        ipus_per_replica: the devices that one replica needs; 0 stands for the launched number.
+        configure_device: False leaves `select_ipus` as it is.
+
+    Raises:
+        ValueError: if the job was launched with another number of devices.
+        EnvironmentMismatchError: see `getDeviceId`.
+    """
+    if configure_device:
+        config.select_ipus = [getDeviceId(ipus_per_replica)]
+    own = instance()
+    config.experimental.multi_replica_distribution.process_count = own.count
+    config.experimental.multi_replica_distribution.process_index = own.index
+    return config

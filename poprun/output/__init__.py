@@ -1,0 +1,1 @@
+"""What the instances print: tagged, kept in files, and shown."""

@@ -1,0 +1,106 @@
+"""How a configuration goes together with the launcher of a job: the launcher's numbers decide.
+
+poprun has fixed all of them. Open MPI, Slurm and TF_CONFIG have fixed the instances only, so that the configuration
+says how many replicas each of them has; for a program without a launcher, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import popdist
+from popdist.instance import Instance
+from strategies.config.configured import Effects
+from strategies.config.selection import Selection, rounded_to_power_of_two
+
+
+def replicas_of_process(effects: Effects, ipus_per_replica: int | None) -> tuple[int, int]:
+    """The replicas of a strategy of one process that names none, and how many devices each spans.
+
+    Args:
+        effects: of the configuration.
+        ipus_per_replica: that the strategy names.
+
+    Raises:
+        ValueError: if the IPUs are not enough.
+        EnvironmentMismatchError: poprun has started this process for others.
+    """
+    if effects.selection is None:
+        return 1, ipus_per_replica or 1
+    instance = popdist.instance()
+    if instance.launcher == "poprun":
+        refuse_contradictions(effects, instance)
+        return instance.local_replicas, ipus_per_replica or instance.ipus_per_replica
+    return effects.selection.replicas(ipus_per_replica or 1), ipus_per_replica or 1
+
+
+def replicas_of_instance(effects: Effects, ipus_per_replica: int | None) -> int | None:
+    """How many replicas each instance has by the configuration; None where it does not say, or poprun has said it.
+
+    Args:
+        effects: of the configuration.
+        ipus_per_replica: that the strategy names.
+
+    Raises:
+        ValueError: if the IPUs are not enough.
+    """
+    if effects.selection is None or popdist.instance().launcher == "poprun":
+        return None
+    return effects.selection.replicas(ipus_per_replica or popdist.instance().ipus_per_replica)
+
+
+def join_as_configured(effects: Effects, ipus_per_replica: int | None) -> Instance:
+    """`popdist.init` for as many replicas as the configuration says, where nobody else has said it.
+
+    Args:
+        effects: of the configuration.
+        ipus_per_replica: that the strategy names.
+
+    Raises:
+        ValueError: if the IPUs are not enough.
+        EnvironmentMismatchError: see `refuse_contradictions`.
+    """
+    each = None if popdist.isBackendInitialized() else replicas_of_instance(effects, ipus_per_replica)
+    popdist.init(None if each is None else each * popdist.instance().count)
+    instance = popdist.instance()
+    spanning = instance if ipus_per_replica is None else replace(instance, ipus_per_replica=ipus_per_replica)
+    refuse_contradictions(effects, spanning)
+    return instance
+
+
+def refuse_contradictions(effects: Effects, instance: Instance) -> None:
+    """Look at whether a configuration describes this instance and the replicas that it has.
+
+    Raises:
+        EnvironmentMismatchError: if it describes others.
+    """
+    refuse_other_process(effects, instance)
+    if effects.selection is not None and effects.selection.is_counted:
+        _refuse_other_replicas(effects.selection, instance)
+
+
+def refuse_other_process(effects: Effects, instance: Instance) -> None:
+    """Look at whether a configuration describes this instance, as far as it says which one it is.
+
+    Raises:
+        EnvironmentMismatchError: if it describes another one.
+    """
+    count, index = effects.process_count, effects.process_index
+    if count and (count, index) != (instance.count, instance.index):
+        raise popdist.EnvironmentMismatchError(
+            f"the configuration has process_index {index} of process_count {count}, and this is instance "
+            f"{instance.index} of {instance.count} ({instance.launcher}); leave "
+            "experimental.multi_replica_distribution out, or have popdist.tensorflow.set_ipu_config set it"
+        )
+
+
+def _refuse_other_replicas(selection: Selection, instance: Instance) -> None:
+    """The program may count the IPUs of its own process, as the original's, or of all, which is the same for all n."""
+    spanned, local, total = instance.ipus_per_replica, instance.local_replicas, instance.total_replicas
+    every = {replicas * ipus for replicas in (local, total) for ipus in (spanned, rounded_to_power_of_two(spanned))}
+    if selection.ipus not in every:
+        raise popdist.EnvironmentMismatchError(
+            f"{selection.said}, and this instance has {local} of {total} replicas that span {spanned} IPUs each "
+            f"({instance.launcher}); make it {local * spanned}, or {total * spanned} for all instances, leave it out, "
+            "or configure before popdist.init"
+        )

@@ -1,0 +1,137 @@
+"""Gradients that stages capture by tags: they take the way of the gradients of variables, to the optimizer.
+
+A handle of the shape of what a stage marks is trained along with the variables, and stays what it is: its gradient is
+that of the marked array, accumulated and averaged as all are, and the optimizer gets it as `captured_grads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from strategies.gradients.accumulation import AccumulationDtype, accumulator_dtypes
+from strategies.pipelines.micro_batch import get_current_iteration_counter
+from strategies.programs.gradient_capture import with_handles
+from strategies.roles import Variables
+from strategies.train_state import TrainState
+
+
+class _Nameless:
+    """In the path of a variable: what is not said, so that variables have the names that their program knows."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class Extended:
+    """Variables, and handles by their tags."""
+
+    variables: Variables
+    handles: Mapping[str, Any]
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+        """See JAX's `register_pytree_with_keys_class`."""
+        return ((_Nameless(), self.variables), (jax.tree_util.GetAttrKey("captured"), self.handles)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> Extended:
+        """See JAX's `register_pytree_with_keys_class`."""
+        return cls(*children)
+
+
+class CapturingState(NamedTuple):
+    """The state of an optimizer, and the captured gradients that it got last."""
+
+    optimizer: Any
+    captured: Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Captures:
+    """Which gradients a pipeline captures; none by default, and then everything stays as it is.
+
+    Attributes:
+        shapes: of the marked arrays, by their tags.
+        count: of micro-batches.
+        accumulates: whether those of the micro-batches become one, as gradients do; otherwise the optimizer gets those
+            of each, [count, *shape].
+        is_sum: whether gradients of micro-batches are added up, and not averaged.
+        dtype: of accumulators.
+    """
+
+    shapes: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    count: int = 1
+    accumulates: bool = True
+    is_sum: bool = True
+    dtype: AccumulationDtype = None
+
+    def extended(self, variables: Variables) -> Variables:
+        """What is trained."""
+        if not self.shapes:
+            return variables
+        lead = () if self.accumulates else (self.count,)
+        handles = {tag: np.zeros((*lead, *shape.shape), shape.dtype) for tag, shape in self.shapes.items()}
+        return Extended(variables, handles)
+
+    def trainable(self, trainable: Any) -> Any:
+        """Which of those are, where a tree of bools says which variables are."""
+        is_tree = trainable is not None and not callable(trainable)
+        return Extended(trainable, dict.fromkeys(self.shapes, True)) if self.shapes and is_tree else trainable
+
+    def loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss of what is trained, where `loss_fn` is that of variables."""
+        if not self.shapes:
+            return loss_fn
+
+        def extended(trained: Extended, *arguments: Any) -> Any:
+            number = get_current_iteration_counter()
+            handles = trained.handles
+            if not self.accumulates:
+                handles = {tag: handle[number] for tag, handle in handles.items()}
+            return with_handles(loss_fn)(handles, trained.variables, *arguments)
+
+        return extended
+
+    def optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """That of what is trained: `optimizer` of the variables, which gets `captured_grads` if it takes arguments."""
+        if not self.shapes:
+            return optimizer
+        own = optax.with_extra_args_support(optimizer)
+
+        def init(trained: Extended) -> CapturingState:
+            dtypes = accumulator_dtypes(trained.handles, self.dtype)
+            leaves, structure = jax.tree.flatten(trained.handles)
+            zeros = [jnp.zeros(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+            return CapturingState(own.init(trained.variables), jax.tree.unflatten(structure, zeros))
+
+        def update(
+            gradients: Extended, state: CapturingState, trained: Extended | None = None, **extra: Any
+        ) -> tuple[Extended, CapturingState]:
+            captured = gradients.handles
+            if not self.accumulates and not self.is_sum:
+                captured = jax.tree.map(lambda leaf: leaf * self.count, captured)
+            variables = None if trained is None else trained.variables
+            changes, new = own.update(gradients.variables, state.optimizer, variables, captured_grads=captured, **extra)
+            still = jax.tree.map(jnp.zeros_like, gradients.handles)
+            return Extended(changes, still), CapturingState(new, captured)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def shown(self, state: TrainState) -> TrainState:
+        """A state with the variables only, as the program of the user knows them."""
+        return replace(state, variables=state.variables.variables) if self.shapes else state
+
+    def of(self, state: TrainState) -> dict[str, np.ndarray]:
+        """What was captured for the last update."""
+        if not self.shapes:
+            return {}
+        captured = state.optimizer_state.captured
+        return {tag: np.array(gradient) for tag, gradient in captured.items()}

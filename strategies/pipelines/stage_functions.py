@@ -1,0 +1,91 @@
+"""The functions of a pipeline, each of which takes what the one before returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from strategies.feeds.infeed import InfeedQueue
+from strategies.pipelines.mapping import Stage
+from strategies.pipelines.marks import function_of_stage, pipeline_stage
+from strategies.roles import Variables
+
+_OUTPUT = "pipeline_stage_output"
+
+
+@dataclass(frozen=True)
+class StageFunctions:
+    """What a pipeline computes of a micro-batch.
+
+    Attributes:
+        stages: a function, or a list of functions, for each.
+        inputs: constants, the first arguments of the first stage.
+        infeed: where the arguments behind them come from; None if there are none.
+    """
+
+    stages: Sequence[Stage]
+    inputs: Sequence[jax.Array]
+    infeed: InfeedQueue | None
+
+    @property
+    def spec(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the arrays of an element."""
+        return [] if self.infeed is None else list(self.infeed.spec.leaves)
+
+    def outputs(self, variables: Variables, leaves: Sequence[Any]) -> Any:
+        """What the last stage returns for an element; each array is made by an equation of its stage.
+
+        Raises:
+            ValueError: if a stage returns nothing.
+        """
+        return self._run(variables, leaves, _made_here)
+
+    def described(self, variables: Variables, leaves: Sequence[Any]) -> Any:
+        """Likewise, where only shapes are asked for: an input that is handed through is still the constant."""
+        return self._run(variables, leaves, lambda result: result)
+
+    def in_last_stage(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function as a part of the last stage."""
+        with pipeline_stage(len(self.stages) - 1):
+            return function(*arguments)
+
+    def _run(self, variables: Variables, leaves: Sequence[Any], made: Callable[[Any], Any]) -> Any:
+        values = list(self.inputs)
+        named: Mapping[str, Any] = {}
+        if self.infeed is not None:
+            given, named = self.infeed.spec.arguments(leaves)
+            values += given
+        result: Any = None
+        for number, stage in enumerate(self.stages):
+            if callable(stage):
+                with pipeline_stage(number):
+                    result = made(stage(variables, *values, **named))
+            else:
+                result = []
+                for place, function in enumerate(stage):
+                    with function_of_stage(number, place):
+                        result += listed(made(function(variables, *values, **named)))
+            values, named = listed(result), {}
+            if not values:
+                raise ValueError(
+                    f"stage {number} of the pipeline returns nothing, and so computes nothing; return what the next "
+                    "stage or the outfeed needs, or leave the stage out"
+                )
+        return result
+
+
+def _made_here(result: Any) -> Any:
+    """What a stage returns, of which each array is made by an equation of the stage, even if it is an input."""
+    return jax.tree.map(lambda leaf: checkpoint_name(jnp.asarray(leaf), _OUTPUT), result)
+
+
+def listed(result: Any) -> list[Any]:
+    """What a stage returns as a list: a tuple or list, one value, or None for nothing."""
+    if result is None:
+        return []
+    return list(result) if isinstance(result, list | tuple) else [result]

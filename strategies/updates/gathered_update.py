@@ -1,0 +1,168 @@
+"""Replicated tensor sharding for optimizers that look across elements: their state is put together for each update."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core
+
+from strategies.programs.program import jit
+from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import PartOfArray, Shards
+from strategies.updates.sharded_update import AcrossElementsError, ShardedUpdate
+from strategies.updates.update import Update, UpdateSettings, WholeUpdate
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class GatheredUpdate(Update):
+    """Between updates each instance keeps (its replicas / R) of the optimizer state; it has all of it during one.
+
+    The program of the update is that of a whole state, so the bits are the same for every optimizer. Instances send
+    their parts of the state to each other before each update.
+
+    Args:
+        replicas: see `Update`.
+        optimizer: see `Update`; any.
+        settings: see `Update`; smaller arrays than its `min_elements` are whole on every instance.
+    """
+
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+        super().__init__(replicas, optimizer, settings)
+        self._update = WholeUpdate(replicas, optimizer, replace(settings, offloads_state=False))
+        self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), settings.min_elements)
+        self._first = np.int32(replicas.local_replicas.start)
+        self._cut = self._in_turn(jit(self._parts))
+        self._shapes: Any = None  # of the whole optimizer state
+
+    @property
+    def is_sharded(self) -> bool:
+        """See `Update`: yes."""
+        return True
+
+    @property
+    def mean_shards(self) -> Shards | None:
+        """See `Update`: it takes them whole."""
+        return None
+
+    def init(self, variables: Any) -> Any:
+        """See `Update`."""
+        state = self._update.init(variables)
+        self._shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+        return self.offloaded(self._cut(state, self._first))
+
+    def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
+        """See `Update`; a collective call."""
+        state = self._gathered(self.on_device(optimizer_state))
+        variables, state = self._update.apply(variables, state, means, control)
+        return variables, self.offloaded(self._cut(state, self._first))
+
+    def wait(self) -> None:
+        """See `Update`."""
+        self._update.wait()
+
+    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
+        """See `Update`."""
+        return self._update.equations(variables, self._shapes, means, control)
+
+    def traced(
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+    ) -> tuple[Any, Any, jax.Array]:
+        """See `Update`: where this instance drives all replicas."""
+        state = jax.tree.map(
+            lambda leaf, shape: self._shards.join(leaf, shape) if self._is_cut(shape) else leaf,
+            optimizer_state,
+            self._shapes,
+        )
+        variables, state, token = self._update.traced(variables, state, means, control)
+        return variables, self._parts(state, jnp.int32(0)), token
+
+    def whole(self, optimizer_state: Any) -> Any:
+        """See `Update`."""
+        return jax.tree.map(self._whole_leaf, optimizer_state, self._shapes)
+
+    def _whole_leaf(self, leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> Any:
+        return PartOfArray(leaf, shape, self._shards, self._replicas) if self._is_cut(shape) else leaf
+
+    def _gathered(self, optimizer_state: Any) -> Any:
+        """All of the state, on the device of the variables."""
+        leaves, structure = jax.tree.flatten(self.whole(optimizer_state))
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, PartOfArray):
+                array = leaf.gather(f"optimizer state/{number}")
+                leaves[number] = jax.device_put(array, self._replicas.variables_device, may_alias=False)
+        return jax.tree.unflatten(structure, leaves)
+
+    def _parts(self, state: Any, first: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: self._shards.take(leaf, first) if self._is_cut(leaf) else leaf, state)
+
+    def _is_cut(self, leaf: Any) -> bool:
+        return bool(jnp.issubdtype(leaf.dtype, np.number)) and self._shards.divides(leaf)
+
+
+@final
+class ShardedByAnyUpdate(Update):
+    """Sharded optimizer state: `ShardedUpdate` where the optimizer allows it, `GatheredUpdate` otherwise.
+
+    Args:
+        replicas: see `Update`.
+        optimizer: see `Update`.
+        settings: see `Update`.
+    """
+
+    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+        super().__init__(replicas, optimizer, settings)
+        self._chosen: Update = ShardedUpdate(replicas, optimizer, settings)
+
+    @property
+    def is_sharded(self) -> bool:
+        """See `Update`: yes."""
+        return True
+
+    @property
+    def mean_shards(self) -> Shards | None:
+        """See `Update`."""
+        return self._chosen.mean_shards
+
+    def init(self, variables: Any) -> Any:
+        """See `Update`; chooses."""
+        try:
+            return self._chosen.init(variables)
+        except AcrossElementsError as error:
+            logger.info("%s: its state is in parts between updates, and put together for each of them", error)
+            self._chosen = GatheredUpdate(self._replicas, self._optimizer, self._settings)
+            return self._chosen.init(variables)
+
+    def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
+        """See `Update`; a collective call."""
+        return self._chosen.apply(variables, optimizer_state, means, control)
+
+    def wait(self) -> None:
+        """See `Update`."""
+        self._chosen.wait()
+
+    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
+        """See `Update`."""
+        return self._chosen.equations(variables, optimizer_state, means, control)
+
+    def traced(
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+    ) -> tuple[Any, Any, jax.Array]:
+        """See `Update`: where this instance drives all replicas."""
+        return self._chosen.traced(variables, optimizer_state, means, control)
+
+    def whole(self, optimizer_state: Any) -> Any:
+        """See `Update`."""
+        return self._chosen.whole(optimizer_state)
+
+
+def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> Update:
+    """The update with whole or with sharded optimizer state, as the settings want it."""
+    return (ShardedByAnyUpdate if settings.shards_state else WholeUpdate)(replicas, optimizer, settings)

@@ -1,0 +1,156 @@
+"""What `keras_gallery` shows: equal bits on one, two and four instances, stock Keras's numbers, and files of models.
+
+Twenty steps of 32 rows each, which four replicas share. Where a model draws random numbers, or takes statistics of a
+batch, replicas do so for themselves; one replica is compared with stock Keras then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+keras = pytest.importorskip("keras", reason="pip install 'popdist-everywhere[keras]'")
+
+from keras_gallery.models import GALLERY, ROWS, Example  # noqa: E402
+
+import strategies  # noqa: E402
+
+pytestmark = [
+    pytest.mark.long,
+    # Keras's variables say so when they are saved, with NumPy 2.
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
+]
+
+REPLICAS, EPOCHS, BATCH = 4, 4, 32
+STEPS = EPOCHS * ROWS // BATCH
+CHEAP = ("siamese", "tabular")
+CLOSE = 1e-5
+_one_builds = threading.Lock()
+"""Names and first weights follow from random states that all threads of a process have in common."""
+
+
+EVERY = [name if name in CHEAP else pytest.param(name, marks=pytest.mark.complete) for name in GALLERY]
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def example(request):
+    return GALLERY[request.param]()
+
+
+def made(example: Example) -> Any:
+    """Its model, compiled, always with the same weights."""
+    with _one_builds:
+        keras.utils.set_random_seed(0)
+        model = example.build()
+        model.compile(**example.compile())
+        return model
+
+
+def fitted(model: Any, example: Example, rows: int, epochs: int = EPOCHS, begin: int = 0) -> Any:
+    """The history of training it in the order of the rows."""
+    how = {"batch_size": rows, "epochs": epochs, "initial_epoch": begin, "shuffle": False, "verbose": 0}
+    return model.fit(example.x, example.y, **how).history
+
+
+def bits_of(model: Any) -> str:
+    """What the bits of all variables of a model and its optimizer add up to."""
+    return _digest([*model.variables, *model.optimizer.variables])
+
+
+def saved_bits(model: Any) -> str:
+    """The same, without the states of seed generators, which are not in files."""
+    others = [variable for variable in model.variables if "seed_generator" not in variable.path]
+    return _digest([*others, *model.optimizer.variables])
+
+
+def _digest(variables: Sequence[Any]) -> str:
+    return hashlib.sha256(b"".join(np.asarray(variable).tobytes() for variable in variables)).hexdigest()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an instance has after a training.
+
+    Attributes:
+        bits: of all variables.
+        history: what `fit` said of each epoch.
+        evaluated: of all rows.
+        predicted: for all rows.
+    """
+
+    bits: str
+    history: Any
+    evaluated: Any
+    predicted: list[bytes]
+
+
+def train(strategy: strategies.Strategy, example: Example) -> Trained:
+    rows = BATCH // strategy.num_replicas_in_sync
+    with strategy.scope():
+        model = made(example)
+        history = fitted(model, example, rows)
+        evaluated = model.evaluate(example.x, example.y, batch_size=rows, verbose=0, return_dict=True)
+        predicted = jax.tree.leaves(model.predict(example.x, batch_size=rows, verbose=0))
+    return Trained(bits_of(model), history, evaluated, [leaf.tobytes() for leaf in predicted])
+
+
+def assert_evaluated_alike(strategy: strategies.Strategy, model: Any, stock: Any, example: Example) -> None:
+    """Every row counts once, also where the last batch is short."""
+    x, y = jax.tree.map(lambda rows: rows[: ROWS - 11], (example.x, example.y))
+    with strategy.scope():
+        found = model.evaluate(x, y, batch_size=BATCH // REPLICAS, verbose=0, return_dict=True)
+    expected = stock.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    assert found == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
+
+
+def test_the_bits_are_the_same_on_one_two_and_four_instances(
+    example: Example, on_instances: Callable[..., list[Any]]
+) -> None:
+    [alone] = on_instances(1, REPLICAS, lambda strategy: train(strategy, example))
+    for instances in (2, 4):
+        assert on_instances(instances, REPLICAS, lambda strategy: train(strategy, example)) == [alone] * instances
+
+
+def test_the_numbers_are_those_of_stock_keras(example: Example) -> None:
+    stock = made(example)
+    expected = fitted(stock, example, BATCH)
+    replicas = REPLICAS if example.is_alike_in_parts else 1
+    strategy = strategies.IPUStrategy(replicas)
+    with strategy.scope():
+        model = made(example)
+        found = fitted(model, example, BATCH // replicas)
+    assert int(model.optimizer.iterations) == STEPS
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=CLOSE, atol=CLOSE, err_msg=name)
+    for ours, theirs in zip(model.variables, stock.variables, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=CLOSE, atol=CLOSE, err_msg=theirs.path)
+
+
+def test_a_model_is_saved_and_loaded_by_stock_keras_and_goes_on_in_a_scope(example: Example, tmp_path: Any) -> None:
+    """A seed generator begins anew in a model that is loaded, also in stock Keras."""
+    file, rows = tmp_path / "model.keras", BATCH // REPLICAS
+    strategy = strategies.IPUStrategy(REPLICAS)
+    with strategy.scope():
+        model = made(example)
+        fitted(model, example, rows, EPOCHS // 2)
+        model.save(file)
+        again = keras.models.load_model(file)
+    stock = keras.models.load_model(file)
+    assert type(stock) is type(example.build())
+    for loaded in (again, stock):
+        assert saved_bits(loaded) == saved_bits(model)
+    if not example.draws:
+        assert_evaluated_alike(strategy, model, stock, example)
+        with strategy.scope():
+            for one in (model, again):
+                fitted(one, example, rows, EPOCHS, begin=EPOCHS // 2)
+        assert saved_bits(again) == saved_bits(model)

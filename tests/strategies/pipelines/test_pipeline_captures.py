@@ -1,0 +1,126 @@
+"""Row PL-54, in pipelines: gradients that stages capture reach the optimizer, an outfeed and the context."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies import (
+    GradientAccumulationReductionMethod,
+    GradientCaptureContext,
+    InfeedQueue,
+    OutfeedQueue,
+    capture_upstream_gradients,
+    pipelining_ops,
+)
+
+SUM, MEAN, RUNNING_MEAN = GradientAccumulationReductionMethod
+NUMBERS = np.arange(16, dtype=np.float32) / 10
+COUNT = 4
+
+
+def stage_0(variables, x):
+    return jnp.tanh(capture_upstream_gradients(variables["w"] * x, tag="tanh_grad_stage_0"))
+
+
+def stage_1(variables, y):
+    return jnp.tanh(capture_upstream_gradients(y, tag="tanh_grad_stage_1"))
+
+
+def keeping():
+    """Gradient descent whose state is the captured gradients."""
+
+    def update(gradients, state, variables=None, *, captured_grads, **extra):
+        return jax.tree.map(lambda leaf: -0.1 * leaf, gradients), captured_grads
+
+    zeros = {f"tanh_grad_stage_{number}": jnp.zeros(()) for number in (0, 1)}
+    return optax.GradientTransformationExtraArgs(lambda variables: zeros, update)
+
+
+def trained(optimizer=None, replicas=1, context=None, queue=None, stages=(stage_0, stage_1), variables=None, **options):
+    with strategies.IPUStrategy(replicas, ipus_per_replica=2).scope():
+        net = pipelining_ops.pipeline(
+            list(stages), COUNT, infeed_queue=InfeedQueue(NUMBERS), outfeed_queue=OutfeedQueue(), outfeed_loss=True,
+            optimizer_function=lambda loss: pipelining_ops.OptimizerFunctionOutput(
+                optimizer or optax.sgd(0.1), loss, gradient_capture_context=context, captured_gradient_outfeed=queue
+            ),
+            **options,
+        )  # fmt: skip
+        return net(net.init({"w": np.float32(1)} if variables is None else variables))
+
+
+def slopes(replicas=1):
+    """Of each micro-batch, as means over the replicas."""
+    y = np.tanh(NUMBERS[: COUNT * replicas])
+    of_1 = 1 - np.tanh(y) ** 2
+    return [one.reshape(COUNT, replicas).mean(1) for one in (of_1 * (1 - y**2), of_1)]
+
+
+@pytest.mark.parametrize(("replicas", "method"), [(1, SUM), (2, MEAN)])
+def test_they_reach_the_optimizer_an_outfeed_and_the_context(replicas, method):
+    """PL-54: sums over the micro-batches, as those of variables are."""
+    context, queue = GradientCaptureContext(), OutfeedQueue()
+    state = trained(keeping(), replicas, context, queue, reduction_method=method)
+    of_0, of_1 = (one.sum() if method is SUM else one.mean() for one in slopes(replicas))
+    fed = queue.dequeue()
+    assert fed["tanh_grad_stage_0"].shape == ((1, replicas) if replicas > 1 else (1,))
+    for tag, expected in (("tanh_grad_stage_0", of_0), ("tanh_grad_stage_1", of_1)):
+        found = [state.optimizer_state.optimizer[tag], context.captured_gradients[tag], fed[tag].ravel()[0]]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    expected = trained(replicas=replicas, reduction_method=method)
+    assert strategies.fingerprint(state.variables) == strategies.fingerprint(expected.variables)
+
+
+@pytest.mark.parametrize("method", [SUM, RUNNING_MEAN])
+def test_without_accumulation_the_optimizer_gets_those_of_each_micro_batch(method):
+    context = GradientCaptureContext()
+    trained(context=context, reduction_method=method, gradient_accumulation_for_captured_grads=False)
+    for number, expected in enumerate(slopes()):
+        np.testing.assert_allclose(context.captured_gradients[f"tanh_grad_stage_{number}"], expected, rtol=1e-6)
+
+
+def test_nothing_is_captured_without_a_context():
+    state = trained(optax.sgd(0.1))
+    assert not hasattr(state.optimizer_state, "captured")
+    inference = pipelining_ops.pipeline(
+        [stage_0, stage_1], COUNT, inputs=[np.float32(0.5)], outfeed_queue=(fed := OutfeedQueue())
+    )
+    inference(inference.init({"w": np.float32(1)}))
+    np.testing.assert_allclose(fed.dequeue(), np.full(COUNT, np.tanh(np.tanh(0.5))), rtol=1e-6)
+
+
+NAMES = []
+
+
+@pytest.mark.parametrize(
+    "trainable", [{"w": True, "still": False}, lambda name, leaf: NAMES.append(name) or name != "['still']"]
+)
+def test_variables_keep_their_names(trainable):
+    net = pipelining_ops.pipeline(
+        [stage_0, lambda variables, y: stage_1(variables, y) * variables["still"]], COUNT, device_mapping=[0, 0],
+        infeed_queue=InfeedQueue(NUMBERS), outfeed_queue=OutfeedQueue(),
+        optimizer_function=lambda loss: pipelining_ops.OptimizerFunctionOutput(
+            optax.sgd(0.1), loss, variables=trainable, gradient_capture_context=GradientCaptureContext()
+        ),
+    )  # fmt: skip
+    state = net(net.init({"w": np.float32(1), "still": np.float32(2)}))
+    assert (state.variables["still"], state.variables["w"] != 1) == (2, True)
+    if callable(trainable):
+        assert {"['w']", "['still']"} <= set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"queue": OutfeedQueue()}, ValueError, "no gradient_capture_context that captures"),
+        ({"context": 1}, TypeError, "use a GradientCaptureContext"),
+        ({"context": GradientCaptureContext(), "queue": 1}, TypeError, "use an OutfeedQueue"),
+        ({"context": GradientCaptureContext(), "replicated_optimizer_state_sharding": True}, ValueError, "use one of"),
+        ({"context": GradientCaptureContext(), "stages": [stage_0, stage_0]}, ValueError, "marks two arrays"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        trained(**options)

@@ -1,0 +1,249 @@
+"""Trees of typed attributes (row CF-06), on a configuration made up for it."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import json
+
+import pytest
+
+from strategies.config.category import Category, attribute, category
+from strategies.config.type_hints import fits, text_of
+
+
+class Colour(enum.Enum):
+    RED = 0
+    BLUE = 7
+
+
+class Leaves(Category):
+    colour: Colour = attribute(Colour.RED, "Of leaves.")
+    mixed: Colour | bool = attribute(False, "Either.")
+
+
+class Branches(Category):
+    length: int = attribute(1, "In metres.", effect="they are longer")
+    older: int = attribute(2, "What length was.", deprecated="use length.")
+    leaves: Leaves = category(Leaves, "What hangs there.")
+
+
+class Tree(Category):
+    height: int | str | list[int] = attribute(1, "To the top.")
+    rings: tuple[list[float | tuple[str]], ...] = attribute(([1.0],), "Of the trunk.")
+    names: dict[str, str] = attribute({}, "In all languages.")
+    branches: Branches = category(Branches, "All branches.")
+    roots: Branches = category(Branches, "All roots.", deprecated="trees have none any more.")
+
+
+@pytest.fixture
+def tree():
+    return Tree()
+
+
+class TestAssignment:
+    def test_values_are_kept_where_they_are_set(self, tree):
+        tree.height, tree.branches.length = 5, 6
+        assert (tree.height, tree.branches.length, tree.roots.length) == (5, 6, 1)
+
+    @pytest.mark.parametrize("value", [True, (1,), 1.0, None, ["1"]], ids=repr)
+    def test_a_value_of_another_type_is_refused_and_not_kept(self, tree, value):
+        with pytest.raises(TypeError, match=r"^Trying to set height to .*, but it must be of type int \| str \| list"):
+            tree.height = value
+        assert tree.height == 1
+
+    @pytest.mark.parametrize("value", [1, "one", [], [1, 2]], ids=repr)
+    def test_any_type_of_a_union_is_taken(self, tree, value):
+        tree.height = value
+        assert tree.height == value
+
+    def test_the_full_name_is_in_the_message(self, tree):
+        with pytest.raises(TypeError, match=r"^Trying to set branches\.length to True, but it must be of type int$"):
+            tree.branches.length = True
+
+    def test_a_category_cannot_be_assigned_to_nor_anything_deleted(self, tree):
+        with pytest.raises(TypeError, match="branches is a category and cannot be assigned to; set .*: length, older"):
+            tree.branches = Branches()
+        with pytest.raises(TypeError, match="height cannot be deleted"):
+            del tree.height
+
+    def test_defaults_belong_to_one_tree(self, tree):
+        tree.names["de"] = "Baum"
+        assert Tree().names == {}
+
+
+class TestTypes:
+    @pytest.mark.parametrize("value", [([1.0],), ([1.0, ("a",)], []), ()], ids=repr)
+    def test_what_is_nested_fits(self, value):
+        assert fits(value, tuple[list[float | tuple[str]], ...])
+
+    @pytest.mark.parametrize("value", [[[1.0]], ([True],), ([("a", "b")],), ([1],), 1.0], ids=repr)
+    def test_what_is_nested_and_of_another_type_does_not(self, value):
+        assert not fits(value, tuple[list[float | tuple[str]], ...])
+
+    @pytest.mark.parametrize(
+        ("value", "hint", "expected"),
+        [
+            ((1, "a"), tuple[int, str], True),
+            ((1,), tuple[int, str], False),
+            ({"a": 1}, dict[str, int], True),
+            ({"a": True}, dict[str, int], False),
+            (Colour.RED, Colour, True),
+            (0, Colour, False),
+        ],
+    )
+    def test_pairs_dictionaries_and_enums(self, value, hint, expected):
+        assert fits(value, hint) is expected
+
+    def test_hints_are_written_as_in_programs(self):
+        assert text_of(tuple[list[float | tuple[str]], ...]) == "tuple[list[float | tuple[str]], ...]"
+
+
+class TestDidYouMean:
+    @pytest.mark.parametrize(
+        ("ask", "meant"),
+        [
+            (lambda tree: tree.heightt, "height"),
+            (lambda tree: tree.branchess, "branches"),
+            (lambda tree: tree.branches.lengt_h, "branches.length"),
+            (lambda tree: tree.colour, "branches.leaves.colour"),
+            (lambda tree: setattr(tree, "heightt", 3), "height"),
+            (lambda tree: setattr(tree.branches, "lengt_h", 3), "branches.length"),
+        ],
+    )
+    def test_a_similar_name_is_suggested(self, tree, ask, meant):
+        with pytest.raises(ValueError, match=rf" is not a valid attribute of this config\. Did you mean '{meant}'\?$"):
+            ask(tree)
+
+    def test_without_one_all_are_listed(self, tree):
+        with pytest.raises(ValueError, match=r"'zzz' is not a valid attribute .* It has length, older, leaves\.$"):
+            _ = tree.branches.zzz
+
+    def test_private_names_are_no_attributes(self, tree):
+        with pytest.raises(ValueError, match="'_own' is not a valid attribute"):
+            tree._own = []
+
+    def test_asking_whether_there_is_one_is_no_error(self, tree):
+        assert hasattr(tree, "height")
+        assert not hasattr(tree, "heightt")
+
+
+class TestMetadata:
+    def test_says_what_is_known_of_an_attribute(self, tree):
+        found = tree.get_attribute_metadata("branches.length")
+        assert (found.name, found.type, found.default, found.__doc__) == ("branches.length", "int", 1, "In metres.")
+        assert (found.effect, found.deprecated) == ("they are longer", False)
+        assert tree.branches.get_attribute_metadata("length") == found
+
+    def test_of_a_category_has_no_type(self, tree):
+        found = tree.get_attribute_metadata("branches")
+        assert (found.type, found.default, found.__doc__) == (None, None, "All branches.")
+
+    @pytest.mark.parametrize("name", ["branches.lengthhh", "height.x", "_metadata", ""])
+    def test_of_what_there_is_not_is_refused(self, tree, name):
+        with pytest.raises(ValueError, match=f"^Could not get attribute metadata for '{name}': "):
+            tree.get_attribute_metadata(name)
+
+    def test_a_name_counts_from_the_category_that_is_asked(self, tree):
+        with pytest.raises(ValueError, match="for 'branches.length': 'branches' is not a valid attribute"):
+            tree.branches.get_attribute_metadata("branches.length")
+
+    def test_checks_values_too(self, tree):
+        found = tree.get_attribute_metadata("branches.length")
+        assert found.check_type(3)
+        with pytest.raises(TypeError, match="must be of type int"):
+            found.check_type(3.0)
+
+
+class TestDeprecation:
+    def test_setting_it_warns(self, tree, caplog):
+        tree.branches.older = 3
+        assert caplog.messages == ["branches.older has been deprecated: use length."]
+
+    def test_nothing_else_does(self, tree, caplog):
+        tree.branches.length = 3
+        assert caplog.messages == []
+
+    def test_what_is_in_a_deprecated_category_is_unless_it_says_why_itself(self, tree, caplog):
+        tree.roots.leaves.colour = Colour.BLUE
+        tree.roots.older = 4
+        why = "has been deprecated: trees have none any more."
+        assert caplog.messages == [f"roots.leaves.colour {why}", "roots.older has been deprecated: use length."]
+        assert tree.get_attribute_metadata("roots.leaves").deprecated_msg == "trees have none any more."
+        assert tree.get_attribute_metadata("branches.leaves").deprecated_msg is None
+
+
+class TestDictionaries:
+    def test_have_full_names_and_numbers_for_enums(self, tree):
+        tree.branches.leaves.colour = Colour.BLUE
+        found = tree.to_dict()
+        assert list(found) == [
+            *("height", "rings", "names", "branches.length", "branches.older"),
+            *("branches.leaves.colour", "branches.leaves.mixed"),
+            *("roots.length", "roots.older", "roots.leaves.colour", "roots.leaves.mixed"),
+        ]
+        assert found["branches.leaves.colour"] == 7
+
+    def test_are_copies(self, tree):
+        tree.to_dict()["names"]["de"] = "Baum"
+        assert tree.names == {}
+        tree.from_dict({**tree.to_dict(), "height": (ring := [1])})
+        ring.append(2)
+        assert tree.height == [1]
+
+    def test_bring_everything_back(self, tree, caplog):
+        tree.height, tree.branches.leaves.colour, tree.branches.leaves.mixed = [2, 3], Colour.BLUE, Colour.RED
+        again = Tree()
+        again.from_dict(tree.to_dict())
+        assert again == tree
+        assert again.branches.leaves.mixed is Colour.RED
+        assert caplog.messages == []
+
+    def test_a_category_takes_its_part(self, tree):
+        tree.branches.length = 9
+        other = Tree()
+        other.branches.from_dict(tree.to_dict())
+        other.roots.leaves.from_dict({"roots.leaves.colour": 7, "roots.leaves.mixed": False})
+        assert (other.branches.length, other.roots.length, other.roots.leaves.colour) == (9, 1, Colour.BLUE)
+
+    def test_what_is_missing_stays_with_a_warning(self, tree, caplog):
+        tree.branches.length = 9
+        tree.from_dict({name: value for name, value in Tree().to_dict().items() if name != "branches.length"})
+        assert tree.branches.length == 9
+        assert caplog.messages == ["branches.length didn't have a value: the existing value will be retained"]
+
+    @pytest.mark.parametrize(
+        ("change", "error", "words"),
+        [
+            ({"branches.length": "9"}, TypeError, "Trying to set branches.length to '9'"),
+            ({"branches.leaves.colour": 3}, ValueError, r"branches.leaves.colour is 3; it is one of 0 \(RED\), 7 \(BL"),
+            ({"branches.lengt_h": 3}, ValueError, "'branches.lengt_h' is not .* Did you mean 'branches.length'"),
+        ],
+    )
+    def test_where_one_value_is_refused_none_is_set(self, tree, change, error, words):
+        with pytest.raises(error, match=words):
+            tree.from_dict({**tree.to_dict(), "height": 8, **change})
+        assert tree == Tree()
+
+    def test_as_json(self, tree):
+        tree.height = "high"
+        assert json.loads(tree.to_json())["height"] == "high"
+
+    @pytest.mark.parametrize("text", ["[1]", "{", "3"])
+    def test_what_is_no_object_of_json_is_refused(self, tree, text):
+        with pytest.raises(ValueError, match="JSON of a configuration is|Expecting"):
+            tree.from_json(text)
+
+
+def test_as_text_it_has_a_line_for_each_attribute():
+    tree = Leaves()
+    assert str(tree) == "colour = Colour.RED\nmixed = False"
+    assert repr(tree) == "Leaves:\n  colour = Colour.RED\n  mixed = False"
+
+
+def test_copies_are_equal_until_one_changes(tree):
+    other = copy.deepcopy(tree)
+    assert other == tree
+    other.branches.leaves.colour = Colour.BLUE
+    assert other != tree
+    assert tree != "a tree"
