@@ -1,6 +1,6 @@
 """PopTorch's interface: `import strategies.torch.poptorch as poptorch`, and programs of PopTorch run, without IPUs."""
 
-from strategies.torch.poptorch import optim
+import strategies.torch.poptorch.optim as optim
 from strategies.torch.poptorch.blocks import (
     BeginBlock,
     Block,
