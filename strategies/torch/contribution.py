@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from collectives.memory import aligned_empty
 from strategies.exchange.transfer import NOT_FINITE
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.quantising import encode
-from strategies.torch.tensors import as_array, as_tensor, dtype_of
+from strategies.torch.tensors import as_array, as_tensor
 
 
 class Contribution:
@@ -27,7 +28,7 @@ class Contribution:
 
     def __init__(self, plan: GradientPlan) -> None:
         self._plan = plan
-        self._numbers = [{buffer.name: place for place, buffer in enumerate(of.buffers)} for of in plan.layouts]
+        self._homes = [_home(plan, number) for number in range(len(plan.parameters))] if not plan.quantised else []
         self._arrays: list[list[np.ndarray | None]] = [[None] * len(layout.buffers) for layout in plan.layouts]
         self._views: dict[int, torch.Tensor] = {}  # of what has been copied once
         self._borrowed: list[tuple[int, int]] = []  # which of the arrays are autograd's
@@ -39,15 +40,12 @@ class Contribution:
             number: of the parameter.
             gradient: in the parameter's shape and dtype.
         """
-        bucket, leaf = self._plan.places[number].bucket, self._plan.places[number].leaf
-        layout = self._plan.layouts[bucket]
-        name, _ = layout.places[leaf]
-        buffer = layout.buffers[self._numbers[bucket][name]]
-        if gradient is not None and buffer.is_of_one and buffer.size == gradient.numel():
-            is_as_it_travels = gradient.is_contiguous() and dtype_of(gradient) == buffer.dtype
+        home = self._homes[number]
+        if gradient is not None and home.is_of_one and gradient.numel() == home.size:
+            is_as_it_travels = gradient.dtype == home.dtype and gradient.is_contiguous()
             if is_as_it_travels:
-                self._arrays[bucket][self._numbers[bucket][name]] = as_array(gradient).reshape(-1)
-                self._borrowed.append((bucket, self._numbers[bucket][name]))
+                self._arrays[home.bucket][home.buffer] = as_array(gradient).reshape(-1)
+                self._borrowed.append((home.bucket, home.buffer))
                 self._views.pop(number, None)
                 return
         view = self._views.get(number)
@@ -111,12 +109,40 @@ class Contribution:
 
     def _room(self, number: int) -> torch.Tensor:
         """The place of a gradient, as a tensor in the dtype in which it travels."""
-        place = self._plan.places[number]
-        layout = self._plan.layouts[place.bucket]
-        name, start = layout.places[place.leaf]
-        where = self._numbers[place.bucket][name]
-        if layout.buffers[where].is_of_one:
-            self._arrays[place.bucket][where] = None  # not what autograd has made once
-        shape = layout.shapes[place.leaf]
-        flat = self._memory(place.bucket, where)[start : start + math.prod(shape)]
+        home = self._homes[number]
+        if home.is_of_one:
+            self._arrays[home.bucket][home.buffer] = None  # not what autograd has made once
+        shape = self._plan.parameters[number].shape
+        flat = self._memory(home.bucket, home.buffer)[home.start : home.start + math.prod(shape)]
         return as_tensor(flat.reshape(shape))
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a gradient lies, and how.
+
+    Attributes:
+        bucket: number of the bucket.
+        buffer: number of the buffer there.
+        start: where it begins in it.
+        is_of_one: whether it has the buffer alone.
+        size: of the buffer.
+        dtype: in which it travels.
+    """
+
+    bucket: int
+    buffer: int
+    start: int
+    is_of_one: bool
+    size: int
+    dtype: torch.dtype
+
+
+def _home(plan: GradientPlan, number: int) -> _Home:
+    place = plan.places[number]
+    layout = plan.layouts[place.bucket]
+    name, start = layout.places[place.leaf]
+    where = [buffer.name for buffer in layout.buffers].index(name)
+    buffer = layout.buffers[where]
+    dtype = as_tensor(np.empty(0, buffer.dtype)).dtype
+    return _Home(place.bucket, where, start, buffer.is_of_one, buffer.size, dtype)

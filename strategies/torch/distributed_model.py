@@ -87,7 +87,7 @@ class DistributedModel(torch.nn.Module):
         self._replica = strategy.replicas.local_replicas.start
         self._step = self._micro_batch = 0
         self._syncs = True
-        self._is_joining = False
+        self._is_alone = strategy.replicas.num_replicas_in_sync == 1
         self._model_buffers = ModelBuffers(module, model_state_aggregation)
         self._begin_alike(0)
         self._masters = [one.clone() for one in self._model_buffers.masters]
@@ -124,11 +124,11 @@ class DistributedModel(torch.nn.Module):
         still over all replicas. At the end all have the parameters and buffers of an instance that made most steps;
         the optimizers of the others are behind. Without it instances that end too early are an error on all.
         """
-        self._is_joining = True
         yield
+        if self._is_alone:
+            return
         while not self._join_once():
             pass
-        self._is_joining = False
         steps = self._strategy.communicator.all_gather(np.array(self._step), name="steps made")
         self._begin_alike(int(steps.argmax()))
         self._step = int(steps.max())
@@ -141,13 +141,21 @@ class DistributedModel(torch.nn.Module):
             return
         if self._round is None:
             self._round = _Round(self._exchange.plan)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            end = self._count if self._is_alone else self._end
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        if self._is_alone:
+            return
         if self._round.has_come[number]:
             raise StrategyError(
                 f"the gradient of {self._named[number][0]} has come twice in one backward pass, as of parameters in "
                 "several reentrant checkpoints; use checkpoint(..., use_reentrant=False)"
             )
         self._take(self._round, number, parameter.grad)
+
+    def _count(self) -> None:
+        """The backward pass of a replica that is alone has ended."""
+        self._round = None
+        self._step, self._micro_batch = self._step + 1, 0
 
     def _take(self, round_: _Round, number: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None and gradient.layout is not torch.strided:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -69,8 +69,10 @@ class GradientExchange:
         self.plan, self.names = plan, names
         self._means = Means(communicator, replicas, plan.quantised)
         self._buckets = plan.buckets(_private if is_private else communicator.allocate)
-        arrays = [plan.mean(number, self._buckets, self._means.of_payload) for number in range(len(plan.parameters))]
-        self._received = [as_tensor(array) for array in arrays]
+        self._own_buckets = list(self._buckets)
+        self._dtypes = [as_tensor(np.empty(0, parameter.dtype)).dtype for parameter in plan.parameters]
+        self._is_alone = replicas == 1 and plan.quantised is None
+        self._received = self._views()
         self._converted: dict[int, torch.Tensor] = {}
 
     def reduce(self, bucket: int, contributions: Sequence[Sequence[np.ndarray]]) -> None:
@@ -80,7 +82,17 @@ class GradientExchange:
             bucket: its number.
             contributions: for each of its buffers those of the local replicas.
         """
-        self._means.reduce(self._buckets[bucket], contributions)
+        if self._is_alone:  # the mean of one is what it is
+            results = tuple(of_buffer[0] for of_buffer in contributions)
+            self._buckets[bucket] = replace(self._buckets[bucket], results=results)
+        else:
+            self._means.reduce(self._buckets[bucket], contributions)
+
+    def let_go(self) -> None:
+        """Give back what the last step has left, which are the gradients themselves where one replica is alone."""
+        if self._is_alone:
+            self._buckets = list(self._own_buckets)
+            self._received = []
 
     @property
     def tail(self) -> Tail:
@@ -91,15 +103,22 @@ class GradientExchange:
     def means(self, scale: float) -> list[torch.Tensor]:
         """The mean gradients in the dtypes of their parameters, this instance's part of those that are scattered.
 
-        They are in the same memory in every step.
+        They are valid until the next step.
 
         Args:
             scale: by which they are divided.
         """
+        if self._is_alone:
+            self._received = self._views()
         return [self._mean(number, received, scale) for number, received in enumerate(self._received)]
 
+    def _views(self) -> list[torch.Tensor]:
+        """Where the means are."""
+        numbers = range(len(self.plan.parameters))
+        return [as_tensor(self.plan.mean(number, self._buckets, self._means.of_payload)) for number in numbers]
+
     def _mean(self, number: int, received: torch.Tensor, scale: float) -> torch.Tensor:
-        dtype = as_tensor(np.empty(0, self.plan.parameters[number].dtype)).dtype
+        dtype = self._dtypes[number]
         if dtype == received.dtype and scale == 1:
             return received
         mean = self._converted.get(number)

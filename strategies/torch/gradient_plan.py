@@ -129,6 +129,13 @@ class GradientPlan:
 
     def is_scattered(self, number: int) -> bool:
         """Whether an instance gets only its part of the mean of a gradient."""
+        return self._scattered[number]
+
+    @cached_property
+    def _scattered(self) -> tuple[bool, ...]:
+        return tuple(self._has_parts(number) for number in range(len(self.parameters)))
+
+    def _has_parts(self, number: int) -> bool:
         if self.shards is None or self.transfer.is_quantised or not self.shards.divides(self.parameters[number]):
             return False
         place = self.places[number]

@@ -19,6 +19,7 @@ from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_run import LossFunction, ReplicaRun, Turn
 from strategies.torch.tensors import parts_of
+from strategies.torch.threads import intra_op_threads
 
 
 @dataclass
@@ -40,6 +41,8 @@ class LocalReplicas:
         loss_fn: see `LossFunction`.
         options: of the step.
         make_plan: (names of the metrics) -> how gradients travel; called in the thread that collects, once.
+        streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs, from
+            the second step on, in the thread that begins.
 
     Attributes:
         runs: one for each.
@@ -53,18 +56,20 @@ class LocalReplicas:
         loss_fn: LossFunction,
         options: TorchOptions,
         make_plan: Callable[[tuple[str, ...]], GradientPlan],
+        streams: bool = True,
     ) -> None:
         self.replicas = replicas
         self.runs = [ReplicaRun(replica, module, loss_fn, options) for replica in replicas]
         self.plan: GradientPlan | None = None
         self.names: tuple[str, ...] = ()
         self._make_plan = make_plan
+        self._is_in_turn = len(replicas) == 1 and not streams
         self._first = _Names()
         self._lock = threading.Lock()
         self._begun: list[Future[None]] = []
         at_once = min(len(replicas), len(os.sched_getaffinity(0)))
-        intra_op = options.intra_op_threads
-        self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (intra_op,))
+        self._intra_op = options.intra_op_threads
+        self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
 
     def close(self) -> None:
         """End the threads, when they have done what was begun."""
@@ -100,11 +105,24 @@ class LocalReplicas:
             for event in run.finished:
                 event.clear()
         self._begun = [
-            self._threads.submit(run.compute, part, replace(turn, residuals=own))
+            self._submit(run, part, replace(turn, residuals=own))
             for run, part, own in zip(self.runs, parts, residuals or [()] * len(self.runs), strict=True)
         ]
         if self.plan is None:
             self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
+
+    def _submit(self, run: ReplicaRun, part: Batch, turn: Turn) -> Future[None]:
+        if not self._is_in_turn or self.plan is None:
+            return self._threads.submit(run.compute, part, turn)
+        future: Future[None] = Future()
+        try:
+            with intra_op_threads(self._intra_op):
+                run.compute(part, turn)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return future
 
     def collect(self) -> Iterator[tuple[int, list[list[np.ndarray]]]]:
         """The number of each bucket when it is ready, and for each of its buffers the arrays of the local replicas.

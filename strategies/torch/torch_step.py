@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.program_lines import lines_of_function, lines_of_module, lines_of_optimizer
 from strategies.torch.replica_run import LossFunction, Turn
 from strategies.torch.tensors import as_array, dtype_of, tensors_of
+from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import Training
 
 
@@ -134,6 +134,7 @@ class TorchStep:
             self._compare()
         given, batch = batch, tensors_of(batch)
         local = self._prepared(given, batch)
+        self._let_go()
         scale = 1.0 if training.scale is None else float(training.scale.scale)
         buffers = training.buffers
         turn = Turn(training.step, scale, self._notice.is_given, local.planned, buffers.masters, buffers.moving, ())
@@ -146,6 +147,13 @@ class TorchStep:
                 self._exchange.reduce(number, contributions)
         assert self._exchange is not None
         return self._finish(batch, local, self._exchange, scale)
+
+    def _let_go(self) -> None:
+        """Give the gradients of the last step back, before there are others."""
+        for parameter in self._training.module.parameters():
+            parameter.grad = None
+        if self._exchange is not None:
+            self._exchange.let_go()
 
     def _finish(self, batch: Batch, local: LocalReplicas, exchange: GradientExchange, scale: float) -> Metrics:
         """Apply what the exchange has brought."""
@@ -259,13 +267,19 @@ class TorchStep:
             self._exchange = None
             self._agreed.clear()
             local, module = self._replicas.local_replicas, self._training.module
-            self._local = LocalReplicas(local, module, self._loss_fn, self._options, self._plan)
+            self._local = LocalReplicas(local, module, self._loss_fn, self._options, self._plan, self._streams)
         tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
         key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
         if key not in self._agreed:
             self._agree(given, batch)
             self._agreed.add(key)
         return self._local
+
+    @property
+    def _streams(self) -> bool:
+        """Whether gradients travel while the backward pass runs."""
+        streams = self._options.stream_gradients
+        return self._replicas.communicator.size > 1 if streams is None else streams
 
     @property
     def _is_connected_anew(self) -> bool:
@@ -293,9 +307,8 @@ class TorchStep:
         training, options, communicator = self._training, self._options, self._replicas.communicator
         named = [(name, one) for name, one in training.module.named_parameters() if one.requires_grad]
         parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in named)
-        streams = communicator.size > 1 if options.stream_gradients is None else options.stream_gradients
         tail = Tail.size(len(names), len(parameters), len(training.buffers.slots))
-        plan = GradientPlan(parameters, options.transfer, streams, training.update.shards, tail)
+        plan = GradientPlan(parameters, options.transfer, self._streams, training.update.shards, tail)
         is_plain = type(training.optimizer).__module__.startswith("torch.optim")
         is_private = not is_plain or options.before_update is not None
         count = self._replicas.num_replicas_in_sync
@@ -328,19 +341,6 @@ def _shape_for_one(leaf: Any, local: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return None
     return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))
-
-
-@contextmanager
-def intra_op_threads(count: int) -> Iterator[None]:
-    """Have PyTorch use so many threads for one operator, in this thread."""
-    before = torch.get_num_threads()
-    if before != count:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if before != count:
-            torch.set_num_threads(before)
 
 
 def _metrics_of(names: tuple[str, ...], tail: Tail, training: Training) -> Metrics:
