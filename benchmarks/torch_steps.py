@@ -41,6 +41,7 @@ class Transformer(nn.Module):
         self.first, self.layers, self.last = nn.Linear(28, 128), nn.TransformerEncoder(layer, 3), nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits of images [N, 1, 28, 28], whose lines are a sequence."""
         return self.last(self.layers(self.first(x[:, 0])).mean(1))
 
 
@@ -59,11 +60,14 @@ MODELS = {"cnn": cnn, "mlp": mlp, "transformer": Transformer}
 
 
 class WithLoss(nn.Module):
+    """As PopTorch wants it."""
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits and the loss."""
         output = self.module(x)
         return output, F.cross_entropy(output, y)
 
@@ -108,10 +112,10 @@ def connect_gloo(strategy: strategies.Strategy) -> None:
     torch.distributed.init_process_group("gloo")
 
 
-def medians_ms(steps: dict[str, Callable[[], object]], meet: Callable[[], object]) -> dict[str, float]:
+def medians_ms(steps: dict[str, Callable[[], object]], meet: Callable[[], object], rounds: int) -> dict[str, float]:
     """Of each kind of step the median over rounds of the mean of some steps; the kinds take turns."""
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         for name, step in steps.items():
             meet()
             began = time.perf_counter()
@@ -122,7 +126,7 @@ def medians_ms(steps: dict[str, Callable[[], object]], meet: Callable[[], object
     return {name: median(each) for name, each in found.items()}
 
 
-def compare(names: list[str]) -> dict[str, dict[str, float]]:
+def compare(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
     """All kinds of steps, for some models."""
     popdist.init()
     strategy = strategies.PopDistStrategy()
@@ -140,11 +144,11 @@ def compare(names: list[str]) -> dict[str, dict[str, float]]:
         steps["DistributedModel"] = in_a_loop(strategies.torch.DistributedModel(copy.deepcopy(module), strategy), x, y)
         steps["Trainer"] = by_trainer(strategy, copy.deepcopy(module), x, y)
         steps["trainingModel"] = by_poptorch(strategy, copy.deepcopy(module), x, y)
-        found[name] = medians_ms(steps, lambda: strategy.communicator.barrier(name="round"))
+        found[name] = medians_ms(steps, lambda: strategy.communicator.barrier(name="round"), rounds)
     return found if strategy.instance_index == 0 else {}
 
 
-def compare_local(names: list[str], replicas: int) -> dict[str, dict[str, float]]:
+def compare_local(names: list[str], replicas: int, rounds: int) -> dict[str, dict[str, float]]:
     """Replicas of one process at once, against as many steps of plain PyTorch one after another."""
     torch.set_num_threads(1)
     found = {}
@@ -157,7 +161,7 @@ def compare_local(names: list[str], replicas: int) -> dict[str, dict[str, float]
             "one after another": lambda alone=alone: [alone() for _ in range(replicas)],
             "at once": by_trainer(strategies.IPUStrategy(replicas), copy.deepcopy(module), x, y),
         }
-        found[name] = medians_ms(steps, lambda: None)
+        found[name] = medians_ms(steps, lambda: None, rounds)
     return found
 
 
@@ -169,13 +173,14 @@ class Blocks(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A number."""
         for number, layer in enumerate(self.layers):
             with poptorch.Block(f"B{number}"):
                 x = torch.tanh(layer(x))
         return x.square().mean()
 
 
-def compare_pipeline(count: int = 16) -> dict[str, dict[str, float]]:
+def compare_pipeline(rounds: int, count: int = 16) -> dict[str, dict[str, float]]:
     """A step with and without waiting for turns: all stages on one device do not wait."""
     found = {}
     steps = {}
@@ -186,7 +191,7 @@ def compare_pipeline(count: int = 16) -> dict[str, dict[str, float]]:
         options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
         training = poptorch.trainingModel(Blocks(), options)
         steps[name] = lambda training=training: training(torch.ones(count, 8))
-    found["four blocks"] = medians_ms(steps, lambda: None)
+    found["four blocks"] = medians_ms(steps, lambda: None, rounds)
     row = found["four blocks"]
     row["per block and micro-batch"] = (row["four devices"] - row["one device"]) / (4 * count)
     return found
@@ -198,13 +203,14 @@ def main() -> None:
     parser.add_argument("--local-replicas", type=int)
     parser.add_argument("--pipeline", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     if arguments.pipeline:
-        found = compare_pipeline()
+        found = compare_pipeline(arguments.rounds)
     elif arguments.local_replicas:
-        found = compare_local(arguments.models, arguments.local_replicas)
+        found = compare_local(arguments.models, arguments.local_replicas, arguments.rounds)
     else:
-        found = compare(arguments.models)
+        found = compare(arguments.models, arguments.rounds)
     if arguments.json:
         print(json.dumps(found))
         return

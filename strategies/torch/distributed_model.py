@@ -46,6 +46,7 @@ class DistributedModel(torch.nn.Module):
         gradient_transfer_dtype: float16 or bfloat16: how gradients travel; None for their own dtypes.
         model_state_aggregation: see `TorchOptions`; buffers are agreed on at the end of each backward pass.
         intra_op_threads: of this thread, see `TorchOptions`; None leaves them as they are.
+        stream_gradients: see `TorchOptions`; otherwise gradients are exchanged at the end of the backward pass.
 
     Attributes:
         module: see above.
@@ -63,6 +64,7 @@ class DistributedModel(torch.nn.Module):
         gradient_transfer_dtype: torch.dtype | str | None = None,
         model_state_aggregation: Aggregation = None,
         intra_op_threads: int | None = 1,
+        stream_gradients: bool | None = None,
     ) -> None:
         super().__init__()
         options = TorchOptions(
@@ -87,6 +89,7 @@ class DistributedModel(torch.nn.Module):
         self._replica = strategy.replicas.local_replicas.start
         self._step = self._micro_batch = 0
         self._syncs = True
+        self._streams = strategy.replicas.streams_gradients if stream_gradients is None else stream_gradients
         self._is_alone = strategy.replicas.num_replicas_in_sync == 1
         self._model_buffers = ModelBuffers(module, model_state_aggregation)
         self._begin_alike(0)
@@ -162,7 +165,14 @@ class DistributedModel(torch.nn.Module):
             raise StrategyError(f"the gradient of {self._named[number][0]} is sparse; make its layer with sparse=False")
         self._contribution.take(number, gradient)
         for bucket in round_.take(number, gradient is not None):
+            self._begin(round_, bucket)
+
+    def _begin(self, round_: _Round, bucket: int) -> None:
+        """Have a bucket exchanged, here or meanwhile."""
+        if self._streams:
             round_.begun.append(self._thread.submit(self._reduce, bucket))
+        else:
+            self._reduce(bucket)
 
     def _reduce(self, bucket: int) -> None:
         self._exchange.reduce(bucket, [[array] for array in self._contribution.arrays(bucket)])
@@ -187,7 +197,7 @@ class DistributedModel(torch.nn.Module):
         ]
         flags = [float(has_gradient) for has_gradient in round_.has_gradient]
         self._contribution.set_tail([float(is_active), 0.0, *flags, *changes])
-        round_.begun.append(self._thread.submit(self._reduce, len(self._exchange.plan.members) - 1))
+        self._begin(round_, len(self._exchange.plan.members) - 1)
         for future in round_.begun:
             future.result()
         tail = self._exchange.tail
@@ -240,7 +250,7 @@ class DistributedModel(torch.nn.Module):
     def _new_exchange(self) -> GradientExchange:
         parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in self._named)
         tail = Tail.size(1, len(parameters), len(self._model_buffers.slots))
-        plan = GradientPlan(parameters, self._options.transfer, streams=True, tail=tail)
+        plan = GradientPlan(parameters, self._options.transfer, streams=self._streams, tail=tail)
         replicas = self._strategy.replicas
         count = replicas.num_replicas_in_sync
         return GradientExchange(plan, ("active",), replicas.communicator, count, is_private=True)

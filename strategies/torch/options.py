@@ -67,8 +67,8 @@ class TorchOptions:
         model_state_aggregation: how replicas agree on the buffers that a step has changed: "mean" or "first", for all
             of them or by their names; None: the mean of floating-point ones, and replica 0's of others.
         intra_op_threads: of each replica, and of the update: part of what decides bits, so the same everywhere.
-        stream_gradients: whether gradients travel while the backward pass still runs. None: where there are several
-            instances.
+        stream_gradients: whether gradients travel while the backward pass still runs, the same on all instances. None:
+            over a network, that is with `variables_on_host`. In the memory of a host waiting takes a core.
         before_update: called with the module on every instance when it has the mean gradients, in the `grad` of its
             parameters, and before they are applied: to clip them, say.
         pipeline: how the blocks of a module run as stages of a pipeline; None: one after another.

@@ -279,7 +279,7 @@ class TorchStep:
     def _streams(self) -> bool:
         """Whether gradients travel while the backward pass runs."""
         streams = self._options.stream_gradients
-        return self._replicas.communicator.size > 1 if streams is None else streams
+        return self._replicas.streams_gradients if streams is None else streams
 
     @property
     def _is_connected_anew(self) -> bool:

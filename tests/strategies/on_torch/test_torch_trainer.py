@@ -68,7 +68,7 @@ class TestBits:
             {"gradient_transfer_dtype": "int8"},
             {"compute_dtype": torch.bfloat16},
             {"compute_dtype": "bfloat16", "loss_scaling": "dynamic"},
-            {"stream_gradients": False},
+            {"stream_gradients": True},
             {"before_update": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 0.1)},
         ],
         ids=str,
