@@ -36,17 +36,21 @@ TRANSPORTS = {
     "collectives/network/peer.py": {"grpc"},
     "collectives/network/wire.py": {"grpc"},
     "collectives/network/worker.py": {"grpc"},
+    "launch_scripts/keras_digits.py": {"keras"},
+    "launch_scripts/listings/keras_pipelined.py": {"keras"},
+    "launch_scripts/listings/keras_quick_start.py": {"keras"},
+    "launch_scripts/listings/poptorch_network.py": {"torch"},
     "launch_scripts/poptorch_digits.py": {"torch"},
     "launch_scripts/torch_digits.py": {"torch"},
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
     "strategies/data/grain_source.py": {"absl", "grain"},
 }
-OF_FOLDERS = {"strategies/torch": {"torch"}, "launch_scripts/listings": {"torch"}}
-"""What only the files of a folder may import."""
+LIBRARIES = {"strategies/keras": {"keras"}, "strategies/torch": {"torch"}}
 POPRUN_MAY_KNOW = tuple(
     f"popdist.{name}" for name in ("environments", "errors", "instance", "records", "version", "xla")
 )
-PUBLIC = {"popdist", "popdist.poptorch", "strategies", "strategies.torch", "strategies.torch.poptorch", "collectives"}
+OF_TORCH = {"popdist.poptorch", "strategies.torch", "strategies.torch.poptorch"}
+PUBLIC = {"popdist", "strategies", "strategies.keras", "collectives", *OF_TORCH}
 
 
 def modules_of(package: str) -> list[Path]:
@@ -64,11 +68,11 @@ def imports_of(path: Path) -> Iterator[str]:
             yield node.module
 
 
-def allowed_to(path: Path) -> set[str]:
-    """What a file may import besides what its package may."""
-    name = path.relative_to(ROOT).as_posix()
-    of_folders = [also for folder, also in OF_FOLDERS.items() if name.startswith(f"{folder}/")]
-    return TRANSPORTS.get(name, set()).union(*of_folders)
+def allowed_in(path: Path) -> set[str]:
+    """What a file may import besides what its package may: a transport, or the library of its room."""
+    file = path.relative_to(ROOT).as_posix()
+    rooms = [libraries for room, libraries in LIBRARIES.items() if file.startswith(f"{room}/")]
+    return TRANSPORTS.get(file, set()).union(*rooms)
 
 
 def is_foreign(name: str, siblings: set[str]) -> bool:
@@ -84,7 +88,7 @@ def test_a_package_imports_only_the_layers_below(package: str) -> None:
         for path in modules_of(package)
         for name in imports_of(path)
         if is_foreign(name.partition(".")[0], siblings)
-        and name.partition(".")[0] not in ALLOWED[package] | allowed_to(path)
+        and name.partition(".")[0] not in ALLOWED[package] | allowed_in(path)
     ]
     assert forbidden == []
 
@@ -146,7 +150,7 @@ def test_collectives_load_no_transport() -> None:
 
 
 def test_strategies_load_no_launcher_and_no_transport() -> None:
-    assert loaded_by("strategies") & {"mpi4py", "orbax", "poprun", "torch"} == set()
+    assert loaded_by("strategies") & {"keras", "mpi4py", "orbax", "poprun", "torch"} == set()
 
 
 def test_no_other_packages_are_imported_by_name() -> None:

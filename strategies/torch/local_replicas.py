@@ -41,8 +41,8 @@ class LocalReplicas:
         loss_fn: see `LossFunction`.
         options: of the step.
         make_plan: (names of the metrics) -> how gradients travel; called in the thread that collects, once.
-        streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs, from
-            the second step on, in the thread that begins.
+        streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
+            from the second step on, in the thread that begins.
 
     Attributes:
         runs: one for each.
