@@ -40,14 +40,18 @@ TRANSPORTS = {
     "launch_scripts/keras_digits.py": {"keras"},
     "launch_scripts/listings/keras_pipelined.py": {"keras"},
     "launch_scripts/listings/keras_quick_start.py": {"keras"},
+    "launch_scripts/listings/poptorch_network.py": {"torch"},
+    "launch_scripts/poptorch_digits.py": {"torch"},
+    "launch_scripts/torch_digits.py": {"torch"},
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
     "strategies/data/grain_source.py": {"absl", "grain"},
 }
-LIBRARIES = {"strategies/keras": {"keras"}}
+LIBRARIES = {"strategies/keras": {"keras"}, "strategies/torch": {"torch"}}
 POPRUN_MAY_KNOW = tuple(
     f"popdist.{name}" for name in ("environments", "errors", "instance", "records", "version", "xla")
 )
-PUBLIC = {"popdist", "strategies", "strategies.keras", "collectives"}
+OF_TORCH = {"popdist.poptorch", "strategies.torch", "strategies.torch.poptorch"}
+PUBLIC = {"popdist", "strategies", "strategies.keras", "collectives", *OF_TORCH}
 
 
 def modules_of(package: str) -> list[Path]:
@@ -147,7 +151,7 @@ def test_collectives_load_no_transport() -> None:
 
 
 def test_strategies_load_no_launcher_and_no_transport() -> None:
-    assert loaded_by("strategies") & {"keras", "mpi4py", "orbax", "poprun"} == set()
+    assert loaded_by("strategies") & {"keras", "mpi4py", "orbax", "poprun", "torch"} == set()
 
 
 def test_no_other_packages_are_imported_by_name() -> None:

@@ -29,6 +29,7 @@ from strategies.comparing.agreement import broadcast_text
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
 from strategies.gradients.arguments import are_used_up, check_state
+from strategies.host_arrays import HostArray
 from strategies.numbers import positive
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.membership import meet, surviving
@@ -193,9 +194,7 @@ class Checkpoints:
             self._dataset.restore(training.position)
         self.last_step = self._gathered_step = self._seen = training.step
         self.extra, self._last_metrics = dict(training.extra), dict(training.metrics)
-        received = {
-            name: _like(leaf, self._strategy.broadcast({name: saved[name]})[name]) for name, leaf in arrays.items()
-        }
+        received = {name: self._received(name, leaf, saved[name]) for name, leaf in arrays.items()}
         return _with_arrays(state, received, training.step)
 
     def save(
@@ -392,6 +391,13 @@ class Checkpoints:
             name: values[name] if name in values else _room(leaf) for name, leaf in arrays.items()
         }
 
+    def _received(self, name: str, leaf: Any, array: Any) -> Any:
+        """What this instance is to have in place of `leaf`, of an array that instance 0 has read; a collective call."""
+        if _is_on_host(leaf):  # JAX would take 32 of its 64 bits
+            received = self._strategy.communicator.broadcast(np.array(array, order="C"), 0, name=name)
+            return leaf.of(received) if isinstance(leaf, PartOfArray) else received
+        return _like(leaf, self._strategy.broadcast({name: array})[name])
+
     def _mismatch(self, training: Training, arrays: Mapping[str, Any], other_replicas: bool) -> str:
         """Why the checkpoint cannot be the beginning of this training; empty if it can."""
         assert self._folder is not None
@@ -447,12 +453,17 @@ def _stand_back() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
+def _is_on_host(leaf: Any) -> bool:
+    """Whether it is memory in which a training goes on, or a part of an array there."""
+    return isinstance(leaf, HostArray) or (isinstance(leaf, PartOfArray) and isinstance(leaf.local, np.ndarray))
+
+
 def _room(leaf: Any) -> Any:
     """An array of that shape and dtype, to be filled."""
     return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, PartOfArray) else leaf
 
 
-def _like(leaf: Any, array: jax.Array) -> jax.Array:
+def _like(leaf: Any, array: jax.Array) -> Any:
     """What this instance has of an array, as of `leaf`, and where that lies."""
     if isinstance(leaf, PartOfArray):
         return leaf.of(array)

@@ -14,7 +14,7 @@ import numpy as np
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoint_folder import TRAINING, CheckpointFolder, fault_of, shown
 from strategies.errors import CheckpointError
-from strategies.roles import Variables
+from strategies.roles import Tree, Variables
 
 logger = logging.getLogger(__name__)
 
@@ -43,43 +43,72 @@ def load_variables(
         CheckpointError: if there is no such checkpoint, it is damaged, or has other variables than `like`.
         ValueError: if both `step` and `best` are given.
     """
+    checkpoint = find_checkpoint(path, step=step, best=best)
+    return _variables(checkpoint, like)
+
+
+def find_checkpoint(path: str | Path, *, step: int | None = None, best: Best | None = None) -> Path:
+    """The checkpoint that `load_variables` reads; see there.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+        ValueError: if both `step` and `best` are given.
+    """
     path = Path(path)
     if step is not None and best is not None:
         raise ValueError("step and best both say which checkpoint to read; give one of them")
     if (path / TRAINING).exists():
-        return _checked(path, like)
+        return _checked(path)
     folder = CheckpointFolder(path, keep=1)
     if step is not None:
-        return _checked(folder.of_step(step), like)
+        return _checked(folder.of_step(step))
     candidates = folder.steps()[::-1] if best is None else best.steps(folder.metrics())
     for candidate in candidates:
         checkpoint = folder.of_step(candidate)
         fault = fault_of(checkpoint)
         if not fault:
-            return _variables(checkpoint, like)
+            return checkpoint
         logger.warning("checkpoint %s is damaged (%s)", checkpoint, fault)
     what = "whole checkpoint" if best is None else f"whole checkpoint that was saved with the metric {best.metric!r}"
     raise CheckpointError(f"there is no {what} in {folder.path}; name the folder that Checkpoints was given")
 
 
-def _checked(checkpoint: Path, like: Variables) -> Variables:
-    """The variables of a checkpoint, if it is there and whole."""
+def _checked(checkpoint: Path) -> Path:
+    """The checkpoint, if it is there and whole."""
     if not checkpoint.is_dir():
         known = ", ".join(map(str, CheckpointFolder(checkpoint.parent, keep=1).steps()))
         raise CheckpointError(f"there is no checkpoint {checkpoint}; there are those of the steps {known or '(none)'}")
     if fault := fault_of(checkpoint):
         raise CheckpointError(f"checkpoint {checkpoint} is damaged ({fault}); use another one")
-    return _variables(checkpoint, like)
+    return checkpoint
+
+
+def load_part(checkpoint: Path, part: str) -> Tree:
+    """A part of the state in a checkpoint, such as `.variables`, in nested dictionaries and lists.
+
+    Args:
+        checkpoint: what `find_checkpoint` has returned.
+        part: what the names of its arrays begin with.
+
+    Returns:
+        NumPy arrays; an empty dictionary where there are none.
+    """
+    found = _named(checkpoint, part)
+    return _nested(checkpoint, found) if found else {}
 
 
 def _variables(checkpoint: Path, like: Variables) -> Variables:
-    _, arrays = CheckpointFolder(checkpoint.parent, keep=1).read(checkpoint)
-    found = {
-        name.removeprefix(VARIABLES): np.array(array)  # a copy, which does not keep the optimizer state in memory
-        for name, array in arrays.items()
-        if name.startswith(VARIABLES)
-    }
+    found = _named(checkpoint, VARIABLES)
     return _nested(checkpoint, found) if like is None else _structured(checkpoint, found, like)
+
+
+def _named(checkpoint: Path, part: str) -> dict[str, np.ndarray]:
+    _, arrays = CheckpointFolder(checkpoint.parent, keep=1).read(checkpoint)
+    return {
+        name.removeprefix(part): np.array(array)  # a copy, which does not keep the rest in memory
+        for name, array in arrays.items()
+        if name.startswith(part)
+    }
 
 
 def _structured(checkpoint: Path, found: Mapping[str, np.ndarray], like: Variables) -> Variables:

@@ -57,23 +57,45 @@ def compare(replicas: Replicas, tree: Any, step: int) -> Any:
         majority.
 
     Raises:
+        DivergenceError: see `majority_of`.
+    """
+    source, is_other = _compared(replicas, tree, step)
+    if source is None:
+        return tree
+    majority = replicas.broadcast(tree, source)
+    return majority if is_other else tree
+
+
+def majority_of(replicas: Replicas, tree: Any, step: int) -> int | None:
+    """An instance that has what most have, where some have other bits; None where none has. A collective call.
+
+    Args:
+        replicas: see `compare`.
+        tree: see there.
+        step: for messages.
+
+    Raises:
         DivergenceError: on all instances if their bits differ, and the job does not carry on or there is no majority.
     """
+    return _compared(replicas, tree, step)[0]
+
+
+def _compared(replicas: Replicas, tree: Any, step: int) -> tuple[int | None, bool]:
+    """`majority_of`, and whether this instance has other bits."""
     mine = np.array([*digest_of(tree), replicas.first_index], np.uint64)
     gathered = replicas.communicator.all_gather(mine, name="digests of the state")
     differ = instances_that_differ([(int(mixed), int(total)) for mixed, total, _ in gathered])
     if not differ:
-        return tree
+        return None, False
     if len(differ) == len(gathered):
         raise DivergenceError(f"before step {step} the instances have different bits, and no majority has the same")
     who = f"{'instance' if len(differ) == 1 else 'instances'} {', '.join(str(gathered[each, 2]) for each in differ)}"
     if not replicas.can_carry_on:
         raise DivergenceError(f"before step {step} {who} had other bits than the other {len(gathered) - len(differ)}")
     source = next(instance for instance in range(len(gathered)) if instance not in differ)
-    majority = replicas.broadcast(tree, source)
     if replicas.instance_index == source:
         logger.warning("before step %d %s had other bits than the others, and got theirs", step, who)
-    return majority if replicas.instance_index in differ else tree
+    return source, replicas.instance_index in differ
 
 
 def flip_bit(variables: Any) -> Any:

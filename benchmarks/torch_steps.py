@@ -1,0 +1,222 @@
+"""Steps of modules of PyTorch: alone, with DDP over gloo, and with `strategies.torch`, in turns in the same processes.
+
+    poprun --num-instances 2 --num-replicas 2 python benchmarks/torch_steps.py
+    python benchmarks/torch_steps.py --local-replicas 4    4 replicas in this process, against one after another
+    python benchmarks/torch_steps.py --pipeline            what waiting for turns costs for each block and micro-batch
+
+Every process needs a core of its own; only ratios of one run mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import popdist
+import strategies
+import strategies.torch
+import strategies.torch.poptorch as poptorch
+
+BATCH = 64
+ROUNDS, STEPS = 7, 10
+
+
+class Transformer(nn.Module):
+    """Three layers, width 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        self.first, self.layers, self.last = nn.Linear(28, 128), nn.TransformerEncoder(layer, 3), nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits of images [N, 1, 28, 28], whose lines are a sequence."""
+        return self.last(self.layers(self.first(x[:, 0])).mean(1))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1352, 8), nn.ReLU(), nn.Linear(8, 10)
+    )
+
+
+def mlp() -> nn.Module:
+    layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+MODELS = {"cnn": cnn, "mlp": mlp, "transformer": Transformer}
+
+
+class WithLoss(nn.Module):
+    """As PopTorch wants it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits and the loss."""
+        output = self.module(x)
+        return output, F.cross_entropy(output, y)
+
+
+def in_a_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def by_trainer(strategy: strategies.Strategy, module: nn.Module, x: torch.Tensor, y: torch.Tensor):
+    optimizer = torch.optim.Adam(module.parameters())
+    trainer = strategies.torch.Trainer(
+        strategy, module, lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]), optimizer
+    )
+    return lambda: trainer.step((x, y))
+
+
+def by_poptorch(strategy: strategies.Strategy, module: nn.Module, x: torch.Tensor, y: torch.Tensor):
+    options = poptorch.Options()
+    options._strategy = strategy
+    wrapped = WithLoss(module)
+    training = poptorch.trainingModel(wrapped, options, torch.optim.Adam(wrapped.parameters()))
+    return lambda: training(x, y)
+
+
+def connect_gloo(strategy: strategies.Strategy) -> None:
+    """All instances, as ranks of torch.distributed."""
+    port = np.zeros(1, np.int64)
+    if strategy.instance_index == 0:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port[0] = found.getsockname()[1]
+    strategy.communicator.broadcast(port, 0, name="port")
+    rank, size = str(strategy.instance_index), str(strategy.num_instances)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "RANK": rank, "WORLD_SIZE": size}
+    torch.distributed.init_process_group("gloo")
+
+
+def medians_ms(steps: dict[str, Callable[[], object]], meet: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Of each kind of step the median over rounds of the mean of some steps; the kinds take turns."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            meet()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            if number:  # the first round is to get warm
+                found[name].append((time.perf_counter() - began) / STEPS * 1e3)
+    return {name: median(each) for name, each in found.items()}
+
+
+def compare(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
+    """All kinds of steps, for some models."""
+    popdist.init()
+    strategy = strategies.PopDistStrategy()
+    torch.set_num_threads(1)
+    if strategy.num_instances > 1:
+        connect_gloo(strategy)
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        module, x, y = MODELS[name](), torch.randn(BATCH, 1, 28, 28), torch.randint(0, 10, (BATCH,))
+        steps = {"torch alone": in_a_loop(copy.deepcopy(module), x, y)}
+        if strategy.num_instances > 1:
+            ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=True)
+            steps["DDP"] = in_a_loop(ddp, x, y)
+        steps["DistributedModel"] = in_a_loop(strategies.torch.DistributedModel(copy.deepcopy(module), strategy), x, y)
+        steps["Trainer"] = by_trainer(strategy, copy.deepcopy(module), x, y)
+        steps["trainingModel"] = by_poptorch(strategy, copy.deepcopy(module), x, y)
+        found[name] = medians_ms(steps, lambda: strategy.communicator.barrier(name="round"), rounds)
+    return found if strategy.instance_index == 0 else {}
+
+
+def compare_local(names: list[str], replicas: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Replicas of one process at once, against as many steps of plain PyTorch one after another."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        module = MODELS[name]()
+        x, y = torch.randn(replicas * BATCH, 1, 28, 28), torch.randint(0, 10, (replicas * BATCH,))
+        alone = in_a_loop(copy.deepcopy(module), x[:BATCH], y[:BATCH])
+        steps = {
+            "one after another": lambda alone=alone: [alone() for _ in range(replicas)],
+            "at once": by_trainer(strategies.IPUStrategy(replicas), copy.deepcopy(module), x, y),
+        }
+        found[name] = medians_ms(steps, lambda: None, rounds)
+    return found
+
+
+class Blocks(nn.Module):
+    """Four blocks with little to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A number."""
+        for number, layer in enumerate(self.layers):
+            with poptorch.Block(f"B{number}"):
+                x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def compare_pipeline(rounds: int, count: int = 16) -> dict[str, dict[str, float]]:
+    """A step with and without waiting for turns: all stages on one device do not wait."""
+    found = {}
+    steps = {}
+    for name, devices in (("one device", [0] * 4), ("four devices", [0, 1, 2, 3])):
+        options = poptorch.Options()
+        options.Training.gradientAccumulation(count)
+        stages = [poptorch.Stage(f"B{number}").ipu(device) for number, device in enumerate(devices)]
+        options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
+        training = poptorch.trainingModel(Blocks(), options)
+        steps[name] = lambda training=training: training(torch.ones(count, 8))
+    found["four blocks"] = medians_ms(steps, lambda: None, rounds)
+    row = found["four blocks"]
+    row["per block and micro-batch"] = (row["four devices"] - row["one device"]) / (4 * count)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--local-replicas", type=int)
+    parser.add_argument("--pipeline", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments = parser.parse_args()
+    if arguments.pipeline:
+        found = compare_pipeline(arguments.rounds)
+    elif arguments.local_replicas:
+        found = compare_local(arguments.models, arguments.local_replicas, arguments.rounds)
+    else:
+        found = compare(arguments.models, arguments.rounds)
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    for name, row in found.items():
+        print(name, ", ".join(f"{kind} {value:.3f} ms" for kind, value in row.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What one local replica adds to the mean gradients: views of PyTorch's memory, and small gradients together in one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from collectives.memory import aligned_empty
+from strategies.exchange.transfer import NOT_FINITE
+from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.quantising import encode
+from strategies.torch.tensors import as_array, as_tensor
+
+
+class Contribution:
+    """A replica's gradients of one step after another, as they are exchanged.
+
+    A gradient that has a buffer alone, in its own dtype, is exchanged from where autograd has put it; others
+    are copied.
+
+    Args:
+        plan: where gradients lie.
+    """
+
+    def __init__(self, plan: GradientPlan) -> None:
+        self._plan = plan
+        self._homes = [_home(plan, number) for number in range(len(plan.parameters))] if not plan.quantised else []
+        self._arrays: list[list[np.ndarray | None]] = [[None] * len(layout.buffers) for layout in plan.layouts]
+        self._views: dict[int, torch.Tensor] = {}  # of what has been copied once
+        self._borrowed: list[tuple[int, int]] = []  # which of the arrays are autograd's
+
+    def take(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Take the gradient of a parameter; zeros where there is none. It must not be changed from here on.
+
+        Args:
+            number: of the parameter.
+            gradient: in the parameter's shape and dtype.
+        """
+        home = self._homes[number]
+        if gradient is not None and home.is_of_one and gradient.numel() == home.size:
+            is_as_it_travels = gradient.dtype == home.dtype and gradient.is_contiguous()
+            if is_as_it_travels:
+                self._arrays[home.bucket][home.buffer] = as_array(gradient).reshape(-1)
+                self._borrowed.append((home.bucket, home.buffer))
+                self._views.pop(number, None)
+                return
+        view = self._views.get(number)
+        if view is None:
+            view = self._views[number] = self._room(number)
+        if gradient is None:
+            view.zero_()
+        else:
+            view.copy_(gradient)
+
+    def encode(self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """Take all gradients as int8; the new residuals.
+
+        Args:
+            gradients: of the parameters in their order; zeros where there is none.
+            residuals: of this replica.
+        """
+        quantised = self._plan.quantised
+        assert quantised is not None
+        found = [
+            np.zeros(parameter.shape, np.float32) if gradient is None else as_array(gradient)
+            for parameter, gradient in zip(self._plan.parameters, gradients, strict=True)
+        ]
+        return encode(quantised, found, residuals, self._memory(0, len(self._plan.layouts[0].buffers) - 1))
+
+    def set_tail(self, values: Sequence[float]) -> None:
+        """Put what travels behind the last bucket into its place."""
+        last = len(self._plan.layouts) - 1
+        memory = self._memory(last, 0)
+        memory[memory.size - len(values) :] = values
+
+    def arrays(self, bucket: int) -> list[np.ndarray]:
+        """The buffers of a bucket, when everything in it was taken."""
+        return [self._memory(bucket, place) for place in range(len(self._arrays[bucket]))]
+
+    def is_finite(self, number: int) -> bool:
+        """Whether a gradient that was taken is finite; of int8 ones whether its blocks are."""
+        quantised = self._plan.quantised
+        if quantised is not None:
+            scales = self._memory(0, len(self._plan.layouts[0].buffers) - 1)[quantised.result_size :].view(np.uint8)
+            return bool((scales[quantised.starts[number] : quantised.starts[number + 1]] != NOT_FINITE).all())
+        place = self._plan.places[number]
+        array = self._plan.layouts[place.bucket].view(place.leaf, self.arrays(place.bucket))
+        return bool(torch.isfinite(as_tensor(array)).all())
+
+    def give_back(self) -> None:
+        """Let go of the gradients of the step."""
+        for bucket, place in self._borrowed:
+            self._arrays[bucket][place] = None
+        self._borrowed.clear()
+
+    def _memory(self, bucket: int, place: int) -> np.ndarray:
+        """A buffer, which begins with zeros."""
+        array = self._arrays[bucket][place]
+        if array is None:
+            buffer = self._plan.layouts[bucket].buffers[place]
+            array = aligned_empty(buffer.size * buffer.dtype.itemsize).view(buffer.dtype)
+            array[...] = 0
+            self._arrays[bucket][place] = array
+        return array
+
+    def _room(self, number: int) -> torch.Tensor:
+        """The place of a gradient, as a tensor in the dtype in which it travels."""
+        home = self._homes[number]
+        if home.is_of_one:
+            self._arrays[home.bucket][home.buffer] = None  # not what autograd has made once
+        shape = self._plan.parameters[number].shape
+        flat = self._memory(home.bucket, home.buffer)[home.start : home.start + math.prod(shape)]
+        return as_tensor(flat.reshape(shape))
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a gradient lies, and how.
+
+    Attributes:
+        bucket: number of the bucket.
+        buffer: number of the buffer there.
+        start: where it begins in it.
+        is_of_one: whether it has the buffer alone.
+        size: of the buffer.
+        dtype: in which it travels.
+    """
+
+    bucket: int
+    buffer: int
+    start: int
+    is_of_one: bool
+    size: int
+    dtype: torch.dtype
+
+
+def _home(plan: GradientPlan, number: int) -> _Home:
+    place = plan.places[number]
+    layout = plan.layouts[place.bucket]
+    name, start = layout.places[place.leaf]
+    where = [buffer.name for buffer in layout.buffers].index(name)
+    buffer = layout.buffers[where]
+    dtype = as_tensor(np.empty(0, buffer.dtype)).dtype
+    return _Home(place.bucket, where, start, buffer.is_of_one, buffer.size, dtype)

@@ -1,0 +1,135 @@
+"""The mean gradients of a module over all replicas, for one plan and the instances that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+from collectives.memory import aligned_empty
+from strategies.exchange.means import Means
+from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.tensors import as_tensor
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What travels behind the gradients: means over all replicas.
+
+    Attributes:
+        metrics: float32, in the order of their names.
+        notice: the share of the replicas to whose instance a notice was given.
+        has_gradient: for each parameter the share of the replicas in which it has a gradient.
+        has_changed: for each buffer the share of the replicas that have changed it.
+    """
+
+    metrics: np.ndarray
+    notice: float
+    has_gradient: np.ndarray
+    has_changed: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray, metrics: int, parameters: int) -> Tail:
+        """The tail in so many values."""
+        own, notice, gradients, buffers = np.split(values.copy(), np.cumsum([metrics, 1, parameters]))
+        return cls(own, float(notice[0]), gradients, buffers)
+
+    @staticmethod
+    def size(metrics: int, parameters: int, buffers: int) -> int:
+        """How many values it has."""
+        return metrics + 1 + parameters + buffers
+
+
+class GradientExchange:
+    """Has the means computed by all instances.
+
+    Args:
+        plan: how gradients travel.
+        names: of the metrics.
+        communicator: connects the instances.
+        replicas: how many there are on all of them.
+        is_private: whether the memory of the means may be written; otherwise instances of a host share it.
+
+    Attributes:
+        plan: see above.
+        names: see above.
+    """
+
+    def __init__(
+        self,
+        plan: GradientPlan,
+        names: tuple[str, ...],
+        communicator: Communicator,
+        replicas: int,
+        is_private: bool,
+    ) -> None:
+        self.plan, self.names = plan, names
+        self._means = Means(communicator, replicas, plan.quantised)
+        self._buckets = plan.buckets(_private if is_private else communicator.allocate)
+        self._own_buckets = list(self._buckets)
+        self._dtypes = [as_tensor(np.empty(0, parameter.dtype)).dtype for parameter in plan.parameters]
+        self._is_alone = replicas == 1 and plan.quantised is None
+        self._received = self._views()
+        self._converted: dict[int, torch.Tensor] = {}
+
+    def reduce(self, bucket: int, contributions: Sequence[Sequence[np.ndarray]]) -> None:
+        """Have the means of a bucket computed; collective calls.
+
+        Args:
+            bucket: its number.
+            contributions: for each of its buffers those of the local replicas.
+        """
+        if self._is_alone:  # the mean of one is what it is
+            results = tuple(of_buffer[0] for of_buffer in contributions)
+            self._buckets[bucket] = replace(self._buckets[bucket], results=results)
+        else:
+            self._means.reduce(self._buckets[bucket], contributions)
+
+    def let_go(self) -> None:
+        """Give back what the last step has left, which are the gradients themselves where one replica is alone."""
+        if self._is_alone:
+            self._buckets = list(self._own_buckets)
+            self._received = []
+
+    @property
+    def tail(self) -> Tail:
+        """What came behind the last bucket."""
+        last = self._buckets[-1]
+        return Tail.of(last.layout.tail_view(last.results), len(self.names), len(self.plan.parameters))
+
+    def means(self, scale: float) -> list[torch.Tensor]:
+        """The mean gradients in the dtypes of their parameters, this instance's part of those that are scattered.
+
+        They are valid until the next step.
+
+        Args:
+            scale: by which they are divided.
+        """
+        if self._is_alone:
+            self._received = self._views()
+        return [self._mean(number, received, scale) for number, received in enumerate(self._received)]
+
+    def _views(self) -> list[torch.Tensor]:
+        """Where the means are."""
+        numbers = range(len(self.plan.parameters))
+        return [as_tensor(self.plan.mean(number, self._buckets, self._means.of_payload)) for number in numbers]
+
+    def _mean(self, number: int, received: torch.Tensor, scale: float) -> torch.Tensor:
+        dtype = self._dtypes[number]
+        if dtype == received.dtype and scale == 1:
+            return received
+        mean = self._converted.get(number)
+        if mean is None:
+            mean = self._converted[number] = torch.empty_like(received, dtype=dtype)
+        if scale == 1:
+            return mean.copy_(received)
+        wide = torch.promote_types(received.dtype, torch.float32)
+        return mean.copy_(received.to(wide) / scale)
+
+
+def _private(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape))
+    return aligned_empty(size * dtype.itemsize).view(dtype).reshape(shape)

@@ -1,0 +1,205 @@
+"""The replicas of this instance, on threads: as many at once as there are cores."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from strategies.errors import StrategyError
+from strategies.replicas.devices import THREADS
+from strategies.roles import Batch
+from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.options import TorchOptions
+from strategies.torch.replica_run import LossFunction, ReplicaRun, Turn
+from strategies.torch.tensors import parts_of
+from strategies.torch.threads import intra_op_threads
+
+
+@dataclass
+class _Names:
+    """Who computes the first forward pass says what the metrics are, and waits until a plan is made of that."""
+
+    found: tuple[str, ...] | None = None
+    plan: GradientPlan | None = None
+    are_known: threading.Event = field(default_factory=threading.Event)
+    is_planned: threading.Event = field(default_factory=threading.Event)
+
+
+class LocalReplicas:
+    """Computes the gradients of the local replicas.
+
+    Args:
+        replicas: their global indices.
+        module: of the training.
+        loss_fn: see `LossFunction`.
+        options: of the step.
+        make_plan: (names of the metrics) -> how gradients travel; called in the thread that collects, once.
+        streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
+            from the second step on, in the thread that begins.
+
+    Attributes:
+        runs: one for each.
+        plan: how gradients travel; None before the first forward pass.
+    """
+
+    def __init__(
+        self,
+        replicas: range,
+        module: torch.nn.Module,
+        loss_fn: LossFunction,
+        options: TorchOptions,
+        make_plan: Callable[[tuple[str, ...]], GradientPlan],
+        streams: bool = True,
+    ) -> None:
+        self.replicas = replicas
+        self.runs = [ReplicaRun(replica, module, loss_fn, options) for replica in replicas]
+        self.plan: GradientPlan | None = None
+        self.names: tuple[str, ...] = ()
+        self._make_plan = make_plan
+        self._is_in_turn = len(replicas) == 1 and not streams
+        self._first = _Names()
+        self._lock = threading.Lock()
+        self._begun: list[Future[None]] = []
+        at_once = min(len(replicas), len(os.sched_getaffinity(0)))
+        self._intra_op = options.intra_op_threads
+        self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
+
+    def close(self) -> None:
+        """End the threads, when they have done what was begun."""
+        self._threads.shutdown(wait=True)
+        for run in self.runs:
+            if run.pipeline is not None:
+                run.pipeline.close()
+
+    @property
+    def is_of_these(self) -> bool:
+        """Whether the parameters that are trained are still those for which it was made."""
+        return self.runs[0].is_of_these
+
+    def follow(self) -> None:
+        """Take over what the program has changed in the module."""
+        for run in self.runs:
+            run.copy.follow()
+
+    def begin(self, batch: Batch, turn: Turn, residuals: Sequence[Sequence[np.ndarray]]) -> None:
+        """Begin to compute gradients; does not wait for them.
+
+        Args:
+            batch: a pytree of tensors, for all local replicas.
+            turn: see there; residuals are put in here.
+            residuals: of each replica; none where there are none.
+
+        Raises:
+            ValueError: if the batch cannot be divided among the replicas.
+        """
+        self._wait()  # of a step that was given up
+        parts = parts_of(batch, len(self.runs))
+        for run in self.runs:
+            for event in run.finished:
+                event.clear()
+        self._begun = [
+            self._submit(run, part, replace(turn, residuals=own))
+            for run, part, own in zip(self.runs, parts, residuals or [()] * len(self.runs), strict=True)
+        ]
+        if self.plan is None:
+            self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
+
+    def _submit(self, run: ReplicaRun, part: Batch, turn: Turn) -> Future[None]:
+        if not self._is_in_turn or self.plan is None:
+            return self._threads.submit(run.compute, part, turn)
+        future: Future[None] = Future()
+        try:
+            with intra_op_threads(self._intra_op):
+                run.compute(part, turn)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return future
+
+    def collect(self) -> Iterator[tuple[int, list[list[np.ndarray]]]]:
+        """The number of each bucket when it is ready, and for each of its buffers the arrays of the local replicas.
+
+        Raises:
+            BaseException: what a replica has raised, when all have ended.
+        """
+        if self.plan is None:
+            self._plan_first()
+        assert self.plan is not None
+        last = len(self.plan.members) - 1
+        for bucket in range(last + 1):
+            for run in self.runs:
+                run.finished[bucket].wait()
+            if bucket == last or any(future.done() and future.exception() for future in self._begun):
+                self._end()
+            arrays = [run.contribution.arrays(bucket) for run in self.runs if run.contribution is not None]
+            yield bucket, [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
+
+    def give_back(self) -> None:
+        """Let go of the gradients of the step."""
+        for run in self.runs:
+            if run.contribution is not None:
+                run.contribution.give_back()
+
+    # ---- the plan
+
+    def planned(self, names: tuple[str, ...]) -> GradientPlan:
+        """Called by replicas when they know their metrics."""
+        first = self._first
+        with self._lock:
+            if first.found is None:
+                first.found = names
+                first.are_known.set()
+        if names != first.found:
+            raise StrategyError(
+                f"a replica has the metrics {', '.join(names)}, and before there were {', '.join(first.found)}; "
+                "return the same names, in the same order, in every step"
+            )
+        first.is_planned.wait()
+        if first.plan is None:
+            raise StrategyError("there is no plan for gradients, because another replica has failed")
+        return first.plan
+
+    def _plan_first(self) -> None:
+        """Make the plan, as soon as the first replica has computed its metrics."""
+        first = self._first
+        first.are_known.wait()
+        try:
+            if first.found is not None:
+                first.plan = self.plan = self._make_plan(first.found)
+                self.names = first.found
+                for run, future in zip(self.runs, self._begun, strict=True):
+                    run.finished = [threading.Event() for _ in self.plan.members]
+                    future.add_done_callback(partial(_finish, run))
+        finally:
+            first.is_planned.set()
+            if self.plan is None:
+                self._first = _Names()
+        if self.plan is None:
+            self._end()
+
+    # ---- ends
+
+    def _end(self) -> None:
+        """Wait until all replicas have ended; raises what the first of them has raised."""
+        errors = self._wait()
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _wait(self) -> list[BaseException | None]:
+        begun, self._begun = self._begun, []
+        return [future.exception() for future in begun]
+
+
+def _finish(run: ReplicaRun, _: Future[None]) -> None:
+    """A replica that has ended, however, has nothing to wait for any more."""
+    for event in run.finished:
+        event.set()

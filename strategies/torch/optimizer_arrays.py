@@ -1,0 +1,144 @@
+"""The state of an optimizer of PyTorch as a tree of arrays, in which checkpoints and other instances take it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from strategies.errors import StrategyError
+from strategies.roles import Tree
+from strategies.torch.tensors import as_array, as_tensor
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_NUMBERS = (bool, int, float)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """What an optimizer updates, as its `state_dict` numbers it."""
+    return [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+
+
+def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of each group as arrays of no axes, tuples of them as lists; None and words are left out.
+
+    `params` has the numbers of the group's parameters, as in a `state_dict`.
+    """
+    found, first = [], 0
+    for group in optimizer.param_groups:
+        numbers = {name: _as_number(value) for name, value in group.items() if name != PARAMS and _is_number(value)}
+        count = len(group[PARAMS])
+        found.append({**numbers, PARAMS: np.arange(first, first + count, dtype=np.int64)})
+        first += count
+    return found
+
+
+def set_numbers(optimizer: torch.optim.Optimizer, groups: Tree) -> None:
+    """Put hyperparameters back that `numbers_of_groups` has returned."""
+    for group, numbers in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in numbers.items():
+            if name == PARAMS:
+                continue
+            if isinstance(group.get(name), torch.Tensor):
+                group[name].copy_(as_tensor(np.asarray(value)))
+            else:
+                group[name] = _plain(value)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """For each parameter that has a state, by its number, the arrays of that: nothing is copied.
+
+    Raises:
+        StrategyError: if it has something else than tensors, numbers and None.
+    """
+    found = {}
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        if parameter in optimizer.state:
+            found[number] = dict(_arrays(optimizer, number, optimizer.state[parameter]))
+    return found
+
+
+def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, Mapping[str, Any]], like: Tree) -> None:
+    """Put a state back, as copies; what it has for other parameters is dropped.
+
+    Args:
+        optimizer: whose state it becomes.
+        arrays: like what `state_of` returns.
+        like: for each value of it whether it is a tensor or a kind of number, as `kinds_of` says.
+    """
+    parameters = parameters_of(optimizer)
+    optimizer.state.clear()
+    for number, of_parameter in arrays.items():
+        kinds = like[number]
+        values = {name: _value(array, kinds[name]) for name, array in of_parameter.items()}
+        nothing = {name: None for name, kind in kinds.items() if kind is None}
+        optimizer.state[parameters[number]] = values | nothing
+
+
+def kinds_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, type | None]]:
+    """What the values of `state_of` are: `torch.Tensor`, a kind of number, or None where there is no value."""
+    return {
+        number: {
+            name: None if value is None else torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+            for name, value in optimizer.state[parameter].items()
+        }
+        for number, parameter in enumerate(parameters_of(optimizer))
+        if parameter in optimizer.state
+    }
+
+
+def after_one_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same kind that has made a step with gradients of zero, on other parameters.
+
+    PyTorch's optimizers make their state in the first step, so this is how to learn what it will be.
+    """
+    parameters = parameters_of(optimizer)
+    others = {id(one): torch.nn.Parameter(torch.zeros_like(one), one.requires_grad) for one in parameters}
+    groups = [{**group, PARAMS: [others[id(one)] for one in group[PARAMS]]} for group in optimizer.param_groups]
+    clone = copy.copy(optimizer)
+    clone.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": type(optimizer.state)(dict)}
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        clone.__dict__[hooks] = {}
+    for one in others.values():
+        one.grad = torch.zeros_like(one) if one.requires_grad else None
+    type(optimizer).step(clone)
+    return clone
+
+
+def _arrays(optimizer: torch.optim.Optimizer, number: int, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield name, as_array(value)
+        elif isinstance(value, _NUMBERS):
+            yield name, np.asarray(value)
+        elif value is not None:
+            raise StrategyError(
+                f"{type(optimizer).__name__} keeps a {type(value).__name__} ({name}) for parameter {number}; an "
+                "optimizer whose state can be saved and handed on keeps tensors and numbers"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return bool(value) and all(_is_number(one) for one in value)
+    return isinstance(value, (*_NUMBERS, torch.Tensor))
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_as_number(one) for one in value]
+    return as_array(value).copy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(_plain(one) for one in value) if isinstance(value, list | tuple) else np.asarray(value).item()
+
+
+def _value(array: Any, kind: type | None) -> Any:
+    as_it_is: Callable[[Any], Any] = lambda one: one  # noqa: E731
+    if kind is torch.Tensor:
+        return as_tensor(np.array(array))
+    return (kind or as_it_is)(np.asarray(array).item())

@@ -1,0 +1,167 @@
+"""The options of a step on PyTorch, and which of them exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypedDict
+
+import torch
+
+from strategies.exchange.transfer import Transfer
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.loss_scaling import LossScaling
+from strategies.numbers import at_least, positive
+from strategies.torch.stages import Pipeline
+
+MEAN, FIRST = WORDS = ("mean", "first")
+"""How replicas agree on a buffer: the mean over all of them, in their order; what replica 0 has."""
+
+Aggregation = str | Mapping[str, str] | None
+
+_COMPUTE = {
+    **{name: torch.bfloat16 for name in ("bfloat16", "torch.bfloat16")},
+    **{name: torch.float16 for name in ("float16", "torch.float16")},
+}
+
+
+class Options(TypedDict, total=False):
+    """What `Trainer` takes by name; see `TorchOptions`."""
+
+    check_numerics: bool
+    digest_every: int
+    gradient_accumulation_count: int
+    reduction_method: GradientAccumulationReductionMethod | str
+    replicated_optimizer_state_sharding: bool
+    min_elements_for_sharding: int
+    compute_dtype: torch.dtype | str | None
+    loss_scaling: LossScaling | float | str | None
+    gradient_transfer_dtype: torch.dtype | str | None
+    model_state_aggregation: Aggregation
+    intra_op_threads: int
+    stream_gradients: bool | None
+    before_update: Callable[[torch.nn.Module], object] | None
+    pipeline: Pipeline | None
+
+
+@dataclass(frozen=True)
+class TorchOptions:
+    """How a step is made; what has the name of an option of `strategies.StepOptions` does what that does.
+
+    Attributes:
+        seed: of all random numbers that models draw, see `seed_of`.
+        check_numerics: raise `NonFiniteGradientError` for the first mean gradient that is NaN or infinite.
+        digest_every: compare the bits of parameters, buffers and optimizer state between instances before every so
+            many steps.
+        gradient_accumulation_count: micro-batches of each replica for one update.
+        reduction_method: how micro-batches are reduced, over replicas it is always the mean. MEAN divides each loss by
+            the count before its backward pass.
+        replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that; for
+            optimizers that compute element by element.
+        min_elements_for_sharding: the state of smaller parameters stays whole.
+        compute_dtype: bfloat16 or float16: forward passes run under `torch.autocast` of it.
+        loss_scaling: None, "dynamic", a number for a scale that stays, or a `LossScaling`; with the rules of
+            `torch.amp.GradScaler`, but the same scale on all instances.
+        gradient_transfer_dtype: float16, bfloat16 or int8: how gradients travel.
+        model_state_aggregation: how replicas agree on the buffers that a step has changed: "mean" or "first", for all
+            of them or by their names; None: the mean of floating-point ones, and replica 0's of others.
+        intra_op_threads: of each replica, and of the update: part of what decides bits, so the same everywhere.
+        stream_gradients: whether gradients travel while the backward pass still runs, the same on all instances. None:
+            over a network, that is with `variables_on_host`. In the memory of a host waiting takes a core.
+        before_update: called with the module on every instance when it has the mean gradients, in the `grad` of its
+            parameters, and before they are applied: to clip them, say.
+        pipeline: how the blocks of a module run as stages of a pipeline; None: one after another.
+
+    Raises:
+        ValueError: if an option is out of range, or two of them exclude each other.
+    """
+
+    seed: int = 0
+    check_numerics: bool = False
+    digest_every: int = 0
+    gradient_accumulation_count: int = 1
+    reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.MEAN
+    replicated_optimizer_state_sharding: bool = False
+    min_elements_for_sharding: int = 32
+    compute_dtype: torch.dtype | str | None = None
+    loss_scaling: LossScaling | float | str | None = None
+    gradient_transfer_dtype: torch.dtype | str | None = None
+    model_state_aggregation: Aggregation = None
+    intra_op_threads: int = 1
+    stream_gradients: bool | None = None
+    before_update: Callable[[torch.nn.Module], object] | None = None
+    pipeline: Pipeline | None = None
+
+    def __post_init__(self) -> None:
+        at_least(0, "seed", self.seed)
+        at_least(0, "digest_every", self.digest_every)
+        positive("gradient_accumulation_count", self.gradient_accumulation_count)
+        positive("min_elements_for_sharding", self.min_elements_for_sharding)
+        positive("intra_op_threads", self.intra_op_threads)
+        _ = self.method, self.autocast_dtype, self.scaling, self.transfer  # each refuses what is out of range
+        words = [self.model_state_aggregation] if isinstance(self.model_state_aggregation, str) else []
+        for word in words or (self.model_state_aggregation or {}).values():  # type: ignore[union-attr]
+            if word not in WORDS:
+                raise ValueError(
+                    f"model_state_aggregation has {word!r}; use None, 'mean', 'first', or a dictionary from the names "
+                    "of buffers to these"
+                )
+        if self.check_numerics and self.scaling is not None:
+            raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")
+        if self.pipeline is not None and self.method is GradientAccumulationReductionMethod.RUNNING_MEAN:
+            raise ValueError(
+                "a running mean changes all gradients before each micro-batch, and in a pipeline others are being "
+                "added up then; use reduction_method='mean'"
+            )
+        if self.replicated_optimizer_state_sharding and self.before_update is not None:
+            raise ValueError(
+                "before_update sees whole mean gradients, and with sharded optimizer state an instance has a part of "
+                "them; use one of the two"
+            )
+
+    @cached_property
+    def method(self) -> GradientAccumulationReductionMethod:
+        """How micro-batches become one gradient."""
+        return GradientAccumulationReductionMethod.parse(self.reduction_method)
+
+    @cached_property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """That of `torch.autocast`; None where there is none."""
+        if self.compute_dtype is None:
+            return None
+        if str(self.compute_dtype) not in _COMPUTE:
+            raise ValueError(f"compute_dtype is {self.compute_dtype!r}; use 'bfloat16', 'float16' or None")
+        return _COMPUTE[str(self.compute_dtype)]
+
+    @cached_property
+    def scaling(self) -> LossScaling | None:
+        """How losses are scaled; None where they are not."""
+        return LossScaling.parse(self.loss_scaling)
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        """In which dtype gradients travel."""
+        dtype: Any = self.gradient_transfer_dtype
+        return Transfer.parse(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
+
+    @property
+    def terms(self) -> Mapping[str, object]:
+        """The options as all instances have to have them."""
+        return {
+            "seed": self.seed,
+            "check_numerics": self.check_numerics,
+            "digest_every": self.digest_every,
+            "gradient_accumulation_count": self.gradient_accumulation_count,
+            "reduction_method": self.method.name,
+            "replicated_optimizer_state_sharding": self.replicated_optimizer_state_sharding,
+            "min_elements_for_sharding": self.min_elements_for_sharding,
+            "compute_dtype": self.autocast_dtype,
+            "loss_scaling": self.scaling,
+            "gradient_transfer_dtype": self.transfer.dtype,
+            "model_state_aggregation": self.model_state_aggregation,
+            "intra_op_threads": self.intra_op_threads,
+            "stream_gradients": self.stream_gradients,
+            "pipeline": None if self.pipeline is None else str(self.pipeline.schedule),
+            "before_update": getattr(self.before_update, "__qualname__", None),
+        }

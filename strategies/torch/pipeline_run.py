@@ -1,0 +1,385 @@
+"""Carries out a timetable for one replica: a thread for each micro-batch, which waits for its turn at each stage.
+
+The forward pass of a micro-batch is told when blocks begin. Backward passes need not be cut: autograd numbers what it
+records as it records it, and goes back from the highest number to the lowest. So the first node of a stage that
+autograd comes to is known from the numbers at which the stage began and ended, and a hook there waits for the stage's
+turn. All kernels are those of a pass without a pipeline, and so are all bits: in each stage micro-batches keep
+their order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from strategies.errors import StrategyError
+from strategies.pipelines.driver import AbandonedError
+from strategies.pipelines.schedules.registry import schedule_named
+from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, placed
+from strategies.torch.stages import Pipeline, Placing, watch
+
+_sequence_number = torch._C._autograd._get_sequence_nr
+
+
+class PipelineRun:
+    """One replica's pipeline, step after step.
+
+    The first step runs its micro-batches one after another, to learn the stages; the others follow the timetable. Where
+    all stages are on one device there is nothing to do at once, and no timetable is followed.
+
+    Args:
+        pipeline: how stages run.
+        count: micro-batches of a step.
+        intra_op_threads: of each.
+        module: whose buffers are looked after.
+
+    Attributes:
+        spans: when each device did what in the last step; empty after the first one.
+
+    Raises:
+        StrategyError: from `each`, see `Walk` and `_Stages`.
+    """
+
+    def __init__(self, pipeline: Pipeline, count: int, intra_op_threads: int, module: torch.nn.Module) -> None:
+        self._pipeline = pipeline
+        self._count = count
+        self._stages = _Stages(pipeline.placing())
+        self._timetable: Timetable | None = None
+        self._overlaps = False
+        self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
+        self.spans: Sequence[Timed] = ()
+        for name, inner in module.named_modules():
+            if inner._buffers:
+                inner.register_forward_pre_hook(partial(self._stages.enter_module, name))
+
+    def each(self, work: Callable[[int, Walk], None]) -> None:
+        """Do something for each micro-batch, as the timetable says.
+
+        Args:
+            work: called with the number of a micro-batch and its way through the pipeline, in a thread of its own.
+
+        Raises:
+            BaseException: what it has raised for one of them.
+        """
+        if self._timetable is None or not self._overlaps:
+            for number in range(self._count):
+                _walk(Walk(self._stages, number, None), work)
+            if self._timetable is None:
+                self._timetable = self._planned()
+                self._overlaps = len(self._timetable.devices) > 1
+            return
+        drive = MicroBatches(self._timetable)
+        begun = [self._threads.submit(_walk, Walk(self._stages, number, drive), work) for number in range(self._count)]
+        errors = [error for future in begun if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda one: isinstance(one, AbandonedError)):
+            raise error
+        self.spans = drive.spans
+
+    def _planned(self) -> Timetable:
+        """The timetable, of the stages that the first step has met."""
+        devices = self._stages.devices()
+        if self._pipeline.needs_full and len(devices) > self._count:
+            raise StrategyError(
+                f"the pipeline has {len(devices)} stages, and a step {self._count} micro-batches, which cannot fill "
+                f"it; use a gradient accumulation of {len(devices)} or more, or poptorch.ShardedExecution"
+            )
+        numbers = {device: number for number, device in enumerate(sorted(set(devices)))}
+        schedule = schedule_named(self._pipeline.schedule)
+        timetable = schedule.timetable(placed([numbers[device] for device in devices]), self._count, True)
+        if timetable.has_split_backward:
+            raise StrategyError(
+                f"the schedule {schedule.name} takes backward passes apart, which PyTorch does not; use another one"
+            )
+        return timetable
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=True)
+
+
+class _Stages:
+    """What is known of the stages of a module, by all micro-batches of a replica.
+
+    Args:
+        placing: finds them.
+    """
+
+    def __init__(self, placing: Placing) -> None:
+        self._placing = placing
+        self._devices: dict[int, int] = {}  # of each stage that was met
+        self._of_parameters: dict[int, int] = {}  # the device on which a parameter is used, by its id
+        self._of_modules: dict[str, int] = {}  # the stage in which a module with buffers runs
+        self._lock = threading.Lock()
+
+    def of(self, name: str, ipu: int | None) -> int:
+        """The stage of a block."""
+        with self._lock:
+            stage, device = self._placing.of(name, ipu)
+            self._devices.setdefault(stage, device)
+        return stage
+
+    def devices(self) -> list[int]:
+        """For each stage its device; of stages that were not met that of the one before."""
+        found: list[int] = []
+        for stage in range(1 + max(self._devices, default=0)):
+            found.append(self._devices.get(stage, found[-1] if found else 0))
+        return found
+
+    def device_of(self, stage: int) -> int:
+        """The device of a stage."""
+        return self._devices.get(stage, stage)
+
+    def use(self, parameter: torch.Tensor, stage: int) -> None:
+        """A stage uses a parameter.
+
+        Raises:
+            StrategyError: if another one on another device does, too.
+        """
+        device = self.device_of(stage)
+        other = self._of_parameters.setdefault(id(parameter), device)
+        if other != device:
+            raise StrategyError(
+                f"a parameter of shape {list(parameter.shape)} is used on the devices {other} and {device}; put the "
+                "blocks that use it on one device"
+            )
+
+    def enter_module(self, name: str, module: torch.nn.Module, given: Any) -> None:
+        """A module with buffers runs.
+
+        Raises:
+            StrategyError: if it does in two stages, whose micro-batches would change the buffers in another order.
+        """
+        walk = _of_thread.walk
+        if walk is None:
+            return
+        stage = self._of_modules.setdefault(name, walk.stage)
+        if stage != walk.stage:
+            raise StrategyError(
+                f"module {name} has buffers, and runs in the stages {stage} and {walk.stage}, whose micro-batches "
+                "would meet there out of order; put both blocks into one stage"
+            )
+
+
+class _OfThread(threading.local):
+    walk: Walk | None = None
+
+
+_of_thread = _OfThread()
+
+
+class Walk:
+    """The way of a micro-batch through the stages, forward and back; told of blocks in its thread.
+
+    Args:
+        stages: what is known of them.
+        micro_batch: its number.
+        turns: whose turn it is; None where micro-batches come one after another.
+
+    Attributes:
+        stage: where it is.
+    """
+
+    def __init__(self, stages: _Stages, micro_batch: int, turns: MicroBatches | None) -> None:
+        self._stages = stages
+        self._micro_batch = micro_batch
+        self._turns = turns
+        self._kind = Kind.FORWARD
+        self.stage = 0
+        self._begins = [0]  # autograd's numbers at which the stages begin
+        self._around: list[int] = []  # the stages of the blocks that are around this one
+
+    def start(self) -> None:
+        """Enter the first stage."""
+        self._begins = [_sequence_number()]
+        self._wait()
+
+    def begin(self, name: str, ipu: int | None) -> None:
+        """See `Watcher`.
+
+        Raises:
+            StrategyError: if the block is of an earlier stage.
+        """
+        self._around.append(self.stage)
+        self._advance(self._stages.of(name, ipu), name)
+
+    def end(self) -> None:
+        """See `Watcher`; what follows before the next block belongs to this stage still."""
+        self._around.pop()
+
+    def _advance(self, stage: int, name: str) -> None:
+        if stage < self.stage:
+            raise StrategyError(
+                f"block {name!r} of stage {stage} begins behind stage {self.stage}; stages follow each other as the "
+                "data flow: number them so, or put both blocks into one"
+            )
+        if self._turns is not None and stage >= self._turns.timetable.num_stages:
+            raise StrategyError(
+                f"block {name!r} of stage {stage} was not there in the first step, by which the pipeline was planned; "
+                "enter the same blocks in every step"
+            )
+        while self.stage < stage:
+            self._done()
+            self.stage += 1
+            self._begins.append(_sequence_number())
+            self._wait()
+
+    def turn_round(self, loss: torch.Tensor, last: int) -> None:
+        """The forward pass has ended with a loss: wait for the turn of its backward pass.
+
+        Args:
+            loss: from which autograd goes back.
+            last: the number of the last stage.
+        """
+        self._advance(last, "the loss")
+        firsts = self._first_nodes(loss)
+        self._done()
+        self._kind = Kind.BACKWARD
+        self._wait()
+        for stage, node in firsts.items():
+            if stage != self.stage:
+                node.register_prehook(partial(self._go_back, stage))
+
+    def finish(self) -> None:
+        """The backward pass has ended."""
+        self._go_back(0)
+        self._done()
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the last stage, as far as is known."""
+        return max(self.stage, len(self._stages.devices()) - 1)
+
+    def _go_back(self, stage: int, _: Any = None) -> None:
+        """Autograd comes to a stage."""
+        while self.stage > stage:
+            self._done()
+            self.stage -= 1
+            self._wait()
+
+    def _first_nodes(self, loss: torch.Tensor) -> dict[int, Any]:
+        """For each stage the node that autograd comes to first; parameters are looked at on the way."""
+        firsts: dict[int, tuple[int, Any]] = {}
+        for node in _nodes(loss.grad_fn):
+            number = node._sequence_nr()
+            stage = bisect_right(self._begins, number) - 1
+            if stage >= 0 and number > firsts.get(stage, (-1, None))[0]:
+                firsts[stage] = number, node
+            for parameter in _parameters_of(node):
+                self._stages.use(parameter, max(stage, 0))
+        return {stage: node for stage, (_, node) in firsts.items()}
+
+    def _wait(self) -> None:
+        if self._turns is not None:
+            self._turns.wait(Action(self._kind, self.stage, self._micro_batch))
+
+    def _done(self) -> None:
+        if self._turns is not None:
+            self._turns.done(Action(self._kind, self.stage, self._micro_batch))
+
+    def give_up(self) -> None:
+        """Have all micro-batches end."""
+        if self._turns is not None:
+            self._turns.give_up()
+
+
+def _walk(walk: Walk, work: Callable[[int, Walk], None]) -> None:
+    watch(walk)
+    _of_thread.walk = walk
+    try:
+        walk.start()
+        work(walk._micro_batch, walk)
+    except BaseException:
+        walk.give_up()
+        raise
+    finally:
+        watch(None)
+        _of_thread.walk = None
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """Those of autograd's graph, without those of parameters."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and not hasattr(following, "variable"):
+                seen.add(following)
+                waiting.append(following)
+
+
+def _parameters_of(node: Any) -> Iterator[torch.Tensor]:
+    """The parameters that a node hands gradients to."""
+    return (following.variable for following, _ in node.next_functions if hasattr(following, "variable"))
+
+
+@dataclass
+class MicroBatches:
+    """Whose turn it is while a timetable is followed once.
+
+    Attributes:
+        timetable: what each device does, in which order.
+        clock: seconds.
+    """
+
+    timetable: Timetable
+    clock: Callable[[], float] = time.perf_counter
+    _needs: dict[Action, list[Action]] = field(default_factory=dict)
+    _ended: dict[Action, threading.Event] = field(default_factory=dict)
+    _begun_s: dict[Action, float] = field(default_factory=dict)
+    _spans: list[Timed] = field(default_factory=list)
+    _has_failed: bool = False
+
+    def __post_init__(self) -> None:
+        for actions in self.timetable.devices:
+            own = [action for action in actions if action.kind is not Kind.UPDATE]
+            for before, action in zip([None, *own], own, strict=False):
+                needed = list(self.timetable.dependencies(action))
+                self._needs[action] = [*needed, before] if before is not None else needed
+                self._ended[action] = threading.Event()
+        self._start_s = self.clock()
+
+    @property
+    def spans(self) -> Sequence[Timed]:
+        """When each device did what, in the order of the begins; updates, made for all stages at once, come last."""
+        end_s = max(span.end_s for span in self._spans)
+        places = enumerate(self.timetable.mapping)
+        updates = [
+            Timed(device, Action(Kind.UPDATE, stage, None), end_s, end_s)
+            for stage, devices in places
+            for device in devices
+        ]
+        return [*sorted(self._spans, key=lambda span: (span.begin_s, span.device, span.end_s)), *updates]
+
+    def wait(self, action: Action) -> None:
+        """Return when it is an action's turn.
+
+        Raises:
+            AbandonedError: another micro-batch has failed.
+        """
+        for needed in self._needs[action]:
+            self._ended[needed].wait()
+        if self._has_failed:
+            raise AbandonedError(f"the {action} is given up: another micro-batch has failed")
+        self._begun_s[action] = self.clock() - self._start_s
+
+    def done(self, action: Action) -> None:
+        """An action has ended."""
+        end_s = self.clock() - self._start_s
+        for device in self.timetable.mapping[action.stage]:
+            self._spans.append(Timed(device, action, self._begun_s[action], end_s))
+        self._ended[action].set()
+
+    def give_up(self) -> None:
+        """Have all end that wait."""
+        self._has_failed = True
+        for ended in self._ended.values():
+            ended.set()

@@ -1,0 +1,188 @@
+"""PopTorch's data loader: the rows that a call of a model takes, of this instance's replicas."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from strategies.data.layout import epoch_order
+from strategies.data.prefetch import prefetched
+from strategies.errors import StrategyError
+from strategies.numbers import positive
+from strategies.roles import Batch
+from strategies.torch.poptorch.enums import DataLoaderMode
+from strategies.torch.poptorch.options import Options
+
+BUFFERS = 3
+"""Batches that are prepared ahead in the asynchronous modes."""
+
+
+class DataLoader:
+    """Batches for calls of a model: micro-batch x replicas x gradient accumulation x device iterations rows.
+
+    Each element of an epoch is in one batch, of one instance. Which rows a replica gets depends on the data set, the
+    options' seed, the number of the epoch and that of replicas, and not on that of instances.
+
+    Args:
+        options: frozen from here on.
+        dataset: with a length and `[i]`, or a `torch.utils.data.IterableDataset`, of which every instance reads all and
+            takes its replicas' rows.
+        batch_size: the micro-batch.
+        shuffle: whether every epoch is another permutation; of `options.randomSeed`.
+        num_workers: processes that read.
+        drop_last: drop what does not fill a batch. Otherwise the last batch is shorter, on a single instance.
+        persistent_workers: whether workers stay for the next epoch; None: where there are some.
+        auto_distributed_partitioning: False where the program deals the data set out to instances by itself.
+        mode: in the asynchronous ones batches are made ahead in a thread.
+        async_options: `buffer_size`: how many batches ahead; others change nothing.
+        rebatched_worker_size: changes nothing: workers read whole batches, whose elements are the same.
+        batch_sampler: refused.
+        kwargs: of `torch.utils.data.DataLoader`.
+
+    Attributes:
+        options: see above.
+        dataset: see above.
+
+    Raises:
+        ValueError: if the data set does not fill a batch.
+        StrategyError: if batches of several instances would be shorter, or there is a `batch_sampler`.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        dataset: Any,
+        batch_size: int = 1,
+        shuffle: bool | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        persistent_workers: bool | None = None,
+        auto_distributed_partitioning: bool = True,
+        mode: DataLoaderMode = DataLoaderMode.Sync,
+        async_options: Mapping[str, Any] | None = None,
+        rebatched_worker_size: int | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if batch_sampler is not None:
+            raise StrategyError("a batch_sampler does not know replicas; give batch_size and shuffle")
+        options._freeze()
+        self.options, self.dataset = options, dataset
+        self._batch_size = positive("batch_size", batch_size)
+        self._is_dealt = auto_distributed_partitioning
+        self._mode = DataLoaderMode(mode)
+        self._buffers = positive("buffer_size", int((async_options or {}).get("buffer_size", BUFFERS)))
+        self._epoch = 0
+        self._drops = drop_last
+        self._is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+        workers = {"num_workers": num_workers, **kwargs}
+        workers["persistent_workers"] = num_workers > 0 if persistent_workers is None else persistent_workers
+        if self._is_iterable:
+            if shuffle:
+                raise StrategyError("an IterableDataset comes in its own order; shuffle inside of it, with a seed")
+            self._loader = torch.utils.data.DataLoader(dataset, batch_size=None, **workers)
+            return
+        self._shuffle = bool(shuffle)
+        self._refuse_lengths(len(dataset))
+        self._loader = torch.utils.data.DataLoader(dataset, batch_sampler=_Rows(self), **workers)
+
+    @property
+    def combinedBatchSize(self) -> int:
+        """Rows of a batch of this instance."""
+        return self._micro_batches * self._local * self._batch_size
+
+    @property
+    def _micro_batches(self) -> int:
+        return self.options.device_iterations * self.options.Training.gradient_accumulation
+
+    @property
+    def _local(self) -> int:
+        return len(self.options.strategy.replicas.local_replicas)
+
+    @property
+    def _replicas(self) -> tuple[int, range]:
+        """The replicas among which the data set is dealt out, and those of them that are here."""
+        replicas = self.options.strategy.replicas
+        if not self._is_dealt:
+            return self._local, range(self._local)
+        return replicas.num_replicas_in_sync, replicas.local_replicas
+
+    @property
+    def _rows_of_all(self) -> int:
+        return self._micro_batches * self._replicas[0] * self._batch_size
+
+    def _refuse_lengths(self, length: int) -> None:
+        if length < self._rows_of_all and self._drops:
+            raise ValueError(
+                f"the data set has {length} elements, and a batch of all replicas takes {self._rows_of_all}; use a "
+                "smaller batch_size, deviceIterations or gradientAccumulation"
+            )
+        if length % self._rows_of_all and not self._drops and self._replicas[0] != self._local:
+            raise StrategyError(
+                f"{length} elements are no multiple of the {self._rows_of_all} of a batch of all instances, and "
+                "drop_last is False; a shorter batch cannot be dealt out to several instances: use drop_last=True"
+            )
+
+    def __len__(self) -> int:
+        if self._is_iterable:
+            raise TypeError("an IterableDataset does not tell how many batches it has")
+        whole, rest = divmod(len(self.dataset), self._rows_of_all)
+        return whole + (rest > 0 and not self._drops)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self._batches()
+        return batches if self._mode is DataLoaderMode.Sync else prefetched(batches, self._buffers)
+
+    def _batches(self) -> Generator[Batch, None, None]:
+        if self._is_iterable:
+            yield from self._of_stream()
+        else:
+            yield from self._loader
+        self._epoch += 1
+
+    def _of_stream(self) -> Generator[Batch, None, None]:
+        total, local = self._replicas
+        elements = iter(self._loader)
+        while rows := list(itertools.islice(elements, self._rows_of_all)):
+            if len(rows) < self._rows_of_all and (self._drops or total != len(local)):
+                return
+            picked = rows if total == len(local) else [rows[number] for number in self._places(total, local)]
+            yield torch.utils.data.default_collate(picked)
+
+    def _places(self, total: int, local: range) -> list[int]:
+        """Where the rows of the local replicas lie among those of all, for one batch."""
+        size = self._batch_size
+        places = np.arange(self._micro_batches * total * size).reshape(self._micro_batches, total, size)
+        rows: list[int] = places[:, local.start : local.stop].reshape(-1).tolist()
+        return rows
+
+    def rows(self) -> Iterator[list[int]]:
+        """The numbers of the elements in each batch of the next epoch."""
+        total, local = self._replicas
+        order = epoch_order(len(self.dataset), self.options.seed, self._epoch, shuffle=self._shuffle)
+        places = np.array(self._places(total, local))
+        whole, rest = divmod(len(order), self._rows_of_all)
+        for number in range(whole):
+            yield order[number * self._rows_of_all + places].tolist()
+        if rest and not self._drops:
+            yield order[whole * self._rows_of_all :].tolist()
+
+    def terminate(self) -> None:
+        """Nothing is to be done: threads and workers end with their iterators."""
+
+
+class _Rows:
+    """What PyTorch's loader asks for the elements of batches."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.rows()
+
+    def __len__(self) -> int:
+        return len(self._loader)

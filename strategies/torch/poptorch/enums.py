@@ -1,0 +1,71 @@
+"""The words of PopTorch's options, with its names and numbers."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class OutputMode(IntEnum):
+    """Which outputs a call returns: those of the last micro-batch, of every n-th, of all, or their sum."""
+
+    Final = 0
+    EveryN = 1
+    All = 2
+    Sum = 3
+    Default = 4
+
+
+class ReductionType(IntEnum):
+    """How gradients are reduced over micro-batches and replicas."""
+
+    Sum = 0
+    Mean = 1
+    NoReduction = 2
+
+
+class MeanReductionStrategy(IntEnum):
+    """How a mean is accumulated: by a running mean, or by losses that are divided before."""
+
+    Running = 0
+    Post = 1
+    PostAndLoss = 2
+
+
+class DataLoaderMode(IntEnum):
+    """Whether batches are made when they are asked for, or ahead in another thread."""
+
+    Sync = 0
+    Async = 1
+    AsyncRebatched = 2
+
+
+class AutoStage(IntEnum):
+    """How stages are made of blocks: one for each device, or a new one at each block."""
+
+    SameAsIpu = 0
+    AutoIncrement = 1
+
+
+class Liveness(IntEnum):
+    """When tensors of phases are in the memory of a device; all are in that of the host here."""
+
+    AlwaysLive = 0
+    OffChipAfterFwd = 1
+    OffChipAfterFwdNoOverlap = 2
+    OffChipAfterEachPhase = 3
+
+
+class ConnectionType(IntEnum):
+    """When a device is attached; there is none to attach here."""
+
+    Always = 0
+    OnDemand = 1
+    Never = 2
+
+
+class SyncPattern(IntEnum):
+    """How devices wait for each other; bits do not depend on it."""
+
+    Full = 0
+    SinglePipeline = 1
+    ReplicaAndLadder = 2

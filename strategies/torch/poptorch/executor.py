@@ -1,0 +1,366 @@
+"""PopTorch's models: a module, called with the rows of several updates at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import torch
+
+from strategies.errors import StrategyError
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod as Method
+from strategies.loss_scaling import LossScaling
+from strategies.pipelines.trace import Trace
+from strategies.roles import Batch, Tree
+from strategies.torch.inference import InferenceReplicas
+from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
+from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
+from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
+from strategies.torch.poptorch.operations import losses_marked_by
+from strategies.torch.poptorch.options import Options
+from strategies.torch.poptorch.outputs import put_together
+from strategies.torch.stages import Pipeline
+from strategies.torch.tensors import parts_of, tensors_of
+from strategies.torch.trainer import Trainer
+
+
+class PoplarExecutor:
+    """A module that `trainingModel` or `inferenceModel` has wrapped; call it with this instance's rows.
+
+    The first axis of every tensor has the rows of micro-batch x replicas of this instance x gradient accumulation x
+    device iterations: `poptorch.DataLoader` makes such batches. The rows of the replicas lie beside each other for each
+    micro-batch, so the last rows are those of the last micro-batch.
+
+    Attributes:
+        model: the module, as the program made it; it is changed in place.
+        options: see above.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, options: Options | None, training: bool, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        options = Options() if options is None else options
+        options._freeze()
+        self.model: torch.nn.Module = model
+        self.options = options
+        self._is_training = training
+        self._optimizer = optimizer
+        self._trainer: Trainer | None = None
+        self._inference: InferenceReplicas | None = None
+        if training:
+            self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+            self._trainer = self._new_trainer(self._optimizer)
+        elif options.Training.gradient_accumulation != 1:
+            raise StrategyError(
+                f"gradientAccumulation is {options.Training.gradient_accumulation}, and an inference accumulates none; "
+                "options.clone() for it, with Training.gradientAccumulation(1)"
+            )
+
+    @property
+    def trainer(self) -> Trainer:
+        """What makes the updates, for `strategies.Checkpoints`.
+
+        Raises:
+            StrategyError: if it is an inference model.
+        """
+        if self._trainer is None:
+            raise StrategyError("an inference model makes no updates; poptorch.trainingModel does")
+        return self._trainer
+
+    # ---- calls
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """What the module returns for these rows, as `Options.outputMode` says; a collective call where it trains.
+
+        Raises:
+            ValueError: if the rows cannot be divided.
+            StrategyError: if there is no loss, or several.
+        """
+        batch = tensors_of((args, kwargs))
+        mode = self.options.output_mode
+        if self._is_training:
+            rounds = self._train(batch)
+            mode = OutputMode.Final if mode is OutputMode.Default else mode
+        else:
+            rounds = self._infer(batch)
+            mode = OutputMode.All if mode is OutputMode.Default else mode
+        return put_together(rounds, mode, self.options.output_every)
+
+    def _rounds_of(self, batch: Batch) -> list[list[Batch]]:
+        """For each micro-batch of the call the batches of the local replicas."""
+        local = len(self.options.strategy.replicas.local_replicas)
+        count = self.options.device_iterations * self.options.Training.gradient_accumulation
+        try:
+            parts = parts_of(batch, count * local)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. There are deviceIterations {self.options.device_iterations} x gradientAccumulation "
+                f"{self.options.Training.gradient_accumulation} x {local} replicas of this instance; use "
+                "poptorch.DataLoader"
+            ) from None
+        return [parts[number * local : (number + 1) * local] for number in range(count)]
+
+    def _train(self, batch: Batch) -> list[list[Tree]]:
+        every = self._rounds_of(batch)
+        count = self.options.Training.gradient_accumulation
+        found: list[list[Tree]] = []
+        for iteration in range(self.options.device_iterations):
+            rounds = every[iteration * count : (iteration + 1) * count]
+            in_order = [each for of_replica in zip(*rounds, strict=True) for each in of_replica]
+            self.trainer.step(jax.tree.map(lambda *leaves: _united(leaves), *in_order))
+            found += [list(of_replicas) for of_replicas in zip(*self.trainer.outputs, strict=True)]
+            if self.options.output_mode in (OutputMode.Default, OutputMode.Final):
+                found = found[-1:]
+        return found
+
+    def _infer(self, batch: Batch) -> list[list[Tree]]:
+        if self._inference is None:
+            replicas = self.options.strategy.replicas.local_replicas
+            self._inference = InferenceReplicas(replicas, self.model, call_in_model, self.options.seed)
+        return self._inference(self._rounds_of(batch))
+
+    def _new_trainer(self, optimizer: torch.optim.Optimizer) -> Trainer:
+        options, training = self.options, self.options.Training
+        replicas = options.strategy.replicas.num_replicas_in_sync
+        is_sum = training.reduction is ReductionType.Sum
+        running = training.mean_strategy is MeanReductionStrategy.Running
+        of_optimizer = options.TensorLocations.of_optimizer
+        scale = float(getattr(optimizer, "loss_scaling", 1.0))
+        limit = getattr(optimizer, "max_grad_norm", None)
+        return Trainer(
+            options.strategy,
+            self.model,
+            loss_function(replicas if is_sum else 1),
+            optimizer,
+            options.seed,
+            check_numerics=options.Precision.checks_numerics,
+            gradient_accumulation_count=training.gradient_accumulation,
+            reduction_method=Method.SUM if is_sum else Method.RUNNING_MEAN if running else Method.MEAN,
+            loss_scaling="dynamic"
+            if training.automatic_loss_scaling
+            else LossScaling(scale, 1.0)
+            if scale != 1
+            else None,
+            replicated_optimizer_state_sharding=bool(of_optimizer.get("useReplicatedTensorSharding")),
+            min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
+            before_update=None if limit is None else clipping(limit),
+            pipeline=self._pipeline(),
+        )
+
+    def _pipeline(self) -> Pipeline:
+        """Stages of the strategy; without one, of the blocks that have a device, where there are some."""
+        strategy = self.options.execution_strategy
+        if strategy is not None:
+            return strategy.pipeline
+        return Pipeline(lambda: Leniently(PipelinedExecution().placing), needs_full=False)
+
+    @property
+    def trace(self) -> Trace:
+        """What the simulated devices did in the last update; `str`, `text`, `svg` and `perfetto` of it show that."""
+        return self.trainer.trace
+
+    # ---- what programs ask and tell it
+
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over the numbers of an optimizer, such as its learning rate; its state stays what it was.
+
+        Changes of the optimizer that the model was made with act at once, without this call.
+
+        Raises:
+            StrategyError: if it is of another kind, or has other groups.
+        """
+        mine = self.trainer.optimizer
+        if type(optimizer) is not type(mine) or len(optimizer.param_groups) != len(mine.param_groups):
+            raise StrategyError(
+                f"the model was made with {type(mine).__name__} of {len(mine.param_groups)} groups, and this is "
+                f"{type(optimizer).__name__} of {len(optimizer.param_groups)}; make another model with it"
+            )
+        if optimizer is not mine:
+            set_numbers(mine, numbers_of_groups(optimizer))
+
+    def compile(self, *args: Tree, **kwargs: Tree) -> None:
+        """Look at the rows; nothing is compiled."""
+        self._rounds_of(tensors_of((args, kwargs)))
+
+    def isCompiled(self) -> bool:
+        """True: there is nothing to do before the first call."""
+        return True
+
+    def isAttachedToDevice(self) -> bool:
+        """True: there is no device to attach."""
+        return True
+
+    def attachToDevice(self) -> None:
+        """Nothing is to be done."""
+
+    def detachFromDevice(self) -> None:
+        """Nothing is to be done."""
+
+    def copyWeightsToHost(self) -> None:
+        """Nothing is to be done: they are there, in the module."""
+
+    def copyWeightsToDevice(self) -> None:
+        """Nothing is to be done: all models of a module share its parameters."""
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Nothing is to be done: buffers of the module are read at every call."""
+
+    def destroy(self) -> None:
+        """End the threads of the replicas; a call begins new ones."""
+        if self._trainer is not None:
+            self._trainer.close()
+        if self._inference is not None:
+            self._inference.close()
+            self._inference = None
+
+    def save(self, filename: str | Path, export_model: bool = True) -> None:
+        """Write the module, the options and the optimizer, as `load` reads them; by pickle, so read only your own.
+
+        Args:
+            filename: of the file.
+            export_model: False for parameters and state alone; they can only be loaded into a model then.
+        """
+        content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
+        if export_model:
+            content |= {"model": self.model, "optimizer": self._optimizer}
+        torch.save(content, filename)
+
+    def train(self, mode: bool = True) -> PoplarExecutor:
+        """Set the mode of the module."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> PoplarExecutor:
+        """Set the mode of the module."""
+        return self.train(False)
+
+    def cycleCount(self) -> NoReturn:
+        """Refused: there are no cycles of an IPU.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError("cycles of an IPU are not counted, as there is none; take the time around a call")
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the module: `state_dict`, `parameters`, submodules."""
+        if name.startswith("_") or name == "model":
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    def __repr__(self) -> str:
+        kind = "trainingModel" if self._is_training else "inferenceModel"
+        return f"poptorch.{kind}({self.model}, {self.options})"
+
+
+def trainingModel(
+    model: torch.nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> PoplarExecutor:
+    """A model whose calls make updates. To make one is a collective call.
+
+    Args:
+        model: returns a loss: a scalar that `identity_loss` has marked, or else the last scalar of what it returns.
+        options: frozen from here on.
+        optimizer: of its parameters; None for SGD with a learning rate of 0.01.
+    """
+    return PoplarExecutor(_module_of(model), options, True, optimizer)
+
+
+def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:
+    """A model that is called in evaluation mode, without gradients; it has the parameters that others train meanwhile.
+
+    Args:
+        model: a module, or a model of it.
+        options: frozen from here on.
+    """
+    return PoplarExecutor(_module_of(model), options, False, None)
+
+
+def load(filename: str | Path, edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:
+    """The model that `PoplarExecutor.save` has written; the file is trusted as a program is.
+
+    Args:
+        filename: of the file.
+        edit_opts_fn: changes the options before the model is made.
+
+    Raises:
+        StrategyError: if the file has no model.
+    """
+    content = torch.load(filename, weights_only=False)
+    if "model" not in content:
+        raise StrategyError(f"{filename} was saved with export_model=False; make the model, and load its state_dict")
+    options = content["options"].clone()
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    return PoplarExecutor(content["model"], options, content["training"], content["optimizer"])
+
+
+def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
+    return model.model if isinstance(model, PoplarExecutor) else model
+
+
+# ---- inside of a replica
+
+
+def call_in_model(module: torch.nn.Module, batch: Batch) -> Tree:
+    """What the module returns; inside of it the program is told that an executor calls."""
+    args, kwargs = batch
+    outputs, _ = losses_marked_by(lambda: module(*args, **kwargs))
+    return outputs
+
+
+def loss_function(factor: int) -> Callable[[torch.nn.Module, Any], Any]:
+    """A loss function of `Trainer`: the loss that a module returns, so many times, and all that it returns.
+
+    Args:
+        factor: R, where gradients are to be summed over replicas, of which `Trainer` takes the mean.
+    """
+
+    def loss_fn(module: torch.nn.Module, batch: Batch) -> Any:
+        args, kwargs = batch
+        outputs, marked = losses_marked_by(lambda: module(*args, **kwargs))
+        loss = loss_of(outputs, marked)
+        return (loss * factor if factor != 1 else loss), {}, outputs
+
+    return loss_fn
+
+
+def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The loss among what a training model has returned.
+
+    Raises:
+        StrategyError: if there is none, or several are marked.
+    """
+    if len(marked) > 1:
+        raise StrategyError(
+            f"{len(marked)} losses are marked; add them up, and mark the sum with poptorch.identity_loss"
+        )
+    if marked:
+        return marked[0]
+    tensors = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    scalars = [one for one in tensors if not one.ndim and one.is_floating_point() and one.requires_grad]
+    if not scalars:
+        raise StrategyError(
+            "the model returns no scalar that depends on its parameters; return the loss, or mark it with "
+            "poptorch.identity_loss"
+        )
+    return scalars[-1]
+
+
+def clipping(limit: float) -> Callable[[torch.nn.Module], object]:
+    """Clips the mean gradients of a module to a norm."""
+
+    def clip(module: torch.nn.Module) -> None:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
+
+    return clip
+
+
+def _united(leaves: Sequence[Any]) -> Any:
+    if not isinstance(leaves[0], torch.Tensor):
+        return leaves[0]
+    return leaves[0] if len(leaves) == 1 else torch.cat(tuple(leaves))

@@ -1,0 +1,138 @@
+"""PopTorch's operators and questions, as far as they mean something without an IPU."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from strategies.errors import StrategyError
+
+
+class _OfThread(threading.local):
+    losses: list[torch.Tensor] | None = None
+
+
+_of_thread = _OfThread()
+
+
+def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+    """Mark a tensor as the loss of a training model, reduced as is said.
+
+    Args:
+        x: any shape; a scalar where it is not reduced.
+        reduction: "sum", "mean" or "none".
+    """
+    reduced = {"sum": torch.sum, "mean": torch.mean, "none": lambda value: value}
+    if reduction not in reduced:
+        raise ValueError(f"reduction is {reduction!r}; a loss is reduced by 'sum', 'mean' or 'none'")
+    loss: torch.Tensor = reduced[reduction](x)
+    if _of_thread.losses is not None:
+        _of_thread.losses.append(loss)
+    return loss
+
+
+def losses_marked_by(function: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
+    """What a function returns, and the losses that it has marked, in this thread."""
+    marked: list[torch.Tensor] = []
+    _of_thread.losses = marked
+    try:
+        return function(), marked
+    finally:
+        _of_thread.losses = None
+
+
+def isRunningOnIpu() -> bool:
+    """Whether the code runs in a model that an executor executes: True inside of `forward` then."""
+    return _of_thread.losses is not None
+
+
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    """False: there is none, and none is needed."""
+    return False
+
+
+def ipuHardwareVersion() -> int:
+    """0: there is none."""
+    return 0
+
+
+def setLogLevel(level: int | str) -> None:
+    """Of the log `strategies.torch`: "TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF", or 0 to 6 for these.
+
+    Raises:
+        ValueError: for another one.
+    """
+    names = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "CRITICAL", "OFF")
+    levels = (5, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL, 100)
+    name = names[level] if isinstance(level, int) and 0 <= level < len(names) else str(level)
+    if name not in names:
+        raise ValueError(f"the log level is {level!r}; use one of {', '.join(names)}")
+    logging.getLogger("strategies.torch").setLevel(levels[names.index(name)])
+
+
+def nop(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor."""
+    return tensor
+
+
+def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: Any) -> torch.Tensor:
+    """Print a tensor where it is computed, and return it."""
+    print(f"{title}: {tensor.detach()}" if title else str(tensor.detach()))
+    return tensor
+
+
+def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
+    """The tensor; memory is that of the host."""
+    return tensor
+
+
+def recomputationCheckpoint(*tensors: torch.Tensor) -> torch.Tensor | Sequence[torch.Tensor]:
+    """The tensors: they are kept anyway; `torch.utils.checkpoint` recomputes what lies between."""
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def for_loop(count: int, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`inputs = body(*inputs)`, so many times."""
+    values: Any = list(inputs)
+    for _ in range(count):
+        made = body(*values)
+        values = list(made) if isinstance(made, tuple | list) else [made]
+    found: list[torch.Tensor] = values
+    return found
+
+
+def cond(
+    condition: torch.Tensor,
+    then_body: Callable[..., Any],
+    then_inputs: Sequence[torch.Tensor],
+    else_body: Callable[..., Any],
+    else_inputs: Sequence[torch.Tensor],
+) -> Any:
+    """One of two functions, by a tensor of one element; the other one is not called."""
+    return then_body(*then_inputs) if bool(condition) else else_body(*else_inputs)
+
+
+class NameScope:
+    """Gives names to operators of a graph, of which there is none here: changes nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> NameScope:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def custom_op(*arguments: Any, **named: Any) -> None:
+    """Refused: custom operators are codelets of IPUs.
+
+    Raises:
+        StrategyError: always.
+    """
+    raise StrategyError("custom operators are codelets of IPUs; write a torch.autograd.Function in their place")

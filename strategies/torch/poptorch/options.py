@@ -1,0 +1,487 @@
+"""PopTorch's options."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from strategies.errors import StrategyError
+from strategies.ipu import IPUStrategy
+from strategies.numbers import at_least, positive
+from strategies.popdist_strategy import PopDistStrategy
+from strategies.strategy import Strategy
+from strategies.torch.poptorch.blocks import ExecutionStrategy
+from strategies.torch.poptorch.enums import (
+    ConnectionType,
+    MeanReductionStrategy,
+    OutputMode,
+    ReductionType,
+    SyncPattern,
+)
+
+logger = logging.getLogger(__name__)
+
+Self = TypeVar("Self", bound="_Group")
+
+_told: set[str] = set()
+
+
+class _Group:
+    """Options that can be set until a model, or a data loader, has been made with them."""
+
+    _title = "Options"
+
+    def __init__(self) -> None:
+        self._values: dict[str, object] = {}
+        self._is_frozen = False
+
+    def _set(self: Self, name: str, value: object) -> Self:
+        self._refuse_frozen(name)
+        self._values[name] = value
+        return self
+
+    def _refuse_frozen(self, name: str) -> None:
+        if self._is_frozen:
+            raise StrategyError(
+                f"{self._title}.{name} is set after a model or a data loader was made with these options; set it "
+                "before, or change a clone: options.clone()"
+            )
+
+    def _accept(self: Self, name: str, value: object, why: str) -> Self:
+        """Take an option that changes nothing here, and say so once."""
+        if name not in _told:
+            _told.add(name)
+            logger.info("%s.%s changes nothing here: %s", self._title, name, why)
+        return self._set(name, value)
+
+    def _freeze(self) -> None:
+        self._is_frozen = True
+
+    def toDict(self) -> Mapping[str, object]:
+        """What has been set, by name."""
+        return dict(self._values)
+
+    def __repr__(self) -> str:
+        return f"{self._title}({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+_NO_IPU = "replicas run on the cores of this machine"
+_NO_COMPILER = "nothing is compiled"
+_ONE_MEMORY = "all tensors lie in the memory of the host"
+
+
+class TrainingOptions(_Group):
+    """Options of training, `Options.Training`."""
+
+    _title = "Options.Training"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_accumulation = 1
+        self.reduction = ReductionType.Mean
+        self.mean_strategy = MeanReductionStrategy.Post
+        self.automatic_loss_scaling = False
+
+    def gradientAccumulation(self, gradient_accumulation: int) -> TrainingOptions:
+        """Micro-batches of each replica for one update."""
+        self._refuse_frozen("gradientAccumulation")
+        self.gradient_accumulation = positive("gradientAccumulation", gradient_accumulation)
+        return self._set("gradientAccumulation", gradient_accumulation)
+
+    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> TrainingOptions:
+        """Mean or sum of gradients, over micro-batches and replicas.
+
+        Raises:
+            ValueError: for another type.
+        """
+        if reduction_type not in (ReductionType.Sum, ReductionType.Mean):
+            raise ValueError(f"gradients are reduced by ReductionType.Sum or .Mean, and this is {reduction_type!r}")
+        self._refuse_frozen("accumulationAndReplicationReductionType")
+        self.reduction = ReductionType(reduction_type)
+        return self._set("accumulationAndReplicationReductionType", self.reduction)
+
+    def setMeanAccumulationAndReplicationReductionStrategy(
+        self, mean_reduction_strategy: MeanReductionStrategy
+    ) -> TrainingOptions:
+        """How a mean over micro-batches is computed: Running, or Post, where each loss is divided by their number."""
+        self._refuse_frozen("setMeanAccumulationAndReplicationReductionStrategy")
+        self.mean_strategy = MeanReductionStrategy(mean_reduction_strategy)
+        return self._set("setMeanAccumulationAndReplicationReductionStrategy", self.mean_strategy)
+
+    def setAutomaticLossScaling(self, enabled: bool) -> TrainingOptions:
+        """Scale losses dynamically, see `LossScaling`."""
+        self._refuse_frozen("setAutomaticLossScaling")
+        self.automatic_loss_scaling = enabled
+        return self._set("setAutomaticLossScaling", enabled)
+
+    def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
+        """Changes nothing."""
+        return self._accept("setConvolutionDithering", enabled, "convolutions are not spread over tiles")
+
+
+class PrecisionOptions(_Group):
+    """Options of precision, `Options.Precision`."""
+
+    _title = "Options.Precision"
+
+    def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
+        """Refused where it is enabled: PyTorch's optimizers round to nearest.
+
+        Raises:
+            StrategyError: if it is enabled.
+        """
+        if enabled:
+            raise StrategyError(
+                "stochastic rounding is not there for PyTorch; strategies.Trainer(..., stochastic_rounding=True) has "
+                "it for JAX"
+            )
+        return self._set("enableStochasticRounding", enabled)
+
+    def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
+        """Changes nothing."""
+        return self._accept("setPartialsType", dtype, "PyTorch chooses in what it adds up")
+
+    def runningStatisticsAlwaysFloat(self, value: bool) -> PrecisionOptions:
+        """Changes nothing."""
+        return self._accept("runningStatisticsAlwaysFloat", value, "buffers keep their dtypes")
+
+    def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
+        """Raise `NonFiniteGradientError` for the first gradient that is not finite."""
+        return self._set("enableFloatingPointExceptions", enabled)
+
+    @property
+    def checks_numerics(self) -> bool:
+        """Whether gradients are looked at."""
+        return bool(self._values.get("enableFloatingPointExceptions"))
+
+
+class TensorLocationSettings(_Group):
+    """Where tensors lie."""
+
+    _title = "TensorLocationSettings"
+
+    def useOnChipStorage(self, use: bool = True) -> TensorLocationSettings:
+        """Changes nothing: there is one memory."""
+        return self._accept("useOnChipStorage", use, _ONE_MEMORY)
+
+    def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
+        """Of optimizer state: every replica keeps a part of it."""
+        return self._set("useReplicatedTensorSharding", use)
+
+    def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
+        """Smaller tensors are not sharded."""
+        return self._set("minElementsForReplicatedTensorSharding", positive("min_elements", min_elements))
+
+    def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
+        """Changes nothing."""
+        return self._accept("minElementsForOffChip", min_elements, _ONE_MEMORY)
+
+    def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
+        """Changes nothing."""
+        return self._accept("useIOTilesToLoad", use, _NO_IPU)
+
+    def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
+        """Changes nothing."""
+        return self._accept("useIOTilesToStore", use, _NO_IPU)
+
+
+class TensorLocationOptions(_Group):
+    """Where tensors lie, `Options.TensorLocations`."""
+
+    _title = "Options.TensorLocations"
+
+    def setActivationLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
+        """Changes nothing."""
+        return self._accept("setActivationLocation", location, _ONE_MEMORY)
+
+    def setWeightLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
+        """Changes nothing."""
+        return self._accept("setWeightLocation", location, _ONE_MEMORY)
+
+    def setOptimizerLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
+        """Its `useReplicatedTensorSharding` is heeded; results do not change."""
+        return self._set("setOptimizerLocation", location)
+
+    def setAccumulatorLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
+        """Changes nothing."""
+        return self._accept("setAccumulatorLocation", location, _ONE_MEMORY)
+
+    def numIOTiles(self, num_tiles: int) -> TensorLocationOptions:
+        """Changes nothing."""
+        return self._accept("numIOTiles", num_tiles, _NO_IPU)
+
+    @property
+    def of_optimizer(self) -> Mapping[str, object]:
+        """What was said of optimizer state."""
+        location = self._values.get("setOptimizerLocation")
+        return location.toDict() if isinstance(location, TensorLocationSettings) else {}
+
+
+class DistributedOptions(_Group):
+    """Several processes, `Options.Distributed`: poprun knows them, and `popdist.poptorch.Options` asks it."""
+
+    _title = "Options.Distributed"
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self._options = options
+
+    @property
+    def numProcesses(self) -> int:
+        """How many instances there are."""
+        return self._options.strategy.replicas.num_instances
+
+    @property
+    def processId(self) -> int:
+        """Which of them this is."""
+        return self._options.strategy.replicas.instance_index
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> DistributedOptions:
+        """Refused.
+
+        Raises:
+            StrategyError: always; the way out is poprun.
+        """
+        raise StrategyError(
+            "processes are not numbered by hand; start them with poprun, and use popdist.poptorch.Options()"
+        )
+
+    def disable(self) -> DistributedOptions:
+        """Changes nothing: `Options()` has one process."""
+        return self._set("disable", True)
+
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> DistributedOptions:
+        """See `configureProcessId`."""
+        return self.configureProcessId(0, 1)
+
+
+class Options(_Group):
+    """How a model runs. Every setter returns the options, so that they can be chained; print them to see what is set.
+
+    Semantics: PopTorch's options of the same names. What has no meaning without an IPU is taken, and one line of the
+    log (INFO) says so once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device_iterations = 1
+        self.replication_factor = 1
+        self.output_mode = OutputMode.Default
+        self.output_every = 1
+        self.seed = 0
+        self.execution_strategy: ExecutionStrategy | None = None
+        self.broadcasts_buffers = True
+        self._strategy: Strategy | None = None
+        self._training = TrainingOptions()
+        self._precision = PrecisionOptions()
+        self._locations = TensorLocationOptions()
+        self._distributed = DistributedOptions(self)
+
+    # ---- what is heeded
+
+    @property
+    def Training(self) -> TrainingOptions:
+        """Those of training."""
+        return self._training
+
+    @property
+    def Precision(self) -> PrecisionOptions:
+        """Those of precision."""
+        return self._precision
+
+    @property
+    def TensorLocations(self) -> TensorLocationOptions:
+        """Where tensors lie."""
+        return self._locations
+
+    @property
+    def Distributed(self) -> DistributedOptions:
+        """The processes."""
+        return self._distributed
+
+    @property
+    def strategy(self) -> Strategy:
+        """The replicas on which models with these options run; clones have the same."""
+        if self._strategy is None:
+            self._strategy = IPUStrategy(self.replication_factor)
+        return self._strategy
+
+    def deviceIterations(self, device_iterations: int) -> Options:
+        """How many updates, or batches of an inference, a call makes."""
+        self._refuse_frozen("deviceIterations")
+        self.device_iterations = positive("deviceIterations", device_iterations)
+        return self._set("deviceIterations", device_iterations)
+
+    def replicationFactor(self, replication_factor: int) -> Options:
+        """The number of replicas in this process."""
+        self._set("replicationFactor", positive("replicationFactor", replication_factor))
+        self.replication_factor, self._strategy = replication_factor, None
+        return self
+
+    def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Options:
+        """Which outputs a call returns.
+
+        Args:
+            output_mode: see there; the default is the last one for training, and all for inference.
+            output_return_period: n of `OutputMode.EveryN`, a divisor of the micro-batches of a call.
+
+        Raises:
+            ValueError: if there is a period without `EveryN`, or none with it.
+        """
+        mode = OutputMode(output_mode)
+        if (mode is OutputMode.EveryN) is (output_return_period is None):
+            raise ValueError(
+                f"outputMode is {mode.name} with the period {output_return_period}; EveryN, and it alone, has one"
+            )
+        self._refuse_frozen("outputMode")
+        self.output_mode, self.output_every = mode, positive("output_return_period", output_return_period or 1)
+        return self._set("outputMode", mode.name if mode is not OutputMode.EveryN else (mode.name, self.output_every))
+
+    def defaultOutputMode(self) -> bool:
+        """Whether it is the default one."""
+        return self.output_mode is OutputMode.Default
+
+    def randomSeed(self, random_seed: int) -> Options:
+        """Of random numbers and of shuffling; 0 unless it is set."""
+        self._refuse_frozen("randomSeed")
+        self.seed = at_least(0, "randomSeed", random_seed)
+        return self._set("randomSeed", random_seed)
+
+    def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Options:
+        """How blocks become stages, and stages run."""
+        if not isinstance(strategy, ExecutionStrategy):
+            raise TypeError(f"{strategy!r} is no strategy of execution; use poptorch.PipelinedExecution(...)")
+        self._set("setExecutionStrategy", strategy)
+        self.execution_strategy = strategy
+        return self
+
+    def broadcastBuffers(self, broadcast_buffers: bool = True) -> Options:
+        """Changes nothing: all instances begin with the buffers of instance 0, and agree on them after each step."""
+        return self._accept("broadcastBuffers", broadcast_buffers, "all instances agree on buffers after each update")
+
+    def clone(self) -> Options:
+        """A copy that can be changed, on the same replicas unless it is given others."""
+        clone = type(self).__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        clone._values, clone._is_frozen = dict(self._values), False
+        for name in ("_training", "_precision", "_locations"):
+            group = copy.copy(getattr(self, name))
+            group._values, group._is_frozen = dict(group._values), False
+            setattr(clone, name, group)
+        clone._distributed = DistributedOptions(clone)
+        return clone
+
+    def _freeze(self) -> None:
+        for group in (self._training, self._precision, self._locations):
+            group._freeze()
+        super()._freeze()
+
+    def toDict(self) -> Mapping[str, object]:
+        """What has been set, by name, groups as dictionaries of their own."""
+        groups = {"Training": self._training, "Precision": self._precision, "TensorLocations": self._locations}
+        return {**self._values, **{name: group.toDict() for name, group in groups.items() if group.toDict()}}
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{name}={value!r}" for name, value in self.toDict().items())
+        return f"{type(self).__name__}({inner})"
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**self.__dict__, "_strategy": None, "_distributed": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._distributed = DistributedOptions(self)
+
+    # ---- what has no meaning here
+
+    def useIpuModel(self, use_model: bool) -> Options:
+        """Changes nothing."""
+        return self._accept("useIpuModel", use_model, _NO_IPU)
+
+    def useIpuId(self, ipu_id: int) -> Options:
+        """Changes nothing."""
+        return self._accept("useIpuId", ipu_id, _NO_IPU)
+
+    def useOfflineIpuTarget(self, ipu_version: int = 2) -> Options:
+        """Changes nothing."""
+        return self._accept("useOfflineIpuTarget", ipu_version, _NO_IPU)
+
+    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Options:
+        """Changes nothing."""
+        return self._accept("autoRoundNumIPUs", auto_round_num_ipus, _NO_IPU)
+
+    def connectionType(self, connection_type: ConnectionType) -> Options:
+        """Changes nothing."""
+        return self._accept("connectionType", connection_type, _NO_IPU)
+
+    def syncPattern(self, sync_pattern: SyncPattern) -> Options:
+        """Changes nothing."""
+        return self._accept("syncPattern", sync_pattern, _NO_IPU)
+
+    def setAvailableMemoryProportion(self, available_memory_proportion: Mapping[str, float]) -> Options:
+        """Changes nothing."""
+        return self._accept("setAvailableMemoryProportion", dict(available_memory_proportion), _NO_IPU)
+
+    def enableExecutableCaching(self, path: str) -> Options:
+        """Changes nothing."""
+        return self._accept("enableExecutableCaching", path, _NO_COMPILER)
+
+    def showCompilationProgressBar(self, show: bool = True) -> Options:
+        """Changes nothing."""
+        return self._accept("showCompilationProgressBar", show, _NO_COMPILER)
+
+    def enableProfiling(self, profile_dir: str | None = None) -> Options:
+        """Changes nothing: `PoplarExecutor.trace` has what the stages of a pipeline did."""
+        return self._accept("enableProfiling", profile_dir, "see PoplarExecutor.trace")
+
+    def enableStableNorm(self, enabled: bool) -> Options:
+        """Changes nothing."""
+        return self._accept("enableStableNorm", enabled, "PyTorch's normalisations are computed in two passes")
+
+    def enableSyntheticData(self, enabled: bool) -> Options:
+        """Changes nothing."""
+        return self._accept("enableSyntheticData", enabled, "data are not copied to a device")
+
+    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Options:
+        """Changes nothing."""
+        return self._accept("relaxOptimizerAttributesChecks", relax, "all numbers of optimizers may change")
+
+    def logCycleCount(self, log_cycle_count: bool) -> Options:
+        """Changes nothing."""
+        return self._accept("logCycleCount", log_cycle_count, _NO_IPU)
+
+    def logDir(self, log_dir: str) -> Options:
+        """Changes nothing."""
+        return self._accept("logDir", log_dir, _NO_COMPILER)
+
+    def modelName(self, name: str) -> Options:
+        """Changes nothing."""
+        return self._accept("modelName", name, _NO_COMPILER)
+
+
+class PopdistOptions(Options):
+    """The options of an instance under poprun: its replicas, and all instances of the job.
+
+    Args:
+        ipus_per_replica: devices that each replica spans; None: what poprun was told. More than poprun was told need
+            not be said: simulated devices are there as they are needed.
+    """
+
+    def __init__(self, ipus_per_replica: int | None = None) -> None:
+        super().__init__()
+        if ipus_per_replica is not None:
+            positive("ipus_per_replica", ipus_per_replica)
+        self._strategy = PopDistStrategy()
+        self.replication_factor = len(self._strategy.replicas.local_replicas)
+
+    def replicationFactor(self, replication_factor: int) -> Options:
+        """Refused.
+
+        Raises:
+            StrategyError: always: poprun decides.
+        """
+        raise StrategyError("poprun decides how many replicas an instance has; start it with another --num-replicas")

@@ -1,0 +1,130 @@
+"""Random numbers of replicas that run on threads of one process.
+
+PyTorch has one generator for the CPU, and every `dropout` and `torch.rand` of every thread draws from it. Here a thread
+may have its own: while it does, each operator that takes a generator and got none gets that of the thread, also where
+C++ calls it (dropout between the layers of an LSTM, inside of attention), and in backward passes.
+
+How: PyTorch's dispatcher asks keys that are switched on for a thread before all others. On one that nothing else uses,
+the operators with a generator have kernels of ours, and all others fall through, at no cost. What is drawn is what
+a process would draw that has called `torch.manual_seed` with the same seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_KEY = "TESTING_ONLY_GenericMode"
+_include, _is_included = (
+    torch._C._dispatch_tls_set_dispatch_key_included,
+    torch._C._dispatch_tls_is_dispatch_key_included,
+)
+
+
+class _OfThread(threading.local):
+    generator: Any = None
+
+
+_of_thread = _OfThread()
+_installing = threading.Lock()
+_installed: list[Any] = []  # what keeps the kernels where they are
+
+
+def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
+    """The seed of a replica's random numbers for one micro-batch of one step.
+
+    `torch.manual_seed` of it makes plain PyTorch draw what the replica draws. Of its 64 bits PyTorch's generator for
+    the CPU uses the lower 32.
+
+    Args:
+        seed: of the training.
+        replica: global index.
+        step: number of updates before.
+        micro_batch: number in the step.
+    """
+    words = struct.pack("<4q", seed, replica, step, micro_batch)
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Have this thread draw all random numbers of PyTorch on the CPU from a generator with that seed; not nested."""
+    _install()
+    _of_thread.generator = torch.Generator().manual_seed(seed)
+    _include(_KEY, True)
+    try:
+        yield
+    finally:
+        _include(_KEY, False)
+        _of_thread.generator = None
+
+
+def _install() -> None:
+    """Put the kernels where the dispatcher finds them, once."""
+    with _installing:
+        if _installed:
+            return
+        everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        _installed.extend([everything, aten])
+        everything.fallback(torch.library.fallthrough_kernel, _KEY)
+        for name in _names_of_random_operators():
+            aten.impl(name, _drawing(name), _KEY)
+        torch.random.default_generator = _GeneratorOfThread(torch.random.default_generator)
+
+
+class _GeneratorOfThread:
+    """What `torch.get_rng_state` and its likes ask: the generator of the thread, else that of the process.
+
+    `torch.utils.checkpoint` saves and restores the state with them, so that a forward pass that is made again draws
+    the same numbers.
+    """
+
+    def __init__(self, of_process: Any) -> None:
+        self._of_process = of_process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_of_thread.generator or self._of_process, name)
+
+
+def _names_of_random_operators() -> list[str]:
+    """Those with an argument that is a generator, without `aten::`."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return [name.removeprefix("aten::") for name in names if _generator_argument(_schema(name)) is not None]
+
+
+def _schema(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return torch._C._get_schema(base, overload)
+
+
+def _generator_argument(schema: Any) -> int | None:
+    """Which of the arguments it is."""
+    kinds = [str(argument.type) for argument in schema.arguments]
+    return next((number for number, kind in enumerate(kinds) if "Generator" in kind), None)
+
+
+def _drawing(name: str) -> Callable[..., Any]:
+    """The operator, with the generator of the thread where none is given."""
+    base, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, base), overload or "default")
+    place = _generator_argument(operator._schema)
+    assert place is not None
+    argument = operator._schema.arguments[place].name
+
+    def draw(*arguments: Any, **named: Any) -> Any:
+        _include(_KEY, False)  # the kernels behind this one draw from what they are given
+        try:
+            if len(arguments) > place:
+                given = arguments[place] or _of_thread.generator
+                return operator(*arguments[:place], given, *arguments[place + 1 :], **named)
+            return operator(*arguments, **(named | {argument: named.get(argument) or _of_thread.generator}))
+        finally:
+            _include(_KEY, True)
+
+    return draw

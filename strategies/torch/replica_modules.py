@@ -1,0 +1,102 @@
+"""A module for each local replica: with the parameters of all of them, and buffers and other attributes of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Slot(NamedTuple):
+    """Where a module has a buffer.
+
+    Attributes:
+        name: of the buffer, as `named_buffers` has it.
+        buffers: the dictionary in which it is.
+        key: its name there.
+    """
+
+    name: str
+    buffers: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is there now."""
+        return self.buffers[self.key]
+
+
+def slots_of(module: torch.nn.Module) -> list[Slot]:
+    """The buffers of a module, each once, in their order."""
+    seen: set[int] = set()
+    found = []
+    for prefix, inner in module.named_modules():
+        for key, buffer in inner._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found.append(Slot(f"{prefix}.{key}" if prefix else key, inner._buffers, key))
+    return found
+
+
+class ReplicaModule:
+    """A copy of a module, whose parameters share the memory of the original's, and have gradients of their own.
+
+    What the program changes in the original between steps is changed here too: parameters and buffers, modes, and
+    attributes that are numbers, words or None. What the copy itself changes in such attributes stays with it.
+
+    Args:
+        original: the module; not changed.
+
+    Attributes:
+        module: the copy.
+        parameters: its parameters in the order of `original.named_parameters()`.
+        slots: its buffers in the order of `slots_of(original)`.
+
+    Raises:
+        TypeError: if it cannot be copied.
+    """
+
+    def __init__(self, original: torch.nn.Module) -> None:
+        shared = {
+            id(parameter): torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+            for parameter in original.parameters()
+        }
+        memo = {**shared, **{id(one.tensor): one.tensor.detach().clone() for one in slots_of(original)}}
+        try:
+            self.module: torch.nn.Module = copy.deepcopy(original, memo)
+        except (TypeError, RuntimeError) as error:
+            raise TypeError(
+                f"the module cannot be copied for a replica: {error}; keep what cannot be copied, such as open files "
+                "and tensors that were computed, out of its attributes"
+            ) from error
+        self._originals = list(original.parameters())
+        self.parameters = list(shared.values())
+        self.slots = slots_of(self.module)
+        self._pairs = list(zip(original.modules(), self.module.modules(), strict=True))
+        self._last = [dict(_plain_attributes(one)) for one, _ in self._pairs]
+
+    def follow(self) -> None:
+        """Take over what the program has changed in the original, but for its buffers."""
+        for mine, original in zip(self.parameters, self._originals, strict=True):
+            if mine.data_ptr() != original.data_ptr():
+                mine.data = original.detach()
+            if mine.requires_grad is not original.requires_grad:
+                mine.requires_grad_(original.requires_grad)
+        for (original, mine), last in zip(self._pairs, self._last, strict=True):
+            for name, value in _plain_attributes(original):
+                if last.get(name, _Unknown) != value:
+                    last[name] = value
+                    setattr(mine, name, value)
+
+
+class _Unknown:
+    """No attribute has this value."""
+
+
+def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    attributes: Mapping[str, Any] = vars(module)
+    return ((name, value) for name, value in attributes.items() if isinstance(value, _PLAIN))

@@ -1,0 +1,287 @@
+"""What one local replica does in a step: its micro-batches forward and backward, and its gradients leave one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from strategies.errors import StrategyError
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.roles import Batch, Tree
+from strategies.torch.contribution import Contribution
+from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.options import TorchOptions
+from strategies.torch.pipeline_run import PipelineRun, Walk
+from strategies.torch.randomness import drawing_from, seed_of
+from strategies.torch.replica_modules import ReplicaModule
+from strategies.torch.tensors import parts_of
+
+LossFunction = Callable[[torch.nn.Module, Any], Any]
+"""(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs); of one replica and one
+micro-batch."""
+
+SUM, RUNNING_MEAN = GradientAccumulationReductionMethod.SUM, GradientAccumulationReductionMethod.RUNNING_MEAN
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step as a replica sees it.
+
+    Attributes:
+        step: its number.
+        scale: by which losses are multiplied for the backward pass.
+        notice: what goes into the tail behind the metrics: whether the instance was given one.
+        plan: asked, with the names of the metrics, how gradients travel; waits until that is known.
+        masters: the buffers with which a step begins, of the original module.
+        moving: the numbers of those of which it is known that they change.
+        residuals: of int8 gradients.
+    """
+
+    step: int
+    scale: float
+    notice: bool
+    plan: Callable[[tuple[str, ...]], GradientPlan]
+    masters: Sequence[torch.Tensor]
+    moving: frozenset[int]
+    residuals: Sequence[np.ndarray]
+
+
+class ReplicaRun:
+    """The computations of one local replica.
+
+    Args:
+        replica: its global index.
+        original: the module.
+        loss_fn: see `LossFunction`.
+        options: of the step.
+
+    Attributes:
+        copy: the module of the replica.
+        finished: for each bucket whether its arrays are ready, or never will be; whoever makes the plan puts it there.
+        contribution: the arrays.
+        residuals: the new ones, once all is finished.
+        outputs: for each micro-batch what the loss function has returned besides, without its history.
+        pipeline: runs the stages; None where there are none.
+    """
+
+    def __init__(self, replica: int, original: torch.nn.Module, loss_fn: LossFunction, options: TorchOptions) -> None:
+        self.replica = replica
+        self.copy = ReplicaModule(original)
+        self._loss_fn = loss_fn
+        self._options = options
+        self._plan: GradientPlan | None = None
+        self._trained: list[int] = []  # the numbers of parameters that are trained
+        self._missing: list[int] = []  # for each bucket how many gradients are to come
+        self._seen: list[bool] = []  # for each parameter that is trained whether its gradient has come
+        self._leaving: int | None = None  # the thread whose gradients leave
+        self.pipeline: PipelineRun | None = None
+        if options.pipeline is not None:
+            count, threads = options.gradient_accumulation_count, options.intra_op_threads
+            self.pipeline = PipelineRun(options.pipeline, count, threads, self.copy.module)
+        self.finished: list[threading.Event] = []
+        self.contribution: Contribution | None = None
+        self.residuals: Sequence[np.ndarray] = ()
+        self.outputs: list[Tree] = []
+        for number, parameter in enumerate(self.copy.parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, len(self._trained)))
+                self._trained.append(number)
+
+    @property
+    def is_of_these(self) -> bool:
+        """Whether the parameters that are trained are still those for which it was made."""
+        flags = [parameter.requires_grad for parameter in self.copy.parameters]
+        return [number for number, flag in enumerate(flags) if flag] == self._trained
+
+    def compute(self, batch: Batch, turn: Turn) -> None:
+        """Make the passes of a step, in this thread; when it returns or raises, every bucket is finished.
+
+        Raises:
+            BaseException: what the module or the loss function raises.
+        """
+        try:
+            self._compute(batch, turn)
+        finally:
+            for event in self.finished:
+                event.set()
+
+    def _compute(self, batch: Batch, turn: Turn) -> None:
+        for parameter in self.copy.parameters:
+            parameter.grad = None
+        for slot, master in zip(self.copy.slots, turn.masters, strict=True):
+            if slot.tensor.shape == master.shape and not slot.tensor.requires_grad:
+                slot.tensor.copy_(master)
+            else:
+                slot.buffers[slot.key] = master.detach().clone()
+        count = self._options.gradient_accumulation_count
+        parts = parts_of(batch, count)
+        values: list[list[float]] = [[] for _ in parts]
+        self.outputs = [None for _ in parts]
+
+        def work(number: int, walk: Walk | None) -> None:
+            with drawing_from(seed_of(self._options.seed, self.replica, turn.step, number)):
+                with self._autocast():
+                    loss, metrics, outputs = outcome_of(self._loss_fn(self.copy.module, parts[number]))
+                self.outputs[number] = jax.tree.map(_detached, outputs)
+                values[number] = [_number(loss), *map(_number, metrics.values())]
+                if number == 0:
+                    self._prepare(turn.plan(("loss", *metrics)))
+                if walk is not None:
+                    walk.turn_round(loss, walk.last_stage)
+                if number == count - 1 and not self._is_quantised:
+                    self._leaving = threading.get_ident()
+                self._backward(loss, number, count, turn.scale)
+                if walk is not None:
+                    walk.finish()
+
+        try:
+            if self.pipeline is None:
+                for number in range(count):
+                    work(number, None)
+            else:
+                self.pipeline.each(work)
+        finally:
+            self._leaving = None
+        total = values[0]
+        for more in values[1:]:
+            total = [one + other for one, other in zip(total, more, strict=True)]
+        self._end([value / count for value in total], turn)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._options.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+    def _backward(self, loss: torch.Tensor, number: int, count: int, scale: float) -> None:
+        if self._options.method is RUNNING_MEAN and number:
+            for parameter in self.copy.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(number / (number + 1))
+        divisor = 1 if self._options.method is SUM else number + 1 if self._options.method is RUNNING_MEAN else count
+        if divisor != 1:
+            loss = loss / divisor
+        if scale != 1:
+            loss = loss * scale
+        loss.backward()
+
+    # ---- gradients
+
+    @property
+    def _is_quantised(self) -> bool:
+        return self._options.transfer.is_quantised
+
+    def _prepare(self, plan: GradientPlan) -> None:
+        if plan is not self._plan:
+            self._plan, self.contribution = plan, Contribution(plan)
+        self._missing = [len(numbers) for numbers in plan.members]
+        self._seen = [False] * len(self._trained)
+
+    def _arrived(self, number: int, parameter: torch.Tensor) -> None:
+        """A gradient is complete: called by autograd, in the thread of the replica."""
+        if self._leaving != threading.get_ident():
+            return
+        if self._seen[number]:
+            assert self._plan is not None
+            raise StrategyError(
+                f"the gradient of {self._plan.parameters[number].name} has come twice in one backward pass, as of "
+                "parameters in several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or "
+                "stream_gradients=False"
+            )
+        self._take(number, parameter.grad)
+        parameter.grad = None
+
+    def _take(self, number: int, gradient: torch.Tensor | None) -> None:
+        assert self._plan is not None
+        assert self.contribution is not None
+        name = self._plan.parameters[number].name
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise StrategyError(
+                f"the gradient of {name} is sparse, and replicas average dense ones; make its layer with sparse=False"
+            )
+        self._seen[number] = gradient is not None
+        self.contribution.take(number, gradient)
+        bucket = self._plan.places[number].bucket
+        self._missing[bucket] -= 1
+        if not self._missing[bucket] and bucket != len(self._missing) - 1:  # the last one has the tail
+            self.finished[bucket].set()
+
+    def _end(self, values: Sequence[float], turn: Turn) -> None:
+        """What has not left yet, and the tail."""
+        assert self._plan is not None
+        assert self.contribution is not None
+        gradients = [self.copy.parameters[number].grad for number in self._trained]
+        if self._options.scaling is not None and self._is_quantised:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.div_(turn.scale)
+        if self._is_quantised:
+            self._seen = [gradient is not None for gradient in gradients]
+            self.residuals = self.contribution.encode(gradients, turn.residuals)
+        else:
+            for number, gradient in enumerate(gradients):
+                if not self._seen[number]:
+                    self._take(number, gradient)
+        for number in self._trained:
+            self.copy.parameters[number].grad = None
+        self.contribution.set_tail([*values, float(turn.notice), *map(float, self._seen), *self._changes(turn)])
+
+    @property
+    def seen(self) -> list[bool]:
+        """For each parameter that is trained whether it had a gradient in the last step."""
+        return list(self._seen)
+
+    def is_finite(self, number: int) -> bool:
+        """Whether the gradient of a parameter is, until it is given back."""
+        assert self.contribution is not None
+        return self.contribution.is_finite(number)
+
+    def _changes(self, turn: Turn) -> list[float]:
+        """For each buffer whether the replica has changed it."""
+        return [
+            float(number in turn.moving or not _is_same(slot.tensor, master))
+            for number, (slot, master) in enumerate(zip(self.copy.slots, turn.masters, strict=True))
+        ]
+
+
+def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any], Tree]:
+    """The loss, the metrics, and other outputs that a loss function has returned.
+
+    Raises:
+        TypeError: if it has returned something else.
+    """
+    parts = returned if isinstance(returned, tuple) and len(returned) in (2, 3) else (returned,)
+    loss = parts[0]
+    metrics = parts[1] if len(parts) > 1 else {}
+    outputs = parts[2] if len(parts) > 2 else None
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        what = f"a {loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"the loss is {what}; return a floating-point scalar, or (scalar, dictionary of scalars)")
+    if not loss.requires_grad:
+        raise TypeError("the loss depends on no parameter that is trained; compute it from what the module returns")
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"the metrics are a {type(metrics).__name__}; return (loss, dictionary of scalars)")
+    return loss, metrics, outputs
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        raise StrategyError(
+            f"a buffer has become {one.dtype}{list(one.shape)}, and was {other.dtype}{list(other.shape)}; buffers "
+            "keep their shapes and dtypes"
+        )
+    return bool(torch.equal(one, other))

@@ -1,0 +1,71 @@
+"""What plain PyTorch loads: the state dictionaries of a module and its optimizer, out of checkpoints or into a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from strategies.checkpoints.best import Best
+from strategies.checkpoints.loading import find_checkpoint, load_part
+from strategies.roles import Tree
+from strategies.torch.optimizer_arrays import GROUPS, PARAMS, STATE
+from strategies.torch.tensors import as_tensor
+from strategies.torch.training import IS_MADE
+
+
+@dataclass(frozen=True)
+class StateDicts:
+    """A training as plain PyTorch knows it.
+
+    Attributes:
+        module: for `module.load_state_dict`.
+        optimizer: for `optimizer.load_state_dict` of an optimizer of the same kind.
+    """
+
+    module: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+
+    def save(self, file: str | Path) -> None:
+        """Write both with `torch.save`, as `{"module": ..., "optimizer": ...}`."""
+        torch.save({"module": self.module, "optimizer": self.optimizer}, file)
+
+
+def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | None = None) -> StateDicts:
+    """The state dictionaries in a checkpoint; needs no strategy, no module and no other instance.
+
+    Args:
+        path: a folder of checkpoints, of which the newest whole one is read, or one checkpoint.
+        step: of a folder, the checkpoint of this step.
+        best: of a folder, the best checkpoint that is whole.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+        ValueError: if both `step` and `best` are given.
+    """
+    checkpoint = find_checkpoint(path, step=step, best=best)
+    arrays = load_part(checkpoint, ".variables") | load_part(checkpoint, ".model_state")
+    module = {name: as_tensor(array) for name, array in arrays.items()}
+    return StateDicts(module, _optimizer(load_part(checkpoint, ".optimizer_state")))
+
+
+def _optimizer(tree: Tree) -> dict[str, Any]:
+    """As `optimizer.state_dict` returns it."""
+    is_made = np.asarray(tree[IS_MADE])
+    of_parameters = tree.get(STATE, {})
+    numbered = enumerate(of_parameters) if isinstance(of_parameters, list) else of_parameters.items()
+    state = {number: jax.tree.map(as_tensor, values) for number, values in numbered if is_made[number]}
+    return {STATE: state, GROUPS: [_group(group) for group in tree[GROUPS]]}
+
+
+def _group(numbers: Tree) -> dict[str, Any]:
+    plain = {name: _plain(value) for name, value in numbers.items() if name != PARAMS}
+    return {**plain, PARAMS: np.asarray(numbers[PARAMS]).tolist()}
+
+
+def _plain(value: Any) -> Any:
+    return tuple(map(_plain, value)) if isinstance(value, list) else np.asarray(value).item()

@@ -1,0 +1,89 @@
+"""Tensors on the host as NumPy's arrays, and the other way round; nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+
+from collectives.memory import ALIGNMENT_BYTES
+from strategies.roles import Batch
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor on the CPU, in its shape.
+
+    Raises:
+        TypeError: NumPy has no such dtype, or the tensor is on another device, or sparse.
+    """
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        bits: np.ndarray = tensor.view(torch.int16).numpy()
+        return bits.view(BFLOAT16)
+    array: np.ndarray = tensor.numpy()
+    return array
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """The memory of an array, which is copied where it may not be written."""
+    if not array.flags.writeable or not array.flags.c_contiguous:
+        array = array.copy()
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def dtype_of(tensor: torch.Tensor) -> np.dtype:
+    """The dtype of a tensor as NumPy, or ml_dtypes, has it."""
+    return as_array(torch.empty(0, dtype=tensor.dtype)).dtype
+
+
+def tensors_of(batch: Batch) -> Batch:
+    """The arrays of a batch, of NumPy or JAX, as tensors; tensors, and what is no array, as they are."""
+    return jax.tree.map(lambda leaf: as_tensor(np.asarray(leaf)) if _is_array(leaf) else leaf, batch)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | jax.Array)
+
+
+def parts_of(batch: Batch, count: int) -> list[Batch]:
+    """A batch cut along its first axis into parts of equal size, each as aligned as if it had been alone.
+
+    Libraries may round otherwise where rows do not begin at addresses as an allocator gives them.
+
+    Args:
+        batch: a pytree of tensors; what else is in it goes into every part.
+        count: how many parts.
+
+    Raises:
+        ValueError: if it cannot be divided so.
+    """
+    leaves, structure = jax.tree.flatten(batch)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if not leaf.ndim or len(leaf) % count:
+            raise ValueError(
+                f"a batch of shape {list(leaf.shape)} for {count} micro-batches of this instance; its first axis must "
+                "be a multiple of their number"
+            )
+    cut = [_cut(leaf, count) for leaf in leaves]
+    return [jax.tree.unflatten(structure, [parts[number] for parts in cut]) for number in range(count)]
+
+
+def _cut(leaf: Any, count: int) -> Sequence[Any]:
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * count
+    return [_aligned(part) for part in torch.tensor_split(leaf, count)]
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    is_aligned: Any = tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT_BYTES
+    return tensor if is_aligned else tensor.clone(memory_format=torch.contiguous_format)

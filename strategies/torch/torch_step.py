@@ -1,0 +1,350 @@
+"""One update of a module: gradients of the local replicas, their means over all of them, the optimizer's step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from collectives import Communicator
+from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
+from strategies.comparing.agreement import broadcast_text, insist_on_agreement, terms_of
+from strategies.comparing.digest import majority_of
+from strategies.errors import NonFiniteGradientError, StrategyError
+from strategies.pipelines.timetable import Timed
+from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
+from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch, Tree
+from strategies.step.metrics import Metrics
+from strategies.step.notice import Notice
+from strategies.step.step_record import Recorder
+from strategies.torch.gradient_exchange import GradientExchange, Tail
+from strategies.torch.gradient_plan import GradientPlan, Parameter
+from strategies.torch.local_replicas import LocalReplicas
+from strategies.torch.optimizer_arrays import numbers_of_groups
+from strategies.torch.options import TorchOptions
+from strategies.torch.program_lines import lines_of_function, lines_of_module, lines_of_optimizer
+from strategies.torch.replica_run import LossFunction, Turn
+from strategies.torch.tensors import as_array, dtype_of, tensors_of
+from strategies.torch.threads import intra_op_threads
+from strategies.torch.training import Training
+
+
+class TorchStep:
+    """Makes one step after another, with the instances that there are.
+
+    Args:
+        replicas: connects the instances.
+        training: what is changed.
+        loss_fn: see `LossFunction`.
+        options: of the step.
+        notice: travels with the gradients.
+        recorder: is told of every step.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        training: Training,
+        loss_fn: LossFunction,
+        options: TorchOptions,
+        notice: Notice,
+        recorder: Recorder,
+    ) -> None:
+        self._replicas = replicas
+        self._training = training
+        self._loss_fn = loss_fn
+        self._options = options
+        self._notice = notice
+        self._recorder = recorder
+        self._local: LocalReplicas | None = None
+        self._communicator: Communicator | None = None  # for which they were made
+        self._exchange: GradientExchange | None = None
+        self._agreed: set[Any] = set()  # the shapes of batches
+        self._has_warned = False  # of what is lost with an instance
+
+    # ---- together with the others
+
+    def start(self) -> None:
+        """Have all instances begin with the state of instance 0; a collective call."""
+        if part := self._training.own_part:
+            warn_of_loss(self._replicas, f"every instance has a part of the state that no other has ({part})")
+            self._share(0)
+            return
+
+        def begin() -> bool:
+            self._share(0)
+            return True
+
+        def catch_up() -> bool | None:
+            meeting = meet(self._replicas)
+            if not meeting.is_late:
+                return None
+            self._share(meeting.newest)
+            return True
+
+        surviving(self._replicas, begin, catch_up, lambda _, root: self._share(root))
+
+    def make(self, batch: Batch) -> Metrics:
+        """One update; see `Trainer.step`."""
+        training, replicas = self._training, self._replicas
+        replicas.instruments.step_begins(training.step)
+        if replicas.faults.take_flip():
+            training.flip_bit()
+
+        def catch_up() -> Metrics | None:
+            nonlocal batch
+            meeting = meet(replicas)
+            if not meeting.is_late:
+                batch = replicas.replicas_batch(batch)
+                return None
+            self._share(meeting.newest)
+            return training.metrics
+
+        if training.own_part:
+            return self._make(batch)
+        return surviving(replicas, lambda: self._make(batch), catch_up, lambda _, root: self._share(root))
+
+    def _share(self, root: int) -> None:
+        """Take over the state, and the metrics, of instance `root`; a collective call."""
+        training = self._training
+        training.share(root)
+        own = training.metrics
+        text = json.dumps(None if own is None else [own.names, own.means.tolist(), self._notice.is_agreed])
+        told = json.loads(broadcast_text(self._replicas.communicator, text, root, "the metrics of the last step"))
+        if told is not None:
+            training.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
+            self._notice.agree(float(told[2]))
+
+    def _compare(self) -> None:
+        """Take over what most instances have, where this one has other bits."""
+        root = majority_of(self._replicas, self._training.recorded(), self._training.step)
+        if root is not None:
+            self._training.share(root)
+
+    # ---- one step
+
+    def _make(self, batch: Batch) -> Metrics:
+        training, options = self._training, self._options
+        if options.digest_every and training.step and training.step % options.digest_every == 0:
+            self._compare()
+        given, batch = batch, tensors_of(batch)
+        local = self._prepared(given, batch)
+        self._let_go()
+        scale = 1.0 if training.scale is None else float(training.scale.scale)
+        buffers = training.buffers
+        turn = Turn(training.step, scale, self._notice.is_given, local.planned, buffers.masters, buffers.moving, ())
+        instruments = self._replicas.instruments
+        with instruments.during[FORWARD_BACKWARD]:
+            local.begin(batch, turn, training.residuals)
+        for number, contributions in instruments.each(FORWARD_BACKWARD, local.collect()):
+            assert self._exchange is not None
+            with instruments.during[EXCHANGE]:
+                self._exchange.reduce(number, contributions)
+        assert self._exchange is not None
+        return self._finish(batch, local, self._exchange, scale)
+
+    def _let_go(self) -> None:
+        """Give the gradients of the last step back, before there are others."""
+        for parameter in self._training.module.parameters():
+            parameter.grad = None
+        if self._exchange is not None:
+            self._exchange.let_go()
+
+    def _finish(self, batch: Batch, local: LocalReplicas, exchange: GradientExchange, scale: float) -> Metrics:
+        """Apply what the exchange has brought."""
+        training, options = self._training, self._options
+        tail = exchange.tail
+        self._notice.agree(tail.notice)
+        self._refuse_gradients_of_some(exchange.plan, tail, local)
+        changed = np.flatnonzero(tail.has_changed).tolist()
+        slots = [run.copy.slots for run in local.runs]
+        values = training.buffers.agreed(changed, slots, self._replicas.communicator) if changed else {}
+        means = exchange.means(1.0 if exchange.plan.quantised else scale)
+        is_finite = self._is_finite(exchange.plan, means, local)
+        local.give_back()
+        if training.scale is not None:
+            assert options.scaling is not None
+            training.scale = options.scaling.after(training.scale, is_finite)
+        if self._recorder.is_on:
+            self._recorder.reduced(training.recorded(), batch, self._named(exchange.plan, means), exchange.plan.shards)
+        if is_finite:
+            self._update(means, tail)
+            training.buffers.keep(values)
+            if exchange.plan.quantised:
+                training.residuals = [run.residuals for run in local.runs]
+        training.step += 1
+        training.replaced()
+        training.metrics = _metrics_of(exchange.names, tail, training)
+        if self._recorder.is_on:
+            self._recorder.updated(training.recorded(), training.metrics)
+        return training.metrics
+
+    def _named(self, plan: GradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
+        """The mean gradients by their names; of parameters that are not trained arrays without elements."""
+        own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
+        return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
+
+    def _update(self, means: Sequence[torch.Tensor], tail: Tail) -> None:
+        training, options = self._training, self._options
+        pairs = list(zip(training.trained, means, tail.has_gradient, strict=True))
+        with self._replicas.instruments.during[UPDATE], intra_op_threads(options.intra_op_threads):
+            for parameter, mean, has_gradient in pairs:
+                is_whole = parameter.shape == mean.shape
+                parameter.grad = mean if has_gradient and is_whole else None
+            if options.before_update is not None:
+                options.before_update(training.module)
+            training.update.apply([(parameter, mean if has else None) for parameter, mean, has in pairs])
+
+    def _refuse_gradients_of_some(self, plan: GradientPlan, tail: Tail, local: LocalReplicas) -> None:
+        """Refuse gradients that are None on some replicas only; a collective call where there are any."""
+        some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < 1))
+        if not some.size:
+            return
+        lacking = self._of_all_replicas([[not seen for seen in run.seen] for run in local.runs])
+        number = int(some[0])
+        replicas = np.flatnonzero(lacking[:, number]).tolist()
+        raise StrategyError(
+            f"{plan.parameters[number].name} has no gradient on the replicas {replicas}, and one on the others; let "
+            "the loss of every replica depend on it, if only by 0 * parameter.sum()"
+        )
+
+    def _is_finite(self, plan: GradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas) -> bool:
+        """Whether all mean gradients are, where somebody wants to know; a collective call where they are scattered.
+
+        Raises:
+            NonFiniteGradientError: with `check_numerics`.
+        """
+        if self._options.scaling is None and not self._options.check_numerics:
+            return True
+        flags = np.array([not bool(torch.isfinite(mean).all()) for mean in means])
+        if plan.shards is not None:
+            flags = self._replicas.communicator.all_reduce(flags.astype(np.uint8), "max", name="finite gradients") > 0
+        if not flags.any() or not self._options.check_numerics:
+            return not flags.any()
+        own = [[not run.is_finite(number) for number in range(len(means))] for run in local.runs]
+        number = int(np.flatnonzero(flags)[0])
+        replicas = np.flatnonzero(self._of_all_replicas(own)[:, number]).tolist()
+        raise NonFiniteGradientError(
+            f"the gradient of {plan.parameters[number].name} is not finite at step {self._training.step} on the "
+            f"replicas {replicas}; the step was not applied: lower the learning rate, clip the gradients, or look at "
+            "the batches of these replicas"
+        )
+
+    def _of_all_replicas(self, rows: Sequence[Sequence[bool]]) -> np.ndarray:
+        """A row for each replica of all instances; a collective call."""
+        communicator = self._replicas.communicator
+        most, total = -(-self._replicas.num_replicas_in_sync // communicator.size), self._replicas.num_replicas_in_sync
+        mine = np.zeros((most, 2 + len(rows[0])), np.int64)
+        for place, (replica, row) in enumerate(zip(self._replicas.local_replicas, rows, strict=True)):
+            mine[place] = [1, replica, *row]
+        gathered = communicator.all_gather(mine, name="what replicas have found").reshape(-1, mine.shape[1])
+        found = np.zeros((total, len(rows[0])), bool)
+        for is_there, replica, *row in gathered.tolist():
+            if is_there:
+                found[replica] = row
+        return found
+
+    # ---- preparing
+
+    def _prepared(self, given: Batch, batch: Batch) -> LocalReplicas:
+        """What computes gradients; a collective call where batches of such shapes are new.
+
+        Args:
+            given: the batch as the program has it.
+            batch: the same of tensors.
+        """
+        if self._local is not None:
+            self._local.follow()
+        is_for_these = self._local is not None and self._local.replicas == self._replicas.local_replicas
+        if self._local is None or not is_for_these or not self._local.is_of_these or self._is_connected_anew:
+            self.close()
+            self._communicator = self._replicas.communicator
+            self._exchange = None
+            self._agreed.clear()
+            local, module = self._replicas.local_replicas, self._training.module
+            self._local = LocalReplicas(local, module, self._loss_fn, self._options, self._plan, self._streams)
+        tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
+        key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
+        if key not in self._agreed:
+            self._agree(given, batch)
+            self._agreed.add(key)
+        return self._local
+
+    @property
+    def _streams(self) -> bool:
+        """Whether gradients travel while the backward pass runs."""
+        streams = self._options.stream_gradients
+        return self._replicas.streams_gradients if streams is None else streams
+
+    @property
+    def _is_connected_anew(self) -> bool:
+        return self._communicator is not self._replicas.communicator
+
+    @property
+    def outputs(self) -> Sequence[Sequence[Tree]]:
+        """Of the last step, for each local replica and micro-batch."""
+        return [] if self._local is None else [run.outputs for run in self._local.runs]
+
+    @property
+    def spans(self) -> dict[int, Sequence[Timed]]:
+        """For each local replica when its simulated devices did what in the last step; empty without a pipeline."""
+        runs = [] if self._local is None else self._local.runs
+        return {run.replica: run.pipeline.spans for run in runs if run.pipeline is not None and run.pipeline.spans}
+
+    def close(self) -> None:
+        """End the threads of the replicas."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    def _plan(self, names: tuple[str, ...]) -> GradientPlan:
+        """How gradients travel; with the memory for the means, a collective call."""
+        training, options, communicator = self._training, self._options, self._replicas.communicator
+        named = [(name, one) for name, one in training.module.named_parameters() if one.requires_grad]
+        parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in named)
+        tail = Tail.size(len(names), len(parameters), len(training.buffers.slots))
+        plan = GradientPlan(parameters, options.transfer, self._streams, training.update.shards, tail)
+        is_plain = type(training.optimizer).__module__.startswith("torch.optim")
+        is_private = not is_plain or options.before_update is not None
+        count = self._replicas.num_replicas_in_sync
+        self._exchange = GradientExchange(plan, names, communicator, count, is_private)
+        return plan
+
+    def _agree(self, given: Batch, batch: Batch) -> None:
+        """Compare what decides the result with the other instances; a collective call."""
+        training, replicas = self._training, self._replicas
+        dataset = replicas.dataset_of(given)
+        if replicas.communicator.size > 1 and not self._recorder.is_on:
+            programs = {
+                "the module": lines_of_module(training.module),
+                "the loss function": lines_of_function(self._loss_fn),
+                "the update": lines_of_optimizer(training.optimizer),
+            }
+            local = len(replicas.local_replicas)
+            shapes = jax.tree.map(lambda leaf: _shape_for_one(leaf, local), batch)
+            options = {**self._options.terms, "step": training.step}
+            insist_on_agreement(
+                replicas, terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(replicas, lost_with_an_instance(False, dataset))
+
+
+def _shape_for_one(leaf: Any, local: int) -> Any:
+    """What one of the local replicas gets of a leaf; None, which is no leaf, where it is no tensor."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))
+
+
+def _metrics_of(names: tuple[str, ...], tail: Tail, training: Training) -> Metrics:
+    if training.scale is None:
+        return Metrics(names, tail.metrics)
+    of_scale = np.array([training.scale.scale, training.scale.skipped], np.float32)
+    return Metrics((*names, "loss_scale", "skipped_steps"), np.concatenate([tail.metrics, of_scale]))

@@ -1,0 +1,173 @@
+"""Trains a module of PyTorch on all replicas of a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Unpack
+
+import torch
+
+from strategies.checkpoints.checkpoints import Checkpoints
+from strategies.pipelines.trace import Trace
+from strategies.roles import Batch, Tree
+from strategies.step.metrics import Metrics
+from strategies.step.notice import Notice
+from strategies.step.options import StepOptions
+from strategies.step.step_record import recorder_for
+from strategies.strategy import Strategy
+from strategies.torch.options import Options, TorchOptions
+from strategies.torch.replica_run import LossFunction
+from strategies.torch.torch_step import TorchStep
+from strategies.torch.training import Training, refuse_modules
+from strategies.torch.updates import ShardedUpdate, WholeUpdate, refuse_optimizers
+from strategies.train_state import TrainState
+
+
+class Trainer:
+    """Trains a module on all replicas of a strategy: `strategies.Trainer` for PyTorch.
+
+    Each step runs `loss_fn` once per local replica and micro-batch, in threads, on copies of the module that share its
+    parameters; gradients are averaged over all replicas in the fixed order; the optimizer makes one step per instance.
+    Parameters, buffers and optimizer state have the same bits on every instance, and for every number of instances.
+
+    To make one is a collective call: all instances begin with the parameters and buffers of instance 0.
+
+    Args:
+        strategy: where the replicas are.
+        module: on the CPU; changed in place by every step.
+        loss_fn: `(module, batch) -> loss`, `-> (loss, {name: scalar})` or `-> (loss, metrics, outputs)` for one replica
+            and one micro-batch; it gets the replica's copy of the module.
+        optimizer: one of `torch.optim`, or of others, of the module's parameters.
+        seed: of the random numbers in the module and in `loss_fn`.
+        options: the others, by name; see `TorchOptions`, where all of them are described.
+
+    Attributes:
+        module: see above.
+        optimizer: see above.
+        seed: see above.
+        notice: travels with the gradients of every step.
+
+    Raises:
+        TypeError: if the module is none, or cannot be copied.
+        ValueError: if an option is out of range or two of them exclude each other, nothing is trained, or the optimizer
+            has other parameters.
+        StrategyError: if the module is not on the CPU, or its optimizer's state cannot be sharded and is to be.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        module: torch.nn.Module,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        seed: int = 0,
+        **options: Unpack[Options],
+    ) -> None:
+        settings = TorchOptions(seed, **options)
+        refuse_modules(module)
+        refuse_optimizers(optimizer, module)
+        self.module, self.optimizer = module, optimizer
+        self.seed = seed
+        self.notice = Notice()
+        self._strategy = strategy
+        replicas = strategy.replicas
+        sharding = settings.replicated_optimizer_state_sharding
+        update = (
+            ShardedUpdate(replicas, optimizer, settings.min_elements_for_sharding)
+            if sharding
+            else WholeUpdate(optimizer)
+        )
+        self._training = Training(replicas, module, optimizer, update, settings)
+        recorder = recorder_for(replicas, StepOptions(seed))
+        self._step = TorchStep(replicas, self._training, loss_fn, settings, self.notice, recorder)
+        self._step.start()
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where the replicas are."""
+        return self._strategy
+
+    @property
+    def steps_made(self) -> int:
+        """How many updates were made."""
+        return self._training.step
+
+    @property
+    def outputs(self) -> Sequence[Sequence[Tree]]:
+        """What the loss function returned as outputs in the last step, for each local replica and micro-batch."""
+        return self._step.outputs
+
+    def step(self, batch: Batch) -> Metrics:
+        """One update of the module; a collective call.
+
+        When it returns, the `grad` of parameters is the mean gradient.
+
+        Args:
+            batch: this instance's: a pytree of tensors, or of arrays, with the micro-batches of the local replicas one
+                after another along the first axis.
+
+        Returns:
+            The means over all replicas.
+
+        Raises:
+            TypeError: if the loss is no floating-point scalar that depends on a parameter.
+            ValueError: if the batch cannot be divided among replicas and micro-batches.
+            StrategyError: if gradients are sparse, or None on some replicas only; metrics change their names.
+            NonFiniteGradientError: with `check_numerics`; nothing is changed then.
+            DivergenceError: with `digest_every`.
+            DisagreementError: on all instances, before the first step with batches of a shape, if they differ in the
+                options, the data set, the module, the optimizer or the loss function.
+        """
+        return self._step.make(batch)
+
+    @property
+    def trace(self) -> Trace:
+        """What the simulated devices of the local replicas did in the last step of a pipeline.
+
+        Raises:
+            ValueError: if there was none; the first step learns the stages.
+        """
+        return Trace(self._step.spans)
+
+    def run(self, dataset: Iterable[Batch]) -> Metrics:
+        """Make a step with every batch; the metrics of the last one.
+
+        Raises:
+            ValueError: if there is no batch; and what `step` raises.
+        """
+        metrics = None
+        for batch in dataset:
+            metrics = self.step(batch)
+        if metrics is None:
+            raise ValueError("there is no batch in the data set; a run needs one at least")
+        return metrics
+
+    def close(self) -> None:
+        """End the threads of the replicas; a step begins new ones."""
+        self._step.close()
+
+    # ---- checkpoints
+
+    @property
+    def state(self) -> TrainState:
+        """Everything that training changes, as arrays: what `strategies.Checkpoints` saves, until the next step."""
+        return self._training.state()
+
+    def restore(self, checkpoints: Checkpoints, *, other_replicas: bool = False) -> None:
+        """Go on from the newest whole checkpoint, if there is one; see `Checkpoints.restore`. A collective call."""
+        state = self.state
+        restored = checkpoints.restore(state, other_replicas=other_replicas)
+        if restored is not state:
+            self._training.load(restored)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether instances have different parts of the state: of the optimizer's, or residuals."""
+        return self._training.own_part is not None
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        return self._training.whole(state)
+
+    def share_notice(self) -> None:
+        """Nothing is left to do: `notice` has travelled with the gradients."""

@@ -1,0 +1,301 @@
+"""Everything that a training on PyTorch changes, and the same as a tree of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from strategies.errors import StrategyError
+from strategies.exchange.transfer import Int8Layout
+from strategies.host_arrays import Age, HostArray
+from strategies.loss_scaling import LossScale
+from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import PartOfArray, Shards
+from strategies.roles import Tree
+from strategies.step.metrics import Metrics
+from strategies.torch.model_buffers import ModelBuffers
+from strategies.torch.optimizer_arrays import (
+    GROUPS,
+    STATE,
+    after_one_step,
+    kinds_of,
+    numbers_of_groups,
+    parameters_of,
+    set_numbers,
+    set_state,
+    state_of,
+)
+from strategies.torch.options import TorchOptions
+from strategies.torch.tensors import as_array, as_tensor
+from strategies.torch.updates import ShardedUpdate, Update
+from strategies.train_state import TrainState
+
+IS_MADE = "is_made"
+"""Of an optimizer's tree: for each parameter whether the optimizer has a state for it; where not, there are zeros."""
+
+
+class Training:
+    """A module, its optimizer, and how far they are.
+
+    Args:
+        replicas: connects the instances.
+        module: changed in place.
+        optimizer: of its parameters.
+        update: applies gradients by the optimizer.
+        options: of the step.
+
+    Attributes:
+        module: see above.
+        optimizer: see above.
+        buffers: of the module.
+        step: how many updates were made.
+        scale: of the next loss; None where none is scaled.
+        residuals: of int8 gradients, for each local replica.
+        metrics: of the last step; None before the first one.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        update: Update,
+        options: TorchOptions,
+    ) -> None:
+        self.module, self.optimizer, self.update = module, optimizer, update
+        self.buffers = ModelBuffers(module, options.model_state_aggregation)
+        self.step = 0
+        self.scale: LossScale | None = None if options.scaling is None else options.scaling.start()
+        self.metrics: Metrics | None = None
+        self._replicas = replicas
+        self._options = options
+        self._age = Age()
+        self.residuals: list[Sequence[np.ndarray]] = self._no_residuals()
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that are trained, in the order of `named_parameters`."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    @property
+    def own_part(self) -> str | None:
+        """What each instance has of the state that no other has, in words; None where all have the same."""
+        kinds = {
+            "sharded optimizer state": isinstance(self.update, ShardedUpdate),
+            "residuals of int8 gradients": self._options.transfer.is_quantised,
+        }
+        return next((kind for kind, has_it in kinds.items() if has_it), None)
+
+    def replaced(self) -> None:
+        """What was given of the state is used up."""
+        self._age.number += 1
+
+    def flip_bit(self) -> None:
+        """Change a bit in the middle of one number of the first parameter; for faults on purpose."""
+        array = as_array(next(self.module.parameters()))
+        array.reshape(-1).view(np.uint8)[array.itemsize // 2] ^= 1
+
+    def _no_residuals(self) -> list[Sequence[np.ndarray]]:
+        if not self._options.transfer.is_quantised:
+            return []
+        return [Int8Layout.of(self.trained).new_residuals() for _ in self._replicas.local_replicas]
+
+    # ---- as a tree
+
+    def state(self) -> TrainState:
+        """The state now: views of the memory of tensors, which the next step uses up."""
+        variables = {name: as_array(parameter) for name, parameter in self.module.named_parameters()}
+        model_state = {slot.name: as_array(slot.tensor) for slot in self.buffers.slots} or None
+        residuals = None
+        if self._options.transfer.is_quantised:
+            of_each = zip(*self.residuals, strict=True)
+            residuals = [np.concatenate([np.atleast_1d(one) for one in of_leaf]) for of_leaf in of_each]
+        tree = (variables, self._optimizer_tree(), residuals, model_state)
+        variables, optimizer_tree, residuals, model_state = jax.tree.map(
+            lambda array: HostArray.of(np.asarray(array), self._age), tree
+        )
+        return TrainState(variables, optimizer_tree, self.step, self.scale, residuals, model_state)
+
+    def recorded(self) -> TrainState:
+        """What is compared between instances: parameters, buffers, and optimizer state unless it is sharded."""
+        variables = {name: as_array(parameter) for name, parameter in self.module.named_parameters()}
+        model_state = {slot.name: as_array(slot.tensor) for slot in self.buffers.slots} or None
+        optimizer = None if isinstance(self.update, ShardedUpdate) else state_of(self.optimizer)
+        return TrainState(variables, optimizer, self.step, self.scale, None, model_state)
+
+    def _optimizer_tree(self) -> Tree:
+        made = state_of(self.optimizer)
+        parameters = parameters_of(self.optimizer)
+        lacking = [number for number, one in enumerate(parameters) if one.requires_grad and number not in made]
+        state = {**self._before_first_step(lacking), **made}
+        is_made = np.array([number in made for number in range(len(parameters))])
+        return {STATE: state, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
+
+    def _before_first_step(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Zeros for the parameters with these numbers, of the shapes of their state."""
+        if not numbers:
+            return {}
+        found = state_of(after_one_step(self.optimizer))
+        return {number: jax.tree.map(np.zeros_like, found[number]) for number in numbers if number in found}
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        local, count = len(self._replicas.local_replicas), self._replicas.num_replicas_in_sync
+        shards = Shards(count, local, 1)
+
+        def of_all(leaf: np.ndarray) -> PartOfArray:
+            rows = leaf.shape[0] // local * count
+            return PartOfArray(leaf, jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), shards, self._replicas)
+
+        return TrainState(
+            state.variables,
+            self._whole_optimizer(state.optimizer_state),
+            state.step,
+            state.loss_scale,
+            jax.tree.map(of_all, state.residuals),
+            state.model_state,
+        )
+
+    def _whole_optimizer(self, tree: Tree) -> Tree:
+        update = self.update
+        if not isinstance(update, ShardedUpdate):
+            return tree
+        state = {}
+        for number, of_parameter in tree[STATE].items():
+            whole = update.wholes[number]
+
+            def padded(leaf: np.ndarray, whole: torch.Tensor = whole) -> Any:
+                if not leaf.ndim:
+                    return leaf
+                part = np.zeros(update.parts.local * update.parts.part(whole), leaf.dtype)
+                part[: leaf.size] = leaf
+                shape = jax.ShapeDtypeStruct(tuple(whole.shape), leaf.dtype)
+                return PartOfArray(part, shape, update.parts, self._replicas)
+
+            state[number] = jax.tree.map(padded, of_parameter) if update.is_cut(number) else of_parameter
+        return {**tree, STATE: state}
+
+    # ---- taking it over
+
+    def load(self, state: TrainState) -> None:
+        """Go on from a state, whose arrays are copied."""
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                parameter.copy_(_tensor(state.variables[name]))
+            for slot in self.buffers.slots:
+                slot.tensor.copy_(_tensor(state.model_state[slot.name]))
+        self._load_optimizer(state.optimizer_state)
+        self.step, self.scale = state.step, state.loss_scale
+        if state.residuals is not None:
+            local = len(self._replicas.local_replicas)
+            split = [np.split(np.asarray(leaf), local) for leaf in state.residuals]
+            shapes = [parameter.shape for parameter in self.trained]
+            self.residuals = [
+                [np.array(parts[number]).reshape(shape) for parts, shape in zip(split, shapes, strict=True)]
+                for number in range(local)
+            ]
+        self.replaced()
+
+    def _load_optimizer(self, tree: Tree) -> None:
+        set_numbers(self.optimizer, tree[GROUPS])
+        is_made = np.asarray(tree[IS_MADE])
+        kinds = {**kinds_of(after_one_step(self.optimizer)), **kinds_of(self.optimizer)}
+        parameters = parameters_of(self.optimizer)
+        made = {
+            number: {name: _unpadded(array, parameters[number]) for name, array in of_parameter.items()}
+            for number, of_parameter in tree[STATE].items()
+            if is_made[number]
+        }
+        set_state(self.optimizer, made, kinds)
+
+    def share(self, root: int) -> None:
+        """Take over the state, and the metrics, of instance `root`; a collective call. Hyperparameters stay."""
+        communicator = self._replicas.communicator
+        broadcast = communicator.broadcast
+        known = np.array([self.step, len(self.metrics.means) if self.metrics else 0, *self._scale_words()], np.float64)
+        broadcast(known, root, name="how far the state is")
+        for name, tensor in [*self.module.named_parameters(), *_named(self.buffers.slots)]:
+            receive_into(tensor, partial(broadcast, root=root, name=name))
+        self._share_optimizer(root)
+        self.step = int(known[0])
+        if self.scale is not None:
+            self.scale = LossScale(np.float32(known[2]), np.int32(known[3]), np.int32(known[4]))
+        self.replaced()
+
+    def _share_optimizer(self, root: int) -> None:
+        broadcast = self._replicas.communicator.broadcast
+        parameters = parameters_of(self.optimizer)
+        is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
+        is_made_there = broadcast(is_made.copy(), root, name="which parameters have optimizer state")
+        lacking = [number for number in np.flatnonzero(is_made_there).tolist() if not is_made[number]]
+        if lacking:
+            kinds = {**kinds_of(after_one_step(self.optimizer)), **kinds_of(self.optimizer)}
+            set_state(self.optimizer, {**state_of(self.optimizer), **self._before_first_step(lacking)}, kinds)
+        kinds = kinds_of(self.optimizer)
+        arrays = state_of(self.optimizer)
+        for number in np.flatnonzero(is_made_there).tolist():
+            for name, array in arrays[number].items():
+                own = np.ascontiguousarray(array)
+                broadcast(own, root, name=f"{name} of parameter {number}")
+                arrays[number][name] = own
+        set_state(self.optimizer, {number: arrays[number] for number in np.flatnonzero(is_made_there).tolist()}, kinds)
+
+    def _scale_words(self) -> list[float]:
+        scale = self.scale
+        return [0.0] * 3 if scale is None else [float(scale.scale), float(scale.good_steps), float(scale.skipped)]
+
+
+def _named(slots: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(slot.name, slot.tensor) for slot in slots]
+
+
+def receive_into(tensor: torch.Tensor, receive: Callable[[np.ndarray], object]) -> None:
+    """Have an array received into the memory of a tensor."""
+    array = as_array(tensor)
+    if array.flags.c_contiguous:
+        receive(array)
+        return
+    copy = np.array(array, order="C")
+    receive(copy)
+    array[...] = copy
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    return as_tensor(np.array(array))
+
+
+def _unpadded(array: Any, parameter: torch.Tensor) -> np.ndarray:
+    """A part as the optimizer has it, without what fills it."""
+    part: np.ndarray = np.asarray(array)
+    return part[: parameter.numel()] if part.ndim == 1 and part.size > parameter.numel() else part
+
+
+def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:
+    """Look at what is to be trained.
+
+    Raises:
+        TypeError: if it is no module.
+        ValueError: if it has no parameter that is trained.
+        StrategyError: if a parameter is not on the CPU, complex or sparse.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError("the module has no parameter that is trained; set requires_grad of one of them at least")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise StrategyError(
+                f"{name} is on {tensor.device}, and replicas of PyTorch share parameters in the memory of the host; "
+                "move the module there with module.cpu(), or train on GPUs with JAX (docs/gpus.md)"
+            )
+    for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point() or parameter.layout is not torch.strided:
+            raise StrategyError(
+                f"{name} is a {parameter.dtype} tensor of layout {parameter.layout}; gradients that are exchanged are "
+                "dense and real: keep the parameter so, and compute the other from it in the forward pass"
+            )

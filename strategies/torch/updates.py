@@ -1,0 +1,223 @@
+"""The update of a step: PyTorch's optimizer, once per instance, on the mean gradients of all replicas."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+
+from strategies.errors import StrategyError
+from strategies.exchange.flat import FlatLayout
+from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import Shards
+from strategies.torch.optimizer_arrays import PARAMS, parameters_of
+from strategies.torch.tensors import as_array, as_tensor
+
+ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+"""The optimizers of `torch.optim` that compute every element from those of gradient, state and parameter alone."""
+
+
+class Update(ABC):
+    """New parameters, in place, of mean gradients."""
+
+    @property
+    @abstractmethod
+    def shards(self) -> Shards | None:
+        """How mean gradients are cut of which this instance takes its part only; None: it takes them whole."""
+
+    @abstractmethod
+    def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
+        """Update the parameters that have a mean gradient; the others are let alone, as optimizers of PyTorch do.
+
+        Args:
+            means: of each parameter that is trained: in its shape and dtype, or this instance's part, flat.
+        """
+
+
+@final
+class WholeUpdate(Update):
+    """The whole optimizer state on every instance.
+
+    Args:
+        optimizer: of all parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def shards(self) -> Shards | None:
+        """See `Update`: they are whole."""
+        return None
+
+    def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
+        """See `Update`."""
+        for parameter, mean in means:
+            parameter.grad = mean
+        self._optimizer.step()
+
+
+@final
+class ShardedUpdate(Update):
+    """Each instance keeps (its replicas / R) of the optimizer state; the new parameters are gathered.
+
+    The optimizer gets parameters of one axis, which are this instance's parts of the others in their memory.
+
+    Args:
+        replicas: connects the instances.
+        optimizer: of all parameters; from here on of the parts.
+        min_elements: smaller parameters have their state whole on every instance.
+
+    Raises:
+        StrategyError: if it is not known that the optimizer looks at elements one by one, or it has a state already.
+    """
+
+    def __init__(self, replicas: Replicas, optimizer: torch.optim.Optimizer, min_elements: int) -> None:
+        refuse_across_elements(optimizer)
+        if optimizer.state:
+            raise StrategyError("the optimizer has made steps already; give a new one, whose state can be sharded")
+        self._replicas = replicas
+        self._optimizer = optimizer
+        local = len(replicas.local_replicas)
+        self._shards = Shards(replicas.num_replicas_in_sync, local, min_elements)
+        self._parts: dict[int, torch.nn.Parameter] = {}  # by the id of the whole
+        self.wholes: list[torch.nn.Parameter] = []
+        for group in optimizer.param_groups:
+            group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
+        self._cut = [one for one in self.wholes if self._shards.divides(one)]
+        parts = [_Shape(self._shards.shape(one), as_array(one).dtype) for one in self._cut]
+        self._layout = FlatLayout.of(parts, 0)
+
+    @property
+    def shards(self) -> Shards | None:
+        """See `Update`: as the state is, where the transport can."""
+        return self._shards if self._replicas.communicator.scatters_reductions else None
+
+    def is_cut(self, number: int) -> bool:
+        """Whether this instance has a part only of the state of a parameter, by its number in the optimizer."""
+        return self._shards.divides(self.wholes[number])
+
+    def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
+        """See `Update`; a collective call."""
+        for parameter, mean in means:
+            part = self._parts.get(id(parameter))
+            if part is None:
+                parameter.grad = mean
+            elif mean is not None and mean.numel() == parameter.numel():
+                part.grad = mean.reshape(-1)[self._bounds(parameter)]
+            else:
+                part.grad = None if mean is None else mean.reshape(-1)[: part.numel()]
+        self._optimizer.step()
+        self._gather()
+
+    def _part_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        self.wholes.append(parameter)
+        if not self._shards.divides(parameter):
+            return parameter
+        if not parameter.is_contiguous():
+            raise StrategyError(
+                "a parameter is not contiguous in memory; give the module one that is, to shard its state"
+            )
+        part = torch.nn.Parameter(parameter.detach().view(-1)[self._bounds(parameter)], parameter.requires_grad)
+        self._parts[id(parameter)] = part
+        return part
+
+    def _bounds(self, parameter: torch.nn.Parameter) -> slice:
+        return self._bounds_of(parameter, self._replicas.local_replicas.start)
+
+    def _bounds_of(self, parameter: torch.nn.Parameter, first: int) -> slice:
+        """The elements of the replicas from `first` on, as many as an instance has."""
+        size, part = parameter.numel(), self._shards.part(parameter)
+        return slice(min(size, first * part), min(size, (first + self._shards.local) * part))
+
+    def _gather(self) -> None:
+        """The parts of all instances, into the memory of the parameters."""
+        communicator = self._replicas.communicator
+        if communicator.size == 1:
+            return
+        with torch.no_grad():
+            for number, buffer in enumerate(self._layout.buffers):
+                if not buffer.size:
+                    continue
+                mine = np.zeros(buffer.size, buffer.dtype)
+                own = [self._cut[leaf] for leaf in buffer.leaves]
+                for parameter, start in zip(own, buffer.starts, strict=True):
+                    part = self._parts[id(parameter)]
+                    as_tensor(mine[start : start + part.numel()]).copy_(part)
+                gathered = communicator.all_gather(mine, name=f"parts of parameters/{number}")
+                for parameter, start in zip(own, buffer.starts, strict=True):
+                    self._put(parameter, gathered[:, start:])
+
+    def _put(self, parameter: torch.nn.Parameter, gathered: np.ndarray) -> None:
+        flat = parameter.detach().view(-1)
+        for rank, row in enumerate(gathered):
+            bounds = self._bounds_of(parameter, rank * self._shards.local)
+            count = bounds.stop - bounds.start
+            if rank != self._replicas.communicator.rank and count:
+                flat[bounds].copy_(as_tensor(row[:count]))
+
+    @property
+    def parts(self) -> Shards:
+        """How the optimizer state is cut."""
+        return self._shards
+
+
+class _Shape:
+    """The shape and dtype of an array that is not there."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.shape = (math.prod(shape),)
+        self.dtype = dtype
+
+
+def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of which it is not known that it computes element by element.
+
+    Raises:
+        StrategyError: it is neither one of `ELEMENTWISE`, nor does its class say `is_elementwise = True`.
+    """
+    kind = type(optimizer)
+    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+    if not is_known and not getattr(optimizer, "is_elementwise", False):
+        raise StrategyError(
+            f"the optimizer state cannot be sharded: of {kind.__name__} it is not known that it looks at every element "
+            f"alone; use one of {', '.join(ELEMENTWISE)}, give the class an attribute is_elementwise = True if it "
+            "does, or use replicated_optimizer_state_sharding=False"
+        )
+
+
+def refuse_optimizers(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    """Look at what is to update a module.
+
+    Raises:
+        TypeError: if it is no optimizer.
+        StrategyError: if it computes the loss by itself.
+        ValueError: if it has parameters that are not the module's.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give one of torch.optim, made already")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise StrategyError("LBFGS computes the loss several times in a step; use an optimizer that takes gradients")
+    own = {id(parameter) for parameter in module.parameters()}
+    others = [one for one in parameters_of(optimizer) if id(one) not in own]
+    if others:
+        raise ValueError(
+            f"the optimizer has {len(others)} parameters that are none of the module's, the first of shape "
+            f"{list(others[0].shape)}; make it with module.parameters()"
+        )

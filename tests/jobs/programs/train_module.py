@@ -1,0 +1,86 @@
+"""Trains a small module of PyTorch under any strategy, and prints what every instance has found.
+
+usage: train_module.py popdist|workers|horovod STEPS [guilty]
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import popdist
+import strategies
+import strategies.torch
+
+BATCH_SIZE = 2
+ROWS = 64
+
+
+def new_strategy(name: str) -> strategies.Strategy:
+    if name == "popdist":
+        popdist.init()
+        return strategies.PopDistStrategy()
+    if name == "workers":
+        return strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(), num_local_replicas=2)
+    return strategies.IPUHorovodStrategy()
+
+
+def new_module() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 40),
+        torch.nn.BatchNorm1d(40),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(40, 4),
+    )
+
+
+def loss_fn(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["x"]), batch["y"])
+
+
+class Rows:
+    """Random access; where it is guilty, with noise of a generator that nobody has given a seed."""
+
+    def __init__(self, is_guilty: bool) -> None:
+        rng = np.random.default_rng(0)
+        self._x = rng.standard_normal((ROWS, 16)).astype(np.float32)
+        self._y = rng.integers(0, 4, ROWS)
+        self._is_guilty = is_guilty
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        noise = random.random() if self._is_guilty else 0.0
+        return {"x": self._x[number] + np.float32(noise), "y": self._y[number]}
+
+
+def train(strategy: strategies.Strategy, steps: int, is_guilty: bool = False) -> tuple[str, str]:
+    """Fingerprints of the parameters and of the buffers."""
+    module = new_module()
+    optimizer = torch.optim.Adam(module.parameters(), 0.01)
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
+    dataset = strategies.torch.distribute_dataset(strategy, Rows(is_guilty), batch_size=BATCH_SIZE)
+    epoch = 0
+    while trainer.steps_made < steps:
+        for batch in dataset.epoch(epoch):
+            trainer.step(batch)
+            if trainer.steps_made == steps:
+                break
+        epoch += 1
+    state = trainer.state
+    trainer.close()
+    return strategies.fingerprint(state.variables), strategies.fingerprint(state.model_state)
+
+
+if __name__ == "__main__":
+    strategy = new_strategy(sys.argv[1])
+    found = train(strategy, int(sys.argv[2]), "guilty" in sys.argv[3:])
+    print(json.dumps([strategy.instance_index, len(strategy.local_replicas), *found]), flush=True)

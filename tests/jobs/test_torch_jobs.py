@@ -1,0 +1,78 @@
+"""A module of PyTorch in real jobs: the fingerprints of one process, over every transport."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from horovod_installed import needs_horovod
+from poprun_jobs import ROOT, start
+
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.cores(2),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"),
+]
+
+FILE = str(ROOT / "tests" / "jobs" / "programs" / "train_module.py")
+PROGRAM = (sys.executable, FILE)
+STEPS = 3
+
+
+def alone(replicas):
+    """What one process finds."""
+    program = (
+        "import sys, json, strategies; from train_module import train; "
+        f"print(json.dumps(train(strategies.IPUStrategy({replicas}), {STEPS})))"
+    )
+    folder = str(ROOT / "tests" / "jobs" / "programs")
+    code = f"import sys; sys.path.insert(0, {folder!r}); {program}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_under_poprun_it_has_the_fingerprints_of_one_process():
+    finished = start("--num-instances=2", "--num-replicas=4", *PROGRAM, "popdist", str(STEPS)).finish()
+    assert finished.status == 0, finished.stderr
+    expected = alone(4)
+    assert [json.loads(finished.lines_of(instance)[-1]) for instance in (0, 1)] == [
+        [0, 2, *expected],
+        [1, 2, *expected],
+    ]
+
+
+@pytest.mark.complete
+def test_an_instance_may_be_killed():
+    fault = "--inject=kill:instance=1,step=1,phase=all_reduce"
+    words = ["--num-instances=2", "--num-replicas=4", "--on-failure=shrink", fault]
+    finished = start(*words, *PROGRAM, "popdist", str(STEPS)).finish()
+    assert json.loads(finished.lines_of(0)[-1]) == [0, 4, *alone(4)]
+
+
+@pytest.mark.complete
+@needs_horovod
+def test_over_horovod_all_instances_agree():
+    finished = start("--num-instances=2", "--num-replicas=2", *PROGRAM, "horovod", str(STEPS)).finish()
+    assert finished.status == 0, finished.stderr
+    zero, one = (json.loads(finished.lines_of(instance)[-1]) for instance in (0, 1))
+    assert zero[2:] == one[2:]
+
+
+@pytest.mark.complete
+@pytest.mark.timeout(300)
+def test_it_verifies():
+    finished = start("verify", "--num-replicas=4", *PROGRAM, "popdist", str(STEPS)).finish(280)
+    assert finished.status == 0, finished.stderr
+    assert finished.stdout.count("equal") >= 3
+
+
+@pytest.mark.complete
+@pytest.mark.timeout(300)
+def test_a_data_set_with_noise_of_pythons_own_is_found_guilty():
+    finished = start("verify", "--num-replicas=2", *PROGRAM, "popdist", str(STEPS), "guilty").finish(280)
+    assert finished.status == 1
+    assert "differ first at step 0 (counted from 0), in the batch:" in finished.stdout
+    assert "random: the program has drawn from the global generator" in finished.stdout

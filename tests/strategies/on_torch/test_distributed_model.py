@@ -1,0 +1,234 @@
+"""Loops of the program's own, with one replica per instance, have the bits of a Trainer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch_modules import MODULES, data, loss_fn, new_module
+
+import strategies
+import strategies.torch
+from collectives import LayoutMismatchError
+from strategies import StrategyError
+
+REPLICAS = 3
+STEPS = 3
+
+
+def loader_of(strategy, dataset, count=1):
+    sampler = strategies.torch.DistributedSampler(dataset, strategy, 2, seed=0, gradient_accumulation_count=count)
+    return sampler, torch.utils.data.DataLoader(dataset, sampler.instance_batch_size, sampler=sampler)
+
+
+def looped(strategy, module, count=1, **options):
+    """Fingerprints of parameters and buffers after some steps of a plain loop."""
+    module = copy.deepcopy(module)
+    model = strategies.torch.DistributedModel(module, strategy, **options)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    rows = data()
+    sampler, loader = loader_of(strategy, torch.utils.data.TensorDataset(rows["x"], rows["y"]), count)
+    made = 0
+    for epoch in range(9):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            parts = list(zip(x.chunk(count), y.chunk(count), strict=True))
+            for number, (rows_x, rows_y) in enumerate(parts):
+                loss, _ = loss_fn(model, {"x": rows_x, "y": rows_y})
+                if number < count - 1:
+                    with model.no_sync():
+                        (loss / count).backward()
+                else:
+                    (loss / count).backward()
+            optimizer.step()
+            made += 1
+            if made == STEPS:
+                return found(module)
+    raise AssertionError
+
+
+def found(module):
+    return [
+        strategies.fingerprint([each.detach().numpy() for each in named])
+        for named in (module.parameters(), module.buffers())
+    ]
+
+
+def by_trainer(module, count=1, replicas=REPLICAS, **options):
+    module = copy.deepcopy(module)
+    strategy = strategies.IPUStrategy(replicas)
+    optimizer = torch.optim.Adam(module.parameters(), 1e-2)
+    trainer = strategies.torch.Trainer(
+        strategy, module, loss_fn, optimizer, gradient_accumulation_count=count, **options
+    )
+    dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2, gradient_accumulation_count=count)
+    for epoch in range(9):
+        for batch in dataset.epoch(epoch):
+            trainer.step(batch)
+            if trainer.steps_made == STEPS:
+                trainer.close()
+                return found(module)
+    raise AssertionError
+
+
+def test_what_is_computed_again_draws_the_same_numbers():
+    """Outside of the forward pass with the process's generator, so not on threads."""
+    module = new_module("checkpointed")
+    assert looped(strategies.IPUStrategy(1), module) == by_trainer(module, replicas=1)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"checkpointed"}))
+def test_has_the_bits_of_a_trainer(name, on_instances):
+    module = new_module(name)
+    assert (
+        on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module)) == [by_trainer(module)] * REPLICAS
+    )
+
+
+def test_micro_batches_that_are_not_synchronised_add_up(on_instances):
+    module = new_module("convolutions")
+    expected = [by_trainer(module, count=2)] * REPLICAS
+    assert on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, count=2)) == expected
+
+
+def test_gradients_may_travel_in_16_bits(on_instances):
+    module, options = new_module("mlp"), {"gradient_transfer_dtype": "bfloat16"}
+    expected = [by_trainer(module, **options)] * REPLICAS
+    assert on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, **options)) == expected
+
+
+def test_large_gradients_leave_in_several_buckets(on_instances):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 900), nn.Linear(900, 5))
+    assert (
+        on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module)) == [by_trainer(module)] * REPLICAS
+    )
+
+
+def test_instances_begin_with_what_instance_0_has(on_instances):
+    module = new_module("convolutions")
+
+    def make(strategy):
+        own = copy.deepcopy(module)
+        with torch.no_grad():
+            own.last.bias.fill_(strategy.instance_index)
+            own.norm.running_mean.fill_(strategy.instance_index)
+        strategies.torch.DistributedModel(own, strategy)
+        return own.last.bias.sum().item() + own.norm.running_mean.sum().item()
+
+    assert on_instances(2, 2, make) == [0.0, 0.0]
+
+
+def test_who_ends_early_helps_the_others_in_join(on_instances):
+    """Means are over all replicas, and all end with the same parameters."""
+    module = new_module("mlp")[:3]
+    x = data()["x"]
+
+    def train(strategy):
+        own = copy.deepcopy(module)
+        model = strategies.torch.DistributedModel(own, strategy)
+        gradients = []
+        with model.join():
+            for _ in range(1 + strategy.instance_index):
+                own.zero_grad()
+                model(x[:4]).mean().backward()
+                gradients.append(own[1].bias.grad.clone())
+                with torch.no_grad():
+                    own[1].bias -= 1.0
+        return gradients, own[1].bias.sum().item()
+
+    plain = copy.deepcopy(module)
+    plain(x[:4]).mean().backward()
+    zero, one = on_instances(2, 2, train)
+    assert zero[1] == one[1]
+    assert torch.equal(zero[0][0], plain[1].bias.grad)
+    assert torch.equal(one[0][0], plain[1].bias.grad)
+    plain.zero_grad()
+    with torch.no_grad():
+        plain[1].bias -= 1.0
+    plain(x[:4]).mean().backward()
+    assert torch.equal(one[0][1], plain[1].bias.grad / 2)
+
+
+def test_who_ends_early_is_an_error_elsewhere(on_instances):
+    module = new_module("mlp")
+
+    def train(strategy):
+        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        for _ in range(1 + strategy.instance_index):
+            model(data()["x"]).mean().backward()
+        strategy.communicator.close()
+
+    with pytest.raises(LayoutMismatchError, match="close"):
+        on_instances(2, 2, train)
+
+
+class TestRefusals:
+    def test_several_replicas_per_instance(self):
+        with pytest.raises(
+            StrategyError, match=r"drives 2 replicas, .* strategies\.torch\.Trainer, which drives several"
+        ):
+            strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(2))
+
+    def test_int8(self):
+        with pytest.raises(StrategyError, match="use bfloat16"):
+            strategies.torch.DistributedModel(
+                new_module("mlp"), strategies.IPUStrategy(1), gradient_transfer_dtype="int8"
+            )
+
+    def test_gradients_that_some_replicas_have(self, on_instances):
+        module = new_module("mlp")
+
+        def train(strategy):
+            model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+            hidden = model.module[:4](data()["x"])
+            loss = hidden if strategy.instance_index else model.module[4](hidden)
+            with pytest.raises(StrategyError, match=r"4\.weight has no gradient on the replicas \[1\]"):
+                loss.mean().backward()
+
+        on_instances(2, 2, train)
+
+
+def test_a_gradient_that_no_replica_has_stays_as_it_was(on_instances):
+    module = new_module("mlp")
+
+    def train(strategy):
+        own = copy.deepcopy(module)
+        model = strategies.torch.DistributedModel(own, strategy)
+        own[:4](data()["x"]).mean().backward()
+        before = own[4].weight.grad
+        model(data()["x"]).mean().backward()
+        kept = own[4].weight.grad.clone()
+        own[:4](data()["x"]).mean().backward()
+        return before, torch.equal(own[4].weight.grad, kept)
+
+    assert on_instances(2, 2, train) == [(None, True)] * 2
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_the_sampler_deals_as_data_sets_do(instances, on_instances):
+    rows = torch.arange(43)
+
+    def read(strategy):
+        sampler, loader = loader_of(strategy, rows, count=2)
+        dataset = strategies.torch.distribute_dataset(strategy, rows, batch_size=2, gradient_accumulation_count=2)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            assert len(loader) == len(dataset) == 2
+            for one, other in zip(loader, dataset.epoch(epoch), strict=True):
+                assert torch.equal(one, other)
+
+    on_instances(instances, 4, read)
+
+
+def test_the_sampler_may_pad():
+    sampler = strategies.torch.DistributedSampler(
+        range(5), strategies.IPUStrategy(2), 2, shuffle=False, remainder="pad"
+    )
+    assert list(sampler) == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert len(sampler) == 8
+    with pytest.raises(ValueError, match="use a batch_size of at most 1"):
+        strategies.torch.DistributedSampler(range(3), strategies.IPUStrategy(2), 2)

@@ -1,0 +1,465 @@
+"""PopTorch's interface: programs of PopTorch give what plain PyTorch gives, on any number of replicas and instances."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_modules import data
+
+import strategies.torch.poptorch as poptorch
+from strategies import NonFiniteGradientError, StrategyError
+from strategies.torch.poptorch.options import Options
+
+ROWS = 48
+
+
+class Classifier(nn.Module):
+    """As the tutorial's: outputs without labels, outputs and loss with them."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 9), nn.Linear(9, 5)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, labels=None):
+        with poptorch.Block("B1", ipu_id=0):
+            hidden = torch.tanh(self.first(x.flatten(1)))
+        with poptorch.Block("B2", ipu_id=1):
+            output = self.last(self.dropout(hidden))
+            if labels is None:
+                return output
+            return output, F.cross_entropy(output, labels)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(1)
+    return Classifier()
+
+
+def new_options(strategy=None, replicas=1, iterations=1, accumulation=1, mode=None, **others):
+    options = Options()
+    options.deviceIterations(iterations).Training.gradientAccumulation(accumulation)
+    options.replicationFactor(replicas)
+    if strategy is not None:
+        options._strategy = strategy
+    if mode is not None:
+        options.outputMode(mode)
+    return options
+
+
+def dataset():
+    rows = data()
+    return torch.utils.data.TensorDataset(rows["x"], rows["y"])
+
+
+def plainly(model, optimizer, batch, iterations, accumulation, replicas=1):
+    """Outputs and losses of every micro-batch, by plain PyTorch; those of replicas lie beside each other."""
+    x, y = batch
+    outputs, losses = [], []
+    count = iterations * accumulation * replicas
+    parts = iter(zip(x.chunk(count), y.chunk(count), strict=True))
+    for _ in range(iterations):
+        optimizer.zero_grad()
+        for _ in range(accumulation * replicas):
+            output, loss = model(*next(parts))
+            (loss / (accumulation * replicas)).backward()
+            outputs.append(output.detach())
+            losses.append(loss.detach())
+        optimizer.step()
+    return torch.cat(outputs), torch.stack(losses)
+
+
+class TestTraining:
+    def test_of_one_replica_has_the_bits_of_plain_pytorch(self, model):
+        own, plain = copy.deepcopy(model), copy.deepcopy(model)
+        options = new_options(iterations=3, accumulation=4, mode=poptorch.OutputMode.All)
+        optimizer = poptorch.optim.AdamW(own.parameters(), lr=0.01)
+        training = poptorch.trainingModel(own, options, optimizer)
+        loader = poptorch.DataLoader(options, dataset(), batch_size=2)
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        for _ in range(2):
+            for batch in loader:
+                outputs, losses = training(*batch)
+                expected = plainly(plain, reference, batch, 3, 4)
+                assert torch.equal(outputs, expected[0])
+                assert torch.equal(losses, expected[1])
+        assert all(map(torch.equal, own.state_dict().values(), plain.state_dict().values()))
+
+    def test_of_four_replicas_is_that_of_one_with_the_global_batch_up_to_rounding(self, model):
+        losses = []
+        for replicas, rows in ((4, 2), (1, 8)):
+            own = copy.deepcopy(model)
+            options = new_options(replicas=replicas, iterations=2, accumulation=3, mode=poptorch.OutputMode.All)
+            training = poptorch.trainingModel(own, options, torch.optim.SGD(own.parameters(), 0.1))
+            loader = poptorch.DataLoader(options, dataset(), batch_size=rows, shuffle=True)
+            [batch] = loader
+            losses.append(training(*batch)[1].reshape(-1, replicas).mean(1))
+        torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("kind", [poptorch.ReductionType.Mean, poptorch.ReductionType.Sum])
+    def test_gradients_are_reduced_over_micro_batches_and_replicas(self, kind, model):
+        own, plain = copy.deepcopy(model), copy.deepcopy(model)
+        options = new_options(replicas=2, accumulation=2)
+        options.Training.accumulationAndReplicationReductionType(kind)
+        training = poptorch.trainingModel(own, options, torch.optim.SGD(own.parameters(), 0.5))
+        batch = data()["x"][:8], data()["y"][:8]
+        training(*batch)
+        is_sum = kind is poptorch.ReductionType.Sum
+        plainly(plain, torch.optim.SGD(plain.parameters(), 0.5 * (4 if is_sum else 1)), batch, 1, 2, 2)
+        torch.testing.assert_close(own.first.weight, plain.first.weight)
+
+    def test_does_not_depend_on_the_instances(self, model, on_instances):
+        noisy = Classifier(dropout=0.3)
+        noisy.load_state_dict(model.state_dict())
+
+        def train(strategy):
+            own = copy.deepcopy(noisy)
+            options = new_options(strategy, 4, 2, 3)
+            training = poptorch.trainingModel(own, options, poptorch.optim.Adam(own.parameters(), lr=0.01))
+            loader = poptorch.DataLoader(options, dataset(), batch_size=2, shuffle=True)
+            rows = [training(*batch) and batch[1] for _ in range(2) for batch in loader]
+            training.destroy()
+            return own.first.weight.detach().numpy().tobytes(), torch.cat(rows)
+
+        alone = on_instances(1, 4, train)[0]
+        for count in (2, 4):
+            found = on_instances(count, 4, train)
+            assert [each[0] for each in found] == [alone[0]] * count
+            assert sorted(torch.cat([each[1] for each in found]).tolist()) == sorted(alone[1].tolist())
+
+    def test_without_an_optimizer_is_plain_descent(self, model):
+        own = copy.deepcopy(model)
+        training = poptorch.trainingModel(own)
+        assert isinstance(training.trainer.optimizer, torch.optim.SGD)
+        assert training.trainer.optimizer.param_groups[0]["lr"] == 0.01
+        output, loss = training(data()["x"], labels=data()["y"])
+        assert output.shape == (ROWS, 5)
+        assert loss.shape == ()
+
+    def test_a_loss_may_be_marked(self, model):
+        class Marked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = copy.deepcopy(model)
+
+            def forward(self, x, labels):
+                output, loss = self.inner(x, labels)
+                return poptorch.identity_loss(loss * 2, "none"), output, output.mean()
+
+        marked, plain = Marked(), copy.deepcopy(model)
+        batch = data()["x"][:4], data()["y"][:4]
+        poptorch.trainingModel(marked, optimizer=torch.optim.SGD(marked.parameters(), 0.1))(*batch)
+        plainly(plain, torch.optim.SGD(plain.parameters(), 0.2), batch, 1, 1)
+        torch.testing.assert_close(marked.inner.first.weight, plain.first.weight)
+
+    def test_what_is_no_loss_is_refused(self, model):
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = copy.deepcopy(model)
+
+            def forward(self, x, labels):
+                _, loss = self.inner(x, labels)
+                return poptorch.identity_loss(loss, "sum"), poptorch.identity_loss(loss, "mean")
+
+        with pytest.raises(StrategyError, match="2 losses are marked; add them up"):
+            poptorch.trainingModel(Two())(data()["x"], data()["y"])
+        with pytest.raises(StrategyError, match="returns no scalar that depends on its parameters"):
+            poptorch.trainingModel(copy.deepcopy(model))(data()["x"])
+
+    def test_rows_that_cannot_be_divided_are_refused(self, model):
+        training = poptorch.trainingModel(copy.deepcopy(model), new_options(iterations=5, accumulation=2))
+        with pytest.raises(ValueError, match=r"deviceIterations 5 x gradientAccumulation 2 x 1 replicas .*DataLoader"):
+            training(data()["x"], data()["y"])
+
+    def test_an_optimizer_may_be_replaced_by_one_with_other_numbers(self, model):
+        own = copy.deepcopy(model)
+        training = poptorch.trainingModel(own, optimizer=poptorch.optim.Adam(own.parameters(), lr=0.1))
+        training(data()["x"], data()["y"])
+        training.setOptimizer(poptorch.optim.Adam(own.parameters(), lr=0.0))
+        before = own.first.weight.clone()
+        training(data()["x"], data()["y"])
+        assert torch.equal(own.first.weight, before)
+        with pytest.raises(StrategyError, match="made with Adam of 1 groups, and this is SGD"):
+            training.setOptimizer(poptorch.optim.SGD(own.parameters(), lr=0.0))
+
+
+OPTIMIZERS = {
+    "SGD": (
+        lambda p: poptorch.optim.SGD(p, lr=0.1, momentum=0.9, loss_scaling=8.0, use_combined_accum=True),
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9},
+    ),
+    "Adam": (lambda p: poptorch.optim.Adam(p, lr=0.1, accum_type=torch.float16), torch.optim.Adam, {"lr": 0.1}),
+    "AdamW": (lambda p: poptorch.optim.AdamW(p, lr=0.1, loss_scaling=1024.0), torch.optim.AdamW, {"lr": 0.1}),
+    "RMSprop": (
+        lambda p: poptorch.optim.RMSprop(p, lr=0.1, centered=True),
+        torch.optim.RMSprop,
+        {"lr": 0.1, "centered": True},
+    ),
+}
+
+
+class TestOptimizers:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_are_those_of_pytorch(self, name, model):
+        make, kind, numbers = OPTIMIZERS[name]
+        own, plain = copy.deepcopy(model), copy.deepcopy(model)
+        batch = data()["x"][:8], data()["y"][:8]
+        training = poptorch.trainingModel(own, new_options(iterations=2, accumulation=2), make(own.parameters()))
+        training(*batch)
+        plainly(plain, kind(plain.parameters(), **numbers), batch, 2, 2)
+        assert all(map(torch.equal, own.state_dict().values(), plain.state_dict().values()))
+
+    def test_lamb_scales_the_change_of_adam_to_the_norm_of_the_parameter(self, model):
+        own = copy.deepcopy(model)
+        before = own.first.weight.clone()
+        optimizer = poptorch.optim.LAMB(own.parameters(), lr=0.1, weight_decay=0.0, eps=0.0)
+        poptorch.trainingModel(own, optimizer=optimizer)(data()["x"], data()["y"])
+        change = own.first.weight - before
+        assert change.norm().item() == pytest.approx(0.1 * before.norm().item(), rel=1e-5)
+        assert change.abs().std() < 1e-6, "the first step of Adam is as large for every element"
+
+    def test_may_clip_the_norm_of_all_gradients(self, model):
+        own = copy.deepcopy(model)
+        poptorch.trainingModel(own, optimizer=poptorch.optim.SGD(own.parameters(), lr=1.0, max_grad_norm=1e-3))(
+            data()["x"], data()["y"]
+        )
+        norm = torch.stack([p.grad.norm() for p in own.parameters()]).norm()
+        assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+
+    def test_refuse_what_is_not_there(self, model):
+        with pytest.raises(StrategyError, match="use_tf_variant=False"):
+            poptorch.optim.RMSprop(model.parameters(), use_tf_variant=True)
+        with pytest.raises(StrategyError, match="LAMB"):
+            poptorch.optim.AdamW(model.parameters(), bias_correction=False)
+
+    def test_state_may_be_sharded(self, model, on_instances):
+        def train(strategy, shards):
+            own = copy.deepcopy(model)
+            options = new_options(strategy, 2)
+            if shards:
+                location = poptorch.TensorLocationSettings().useReplicatedTensorSharding()
+                options.TensorLocations.setOptimizerLocation(location)
+            training = poptorch.trainingModel(own, options, poptorch.optim.Adam(own.parameters()))
+            training(data()["x"][:4], data()["y"][:4])
+            assert training.trainer.is_sharded is shards
+            return own.first.weight.detach().numpy().tobytes()
+
+        found = on_instances(2, 2, lambda strategy: [train(strategy, shards) for shards in (False, True)])
+        assert len({each for of_instance in found for each in of_instance}) == 1
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("training", [True, False])
+    @pytest.mark.parametrize(
+        ("mode", "period", "rows"),
+        [
+            (poptorch.OutputMode.All, None, list(range(24))),
+            (poptorch.OutputMode.Final, None, [20, 21, 22, 23]),
+            (poptorch.OutputMode.EveryN, 3, [8, 9, 10, 11, 20, 21, 22, 23]),
+        ],
+    )
+    def test_are_rows_of_the_batch(self, training, mode, period, rows, model):
+        """Also for two replicas the last ones are those of the last micro-batch."""
+        options = new_options(replicas=2, iterations=3, accumulation=2)
+        options.outputMode(mode, period)
+        if training:
+            own = copy.deepcopy(model)
+            executor = poptorch.trainingModel(own, options, torch.optim.SGD(own.parameters(), 0.0))
+            outputs, losses = executor(data()["x"][:24], data()["y"][:24])
+            assert losses.shape == (len(rows) // 2,)
+        else:
+            options = options.clone()
+            options.Training.gradientAccumulation(1)
+            options.deviceIterations(6)
+            outputs = poptorch.inferenceModel(copy.deepcopy(model), options)(data()["x"][:24])
+        torch.testing.assert_close(outputs, model(data()["x"][:24])[rows].detach())
+
+    def test_may_be_added_up(self, model):
+        options = new_options(replicas=2, iterations=3, mode=poptorch.OutputMode.Sum)
+        outputs = poptorch.inferenceModel(copy.deepcopy(model), options)(data()["x"][:12])
+        expected = model(data()["x"][:12]).detach().reshape(3, 4, 5).sum(0)
+        torch.testing.assert_close(outputs, expected)
+
+    def test_a_period_goes_with_every_n_and_divides_the_micro_batches(self, model):
+        with pytest.raises(ValueError, match="EveryN, and it alone, has one"):
+            Options().outputMode(poptorch.OutputMode.All, 2)
+        options = new_options(iterations=3)
+        options.outputMode(poptorch.OutputMode.EveryN, 2)
+        with pytest.raises(ValueError, match="use a period that divides"):
+            poptorch.inferenceModel(copy.deepcopy(model), options)(data()["x"][:6])
+
+
+class TestInference:
+    def test_has_what_a_training_has_learnt_without_being_told(self, model):
+        own = copy.deepcopy(model)
+        training = poptorch.trainingModel(own, optimizer=torch.optim.SGD(own.parameters(), 0.5))
+        inference = poptorch.inferenceModel(training)
+        before = inference(data()["x"])
+        training(data()["x"], data()["y"])
+        after = inference(data()["x"])
+        assert not torch.equal(before, after)
+        assert torch.equal(after, own(data()["x"]).detach())
+        assert not after.requires_grad
+
+    def test_is_in_evaluation_mode_and_the_module_stays_in_its_own(self):
+        module = Classifier(dropout=0.9)
+        inference = poptorch.inferenceModel(module)
+        assert torch.equal(inference(data()["x"]), inference(data()["x"]))
+        assert module.training
+
+    def test_does_not_accumulate(self, model):
+        with pytest.raises(StrategyError, match=r"options.clone\(\) for it"):
+            poptorch.inferenceModel(model, new_options(accumulation=2))
+
+
+class TestDataLoader:
+    def test_gives_each_element_once(self, on_instances):
+        def read(strategy):
+            options = new_options(strategy, 4, 2, 1)
+            loader = poptorch.DataLoader(options, torch.arange(43), batch_size=2, shuffle=True)
+            assert len(loader) == 2
+            return [batch.tolist() for batch in loader], loader.combinedBatchSize
+
+        for count in (1, 2, 4):
+            found = on_instances(count, 4, read)
+            assert {size for _, size in found} == {16 // count}
+            seen = [number for batches, _ in found for batch in batches for number in batch]
+            assert len(set(seen)) == len(seen) == 32
+
+    def test_shuffles_every_epoch_in_another_way_and_the_same_for_the_same_seed(self):
+        def read(seed):
+            options = new_options().randomSeed(seed)
+            loader = poptorch.DataLoader(options, torch.arange(9), batch_size=9, shuffle=True)
+            return [batch.tolist() for _ in range(2) for batch in loader]
+
+        assert read(1) == read(1) != read(2)
+        assert read(1)[0] != read(1)[1]
+
+    @pytest.mark.parametrize("mode", poptorch.DataLoaderMode)
+    def test_has_the_same_batches_in_every_mode(self, mode):
+        loader = poptorch.DataLoader(new_options(), torch.arange(7), batch_size=2, mode=mode)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+    def test_may_keep_the_rest_on_one_instance(self, on_instances):
+        loader = poptorch.DataLoader(new_options(), torch.arange(5), batch_size=2, drop_last=False)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+        assert len(loader) == 3
+
+        def make(strategy):
+            with pytest.raises(StrategyError, match="use drop_last=True"):
+                poptorch.DataLoader(new_options(strategy, 2), torch.arange(5), batch_size=2, drop_last=False)
+
+        on_instances(2, 2, make)
+
+    def test_deals_streams_out(self, on_instances):
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(range(11))
+
+        def read(strategy):
+            loader = poptorch.DataLoader(new_options(strategy, 2, 2), Stream(), batch_size=2)
+            return [batch.tolist() for batch in loader]
+
+        assert on_instances(1, 2, read) == [[[0, 1, 2, 3, 4, 5, 6, 7]]]
+        assert on_instances(2, 2, read) == [[[0, 1, 4, 5]], [[2, 3, 6, 7]]]
+
+    def test_a_data_set_that_is_too_small_is_refused(self):
+        with pytest.raises(ValueError, match="has 3 elements, and a batch of all replicas takes 4"):
+            poptorch.DataLoader(new_options(), torch.arange(3), batch_size=4)
+
+
+class TestOptions:
+    def test_are_readable_values(self):
+        options = new_options(iterations=10, accumulation=4)
+        options.randomSeed(3)
+        assert "deviceIterations=10" in repr(options)
+        assert "Training={'gradientAccumulation': 4}" in repr(options)
+
+    def test_stay_once_a_model_was_made_and_clones_may_be_changed(self, model):
+        options = new_options(accumulation=2)
+        poptorch.trainingModel(copy.deepcopy(model), options)
+        with pytest.raises(StrategyError, match=r"Options\.deviceIterations is set after a model"):
+            options.deviceIterations(2)
+        with pytest.raises(StrategyError, match=r"Options\.Training\.gradientAccumulation is set after a model"):
+            options.Training.gradientAccumulation(1)
+        clone = options.clone()
+        clone.Training.gradientAccumulation(1)
+        assert options.Training.gradient_accumulation == 2
+        assert clone.strategy is options.strategy
+
+    def test_without_a_meaning_here_are_said_once(self, caplog):
+        caplog.set_level(logging.INFO, "strategies.torch.poptorch.options")
+        for _ in range(2):
+            Options().useIpuModel(True).enableStableNorm(True)
+        messages = [record.message for record in caplog.records]
+        assert len([one for one in messages if "useIpuModel changes nothing" in one]) <= 1
+        assert len([one for one in messages if "enableStableNorm changes nothing" in one]) == 1
+
+    def test_that_cannot_be_heeded_are_refused(self):
+        with pytest.raises(StrategyError, match="stochastic rounding is not there for PyTorch"):
+            Options().Precision.enableStochasticRounding(True)
+        with pytest.raises(StrategyError, match=r"popdist\.poptorch\.Options\(\)"):
+            Options().Distributed.configureProcessId(1, 2)
+        with pytest.raises(ValueError, match=r"ReductionType\.Sum or \.Mean"):
+            Options().Training.accumulationAndReplicationReductionType(poptorch.ReductionType.NoReduction)
+
+    def test_may_look_for_gradients_that_are_not_finite(self, model):
+        options = Options()
+        options.Precision.enableFloatingPointExceptions(True)
+        own = copy.deepcopy(model)
+        with pytest.raises(NonFiniteGradientError):
+            poptorch.trainingModel(own, options)(data()["x"] * torch.nan, data()["y"])
+
+
+def test_models_are_saved_and_loaded(model, tmp_path):
+    own = copy.deepcopy(model)
+    training = poptorch.trainingModel(own, new_options(), poptorch.optim.Adam(own.parameters(), lr=0.01))
+    batch = data()["x"][:4], data()["y"][:4]
+    training(*batch)
+    training.save(tmp_path / "model")
+    training(*batch)
+    again = poptorch.load(tmp_path / "model", lambda options: options.randomSeed(5))
+    again(*batch)
+    assert torch.equal(again.model.first.weight, own.first.weight)
+    assert again.options.seed == 5
+    training.save(tmp_path / "weights", export_model=False)
+    with pytest.raises(StrategyError, match="export_model=False"):
+        poptorch.load(tmp_path / "weights")
+
+
+def test_operators_that_mean_nothing_return_what_they_got(capsys):
+    x = torch.arange(3.0)
+    assert poptorch.nop(x) is x
+    assert poptorch.set_available_memory(x, 0.1) is x
+    assert poptorch.recomputationCheckpoint(x) is x
+    assert poptorch.ipu_print_tensor(x, "x") is x
+    assert capsys.readouterr().out == "x: tensor([0., 1., 2.])\n"
+    assert poptorch.for_loop(3, lambda y: y * 2, [x])[0].tolist() == [0, 8, 16]
+    assert poptorch.cond(torch.tensor(False), lambda y: y, [x], lambda y: y + 1, [x])[0] == 1
+    assert not poptorch.isRunningOnIpu()
+    assert not poptorch.ipuHardwareIsAvailable()
+    with pytest.raises(StrategyError, match=r"torch\.autograd\.Function"):
+        poptorch.custom_op([x], "name", "domain", 1)
+
+
+def test_a_module_knows_when_an_executor_calls_it():
+    class Knows(nn.Module):
+        def forward(self, x):
+            return x + float(poptorch.isRunningOnIpu())
+
+    assert poptorch.inferenceModel(Knows())(torch.zeros(1)) == 1
+    assert Knows()(torch.zeros(1)) == 0
+
+
+def test_public_names_are_described():
+    assert list(poptorch.__all__) == sorted(poptorch.__all__)
+    for name in poptorch.__all__:
+        assert getattr(poptorch, name).__doc__, name

@@ -1,0 +1,82 @@
+"""The programs in docs/torch.md run, and the page names what there is."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import strategies
+import strategies.torch
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "torch.md").read_text(encoding="utf-8")
+
+
+def test_its_programs_run_one_after_another(capsys):
+    names: dict[str, object] = {"__name__": "__main__"}
+    for program in re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL):
+        exec(compile(program, "docs/torch.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines() == ["24", "4 (8, 3) (2,)"]
+
+
+def test_public_names_are_sorted_described_and_mentioned():
+    exported = strategies.torch.__all__
+    assert list(exported) == sorted(exported)
+    for name in exported:
+        assert getattr(strategies.torch, name).__doc__
+        assert re.search(rf"\b{name}\b", PAGE), name
+
+
+def test_what_it_mentions_of_trainers_exists():
+    mentioned = set(re.findall(r"\btrainer\.([a-z]\w*)", PAGE))
+    assert mentioned
+    assert all(hasattr(strategies.torch.Trainer, name) for name in mentioned)
+
+
+def test_the_listing_trains_in_a_pipeline(capsys):
+    runpy.run_path(str(ROOT / "launch_scripts" / "listings" / "poptorch_network.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(re.search(r"loss ([\d.]+)", line)[1]) for line in lines if line.startswith("epoch")]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 1.0
+    assert any(line.startswith("device 3 stage 3") for line in lines)
+
+
+def test_digits_are_learnt_in_plain_training(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
+    program = str(ROOT / "launch_scripts" / "torch_digits.py")
+    strategy = strategies.IPUStrategy(4)
+    monkeypatch.setattr("strategies.PopDistStrategy", lambda: strategy)
+    monkeypatch.setattr("popdist.init", lambda replicas: None)
+    monkeypatch.setattr("sys.argv", [program, "--epochs", "2", "--checkpoints", str(tmp_path)])
+    runpy.run_path(program, run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert float(re.search(r"([\d.]+)% of the test digits", lines[1])[1]) > 90
+    monkeypatch.setattr("sys.argv", [program, "--epochs", "2"])
+    runpy.run_path(program, run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1] == lines[-1]
+
+
+def test_digits_are_learnt_by_poptorchs_program(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
+    program = str(ROOT / "launch_scripts" / "poptorch_digits.py")
+    strategy = strategies.IPUStrategy(2)
+    monkeypatch.setattr("strategies.torch.poptorch.options.PopDistStrategy", lambda: strategy)
+    monkeypatch.setattr("popdist.init", lambda: None)
+    monkeypatch.setattr("popdist.getInstanceIndex", lambda: 0)
+    words = [
+        "--epochs",
+        "2",
+        "--learning-rate",
+        "0.002",
+        "--profile",
+        "--profile-dir",
+        str(tmp_path),
+        "--offload-optimiser",
+    ]
+    monkeypatch.setattr("sys.argv", [program, *words])
+    runpy.run_path(program, run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert float(re.search(r"([\d.]+)% of the test digits", lines[-1])[1]) > 60
+    assert (tmp_path / "instance0.json").read_text().startswith("{")

@@ -1,0 +1,329 @@
+"""Stages of a module run at once, in the order of a timetable, with the bits of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import strategies.torch.poptorch as poptorch
+from strategies import StrategyError
+from strategies.pipelines.timetable import Kind
+from strategies.torch.poptorch.options import Options
+
+
+class Block(nn.Module):
+    """The tutorial's: convolution, pooling, activation."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 5)
+
+    def forward(self, x):
+        return F.relu(F.max_pool2d(self.conv(x), 2))
+
+
+class Network(nn.Module):
+    """The tutorial's network, with its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer1, self.layer2 = Block(1, 10), Block(10, 20)
+        self.layer3, self.layer4 = nn.Linear(320, 256), nn.Linear(256, 10)
+
+    def forward(self, x):
+        with poptorch.Block("B1"):
+            x = self.layer1(x)
+        with poptorch.Block("B2"):
+            x = self.layer2(x)
+        with poptorch.Block("B3"):
+            x = F.relu(self.layer3(x.flatten(1)))
+        with poptorch.Block("B4"):
+            return self.layer4(x)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, args, labels=None):
+        output = self.model(args)
+        if labels is None:
+            return output
+        with poptorch.Block("B4"):
+            loss = F.cross_entropy(output, labels)
+        return output, loss
+
+
+class Noisy(nn.Module):
+    """Dropout and batch norm in stages of their own, a connection over a stage, and blocks marked in other ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.last = poptorch.BeginBlock(nn.Linear(8, 3), ipu_id=2)
+
+    @poptorch.BlockFunction("middle", ipu_id=1)
+    def middle(self, x):
+        return F.dropout(torch.tanh(self.second(x)), 0.3, self.training)
+
+    def forward(self, x, labels):
+        with poptorch.Block("front", ipu_id=0):
+            front = self.norm(self.first(x))
+        output = self.last(self.middle(front) + front)
+        return output, F.cross_entropy(output, labels)
+
+
+COUNT, ITERATIONS, ROWS = 8, 2, 2
+PIPELINED = [
+    poptorch.PipelinedExecution("B1", "B2", "B3", "B4"),
+    poptorch.PipelinedExecution(*(poptorch.Stage(f"B{n + 1}").ipu(n) for n in range(4)), schedule="grouped"),
+    poptorch.PipelinedExecution(["B1", "B2"], ["B3", "B4"], schedule="interleaved"),
+    poptorch.PipelinedExecution(
+        poptorch.Stage("B1").ipu(0), poptorch.Stage("B2").ipu(1), poptorch.Stage("B3", "B4").ipu(0)
+    ),
+    poptorch.ShardedExecution("B1", "B2", "B3", "B4"),
+    poptorch.SerialPhasedExecution(["B1"], ["B2"], ["B3"], ["B4"]),
+    poptorch.ParallelPhasedExecution(poptorch.Phase("B1", "B2").ipus(0), poptorch.Phase("B3", "B4").ipus(1)),
+]
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ITERATIONS * COUNT * ROWS, 1, 28, 28, generator=generator)
+    return x, torch.randint(0, 10, (len(x),), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    return WithLoss(Network())
+
+
+def new_options(strategy, replicas=1, count=COUNT, iterations=ITERATIONS):
+    options = Options().deviceIterations(iterations).outputMode(poptorch.OutputMode.All)
+    options.replicationFactor(replicas).Training.gradientAccumulation(count)
+    return options if strategy is None else options.setExecutionStrategy(strategy)
+
+
+@pytest.fixture(scope="module")
+def plain(network):
+    """Losses and parameters of plain PyTorch, after two calls."""
+    own = copy.deepcopy(network)
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.001)
+    losses = []
+    for _ in range(2):
+        for x, y in zip(*(each.split(COUNT * ROWS) for each in batch()), strict=True):
+            optimizer.zero_grad()
+            for rows in zip(x.split(ROWS), y.split(ROWS), strict=True):
+                _, loss = own(*rows)
+                (loss / COUNT).backward()
+                losses.append(loss.item())
+            optimizer.step()
+    return losses, own.state_dict()
+
+
+@pytest.mark.parametrize("strategy", PIPELINED, ids=str)
+def test_every_strategy_has_the_bits_of_plain_pytorch(strategy, network, plain):
+    own = copy.deepcopy(network)
+    training = poptorch.trainingModel(own, new_options(strategy), poptorch.optim.AdamW(own.parameters(), lr=0.001))
+    losses = [loss for _ in range(2) for loss in training(*batch())[1].tolist()]
+    assert losses == plain[0]
+    assert all(map(torch.equal, own.state_dict().values(), plain[1].values()))
+    training.destroy()
+
+
+def test_of_four_replicas_is_that_of_one_with_the_global_batch_up_to_rounding(network):
+    strategy, found = poptorch.PipelinedExecution("B1", "B2", "B3", "B4"), []
+    for replicas, count in ((4, 4), (1, 16)):
+        own = copy.deepcopy(network)
+        options = new_options(strategy, replicas, count, 1)
+        training = poptorch.trainingModel(own, options, torch.optim.SGD(own.parameters(), 0.1))
+        losses = [training(*batch())[1].mean().item() for _ in range(3)]
+        found.append(losses)
+        training.destroy()
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
+def noisy_batch():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8 * COUNT * ROWS, 6, generator=generator)
+    return x, torch.randint(0, 3, (len(x),), generator=generator)
+
+
+def test_random_numbers_and_moving_means_are_those_without_a_pipeline(on_instances):
+    torch.manual_seed(2)
+    module = Noisy()
+
+    def train(strategy, execution):
+        own = copy.deepcopy(module)
+        options = new_options(execution, iterations=2)
+        options._strategy = strategy
+        training = poptorch.trainingModel(own, options, torch.optim.Adam(own.parameters()))
+        rows = 2 * COUNT * 3 * len(strategy.local_replicas)
+        for _ in range(2):
+            training(*(each[:rows] for each in noisy_batch()))
+        training.destroy()
+        return [each.detach().numpy().tobytes() for each in own.state_dict().values()]
+
+    executions = [None, poptorch.PipelinedExecution(), poptorch.ShardedExecution()]
+    found = on_instances(1, 2, lambda strategy: [train(strategy, execution) for execution in executions])[0]
+    assert found[0] == found[1] == found[2]
+
+
+def test_stages_run_at_once_in_the_order_of_the_timetable(network):
+    """A stage waits in the forward pass of the second micro-batch until the next stage has the first one."""
+    met, barrier = [], threading.Barrier(2, timeout=20)
+
+    class Meeting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            number = (self.calls - 1) % 2
+            is_first_step = self.calls <= 2
+            with poptorch.Block("one", ipu_id=0):
+                hidden = self.first(x)
+                if number == 1 and not is_first_step:
+                    met.append(barrier.wait())
+            with poptorch.Block("two", ipu_id=1):
+                if number == 0 and not is_first_step:
+                    met.append(barrier.wait())
+                return self.second(hidden).mean()
+
+    module = Meeting()
+    execution = poptorch.PipelinedExecution(schedule="grouped")
+    training = poptorch.trainingModel(module, new_options(execution, count=2, iterations=1))
+    for _ in range(2):
+        training(torch.ones(4, 4))
+    assert sorted(met) == [0, 1]
+    training.destroy()
+
+
+def test_what_they_did_is_a_trace_and_the_stash_is_that_of_the_schedule(network):
+    own = copy.deepcopy(network)
+    strategy = poptorch.PipelinedExecution("B1", "B2", "B3", "B4")
+    training = poptorch.trainingModel(own, new_options(strategy, iterations=1))
+    with pytest.raises(ValueError, match="trace of no action"):
+        _ = training.trace
+    for _ in range(2):
+        training(*(each[: COUNT * ROWS] for each in batch()))
+    spans = training.trace.replicas[0]
+    assert len([span for span in spans if span.action.kind is not Kind.UPDATE]) == 2 * 4 * COUNT
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for stage in range(4):
+            own_spans = [span for span in spans if span.action.kind is kind and span.action.stage == stage]
+            assert [span.action.micro_batch for span in own_spans] == list(range(COUNT))
+            assert all(one.end_s <= other.begin_s for one, other in zip(own_spans, own_spans[1:], strict=False))
+    kept = most = 0
+    for span in [span for span in spans if span.action.stage == 0 and span.action.kind is not Kind.UPDATE]:
+        kept += 1 if span.action.kind is Kind.FORWARD else -1
+        most = max(most, kept)
+    assert most == 4, "one forward pass, one backward pass: as many as there are stages behind"
+    assert "stage" in str(training.trace)
+    training.destroy()
+
+
+class Two(nn.Module):
+    """Two stages, and something that is wrong with them."""
+
+    def __init__(self, names=("A", "B"), wrong=None):
+        super().__init__()
+        self.names, self.wrong = names, wrong
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        with poptorch.Block(self.names[0]):
+            x = self.first(x)
+            if self.wrong == "buffer":
+                x = self.norm(x)
+        with poptorch.Block(self.names[1]):
+            x = (self.first if self.wrong == "parameter" else self.second)(x)
+            if self.wrong == "buffer":
+                x = self.norm(x)
+            if self.wrong == "error" and x.abs().sum() > 1e6:
+                raise ZeroDivisionError
+        return x.mean()
+
+
+def call_two(module, *, execution=None, count=4, times=1, scale=1.0):
+    execution = execution or poptorch.PipelinedExecution("A", "B")
+    training = poptorch.trainingModel(module, new_options(execution, count=count, iterations=1))
+    try:
+        for number in range(times):
+            training(torch.ones(2 * count, 3) * (scale if number else 1.0))
+    finally:
+        training.destroy()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("module", "message"),
+        [
+            (lambda: Two(("A", "C")), r"no stage with the block 'C'; those of the strategy are 'A', 'B'"),
+            (lambda: Two(("B", "A")), r"block 'A' of stage 0 begins behind stage 1; stages follow each other"),
+            (lambda: Two(wrong="parameter"), r"a parameter of shape .* is used on the devices 1 and 0"),
+            (lambda: Two(wrong="buffer"), r"module norm has buffers, and runs in the stages 0 and 1"),
+        ],
+    )
+    def test_what_stages_cannot_share(self, module, message):
+        with pytest.raises(StrategyError, match=message):
+            call_two(module())
+
+    def test_too_few_micro_batches(self):
+        with pytest.raises(StrategyError, match=r"has 2 stages, and a step 1 micro-batches, .* of 2 or more"):
+            call_two(Two(), count=1)
+        call_two(Two(), count=1, execution=poptorch.ShardedExecution("A", "B"))
+
+    def test_blocks_without_a_device_where_no_stages_are_listed(self):
+        with pytest.raises(StrategyError, match="block 'A' has no ipu_id, and the strategy lists no stages"):
+            call_two(Two(), execution=poptorch.PipelinedExecution())
+
+    def test_a_block_in_two_stages(self):
+        with pytest.raises(StrategyError, match="block 'A' is in two stages"):
+            poptorch.PipelinedExecution("A", ["A", "B"])
+
+    def test_backward_passes_in_two_parts(self):
+        with pytest.raises(StrategyError, match="zero_bubble takes backward passes apart"):
+            call_two(Two(), execution=poptorch.PipelinedExecution("A", "B", schedule="zero_bubble"))
+
+    def test_phases_that_are_not_said(self):
+        with pytest.raises(ValueError, match="needs its phases"):
+            poptorch.SerialPhasedExecution()
+
+    def test_running_means(self):
+        options = new_options(poptorch.PipelinedExecution("A", "B"), count=4, iterations=1)
+        options.Training.setMeanAccumulationAndReplicationReductionStrategy(poptorch.MeanReductionStrategy.Running)
+        with pytest.raises(ValueError, match="use reduction_method='mean'"):
+            poptorch.trainingModel(Two(), options)
+
+    def test_a_module_that_begins_two_blocks(self):
+        layer = poptorch.BeginBlock(nn.Linear(1, 1), "A")
+        with pytest.raises(StrategyError, match="removeBlocks takes the mark away"):
+            poptorch.BeginBlock(layer, "B")
+        poptorch.removeBlocks(layer)
+        poptorch.BeginBlock(layer, "B")
+
+
+def test_an_error_in_one_stage_ends_all_and_is_what_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        call_two(Two(wrong="error"), times=2, scale=1e9)
+
+
+def test_stages_of_blocks_follow_devices_or_are_numbered():
+    of = poptorch.PipelinedExecution().placing.of
+    assert [of("a", 0), of("b", 2), of("c", 0)] == [(0, 0), (2, 2), (0, 0)]
+    of = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement).placing.of
+    assert [of("a", 0), of("b", 1), of("c", 0), of("b", 1)] == [(0, 0), (1, 1), (2, 0), (1, 1)]
+    strategy = poptorch.PipelinedExecution("a", poptorch.Stage("b", "c").ipu(3))
+    assert strategy.stage("c").blocks == ["b", "c"]
+    assert repr(strategy) == "PipelinedExecution(Stage('a'), Stage('b', 'c').ipu(3))"

@@ -1,0 +1,422 @@
+"""Modules of PyTorch are trained with the same bits for every number of instances."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_modules import MODULES, data, loss_fn, new_module
+
+import strategies
+import strategies.torch
+from strategies import DisagreementError, NonFiniteGradientError, StrategyError
+
+REPLICAS = 4
+SPREADS = (1, 2, 4)
+
+
+def trained(strategy, module, optimizer=torch.optim.Adam, steps=3, loss_fn=loss_fn, lr=1e-2, **options):
+    """Losses of all steps, and fingerprints of parameters, buffers and optimizer state at the end."""
+    count = options.get("gradient_accumulation_count", 1)
+    module = copy.deepcopy(module)
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer(module.parameters(), lr), **options)
+    dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2, gradient_accumulation_count=count)
+    losses = [trainer.step(batch)["loss"] for epoch in range(2) for batch in dataset.epoch(epoch)][:steps]
+    state = trainer.state
+    trainer.close()
+    parts = (dict(state.variables), state.model_state)
+    if not trainer.is_sharded:
+        parts = (*parts, state.optimizer_state["state"])
+    return losses, *map(strategies.fingerprint, parts)
+
+
+@pytest.fixture
+def on_spreads(on_instances):
+    """What a training finds on one, two and four instances: of all of them, in one list."""
+
+    def run(function):
+        return [found for count in SPREADS for found in on_instances(count, REPLICAS, function)]
+
+    return run
+
+
+def check_all_alike(found):
+    assert all(one == found[0] for one in found)
+    assert all(np.isfinite(found[0][0]))
+    return found[0]
+
+
+class TestBits:
+    @pytest.mark.parametrize("name", MODULES)
+    def test_do_not_depend_on_the_instances(self, name, on_spreads):
+        module = new_module(name)
+        check_all_alike(on_spreads(lambda strategy: trained(strategy, module)))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"gradient_accumulation_count": 2},
+            {"gradient_accumulation_count": 2, "reduction_method": "sum"},
+            {"gradient_accumulation_count": 3, "reduction_method": "running_mean"},
+            {"gradient_transfer_dtype": torch.bfloat16},
+            {"gradient_transfer_dtype": "int8"},
+            {"compute_dtype": torch.bfloat16},
+            {"compute_dtype": "bfloat16", "loss_scaling": "dynamic"},
+            {"stream_gradients": True},
+            {"before_update": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 0.1)},
+        ],
+        ids=str,
+    )
+    def test_nor_with_an_option(self, options, on_spreads):
+        module = new_module("convolutions")
+        check_all_alike(on_spreads(lambda strategy: trained(strategy, module, **options)))
+
+    def test_are_those_of_plain_pytorch_for_one_replica(self):
+        module, count = new_module("embedding"), 2
+        plain = copy.deepcopy(module)
+        strategy = strategies.IPUStrategy(1)
+        losses, parameters, *_ = trained(strategy, module, gradient_accumulation_count=count)
+        optimizer = torch.optim.Adam(plain.parameters(), 1e-2)
+        batches = strategies.torch.distribute_dataset(strategy, data(), batch_size=2, gradient_accumulation_count=count)
+        expected = []
+        for epoch in range(2):
+            for batch in batches.epoch(epoch):
+                seen = []
+                optimizer.zero_grad()
+                for number in range(count):
+                    torch.manual_seed(strategies.torch.seed_of(0, 0, len(expected), number))
+                    rows = slice(2 * number, 2 * number + 2)
+                    loss, _ = loss_fn(plain, {name: each[rows] for name, each in batch.items()})
+                    (loss / count).backward()
+                    seen.append(loss.item())
+                optimizer.step()
+                expected.append(float(np.float32(sum(seen) / count)))
+        assert losses == expected[:3]
+        assert parameters == strategies.fingerprint({n: p.detach().numpy() for n, p in plain.named_parameters()})
+
+    def test_of_several_replicas_are_those_of_one_large_batch_up_to_rounding(self):
+        module = nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, 5))
+
+        def weights(replicas):
+            own = copy.deepcopy(module)
+            for _ in range(3):
+                one_step(own, replicas=replicas, rows=8)
+            return own[1].weight
+
+        torch.testing.assert_close(weights(4), weights(1), rtol=0, atol=1e-6)
+
+    def test_do_not_depend_on_the_generator_of_the_process(self):
+        module = new_module("recurrent")
+        found = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            found.append(trained(strategies.IPUStrategy(2), module, steps=2))
+        assert found[0] == found[1]
+
+    def test_depend_on_the_seed(self):
+        module = new_module("recurrent")
+        one, other = (trained(strategies.IPUStrategy(2), module, seed=seed, steps=2) for seed in (0, 1))
+        assert one != other
+
+
+class TestSharding:
+    @pytest.mark.parametrize("optimizer", ["Adam", "SGD", "RMSprop"])
+    def test_gives_the_same_parameters(self, optimizer, on_spreads):
+        module, kind = new_module("mlp"), getattr(torch.optim, optimizer)
+        options = {"momentum": 0.9, "weight_decay": 0.1} if optimizer == "SGD" else {}
+        make = functools.partial(kind, **options)
+        found = check_all_alike(
+            on_spreads(lambda strategy: trained(strategy, module, make, replicated_optimizer_state_sharding=True))
+        )
+        assert found == trained(strategies.IPUStrategy(REPLICAS), module, make)[:3]
+
+    def test_of_large_parameters_scatters_means(self, on_instances):
+        """1 MiB and more, so that they have buffers alone; 3 replicas, which do not divide them."""
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Flatten(), nn.Linear(64, 4099), nn.ReLU(), nn.Linear(4099, 5))
+        function = functools.partial(trained, module=module, steps=2)
+        whole = on_instances(1, 3, function)[0]
+        sharded = functools.partial(function, replicated_optimizer_state_sharding=True)
+        assert [one[:2] for one in on_instances(3, 3, sharded)] == [whole[:2]] * 3
+
+    def test_needs_an_optimizer_that_looks_at_elements_alone(self):
+        module = new_module("mlp")
+        optimizer = torch.optim.Adafactor(module.parameters())
+        with pytest.raises(StrategyError, match=r"of Adafactor it is not known .*; use one of ASGD, "):
+            strategies.torch.Trainer(
+                strategies.IPUStrategy(2), module, loss_fn, optimizer, replicated_optimizer_state_sharding=True
+            )
+
+
+class TestBuffers:
+    def test_are_means_and_those_of_replica_0(self):
+        module = new_module("convolutions")
+        parts, batch = [], data()
+        for replica in range(2):
+            own = copy.deepcopy(module)
+            rows = slice(4 * replica, 4 * replica + 4)
+            torch.manual_seed(strategies.torch.seed_of(0, replica, 0))
+            own(batch["x"][rows])
+            parts.append(own.norm)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer)
+        trainer.step({name: each[:8] for name, each in batch.items()})
+        assert torch.equal(module.norm.running_mean, (parts[0].running_mean + parts[1].running_mean) / 2)
+        assert module.norm.num_batches_tracked == 1
+
+    def test_that_do_not_change_keep_their_bits(self):
+        """Three times a third of a number need not be that number."""
+        module = new_module("embedding")
+        before = module.constant.clone()
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = strategies.torch.Trainer(strategies.IPUStrategy(3), module, loss_fn, optimizer)
+        trainer.step({name: each[:6] for name, each in data().items()})
+        assert torch.equal(module.constant, before)
+        assert module.seen.sum() == 2 * 64, "replica 0 has seen two rows"
+
+    def test_may_be_named(self):
+        with pytest.raises(ValueError, match="there is no buffer 'mean'; there are norm.running_mean"):
+            one_step(new_module("convolutions"), model_state_aggregation={"mean": "first"})
+        with pytest.raises(ValueError, match="num_batches_tracked is torch.int64, which has no mean"):
+            one_step(new_module("convolutions"), model_state_aggregation={"norm.num_batches_tracked": "mean"})
+
+
+def one_step(module, loss_fn=loss_fn, replicas=2, optimizer=None, rows=8, **options):
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), 0.1)
+    trainer = strategies.torch.Trainer(strategies.IPUStrategy(replicas), module, loss_fn, optimizer, **options)
+    try:
+        return trainer.step({name: each[:rows] for name, each in data().items()})
+    finally:
+        trainer.close()
+
+
+class TestTheModule:
+    def test_has_the_mean_gradient_and_no_other_thread_has_touched_it(self):
+        module = new_module("mlp")
+        one_step(module)
+        plain = new_module("mlp")
+        halves = []
+        for replica in range(2):
+            plain.zero_grad()
+            torch.manual_seed(strategies.torch.seed_of(0, replica, 0))
+            rows = slice(4 * replica, 4 * replica + 4)
+            loss_fn(plain, {name: each[rows] for name, each in data().items()})[0].backward()
+            halves.append(plain[1].weight.grad)
+        assert torch.equal(module[1].weight.grad, (halves[0] + halves[1]) / 2)
+
+    def test_may_be_changed_between_steps(self):
+        """A rate of dropout, a mode, what is trained, and parameters."""
+        module = new_module("mlp")
+        strategy, optimizer = strategies.IPUStrategy(2), torch.optim.SGD(module.parameters(), 0.0)
+        trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
+        batch = {name: each[:8] for name, each in data().items()}
+        trainer.step(batch)
+        module[3].p = 0.0
+        without = trainer.step(batch)["loss"]
+        module[3].p = 0.5
+        module.eval()
+        assert trainer.step(batch)["loss"] == without
+        module[4].weight.requires_grad_(False)
+        trainer.step(batch)
+        assert module[1].weight.grad is not None
+        with torch.no_grad():
+            module[4].weight.zero_()
+            module[4].bias.zero_()
+        assert trainer.step(batch)["loss"] == pytest.approx(np.log(5))
+
+    def test_tied_parameters_are_one(self, on_spreads):
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up = nn.Linear(64, 5, bias=False)
+                self.down = nn.Linear(5, 64, bias=False)
+                self.down.weight = nn.Parameter(self.up.weight.t().detach().contiguous())
+                self.again = self.up
+
+            def forward(self, x):
+                return self.again(self.down(self.up(x.flatten(1))))
+
+        torch.manual_seed(0)
+        module = Tied()
+        check_all_alike(on_spreads(lambda strategy: trained(strategy, module)))
+
+    def test_a_parameter_without_gradient_is_let_alone_by_the_optimizer(self, on_spreads):
+        module = new_module("mlp")
+        module.unused = nn.Linear(3, 3)
+
+        def loss(module, batch):
+            return F.cross_entropy(nn.Sequential.forward(nn.Sequential(*list(module)[:5]), batch["x"]), batch["y"])
+
+        def train(strategy):
+            own = copy.deepcopy(module)
+            optimizer = torch.optim.AdamW(own.parameters(), 0.1, weight_decay=0.5)
+            trainer = strategies.torch.Trainer(strategy, own, loss, optimizer)
+            local = len(strategy.local_replicas)
+            trainer.step({name: each[: 2 * local] for name, each in data().items()})
+            return torch.equal(own.unused.weight, module.unused.weight), own.unused.weight.grad
+
+        assert on_spreads(train) == [(True, None)] * 7
+
+
+class TestLossScaling:
+    def test_a_step_that_overflows_on_one_replica_changes_nothing(self, on_instances):
+        module = new_module("convolutions")
+
+        def loss(module, batch):
+            value = loss_fn(module, batch)[0]
+            return value * torch.where(batch["x"].sum() > 1e6, torch.inf, 1.0)
+
+        def train(strategy):
+            own = copy.deepcopy(module)
+            optimizer = torch.optim.Adam(own.parameters(), 0.1)
+            trainer = strategies.torch.Trainer(strategy, own, loss, optimizer, loss_scaling="dynamic")
+            batch = {name: each[:2].clone() for name, each in data().items()}
+            if strategy.instance_index == 1:
+                batch["x"] += 1e6
+            before = strategies.fingerprint([trainer.state.variables, trainer.state.model_state])
+            first = dict(trainer.step(batch))
+            after = strategies.fingerprint([trainer.state.variables, trainer.state.model_state])
+            return before == after, first["loss_scale"], first["skipped_steps"], optimizer.state == {}
+
+        assert on_instances(2, 2, train) == [(True, 2.0**14, 1, True)] * 2
+
+    def test_powers_of_two_change_no_bit(self):
+        module = new_module("mlp")
+        with_scale = trained(strategies.IPUStrategy(2), module, loss_scaling=2.0**7)
+        assert with_scale == trained(strategies.IPUStrategy(2), module)
+
+
+class TestRefusals:
+    def test_gradients_that_some_replicas_have(self):
+        def loss(module, batch):
+            hidden = module[:4](batch["x"])
+            return (module[4](hidden) if batch["y"][0] == data()["y"][0] else hidden).mean()
+
+        with pytest.raises(StrategyError, match=r"4\.weight has no gradient on the replicas \[1\], and one on the oth"):
+            one_step(new_module("mlp"), loss)
+
+    def test_gradients_that_are_not_finite(self):
+        def loss(module, batch):
+            return loss_fn(module, batch)[0] * (torch.nan if batch["y"][0] != data()["y"][0] else 1)
+
+        module = new_module("mlp")
+        before = module[1].weight.clone()
+        for dtype in (None, "int8"):
+            with pytest.raises(NonFiniteGradientError, match=r"1\.weight is not finite at step 0 .* \[1\]"):
+                one_step(module, loss, check_numerics=True, gradient_transfer_dtype=dtype)
+        assert torch.equal(module[1].weight, before)
+
+    def test_what_is_no_loss(self):
+        for returned, message in (
+            (lambda m, b: m(b["x"]), r"the loss is a torch.float32 of shape \[4, 5\]; return a floating-point scalar"),
+            (lambda m, b: 3.0, "the loss is float; return"),
+            (lambda m, b: torch.ones(()), "the loss depends on no parameter that is trained"),
+            (lambda m, b: (m(b["x"]).mean(), [1]), r"the metrics are a list; return \(loss, dictionary"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                one_step(new_module("mlp"), returned)
+
+    def test_sparse_gradients(self):
+        module = nn.Sequential(nn.Embedding(9, 5, sparse=True))
+        with pytest.raises(StrategyError, match=r"0\.weight is sparse, .* with sparse=False"):
+            one_step(module, lambda module, batch: module(batch["y"]).mean())
+
+    def test_a_gradient_that_comes_twice_in_one_backward_pass(self):
+        from torch.utils.checkpoint import checkpoint
+
+        def loss(module, batch):
+            x = batch["x"].flatten(1).requires_grad_()
+            first = checkpoint(module[1], x, use_reentrant=True)
+            return (first + checkpoint(module[1], x * 2, use_reentrant=True)).mean()
+
+        with pytest.raises(StrategyError, match=r"1\.(weight|bias) has come twice in one backward pass"):
+            one_step(new_module("mlp"), loss, stream_gradients=True)
+
+    def test_modules_that_cannot_be_trained(self):
+        strategy = strategies.IPUStrategy(1)
+        module = new_module("mlp")
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+
+        def make(module, optimizer=optimizer, **options):
+            return strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+
+        with pytest.raises(TypeError, match="the module is a dict; give a torch.nn.Module"):
+            make({})
+        with pytest.raises(ValueError, match="has no parameter that is trained"):
+            make(nn.ReLU())
+        with pytest.raises(ValueError, match="the optimizer has 4 parameters that are none of the module's"):
+            make(new_module("mlp"))
+        with pytest.raises(TypeError, match="the optimizer is a type; give one of torch.optim, made already"):
+            make(module, torch.optim.SGD)
+        with pytest.raises(StrategyError, match="LBFGS computes the loss several times"):
+            make(module, torch.optim.LBFGS(module.parameters()))
+        with pytest.raises(StrategyError, match=r"1\.weight is on meta, .* module.cpu\(\)"):
+            make(copy.deepcopy(module).to("meta"))
+        with pytest.raises(StrategyError, match=r"weight is a torch.complex64 tensor"):
+            make(nn.Linear(2, 2, dtype=torch.complex64))
+        for options, message in (
+            ({"gradient_accumulation_count": 0}, "gradient_accumulation_count is 0"),
+            ({"compute_dtype": "int8"}, "compute_dtype is 'int8'; use"),
+            ({"model_state_aggregation": "median"}, "model_state_aggregation has 'median'"),
+            ({"check_numerics": True, "loss_scaling": 2.0}, "use one of them"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                make(module, **options)
+
+    def test_metrics_that_change_their_names(self):
+        names = iter(["one", "other"])
+        module = new_module("mlp")
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = strategies.torch.Trainer(
+            strategies.IPUStrategy(1), module, lambda m, b: (loss_fn(m, b)[0], {next(names): 1.0}), optimizer
+        )
+        trainer.step(data())
+        with pytest.raises(StrategyError, match="has the metrics loss, other, and before there were loss, one"):
+            trainer.step(data())
+
+    def test_an_error_in_the_module_is_what_is_raised_and_the_next_step_works(self):
+        module = new_module("mlp")
+        calls = iter(range(100))
+
+        def loss(module, batch):
+            if next(calls) == 1:
+                raise ZeroDivisionError
+            return loss_fn(module, batch)
+
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss, optimizer)
+        batch = {name: each[:8] for name, each in data().items()}
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(batch)
+        assert trainer.steps_made == 0
+        assert trainer.step(batch)["loss"] > 0
+
+    def test_instances_that_differ(self, on_instances):
+        module = new_module("mlp")
+
+        def train(strategy):
+            own = copy.deepcopy(module)
+            rate = 0.1 + strategy.instance_index
+            trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), rate))
+            with pytest.raises(DisagreementError, match=r"instance 1 computes the update otherwise .*lr=1.1"):
+                trainer.step(data())
+
+        on_instances(2, 2, train)
+
+    def test_instances_whose_modules_differ(self, on_instances):
+        module = new_module("mlp")
+
+        def train(strategy):
+            own = copy.deepcopy(module)
+            own[3].p = random.Random(strategy.instance_index).random()
+            trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
+            with pytest.raises(DisagreementError, match=r"computes the module otherwise .*Dropout\(p=0.1"):
+                trainer.step(data())
+
+        on_instances(2, 2, train)
