@@ -243,7 +243,9 @@ def _rows(dtype: np.dtype, rows: int, size: int, number: int) -> Sequence[np.nda
 
 def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:
     if total.dtype.kind not in "iu":
-        if count & (count - 1) == 0:  # the same bits as a division, several times faster
+        if count == 1:
+            quotient = total
+        elif count & (count - 1) == 0:  # the same bits as a division, several times faster
             quotient = np.multiply(total, total.dtype.type(1 / count), out=total)
         else:
             quotient = np.divide(total, total.dtype.type(count), out=total)

@@ -1,5 +1,8 @@
 """What distribution means to a training program: replicas, steps, data and reductions."""
 
+from importlib import import_module
+from types import ModuleType
+
 from strategies import config, cross_replica_ops, loops, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
@@ -49,6 +52,14 @@ from strategies.trainer import Trainer, TrainState
 from strategies.updates.clipping import clip_by_global_norm
 
 put_up_signposts()
+
+
+def __getattr__(name: str) -> ModuleType:
+    """What is there for models of Keras, which is imported when it is asked for, and imports Keras."""
+    if name == "keras":
+        return import_module("strategies.keras")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Best",

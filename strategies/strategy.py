@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any, TypeVar
 
 import jax
@@ -26,6 +27,7 @@ from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
 from strategies.errors import DeviceError
 from strategies.extended import Extended
+from strategies.importing import when_imported
 from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
@@ -428,7 +430,8 @@ class Strategy(ABC):
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Make this the current strategy, which `get_strategy` returns."""
+        """Make this the current strategy, which `get_strategy` returns; models of Keras made inside are its own."""
+        when_imported("keras", _hook_keras)
         token = _scope.set(self)
         try:
             yield self
@@ -439,6 +442,10 @@ class Strategy(ABC):
 def get_strategy() -> Strategy | None:
     """The strategy whose scope this is, or None."""
     return _scope.get()
+
+
+def _hook_keras() -> None:
+    import_module("strategies.keras.hook").hook(get_strategy)  # by its name: it knows strategies, and Keras
 
 
 def _require_switches(**switches: bool) -> None:

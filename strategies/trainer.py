@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Unpack
-
-import optax
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Unpack
 
 from strategies.config.configured import in_force
-from strategies.evaluation.evaluation_program import MetricsFunction
+from strategies.data.datasets import DistributedDataset
+from strategies.evaluation.evaluation_program import MetricsFunction, Task, Told
 from strategies.evaluation.evaluator import Evaluator
 from strategies.evaluation.merging import Evaluation
 from strategies.gradients.replica_program import LossFunction
@@ -19,6 +18,7 @@ from strategies.step.options import Options, configured
 from strategies.step.parts import StepParts
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
+from strategies.updates.optimizers import AnyOptimizer
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
@@ -57,7 +57,7 @@ class Trainer:
         self,
         strategy: Strategy,
         loss_fn: LossFunction,
-        optimizer: optax.GradientTransformation,
+        optimizer: AnyOptimizer,
         seed: int = 0,
         check_numerics: bool | None = None,
         digest_every: int = 0,
@@ -105,6 +105,18 @@ class Trainer:
             LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
         """
         return self._states.init(variables, model_state)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Go on with what something else has trained: instance 0's state on every instance; a collective call.
+
+        Args:
+            state: whole, also the optimizer state, which has to be one of this optimizer's; without residuals. Loss
+                scaling begins where it has none.
+
+        Raises:
+            TypeError, ValueError, LayoutMismatchError: see `init`.
+        """
+        return self._states.adopt(state)
 
     def run(
         self,
@@ -196,3 +208,10 @@ class Trainer:
             TypeError, ValueError, DisagreementError: see `Evaluator.predict`.
         """
         return self._evaluator.predict(state, dataset, fn, to_all)
+
+    def told(
+        self, task: Task, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
+    ) -> Generator[Told, None, None]:
+        """For each batch what a task tells of it; what `evaluate` and `predict` are made of. See `Evaluator.told`."""
+        batches: Any = dataset
+        return self._evaluator.told(task, state, batches)

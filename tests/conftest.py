@@ -14,6 +14,8 @@ import pytest
 from leftovers import Lookout
 from sharing_cores import SERVER_VARIABLE, TokenServer, cores_of
 
+import collectives.network  # noqa: F401  # sets what gRPC reads when it is loaded, which tests may do first
+
 if TYPE_CHECKING:
     from handing_out import FilesOfTheDead
     from xdist.remote import Producer
@@ -111,7 +113,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what the tests of this process, and its workers, share."""
     if SERVER_VARIABLE not in os.environ:  # or a worker of pytest-xdist, which inherits it
-        os.environ[SERVER_VARIABLE] = TokenServer(2 * len(os.sched_getaffinity(0))).address  # twice: jobs mostly wait
+        os.environ[SERVER_VARIABLE] = TokenServer(3 * len(os.sched_getaffinity(0))).address  # jobs mostly wait
     take_signals_as_in_a_terminal()
     os.environ.pop("COLUMNS", None)  # pytest-xdist tells its workers how wide its own page is
     config.stash[LOOKOUT] = Lookout()

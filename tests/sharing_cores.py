@@ -1,9 +1,9 @@
 """A server of tokens, one per core, by which the processes of a test run let in only what fits on the machine.
 
 A test takes as many tokens as it keeps cores busy (`@pytest.mark.cores(2)`), and returns them by closing its
-connection, so one that is killed returns them too. There are twice as many tokens as cores, because jobs of two or
-three processes keep 0.7 of a core busy on the average: they wait, for each other and for what is to happen to them. Who
-does not fit is overtaken by those who do, a few times, and then no more.
+connection, so one that is killed returns them too. There are three times as many tokens as cores, because jobs of two
+or three processes keep 0.7 of a core busy on the average: they wait, for each other and for what is to happen to them.
+Who does not fit is overtaken by those who do, a few times, and then no more.
 """
 
 from __future__ import annotations

@@ -57,12 +57,14 @@ run_on() {
     fi
     say "$("$environment/bin/python" -c 'import sys, jax, jaxlib; print("Python", sys.version.split()[0], "JAX", jax.__version__, "jaxlib", jaxlib.__version__)')"
     # shellcheck disable=SC2046,SC2086 # several words
-    PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment "$environment/bin/python" -m pytest -q -p no:cacheprovider \
+    PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment JAX_COMPILATION_CACHE_DIR=$environment/compiled \
+        "$environment/bin/python" -m pytest -q -p no:cacheprovider \
         --numprocesses "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder \
         tests/jobs/test_promises.py $others $(printf 'tests/strategies/test_%s.py ' $of_strategies) ||
         failed="$failed $version=$jax"
 }
 
+unset PYTHONDONTWRITEBYTECODE
 unset POPDIST_REQUIRE_HOROVOD # it is built for another environment
 failed=
 [ $# -gt 0 ] || set -- 3.11=oldest 3.12=newest 3.13=newest

@@ -63,6 +63,8 @@ class Category:
     """
 
     def __init__(self, _prefix: str = "", _deprecated: str | None = None) -> None:
+        if type(self) is Category:
+            raise TypeError("Category declares no attributes; make a class from it that does")
         hints = get_type_hints(type(self))
         inside = self.__dict__
         inside["_metadata"] = {}

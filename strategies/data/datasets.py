@@ -20,7 +20,7 @@ from strategies.data.position import Position
 from strategies.data.prefetch import prefetched
 from strategies.data.random_access import RandomAccessSource, SameElements, Steps
 from strategies.data.sequential import from_iterable, from_shards, from_values
-from strategies.data.sources import ArraySource, Masked, Source
+from strategies.data.sources import ArraySource, Masked, Source, SourceFactory
 from strategies.errors import StrategyError
 from strategies.numbers import at_least
 from strategies.programs.feed_program import Replication
@@ -66,7 +66,8 @@ class DistributedDataset:
         seed: seed of the shuffle, the same on all instances.
         shuffle: whether to shuffle arrays and objects with `[i]`.
         remainder: `"drop"` the elements that do not fill the last global batch, or `"pad"` it by repeating
-            elements; every batch is then a `Masked`.
+            elements; every batch is then a `Masked`. `"short"`, of arrays and random access, has a last batch with
+            fewer elements, equally many for each replica.
         gradient_accumulation_count: micro-batches that a replica takes in one step. It is no part of a position:
             which elements a step takes depends on its product with `batch_size` only.
         transfer_dtype: a smaller dtype in which arrays travel to the devices, or one for each entry of a batch:
@@ -140,6 +141,8 @@ class DistributedDataset:
         """Elements that no replica sees in an epoch, None when the source does not tell its length."""
         if self._source.length is None or self._source.steps is None:
             return None
+        if self._layout.remainder == "short":
+            return self._layout.dropped(self._source.length)
         return max(0, self._source.length - self._source.steps * self._layout.global_batch_size)
 
     def epoch(self, epoch: int) -> Generator[Batch, None, None]:
@@ -324,9 +327,13 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> So
         TypeError: when it is none, or can only be gone through once.
         ValueError: when it cannot be dealt out as `layout` says.
     """
+    if isinstance(source, SourceFactory):
+        return source.open(layout, seed=seed, shuffle=shuffle)
     random_access = as_grain_source(source)
     if random_access is not None:
         return random_access.open(layout, seed=seed, shuffle=shuffle)
+    if layout.remainder == "short" and not _is_random_access(source):
+        raise ValueError("remainder is 'short', which is for arrays and random access; use 'drop' or 'pad'")
     if callable(getattr(source, "shard", None)):
         return from_shards(source, layout)
     if isinstance(getattr(source, "values", None), list | tuple):
@@ -335,9 +342,15 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> So
         source = dict(source)  # a mapping that JAX does not know to be one
     if _is_pytree_of_arrays(source):
         return ArraySource(source, layout, seed=seed, shuffle=shuffle)
-    if not isinstance(source, Iterable) and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+    if _is_random_access(source):
         return RandomAccessSource(Steps(SameElements(source), layout, seed=seed, shuffle=shuffle))
     return from_iterable(source, layout)
+
+
+def _is_random_access(source: Data) -> bool:
+    if _is_pytree_of_arrays(source):
+        return True
+    return not isinstance(source, Iterable) and hasattr(source, "__len__") and hasattr(source, "__getitem__")
 
 
 def _is_pytree_of_arrays(source: Data) -> bool:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from strategies.numbers import positive
 
-Remainder = Literal["drop", "pad"]
+Remainder = Literal["drop", "pad", "short"]
 Indices = NDArray[np.int64]
 
 
@@ -24,7 +24,9 @@ class Layout:
         batch_size: elements per replica and micro-batch.
         total_replicas: replicas of all instances.
         local_replicas: global indices of the replicas of this instance.
-        remainder: what becomes of elements that do not fill a global batch: `"drop"`, or `"pad"` them.
+        remainder: what becomes of elements that do not fill a global batch: `"drop"` or `"pad"` them, or have a last
+            step that is `"short"`: every replica takes equally many of them, and those are dropped that are too few
+            for one more in each micro-batch.
         gradient_accumulation_count: micro-batches that a replica takes in one step.
 
     Raises:
@@ -50,7 +52,7 @@ class Layout:
                 f"local replicas {outside} do not exist; replicas are numbered 0 to {self.total_replicas - 1}"
             )
         if self.remainder not in get_args(Remainder):
-            raise ValueError(f"remainder={self.remainder!r} is unknown; use 'drop' or 'pad'")
+            raise ValueError(f"remainder={self.remainder!r} is unknown; use 'drop', 'pad' or 'short'")
 
     @property
     def pads(self) -> bool:
@@ -70,20 +72,35 @@ class Layout:
     def steps(self, length: int) -> int:
         """Steps in an epoch over `length` elements."""
         whole, rest = divmod(length, self.global_batch_size)
-        return whole + (self.pads and rest > 0)
+        return whole + (self.pads and rest > 0 or self.of_short_step(rest) > 0)
+
+    def of_short_step(self, rest: int) -> int:
+        """Elements that each replica takes of so many that do not fill a global batch, where the last step is short."""
+        if self.remainder != "short":
+            return 0
+        micro_batches = self.total_replicas * self.gradient_accumulation_count
+        return rest // micro_batches * self.gradient_accumulation_count
 
     def dropped(self, length: int) -> int:
         """Elements of `length` that no replica sees in an epoch."""
-        return max(0, length - self.steps(length) * self.global_batch_size)
+        whole, rest = divmod(length, self.global_batch_size)
+        return 0 if self.pads else rest - self.of_short_step(rest) * self.total_replicas
 
-    def positions(self, step: int) -> Indices:
+    def positions(self, step: int, length: int | None = None) -> Indices:
         """Positions in the epoch's order of the local replicas' elements, in replica order.
 
         Positions past the last element only occur in the last step of a layout that pads.
+
+        Args:
+            step: the step.
+            length: elements of the epoch, for the last step where that is short.
         """
         first = step * self.global_batch_size
-        starts = first + self.elements_per_replica * np.asarray(self.local_replicas, np.int64)
-        return (starts[:, None] + np.arange(self.elements_per_replica, dtype=np.int64)).reshape(-1)
+        count = self.elements_per_replica
+        if length is not None and self.remainder == "short" and length - first < self.global_batch_size:
+            count = self.of_short_step(length - first)
+        starts = first + count * np.asarray(self.local_replicas, np.int64)
+        return (starts[:, None] + np.arange(count, dtype=np.int64)).reshape(-1)
 
     def check_length(self, length: int) -> None:
         """Raises ValueError unless `length` elements make at least one step."""

@@ -76,7 +76,7 @@ class Steps:
         """The batch of step `number % per_epoch` of epoch `number // per_epoch`."""
         epoch, step = divmod(number, self.per_epoch)
         order = self._order_of(epoch)
-        positions = self._layout.positions(step)
+        positions = self._layout.positions(step, self.length)
         values = stacked([self._elements.read(epoch, int(i)) for i in order[positions % self.length]])
         return Masked(values, positions < self.length) if self._layout.pads else values
 

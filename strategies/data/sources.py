@@ -44,6 +44,18 @@ class Source(ABC):
         """Yields the batches of steps `start`, `start + 1`, ... of an epoch; no array is ever reused."""
 
 
+class SourceFactory(ABC):
+    """A data set that opens its source itself."""
+
+    @abstractmethod
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+        """The local replicas' share.
+
+        Raises:
+            ValueError: if it does not fill a step.
+        """
+
+
 class ArraySource(Source):
     """A pytree of arrays that share their leading length; a step gathers the local replicas' rows."""
 
@@ -62,7 +74,7 @@ class ArraySource(Source):
         """See `Source`."""
         order = epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle)
         for step in range(start, self.steps):
-            positions = self._layout.positions(step)
+            positions = self._layout.positions(step, self.length)
             values = self._rows(order[positions % self.length])
             yield Masked(values, positions < self.length) if self._layout.pads else values
 

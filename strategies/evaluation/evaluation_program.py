@@ -18,7 +18,7 @@ from strategies.gradients.arguments import metric_names, naming_missing_keys
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.outcome import Outcome
 from strategies.gradients.replica_program import LossFunction
-from strategies.replicas.devices import is_key
+from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Key, Tree, Variables
@@ -36,10 +36,12 @@ class Task(ABC):
     Attributes:
         title: what is done, for messages.
         is_of_rows: whether each row is alone in it, so that replicas cannot meet.
+        is_exact: whether it gets the rows that count and no others, in a program for their number. They come first.
     """
 
     title: ClassVar[str]
     is_of_rows: ClassVar[bool] = False
+    is_exact: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
@@ -50,7 +52,7 @@ class Task(ABC):
         """What it tells the others, as a pytree of host arrays.
 
         Args:
-            computed: host arrays.
+            computed: host arrays; of an exact task where no row counts zeros instead, as for a whole batch.
             mask: bool `[rows]`, False for rows that do not count.
         """
 
@@ -171,13 +173,15 @@ class EvaluationProgram:
         self._options = options
         self._devices = replicas.devices
         self._program = replicas.devices.compile(self._of_replica)
-        self._executables: dict[jax.Device, Callable[..., Any]] = {}
+        self._executables: dict[tuple[jax.Device, int], Callable[..., Any]] = {}
         self._has_feeds = False
         self.is_independent = True
         variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
         self._shapes = np.int32(0), variables, *rows, options.shapes_of_replica(state.model_state)
         with naming_missing_keys(variables, rows.values):
             self.equations: core.ClosedJaxpr = self._program.equations(*self._shapes)
+        shapes = self._program.results(*self._shapes)
+        self._nothing = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
         if self._has_feeds:
             raise ValueError(f"the function of the {task.title} has feeds, which are for training; give one without")
         if task.is_of_rows and not self.is_independent:
@@ -206,13 +210,15 @@ class EvaluationProgram:
         shared = devices.share((state.variables, rule.map_own(lambda leaf: None, state.model_state)))
         own = devices.parts(rule.pick(state.model_state, PER_REPLICA))
         positions = range(len(devices.replicas))
-        executables = [self._compiled(devices.device_of(position)) for position in positions]
+        counts = [int(mask.sum()) if self._task.is_exact else len(mask) for mask in masks]
+        executables = [self._compiled(devices.device_of(place), counts[place]) for place in positions]
 
         def compute(position: int) -> Any:
             variables, model_state = shared[position % len(shared)]
             model_state = rule.with_own(model_state, [one[0] for one in own[position]])
             index = np.int32(devices.replicas[position])
-            return executables[position](index, variables, parts[position], masks[position], model_state)
+            rows, mask = _first(counts[position], (parts[position], masks[position]))
+            return executables[position](index, variables, rows, mask, model_state)
 
         replicas.reducer.begin()
         if len(positions) == 1:
@@ -233,10 +239,15 @@ class EvaluationProgram:
         hosted = [jax.tree.map(np.asarray, of_replica) for of_replica in computed]
         return [(self._task.told(values, mask), mask) for values, mask in zip(hosted, masks, strict=True)]
 
-    def _compiled(self, device: jax.Device) -> Callable[..., Any]:
-        if device not in self._executables:
-            self._executables[device] = self._program.compiled(device, *self._shapes)
-        return self._executables[device]
+    def _compiled(self, device: jax.Device, rows: int) -> Callable[..., Any]:
+        """The program for so many rows; for none of them one that returns zeros."""
+        if rows == 0:
+            return lambda *arguments: self._nothing
+        if (device, rows) not in self._executables:
+            index, variables, values, mask, state = self._shapes
+            values, mask = jax.tree.map(lambda one: _with_rows(one, rows), (values, mask))
+            self._executables[device, rows] = self._program.compiled(device, index, variables, values, mask, state)
+        return self._executables[device, rows]
 
     def _of_replica(
         self, index: jax.Array, variables: Variables, batch: Batch, mask: jax.Array, model_state: Tree
@@ -250,6 +261,15 @@ class EvaluationProgram:
         self.is_independent &= context.is_independent
         self._has_feeds |= context.has_feeds
         return computed
+
+
+def _with_rows(shape: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
+
+
+def _first(rows: int, tree: Tree) -> Tree:
+    """The first rows of what a replica gets."""
+    return jax.tree.map(lambda leaf: leaf if len(leaf) == rows else borrow(leaf)[:rows], tree)
 
 
 def _scalars(outcome: Outcome) -> dict[str, jax.Array]:

@@ -152,10 +152,25 @@ class Evaluator:
         task = Outputs(fn or self._loss_fn, is_loss=fn is None)
         return self._predictions(self._pass(task, state, rows, to_all), rows.is_interleaved)
 
+    def told(self, task: Task, state: TrainState, dataset: Iterable[Batch]) -> Generator[Told, None, None]:
+        """For each batch what a task tells of it on all replicas, in their order, with their masks.
+
+        Taking a batch is a collective call.
+
+        Args:
+            task: see there.
+            state: see `predict`.
+            dataset: see `evaluate`.
+
+        Raises:
+            TypeError, ValueError, DisagreementError: see `evaluate`, and what the task raises.
+        """
+        return self._pass(task, state, self._rows(dataset))
+
     def _predictions(self, batches: Generator[Told, None, None], is_interleaved: bool) -> Generator[Tree, None, None]:
         with closing(batches):
             for of_replicas in batches:
-                yield None if of_replicas is _ELSEWHERE else _in_order(of_replicas, is_interleaved)
+                yield None if of_replicas is _ELSEWHERE else in_order(of_replicas, is_interleaved)
 
     def _check(self, fn: LossFunction | None, has_state: bool) -> None:
         if fn is not None:
@@ -369,7 +384,7 @@ def _unpacked(data: np.ndarray, like: Tree) -> Tree:
     return jax.tree.unflatten(structure, found)
 
 
-def _in_order(of_replicas: Told, is_interleaved: bool) -> Tree:
+def in_order(of_replicas: Told, is_interleaved: bool) -> Tree:
     """The rows that count of what replicas predict, in the order of the data set."""
     trees, masks = zip(*of_replicas, strict=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,13 @@ from jax.tree_util import keystr
 from strategies.replicas.devices import is_key
 from strategies.roles import Tree
 
-MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
-"""The mean over all replicas, in their order; what replica 0 has; to each replica its own."""
+MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_replica", "sum", "alike", "constant")
+"""The mean over all replicas, in their order; what replica 0 has; to each replica its own; what there was, and the sum
+of what replicas have made of zero, in their order; what every replica has, which is the same; what there was."""
+KEPT = (FIRST, ALIKE, PER_REPLICA)
+"""Those of which a replica keeps something, in the order in which it does. Nothing travels for the second."""
 
-_WAY_OUT = "use None, 'mean', 'first', 'per_replica', or a pytree of these that begins as the model state does"
+_WAY_OUT = f"use None, {', '.join(map(repr, WORDS))}, or a pytree of these that begins as the model state does"
 
 
 def check_aggregation(aggregation: Tree) -> None:
@@ -84,6 +87,11 @@ class ModelStateRule:
                     f"model_state_aggregation has 'mean' for leaf {name}, which is {leaf.dtype}; only floating-point "
                     "leaves have a mean: use 'first' or 'per_replica'"
                 )
+            if word == SUM and not jnp.issubdtype(leaf.dtype, jnp.number):
+                raise ValueError(
+                    f"model_state_aggregation has 'sum' for leaf {name}, which is {leaf.dtype}; only numbers have a "
+                    "sum: use 'first' or 'per_replica'"
+                )
             if word == PER_REPLICA and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 raise ValueError(
                     f"model_state_aggregation has 'per_replica' for leaf {name}, which is a random key; the key that "
@@ -96,15 +104,50 @@ class ModelStateRule:
         """The leaves on which replicas agree in one way."""
         return [leaf for leaf, own in zip(jax.tree.leaves(model_state), self.words, strict=True) if own == word]
 
-    def put_together(self, means: Sequence[Any], firsts: Sequence[Any], own: Sequence[Any]) -> Tree:
-        """The model state of such leaves."""
-        leaves = {MEAN: iter(means), FIRST: iter(firsts), PER_REPLICA: iter(own)}
-        return jax.tree.unflatten(self.structure, [next(leaves[word]) for word in self.words])
+    def put(self, model_state: Tree, leaves: Mapping[str, Sequence[Any]]) -> Tree:
+        """The model state with others in place of all leaves on which replicas agree in some ways."""
+        others = {word: iter(of_word) for word, of_word in leaves.items()}
+        pairs = zip(jax.tree.leaves(model_state), self.words, strict=True)
+        return jax.tree.unflatten(
+            self.structure, [next(others[word]) if word in others else leaf for leaf, word in pairs]
+        )
+
+    def travelling(self, model_state: Tree) -> list[Any]:
+        """The leaves of which there are means: those that are to be averaged, then those that are to be added."""
+        return [*self.pick(model_state, MEAN), *self.pick(model_state, SUM)]
+
+    def sent(self, model_state: Tree, replicas: int) -> list[Any]:
+        """What a replica sends for those leaves; traceable.
+
+        A sum is the mean of what is so many times as large: exact for whole numbers, and where their number is a power
+        of two for all.
+
+        Args:
+            model_state: what the replica has made.
+            replicas: how many there are.
+        """
+        sums = [leaf * jnp.asarray(replicas, leaf.dtype) for leaf in self.pick(model_state, SUM)]
+        return [*self.pick(model_state, MEAN), *sums]
+
+    def arrived(self, model_state: Tree, means: Sequence[np.ndarray]) -> Mapping[str, Sequence[Any]]:
+        """The new leaves of which there are means.
+
+        Args:
+            model_state: before the step.
+            means: of what replicas have sent; they may be overwritten later.
+        """
+        averaged = self.words.count(MEAN)
+        pairs = zip(self.pick(model_state, SUM), means[averaged:], strict=True)
+        return {MEAN: [mean.copy() for mean in means[:averaged]], SUM: [np.asarray(old) + mean for old, mean in pairs]}
+
+    def begun(self, model_state: Tree) -> Tree:
+        """The model state with which replicas begin a step: zeros for what is to be added."""
+        zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.pick(model_state, SUM)]
+        return self.put(model_state, {SUM: zeros})
 
     def map_own(self, function: Callable[[Any], Any], model_state: Tree) -> Tree:
         """The model state with something made of each leaf that replicas have for themselves."""
-        own = [function(leaf) for leaf in self.pick(model_state, PER_REPLICA)]
-        return self.put_together(self.pick(model_state, MEAN), self.pick(model_state, FIRST), own)
+        return self.put(model_state, {PER_REPLICA: [function(leaf) for leaf in self.pick(model_state, PER_REPLICA)]})
 
     def with_own(self, shared: Tree, own: Sequence[Any]) -> Tree:
         """The model state of what replicas have for themselves, and the rest, which has None for that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from strategies.gradients.accumulation import (
 )
 from strategies.gradients.arguments import metric_names, naming_missing_keys
 from strategies.gradients.encoding import encode
-from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
+from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
 from strategies.gradients.outcome import Outcome
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.replica_context import replica_context
@@ -171,7 +172,7 @@ class ReplicaProgram:
             pairs = zip(leaves, self.gradient_dtypes, strict=True)
             self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
         self.num_gradients = len(self.results)
-        self.results += rule.pick(shapes.model_state, MEAN)
+        self.results += rule.travelling(shapes.model_state)
         self.is_independent = True
         self.has_feeds = False
         self.flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
@@ -188,7 +189,7 @@ class ReplicaProgram:
     def num_kept(self) -> int:
         """How many arrays a replica keeps for its next step."""
         residuals = 0 if self.quantised is None else len(self.quantised.shapes)
-        return residuals + len([word for word in self.rule.words if word != MEAN])
+        return residuals + sum(self.rule.words.count(word) for word in KEPT)
 
     @property
     def tail_size(self) -> int:
@@ -231,11 +232,16 @@ class ReplicaProgram:
             values, leaves, after = self._gradients(
                 variables, batch, key, control, self.rule.with_own(model_state, [one[0] for one in own_state])
             )
-        means, firsts, own = (self.rule.pick(after, word) for word in (MEAN, FIRST, PER_REPLICA))
+        means, state = self.of_state(after)
         results, residuals = self._on_the_way(leaves, control, residuals)
         is_bad = self.not_finite(leaves if self.quantised is not None else results) if self.needs_flags else None
         tail = self.tail(values, index, control, is_bad)
-        return (tail, *results, *means, *residuals, *firsts, *[one[None] for one in own])
+        return (tail, *results, *means, *residuals, *state)
+
+    def of_state(self, after: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Of the model state that a replica has made what it sends, and what it keeps; traceable."""
+        kept = [one[None] if word == PER_REPLICA else one for word in KEPT for one in self.rule.pick(after, word)]
+        return self.rule.sent(after, self._replicas.num_replicas_in_sync), kept
 
     @property
     def needs_flags(self) -> bool:
@@ -313,11 +319,12 @@ class ReplicaProgram:
         """
         return jax.tree.map(self._micro_shape, batch)
 
-    def unpack_kept(self, kept: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """Of what a replica keeps the new residuals, what replica 0 has of the model state, and what each one has."""
-        firsts, own = self.rule.words.count(FIRST), self.rule.words.count(PER_REPLICA)
-        residuals = len(kept) - firsts - own
-        return kept[:residuals], kept[residuals : residuals + firsts], kept[residuals + firsts :]
+    def unpack_kept(self, kept: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Sequence[Any]]]:
+        """Of what a replica keeps the new residuals, and the leaves of the model state by the words of `KEPT`."""
+        rest = iter(kept)
+        counts = {word: self.rule.words.count(word) for word in KEPT}
+        residuals = list(itertools.islice(rest, len(kept) - sum(counts.values())))
+        return residuals, {word: list(itertools.islice(rest, count)) for word, count in counts.items()}
 
     def _on_the_way(
         self, leaves: Sequence[jax.Array], control: jax.Array, residuals: Sequence[jax.Array]

@@ -13,7 +13,6 @@ import numpy as np
 from strategies.exchange.flat import FlatLayout
 from strategies.gradients.encoding import flatten
 from strategies.gradients.leaving import TAIL, Leaving
-from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.arguments import Arguments
 from strategies.pipelines.driver import Course
@@ -200,5 +199,5 @@ class StagePlan:
             is_bad = jnp.concatenate(flags)[order]
         tail = program.tail(total / program.accumulation.count, index, control, is_bad)
         after = jax.tree.unflatten(program.rule.structure, state)
-        means, firsts, own = (program.rule.pick(after, word) for word in (MEAN, FIRST, PER_REPLICA))
-        return (*flatten(self.state_layout, means, tail, rest), *firsts, *[one[None] for one in own])
+        means, kept = program.of_state(after)
+        return (*flatten(self.state_layout, means, tail, rest), *kept)

@@ -89,6 +89,10 @@ class Program:
         closed: core.ClosedJaxpr = self._trace(_key(arguments), arguments).jaxpr
         return closed
 
+    def results(self, *arguments: Any) -> Any:
+        """The shapes and dtypes of what is returned for arguments like these; see `compiled`."""
+        return self._trace(_key(arguments), arguments).out_info
+
     def _trace(self, key: Hashable, arguments: Sequence[Any]) -> Any:
         if key not in self._traced:
             self._traced[key] = self._jitted.trace(*arguments)

@@ -97,7 +97,7 @@ class JaxEngine(StepEngine):
         if model_state is None:
             return [], None
         rule = self._options.rule_of(model_state)
-        return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, model_state)
+        return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, rule.begun(model_state))
 
     def collect(self, step: Prepared) -> Iterator[tuple[Bucket, Contributions]]:
         """See `StepEngine`."""

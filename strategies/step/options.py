@@ -109,8 +109,10 @@ class StepOptions:
             drives, so nothing is compiled after the loss of an instance.
         model_state_aggregation: how replicas agree on the model state after each step, as a word for all of it, or a
             pytree of words that begins as the model state does: "mean", over all replicas in their order; "first",
-            what replica 0 has; or "per_replica", to each replica its own, which is lost with an instance. None: the
-            mean of floating-point leaves, and replica 0's for others. Not with gradients as int8.
+            what replica 0 has; "per_replica", to each replica its own, which is lost with an instance; "sum": replicas
+            begin at zero, and what all of them have then is added to what there was; "alike": every replica makes the
+            same of it, so nothing has to travel; "constant": it stays. None: the mean of floating-point leaves, and
+            replica 0's for others. Not with gradients as int8.
         trainable: which variables are trained: a function `(name, variable) -> bool` of names such as
             `['dense']['kernel']`, or a pytree of bools that begins as the variables do; None for all. The others keep
             their bits, may be of any dtype, and have no gradients and no optimizer state, which is that of a tree with

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import optax
-
 from strategies.gradients.arguments import check_loss_function, check_optimizer
 from strategies.gradients.replica_program import LossFunction
 from strategies.replicas.replicas import Replicas
@@ -17,6 +15,7 @@ from strategies.step.single_step import SingleStep
 from strategies.step.states import States
 from strategies.step.step_record import recorder_for
 from strategies.updates.gathered_update import update_for
+from strategies.updates.optimizers import AnyOptimizer, Optimizer
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class StepParts:
         cls,
         replicas: Replicas,
         loss_fn: LossFunction,
-        optimizer: optax.GradientTransformation,
+        optimizer: AnyOptimizer,
         options: StepOptions,
         notice: Notice,
     ) -> StepParts:
@@ -55,7 +54,8 @@ class StepParts:
             TypeError: if the loss function or the optimizer is none.
         """
         check_loss_function(loss_fn)
-        check_optimizer(optimizer)
+        if not isinstance(optimizer, Optimizer):
+            check_optimizer(optimizer)
         update = update_for(replicas, optimizer, options.of_update)
         recorder = recorder_for(replicas, options)
         engine = JaxEngine(replicas, loss_fn, options, update, recorder.is_on)

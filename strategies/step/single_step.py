@@ -14,7 +14,7 @@ from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
 from strategies.comparing.digest import compare, flip_bit
 from strategies.errors import NonFiniteGradientError
 from strategies.gradients.arguments import check_state
-from strategies.gradients.model_state import PER_REPLICA
+from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA
 from strategies.gradients.trainable import Trainable
 from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
@@ -153,15 +153,15 @@ class SingleStep:
             return None, None
         rule, device = step.program.rule, self._replicas.variables_device
         kept = [step.program.unpack_kept(of_replica) for of_replica in step.gradients.kept()]
-        residuals, firsts, own = zip(*kept, strict=True)
-        means = [jax.device_put(mean.copy(), device) for mean in step.state_means]
-        first = list(firsts[0])
-        if first and self._replicas.communicator.size > 1:  # replica 0 is on the first of the instances
-            first = self._replicas.broadcast(first)
-        return (
-            None if state.residuals is None else _joined(residuals),
-            rule.put_together(means, first, self._replicas.devices.place(_joined(own))),
-        )
+        residuals, of_state = zip(*kept, strict=True)
+        new = {**of_state[0], **rule.arrived(state.model_state, step.state_means)}
+        if new[MEAN]:
+            new[MEAN] = jax.device_put(new[MEAN], device)
+        if new[FIRST] and self._replicas.communicator.size > 1:  # replica 0 is on the first of the instances
+            new[FIRST] = self._replicas.broadcast(new[FIRST])
+        if new[PER_REPLICA]:
+            new[PER_REPLICA] = self._replicas.devices.place(_joined([each[PER_REPLICA] for each in of_state]))
+        return None if state.residuals is None else _joined(residuals), rule.put(state.model_state, new)
 
     def meet(self) -> Meeting:
         """After a loss, on all instances that are left; see `membership.meet`."""

@@ -44,16 +44,22 @@ class States:
 
     def init(self, variables: Variables, model_state: Tree) -> TrainState:
         """The first state on all instances; see `Trainer.init`."""
-        check_takes_state(self._loss_fn, model_state is not None)
+        return self.adopt(TrainState(variables, None, 0, model_state=model_state))
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Instance 0's state on all instances; see `Trainer.adopt`."""
+        check_takes_state(self._loss_fn, state.model_state is not None)
         single = self._single
-        first = self._checked(variables, model_state)
+        variables, model_state = self._checked(state.variables, state.model_state)
+        first = replace(state, variables=variables, model_state=model_state)
 
         def catch_up() -> TrainState | None:
             meeting = single.meet()
-            return single.share(self._first(*first), meeting.newest) if meeting.is_late else None
+            return single.share(self._first(first), meeting.newest) if meeting.is_late else None
 
         def attempt() -> TrainState:
-            return self._first(*self._replicas.broadcast(first))
+            broadcast, step = self._replicas.broadcast((first, np.int32(first.step)))
+            return self._first(replace(broadcast, step=int(step)))
 
         if part := self._options.own_part:
             warn_of_loss(self._replicas, f"every instance has a part of the state that no other has ({part})")
@@ -85,15 +91,20 @@ class States:
         self._options.rule_of(arrays)
         return variables, arrays
 
-    def _first(self, variables: Variables, model_state: Tree) -> TrainState:
+    def _first(self, state: TrainState) -> TrainState:
+        """The state, with what this instance keeps of it, and with what it has not got yet."""
         scaling, place = self._options.scaling, self._replicas.devices.place
-        trained = Trainable.of(variables, self._options.trainable).pick(variables)
+        trained = Trainable.of(state.variables, self._options.trainable).pick(state.variables)
         local = len(self._replicas.local_replicas)
         residuals = None
         if self._options.transfer.is_quantised:
             of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
             residuals = [place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
-        scale = None if scaling is None else scaling.start()
-        rule = self._options.rule_of(model_state)
-        of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), model_state)
-        return TrainState(variables, self._update.init(trained), 0, scale, residuals, of_all)
+        scale = state.loss_scale
+        if scaling is not None and scale is None:
+            scale = scaling.start()
+        rule = self._options.rule_of(state.model_state)
+        of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), state.model_state)
+        given = state.optimizer_state
+        optimizer_state = self._update.init(trained) if given is None else self._update.adopt(trained, given)
+        return TrainState(state.variables, optimizer_state, state.step, scale, residuals, of_all)

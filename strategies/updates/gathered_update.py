@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.extend import core
 
 from strategies.programs.program import jit
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
+from strategies.updates.optimizers import AnyOptimizer
 from strategies.updates.sharded_update import AcrossElementsError, ShardedUpdate
 from strategies.updates.update import Update, UpdateSettings, WholeUpdate
 
@@ -34,7 +35,7 @@ class GatheredUpdate(Update):
         settings: see `Update`; smaller arrays than its `min_elements` are whole on every instance.
     """
 
-    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
         self._update = WholeUpdate(replicas, optimizer, replace(settings, offloads_state=False))
         self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), settings.min_elements)
@@ -54,7 +55,11 @@ class GatheredUpdate(Update):
 
     def init(self, variables: Any) -> Any:
         """See `Update`."""
-        state = self._update.init(variables)
+        return self.adopt(variables, self._update.init(variables))
+
+    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
+        """See `Update`."""
+        state = self._update.adopt(variables, optimizer_state)
         self._shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         return self.offloaded(self._cut(state, self._first))
 
@@ -117,7 +122,7 @@ class ShardedByAnyUpdate(Update):
         settings: see `Update`.
     """
 
-    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
         self._chosen: Update = ShardedUpdate(replicas, optimizer, settings)
 
@@ -133,12 +138,19 @@ class ShardedByAnyUpdate(Update):
 
     def init(self, variables: Any) -> Any:
         """See `Update`; chooses."""
+        return self._choosing(lambda update: update.init(variables))
+
+    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
+        """See `Update`; chooses."""
+        return self._choosing(lambda update: update.adopt(variables, optimizer_state))
+
+    def _choosing(self, begin: Callable[[Update], Any]) -> Any:
         try:
-            return self._chosen.init(variables)
+            return begin(self._chosen)
         except AcrossElementsError as error:
             logger.info("%s: its state is in parts between updates, and put together for each of them", error)
             self._chosen = GatheredUpdate(self._replicas, self._optimizer, self._settings)
-            return self._chosen.init(variables)
+            return begin(self._chosen)
 
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
         """See `Update`; a collective call."""
@@ -163,6 +175,6 @@ class ShardedByAnyUpdate(Update):
         return self._chosen.whole(optimizer_state)
 
 
-def update_for(replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> Update:
+def update_for(replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> Update:
     """The update with whole or with sharded optimizer state, as the settings want it."""
     return (ShardedByAnyUpdate if settings.shards_state else WholeUpdate)(replicas, optimizer, settings)

@@ -24,6 +24,7 @@ from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
+from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic
 from strategies.updates.update import Update, UpdateSettings
 
 
@@ -45,7 +46,7 @@ class ShardedUpdate(Update):
         AcrossElementsError: from `init` if the optimizer looks across elements.
     """
 
-    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
         self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), settings.min_elements)
         self._first = np.int32(replicas.local_replicas.start)
@@ -78,6 +79,17 @@ class ShardedUpdate(Update):
             return self._optimizer.init(self._take(variables, first))
 
         return self._placed(self._compiled(init), variables, self._first)
+
+    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
+        """See `Update`: this instance's part."""
+        self._look_at(variables)
+
+        def cut(optimizer_state: Any, first: jax.Array) -> Any:
+            return jax.tree.map(
+                lambda leaf, is_cut: self._shards.take(leaf, first) if is_cut else leaf, optimizer_state, self._is_cut
+            )
+
+        return self._placed(self._compiled(cut), optimizer_state, self._first)
 
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
         """See `Update`; a collective call."""
@@ -152,12 +164,15 @@ class ShardedUpdate(Update):
         # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
         gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)
         parts = self._take(variables, first)
-        changes, optimizer_state = self._changes(gradients, optimizer_state, parts, norm)
-        if not self._settings.rounds_stochastically:
-            return optax.apply_updates(parts, changes), optimizer_state
-        bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
-        own = self._take(bits, first)
-        return add_stochastically(parts, changes, lambda number, _: own[number]), optimizer_state
+
+        def add(parts: Any, changes: Any) -> Any:
+            if not self._settings.rounds_stochastically:
+                return optax.apply_updates(parts, changes)
+            bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
+            own = self._take(bits, first)
+            return add_stochastically(parts, changes, lambda number, _: own[number])
+
+        return self._optimizer.apply(gradients, optimizer_state, parts, norm, Arithmetic(add))
 
     def _divided(
         self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None, first: jax.Array
@@ -231,7 +246,7 @@ class ShardedUpdate(Update):
         given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
         def update(gradients: Any, state: Any, variables: Any, norm: jax.Array) -> Any:
-            return self._optimizer.update(gradients, state, variables, gradient_norm=norm)
+            return self._optimizer.apply(gradients, state, variables, norm, AS_WRITTEN)
 
         norm = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.make_jaxpr(update)(jax.tree.unflatten(structure, given), state, tree, norm)

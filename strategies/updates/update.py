@@ -16,11 +16,11 @@ from jax.extend import core
 from strategies.gradients.accumulation import AccumulationDtype, accumulator_dtypes
 from strategies.gradients.replica_program import LOSS_SCALE, STEP
 from strategies.programs.compilation import compiled_in_turn
-from strategies.programs.products import with_rounded_products
 from strategies.programs.program import jit
 from strategies.programs.rounding import add_stochastically
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
+from strategies.updates.optimizers import AnyOptimizer, Arithmetic, as_optimizer
 
 HOST_MEMORY = "pinned_host"
 _ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
@@ -56,14 +56,13 @@ class Update(ABC):
 
     Args:
         replicas: whose variables are updated.
-        optimizer: an optax gradient transformation. One that takes extra arguments gets `gradient_norm`, the norm of
-            all mean gradients together, float32.
+        optimizer: an optax gradient transformation, or an `Optimizer`.
         settings: see there.
     """
 
-    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         self._replicas = replicas
-        self._optimizer = optax.with_extra_args_support(optimizer)
+        self._optimizer = as_optimizer(optimizer)
         self._settings = settings
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
 
@@ -80,6 +79,10 @@ class Update(ABC):
     @abstractmethod
     def init(self, variables: Any) -> Any:
         """The optimizer state before the first step."""
+
+    @abstractmethod
+    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
+        """What this instance keeps of an optimizer state that is given whole, instead of `init`."""
 
     @abstractmethod
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
@@ -158,12 +161,6 @@ class Update(ABC):
         squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
         return jax.tree.unflatten(structure, leaves), jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
-    def _changes(self, gradients: Any, optimizer_state: Any, variables: Any, norm: jax.Array) -> tuple[Any, Any]:
-        """What is added to variables, or to parts of them, and the new optimizer state."""
-        update = with_rounded_products(self._optimizer.update)
-        changes: tuple[Any, Any] = update(gradients, optimizer_state, variables, gradient_norm=norm)
-        return changes
-
     def _add(self, variables: Any, changes: Any, control: jax.Array | None) -> Any:
         if not self._settings.rounds_stochastically:
             return optax.apply_updates(variables, changes)
@@ -198,7 +195,7 @@ class Update(ABC):
 class WholeUpdate(Update):
     """The whole optimizer state on every instance; see `Update`."""
 
-    def __init__(self, replicas: Replicas, optimizer: optax.GradientTransformation, settings: UpdateSettings) -> None:
+    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
         self._jitted = jit(self.traced, donate_argnums=(0, 1))
         self._program = self._in_turn(self._jitted)
@@ -216,6 +213,10 @@ class WholeUpdate(Update):
     def init(self, variables: Any) -> Any:
         """See `Update`."""
         return self._placed(self._compiled(self._optimizer.init), variables)
+
+    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
+        """See `Update`: all of it."""
+        return self._placed(lambda: optimizer_state)
 
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
         """See `Update`."""
@@ -235,8 +236,9 @@ class WholeUpdate(Update):
     ) -> tuple[Any, Any, jax.Array]:
         """See `Update`."""
         gradients, norm = self._gradients(variables, means, control)
-        changes, optimizer_state = self._changes(gradients, optimizer_state, variables, norm)
-        return self._add(variables, changes, control), optimizer_state, jnp.zeros(())
+        arithmetic = Arithmetic(lambda old, changes: self._add(old, changes, control))
+        variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, norm, arithmetic)
+        return variables, optimizer_state, jnp.zeros(())
 
     def whole(self, optimizer_state: Any) -> Any:
         """See `Update`: it is whole."""

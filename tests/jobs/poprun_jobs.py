@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,8 +212,9 @@ def await_none(marker: str) -> None:
 
 
 def end_all(marker: str) -> None:
-    for pid in leftovers(marker):
-        try:
-            os.kill(pid, 9)
-        except ProcessLookupError:
-            continue
+    """Kill all processes that carry the marker; all stand still first, so that none acts on the end of another."""
+    pids = list(leftovers(marker))
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)

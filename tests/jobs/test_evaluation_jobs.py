@@ -1,4 +1,7 @@
-"""Evaluating and predicting in real jobs: what one process finds, also where an instance is killed."""
+"""Evaluating and predicting in real jobs: what one process finds, also where an instance is killed.
+
+On threads `tests/strategies/test_evaluation.py` and `test_surviving_evaluation.py` show the same.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tes
 REPLICAS = 4
 LIMIT_S = 150.0
 
-pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(300)]
 
 
 @functools.cache
@@ -36,13 +39,12 @@ def found_by(*options):
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.complete  # on threads: tests/strategies/test_evaluation.py
 def test_two_instances_find_what_one_process_finds():
     assert [each["rows"] for each in alone()] == [ROWS] * 4
     assert found_by() == [{"found": alone(), "instances": 2}] * 2
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("lost", [0, 1])
 def test_the_other_goes_on_where_one_is_killed(lost):
     """While it predicts after the third step: what it computes next is told in an all-gather."""
     fault = f"kill:instance={lost},step=3,phase=all_gather"

@@ -54,6 +54,7 @@ def blamed(finished: Finished, status: int) -> str:
     return finished.own_lines[0]
 
 
+@pytest.mark.complete  # of programs without JAX: tests/jobs/test_poprun_failures.py
 @for_each_strategy
 def test_a_killed_instance_ends_the_training(strategy):
     job = train("wait to be killed", strategy)

@@ -29,8 +29,8 @@ IN_STRATEGIES = (
     Fault(
         name="a replica reads what another one reads too",
         path="strategies/data/layout.py",
-        old="starts = first + self.elements_per_replica * np.asarray(self.local_replicas, np.int64)",
-        new="starts = first + self.elements_per_replica * np.arange(len(self.local_replicas))",
+        old="starts = first + count * np.asarray(self.local_replicas, np.int64)",
+        new="starts = first + count * np.arange(len(self.local_replicas))",
         caught_by=("tests/strategies/test_datasets.py::test_numbers_that_are_no_powers_of_two",),
     ),
     Fault(
@@ -210,6 +210,6 @@ IN_STRATEGIES = (
         path="strategies/step/options.py",
         old="if check_numerics is None and effects.checks_numerics",
         new="if effects.checks_numerics",
-        caught_by=("tests/strategies/test_config.py::TestEffects::test_unless_they_say_so_or_scale_losses",),
+        caught_by=("tests/strategies/test_ipu_config.py::TestEffects::test_unless_they_say_so_or_scale_losses",),
     ),
 )

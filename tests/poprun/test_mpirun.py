@@ -24,6 +24,6 @@ def test_its_complaint_is_made_of_whole_lines(said, complaint):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         mpirun.reap()
     mpirun.read_rest()
-    assert mpirun.complaint == complaint
+    assert (mpirun.status, mpirun.complaint) == (0, complaint)
     os.close(mpirun.stdout)
     os.close(mpirun.stderr)

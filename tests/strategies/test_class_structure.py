@@ -14,6 +14,7 @@ from types import FunctionType
 import pytest
 
 import strategies
+from strategies.config.category import Category
 from strategies.replicas.membership import Membership
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ def concrete_above(cls: type, packages: tuple[str, ...] = PACKAGES) -> list[str]
 
 
 def is_abstract(cls: type) -> bool:
-    return inspect.isabstract(cls) or getattr(cls, "_is_protocol", False)
+    return inspect.isabstract(cls) or getattr(cls, "_is_protocol", False) or cls is Category
 
 
 def raised_bare_in(source: str) -> set[str]:
@@ -99,15 +100,22 @@ def test_a_strategy_and_a_membership_have_four_finals(base: type) -> None:
     assert [cls.__name__ for cls in below if cls.__mro__[1] is not base] == []
 
 
+def test_a_category_is_there_only_to_be_declared() -> None:
+    """As an Enum is: it has no abstract methods, and no objects either."""
+    with pytest.raises(TypeError, match="declares no attributes"):
+        Category()
+
+
 def test_a_strategy_only_chooses_a_membership() -> None:
-    for cls in (
-        strategies.IPUStrategy,
-        strategies.PopDistStrategy,
-        strategies.IPUMultiWorkerStrategy,
-        strategies.IPUHorovodStrategy,
+    """And that of one process another one, where a model turns out to have stages."""
+    for cls, chooses in (
+        (strategies.IPUStrategy, {"__init__", "for_stages"}),
+        (strategies.PopDistStrategy, {"__init__"}),
+        (strategies.IPUMultiWorkerStrategy, {"__init__"}),
+        (strategies.IPUHorovodStrategy, {"__init__"}),
     ):
         own = {name for name, value in vars(cls).items() if isinstance(value, FunctionType | property)}
-        assert own == {"__init__"}, cls
+        assert own == chooses, cls
 
 
 class TestTheWalk:

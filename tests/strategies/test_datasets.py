@@ -323,7 +323,7 @@ def test_bad_sources_are_refused_when_the_data_set_is_made(source, error, words)
         ({"local_replicas": range(1, 3)}, ValueError, r"\[2\] do not exist; replicas are numbered 0 to 1"),
         ({"seed": -1}, ValueError, "seed is -1"),
         ({"prefetch": -1}, ValueError, "prefetch is -1"),
-        ({"remainder": "keep"}, ValueError, "'keep' is unknown; use 'drop' or 'pad'"),
+        ({"remainder": "keep"}, ValueError, "'keep' is unknown; use 'drop', 'pad' or 'short'"),
     ],
 )
 def test_bad_arguments_are_refused(change, error, words):

@@ -346,3 +346,78 @@ def test_a_word_may_stand_for_a_tree():
         "['a']['c']": "first",
         "['d']": "mean",
     }
+
+
+# ---- sums, what is alike, and what stays
+
+
+OTHERS = {"seen": np.int32(5), "total": np.float32(0.5), "turn": np.uint32([7, 0]), "fixed": np.ones(3, np.float32)}
+WORDS = {"seen": "sum", "total": "sum", "turn": "alike", "fixed": "constant"}
+
+
+def counting_loss_fn(variables, batch, key, model_state):
+    """Sums begin at zero in each step, and go from micro-batch to micro-batch."""
+    loss = jnp.tanh(batch["x"] @ variables["w"] * model_state["fixed"][0]).mean()
+    after = {
+        "seen": model_state["seen"] + len(batch["x"]),
+        "total": model_state["total"] + batch["x"].sum(),
+        "turn": model_state["turn"] + jnp.uint32([0, 2]),
+        "fixed": model_state["fixed"],
+    }
+    return strategies.Outcome(loss, {"begun": model_state["total"] == 0}, after)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_sums_are_added_exactly_and_what_is_alike_does_not_travel(on_instances, count):
+    def function(strategy):
+        trainer = strategies.Trainer(
+            strategy,
+            counting_loss_fn,
+            optax.sgd(0.1),
+            gradient_accumulation_count=count,
+            model_state_aggregation=WORDS,
+        )
+        state = trainer.init({"w": VARIABLES["w"]}, OTHERS)
+        for step in range(2):
+            state, metrics = trainer.step(state, rows_of(strategy, step))
+        return bits((state.variables, state.model_state)), metrics["begun"], int(state.model_state["seen"])
+
+    results = [result for n in (1, 2, 4) for result in on_instances(n, REPLICAS, function)]
+    assert all(result == results[0] for result in results)
+    assert results[0][1:] == (1 / count, 5 + 2 * REPLICAS * 2)
+
+
+def test_what_is_alike_moves_on_and_what_is_constant_stays(on_instances):
+    def function(strategy):
+        trainer = strategies.Trainer(strategy, counting_loss_fn, optax.sgd(0.1), model_state_aggregation=WORDS)
+        state, _ = trainer.step(trainer.init({"w": VARIABLES["w"]}, OTHERS), rows_of(strategy, 0))
+        return np.asarray(state.model_state["turn"]).tolist(), np.asarray(state.model_state["fixed"]).tolist()
+
+    assert on_instances(2, REPLICAS, function) == [([7, 2], [1, 1, 1])] * 2
+
+
+def test_a_sum_is_of_numbers():
+    with pytest.raises(ValueError, match=r"'sum' for leaf \['flag'\], which is bool"):
+        ModelStateRule.of({"flag": np.bool_(True)}, "sum")
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_state_that_something_else_has_trained_is_taken_over(on_instances, instances):
+    """Instance 0's, with its optimizer state and the number of its step."""
+
+    def function(strategy):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)
+        state = trainer.init(VARIABLES, MODEL_STATE)
+        for step in range(2):
+            state, _ = trainer.step(state, rows_of(strategy, step))
+        on = jax.tree.map(np.asarray, (state.variables, state.optimizer_state))
+        shared = {**state.model_state, "largest": np.float32(-1.0)}
+        is_first = strategy.instance_index == 0
+        given = jax.tree.map(lambda leaf: leaf if is_first else np.zeros_like(leaf), on)
+        again = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)
+        taken = again.adopt(strategies.TrainState(*given, 2 if is_first else 9, model_state=shared))
+        taken, _ = again.step(taken, rows_of(strategy, 2))
+        state, _ = trainer.step(state, rows_of(strategy, 2))
+        return bits(taken.variables) == bits(state.variables), taken.step
+
+    assert on_instances(instances, REPLICAS, function) == [(True, 3)] * instances

@@ -81,8 +81,8 @@ def last_line(finished: subprocess.CompletedProcess[str]) -> str:
     return finished.stderr.splitlines()[-1]
 
 
-def test_all_sums_are_right_once_there_is_a_strategy(run):
-    finished = run(MAKE_THE_STRATEGY + SUMS)
+def test_all_sums_are_right_once_there_is_a_strategy_and_a_second_one_finds_the_flag_of_the_first(run):
+    finished = run(MAKE_THE_STRATEGY + USE_JAX + MAKE_THE_STRATEGY + SUMS)
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
 
 
@@ -122,11 +122,6 @@ def test_flags_that_ask_for_wrong_sums_are_refused(run):
     finished = run(MAKE_THE_STRATEGY, XLA_FLAGS=f"{FUSIONS}=+reduce")
     assert "XLA_FLAGS asks for it" in last_line(finished)
     assert "POPDIST_ALLOW_WRONG_SUMS=1" in last_line(finished)
-
-
-def test_a_second_strategy_finds_the_flag_of_the_first(run):
-    finished = run(MAKE_THE_STRATEGY + USE_JAX + MAKE_THE_STRATEGY)
-    assert finished.returncode == 0, finished.stderr
 
 
 def test_whether_jax_has_started_is_known_and_asking_does_not_start_it(run):

@@ -36,6 +36,21 @@ def test_an_incomplete_batch_is_dropped_or_padded(length, dropped_steps, padded_
     assert (pads.steps(length), pads.dropped(length)) == (padded_steps, 0)
 
 
+@pytest.mark.parametrize(
+    ("length", "accumulated", "taken"),
+    [(24, 1, 24), (31, 1, 30), (26, 1, 24), (27, 1, 27), (35, 1, 33), (41, 2, 36), (29, 2, 24)],
+)
+def test_a_last_step_may_be_short_for_all_replicas_alike(length, accumulated, taken):
+    """3 replicas with 4 elements each, in one micro-batch or in two."""
+    layouts = [Layout(4 // accumulated, 3, [replica], "short", accumulated) for replica in range(3)]
+    steps = layouts[0].steps(length)
+    found = [[layout.positions(step, length).tolist() for layout in layouts] for step in range(steps)]
+    assert [position for step in found for of_one in step for position in of_one] == list(range(taken))
+    assert len({len(of_one) for of_one in found[-1]}) == 1
+    assert {len(of_one) % accumulated for of_one in found[-1]} == {0}
+    assert layouts[0].dropped(length) == length - taken
+
+
 def test_micro_batches_make_a_step_larger_and_nothing_else():
     accumulated, whole = Layout(3, 2, [1], gradient_accumulation_count=2), Layout(6, 2, [1])
     assert accumulated.elements_per_replica == 6

@@ -66,7 +66,7 @@ def test_a_model_is_the_same_however_its_replicas_are_spread(on_instances, name,
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(name, marks=() if name in ("clipped_adamw", "adafactor") else pytest.mark.complete)
+        pytest.param(name, marks=() if name in ("multi_steps", "adafactor") else pytest.mark.complete)
         for name in OPTIMIZERS
     ],
 )

@@ -7,7 +7,6 @@ batch, replicas do so for themselves; one replica is compared with stock Keras t
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
 keras = pytest.importorskip("keras", reason="pip install 'popdist-everywhere[keras]'")
 
 from keras_gallery.models import GALLERY, ROWS, Example  # noqa: E402

@@ -103,7 +103,12 @@ def test_poprun_says_how_many_devices_a_replica_spans(in_new_process):
     assert refusal.startswith("ipus_per_replica is 2, and poprun says 3; leave it out, or start the job with")
 
 
-def test_without_poprun_the_strategy_says_it():
-    assert strategies.PopDistStrategy(ipus_per_replica=2).replicas.grid.ipus_per_replica == 2
-    with pytest.raises(ValueError, match="ipus_per_replica is 0"):
-        strategies.PopDistStrategy(ipus_per_replica=0)
+def test_without_poprun_the_strategy_says_it(in_new_process):
+    program = (
+        "import strategies\n"
+        "try:\n    strategies.PopDistStrategy(ipus_per_replica=0)\nexcept ValueError as error:\n    print(error)\n"
+        "print(strategies.PopDistStrategy(ipus_per_replica=2).replicas.grid.ipus_per_replica)\n"
+    )
+    refusal, number = in_new_process(program).splitlines()
+    assert refusal.startswith("ipus_per_replica is 0")
+    assert number == "2"

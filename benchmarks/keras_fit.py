@@ -1,0 +1,208 @@
+"""How long a step of Keras's `fit` takes on replicas: against stock Keras, our `Trainer`, and Keras's DataParallel.
+
+The MLP 784-1024-1024-10 with Adam, batch 64 for each replica, one core for each instance. Usage:
+
+    python benchmarks/keras_fit.py [--rounds 7] [--steps 40] [--json PATH]
+
+"one": one instance and one replica. An epoch of `fit` in the scope of a strategy, one of stock Keras with the same
+model, and the same steps of `Trainer` with the same network in JAX alternate in one process; a step in milliseconds.
+
+"two": two instances with one replica each, under poprun. An epoch of `fit` on both alternates with one of stock Keras
+on instance 0, which the other one waits for in a barrier; rows per second.
+
+"parallel": Keras's own `keras.distribution.DataParallel` over two devices of one process with two cores; a process of
+its own, so that it is not paired with the others. TensorFlow's MultiWorkerMirroredStrategy is measured where it is
+installed, in `benchmarks/train_step.py --against tensorflow`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+from timing import (
+    OtherLoad,
+    describe_machine,
+    environment,
+    medians,
+    one_core_each,
+    output_lines,
+    pinned_command,
+    write_figures,
+)
+
+BATCH_SIZE = 64
+LIMIT_S = 600.0
+
+
+def build(keras: Any) -> Any:
+    """The model, compiled."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((784,)), *(layers.Dense(1024, activation="relu") for _ in range(2)), layers.Dense(10)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+    return model
+
+
+def data(rows: int) -> tuple[Any, Any]:
+    """Images and labels."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((rows, 784)).astype(np.float32), rng.integers(0, 10, rows).astype(np.int32)
+
+
+def timed(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way in each round, one after another; the first round, which compiles, does not count."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - start)
+    return {name: each[1:] for name, each in times.items()}
+
+
+def measure_one(rounds: int, steps: int) -> dict[str, list[float]]:
+    """See above; seconds of an epoch."""
+    import jax
+    import keras
+    import numpy as np
+    import optax
+
+    import strategies
+
+    strategy = strategies.IPUStrategy(num_replicas=1)
+    x, y = data(BATCH_SIZE * steps)
+    stock = build(keras)
+    with strategy.scope():
+        ours = build(keras)
+
+    def loss_fn(variables: Any, batch: Any, key: Any) -> Any:
+        images, labels = batch
+        for kernel, bias in zip(variables[:4:2], variables[1:4:2], strict=True):
+            images = jax.nn.relu(images @ kernel + bias)
+        logits = images @ variables[4] + variables[5]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return loss, {"accuracy": (logits.argmax(1) == labels).mean()}
+
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-3))
+    state = trainer.init([np.array(variable.value) for variable in stock.trainable_variables])
+    dataset = strategy.distribute_dataset((x, y), BATCH_SIZE)
+
+    def fit() -> None:
+        with strategy.scope():
+            ours.fit(x, y, batch_size=BATCH_SIZE, verbose=0)
+
+    def train() -> None:
+        nonlocal state
+        for batch in dataset.epoch(0):
+            state, metrics = trainer.step(state, batch)
+            metrics["loss"]
+
+    ways = {"fit": fit, "stock": lambda: stock.fit(x, y, batch_size=BATCH_SIZE, verbose=0), "trainer": train}
+    return timed(ways, rounds)
+
+
+def measure_two(rounds: int, steps: int) -> dict[str, list[float]]:
+    """See above; seconds of an epoch of each, as instance 0 sees them."""
+    import keras
+
+    import popdist
+    import strategies
+
+    popdist.init()
+    strategy = strategies.PopDistStrategy()
+    x, y = data(2 * BATCH_SIZE * steps)
+    stock = build(keras)
+    with strategy.scope():
+        ours = build(keras)
+
+    def fit() -> None:
+        with strategy.scope():
+            ours.fit(x, y, batch_size=BATCH_SIZE, verbose=0)
+        strategy.communicator.barrier(name="end of an epoch")
+
+    def alone() -> None:
+        if strategy.is_chief:
+            half = BATCH_SIZE * steps
+            stock.fit(x[:half], y[:half], batch_size=BATCH_SIZE, verbose=0)
+        strategy.communicator.barrier(name="end of stock Keras")
+
+    return timed({"fit": fit, "stock": alone}, rounds)
+
+
+def measure_parallel(rounds: int, steps: int) -> dict[str, list[float]]:
+    """See above; seconds of an epoch."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    import keras
+
+    keras.distribution.set_distribution(keras.distribution.DataParallel())
+    x, y = data(2 * BATCH_SIZE * steps)
+    model = build(keras)
+    return timed({"parallel": lambda: model.fit(x, y, batch_size=2 * BATCH_SIZE, verbose=0)}, rounds)
+
+
+MEASURE = {"one": measure_one, "two": measure_two, "parallel": measure_parallel}
+
+
+def told_by(command: Sequence[str]) -> dict[str, list[float]]:
+    """What the first process of a command has measured."""
+    for line in output_lines(command, LIMIT_S):
+        start = line.find("{")
+        if start >= 0 and ('"fit"' in line or '"parallel"' in line):
+            return dict(json.loads(line[start:]))
+    raise SystemExit(f"{' '.join(command)} has told nothing")
+
+
+def main() -> None:
+    """Measure all ways, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=40, help="of an epoch")
+    parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--measure", choices=MEASURE, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(MEASURE[arguments.measure](arguments.rounds, arguments.steps)), flush=True)
+        return
+    if find_spec("keras") is None:
+        raise SystemExit("Keras is not installed; run: pip install 'popdist-everywhere[keras]'")
+    machine, load = describe_machine(), OtherLoad()
+    os.environ.update(environment(KERAS_BACKEND="jax"))
+    program = [__file__, f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]
+    measure = [*program, "--measure"]
+    parallel = told_by([sys.executable, *measure, "parallel"])
+    cpus = one_core_each(2)
+    one = told_by(pinned_command(cpus[0], [sys.executable, *measure, "one"]))
+    poprun = [sys.executable, "-m", "poprun", "--num-instances=2", "--num-replicas=2", "--allow-run-as-root=yes"]
+    two = told_by([*poprun, sys.executable, *measure, "two"])
+    rows = BATCH_SIZE * arguments.steps
+    pairs = zip(two["stock"], two["fit"], strict=True)
+    figures = {
+        "one_ms": {name: each * 1e3 / arguments.steps for name, each in medians(one).items()},
+        "one_fit_by_stock": median(a / b for a, b in zip(one["fit"], one["stock"], strict=True)),
+        "one_fit_by_trainer": median(a / b for a, b in zip(one["fit"], one["trainer"], strict=True)),
+        "two_rows_per_s": {"fit": 2 * rows / median(two["fit"]), "stock": rows / median(two["stock"])},
+        "two_fit_by_stock": median(2 * stock / fit for stock, fit in pairs),
+        "parallel_rows_per_s": 2 * rows / median(parallel["parallel"]),
+    }
+    print(json.dumps(figures, indent=2))
+    write_figures(arguments, ("rounds", "steps"), machine, load, **figures)
+    load.warn()
+
+
+if __name__ == "__main__":
+    main()

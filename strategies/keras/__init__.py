@@ -1,0 +1,19 @@
+"""Models of Keras on the replicas of a strategy; loaded when a scope is entered and Keras is there."""
+
+from strategies.keras.callbacks import OnChief
+from strategies.keras.stages import (
+    FunctionalLayerPipelineStageAssignment,
+    FunctionalNestedModelPipelineStageAssignment,
+    PipelineStage,
+    SequentialLayerPipelineStageAssignment,
+    SequentialNestedModelPipelineStageAssignment,
+)
+
+__all__ = [
+    "FunctionalLayerPipelineStageAssignment",
+    "FunctionalNestedModelPipelineStageAssignment",
+    "OnChief",
+    "PipelineStage",
+    "SequentialLayerPipelineStageAssignment",
+    "SequentialNestedModelPipelineStageAssignment",
+]

@@ -1,0 +1,207 @@
+"""Sources that come in batches, dealt out to replicas: batch r + s R of a source is what replica r takes in step s.
+
+With accumulation it is batches (s R + r) N to (s R + r) N + N - 1. Where the last batches do not fill a step, or have
+other numbers of rows, all their rows together are dealt out: equally many for each replica in training, and every one
+of them, block by block, where nothing is trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import jax
+import numpy as np
+
+from strategies.data.layout import Layout, epoch_order
+from strategies.data.sources import Masked, Source, SourceFactory
+from strategies.roles import Batch
+
+Read = Callable[[int], Batch]
+
+
+def rows_of(batch: Batch) -> int:
+    """How many rows a batch has."""
+    rows: int = jax.tree.leaves(batch)[0].shape[0]
+    return rows
+
+
+@final
+@dataclass(frozen=True)
+class NumberedBatches(SourceFactory):
+    """Batches that can be read by their numbers, of which each instance reads those of its replicas.
+
+    Attributes:
+        read: reads one.
+        count: how many there are.
+    """
+
+    read: Read
+    count: int
+
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+        """See `SourceFactory`."""
+        return _Numbered(self, layout, seed, shuffle)
+
+
+@final
+@dataclass(frozen=True)
+class StreamOfBatches(SourceFactory):
+    """Batches that come one after another; every instance goes through all of them.
+
+    Attributes:
+        begin: begins anew, or goes on where there is no beginning.
+        count: how many there are; None where nobody knows.
+    """
+
+    begin: Callable[[], Iterable[Batch]]
+    count: int | None = None
+
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+        """See `SourceFactory`."""
+        return _Stream(self, layout)
+
+
+@dataclass
+class _Dealer:
+    """Deals the batches of a step.
+
+    Attributes:
+        layout: of elements.
+        first_row: the number of the first row of the next step.
+    """
+
+    layout: Layout
+    first_row: int = field(default=0)
+
+    @property
+    def per_step(self) -> int:
+        """How many batches a step takes."""
+        return self.layout.total_replicas * self.layout.gradient_accumulation_count
+
+    @property
+    def own(self) -> range:
+        """Which of them are for the local replicas."""
+        count, local = self.layout.gradient_accumulation_count, self.layout.local_replicas
+        return range(local[0] * count, (local[-1] + 1) * count)
+
+    def is_even(self, batches: Sequence[Batch]) -> bool:
+        """Whether these batches fill a step."""
+        return len(batches) == self.per_step and {rows_of(batch) for batch in batches} == {self.layout.batch_size}
+
+    def dealt(self, batches: Sequence[Batch]) -> Batch | None:
+        """What local replicas take of all batches of a step; None where it is not enough."""
+        if self.is_even(batches):
+            return self.of_even([batches[number] for number in self.own])
+        rows = _joined(batches)
+        return self._padded(rows) if self.layout.pads else self._shortened(rows)
+
+    def of_even(self, own: Sequence[Batch]) -> Batch:
+        """What local replicas take where these are their batches, of a step that is filled."""
+        values = _joined(own)
+        if not self.layout.pads:
+            return values
+        first = self.first_row + self.own.start * self.layout.batch_size
+        self.first_row += self.layout.global_batch_size
+        rows = rows_of(values)
+        return Masked((np.arange(first, first + rows, dtype=np.int32), values), np.ones(rows, bool))
+
+    def _shortened(self, rows: Batch) -> Batch | None:
+        given = rows_of(rows)
+        count = self.layout.of_short_step(min(given, self.layout.global_batch_size))
+        if not count:
+            return None
+        local = self.layout.local_replicas
+        return jax.tree.map(lambda leaf: leaf[local[0] * count : (local[-1] + 1) * count], rows)
+
+    def _padded(self, rows: Batch) -> Masked:
+        given, positions = rows_of(rows), self.layout.positions(0)
+        take = np.minimum(positions, given - 1)
+        numbers = (self.first_row + take).astype(np.int32)
+        self.first_row += given
+        return Masked((numbers, jax.tree.map(lambda leaf: leaf[take], rows)), positions < given)
+
+
+class _Batches(Source, ABC):
+    """What sources of batches have in common."""
+
+    length: int | None = None
+
+    def __init__(self, count: int | None, layout: Layout) -> None:
+        self._layout = layout
+        self.steps = None if count is None else _steps(count, layout)
+
+    @abstractmethod
+    def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
+        """What local replicas take in step `start`, `start + 1`, ...; None where it is not enough."""
+
+    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        """See `Source`."""
+        for batch in self._of_steps(epoch, start, _Dealer(self._layout)):
+            if batch is None:
+                return
+            yield batch
+
+
+def _steps(count: int, layout: Layout) -> int:
+    per_step = layout.total_replicas * layout.gradient_accumulation_count
+    whole, rest = divmod(count, per_step)
+    left = rest * layout.batch_size
+    return whole + bool(left if layout.pads else layout.of_short_step(left))
+
+
+@final
+class _Numbered(_Batches):
+    """See `NumberedBatches`. The last one may have fewer rows than the others."""
+
+    is_random_access = True
+
+    def __init__(self, given: NumberedBatches, layout: Layout, seed: int, shuffle: bool) -> None:
+        super().__init__(given.count, layout)
+        self._given = given
+        self._seed = seed
+        self._shuffle = shuffle
+        self._last_rows = rows_of(given.read(given.count - 1))
+
+    def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
+        order, per_step = (
+            epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle),
+            dealer.per_step,
+        )
+        dealer.first_row = start * self._layout.global_batch_size
+        for step in range(start, self.steps or 0):
+            numbers = [int(number) for number in order[step * per_step : (step + 1) * per_step]]
+            has_last = self._given.count - 1 in numbers and self._last_rows != self._layout.batch_size
+            if len(numbers) == per_step and not has_last:
+                yield dealer.of_even([self._given.read(numbers[place]) for place in dealer.own])
+            else:
+                yield dealer.dealt([self._given.read(number) for number in numbers])
+
+
+@final
+class _Stream(_Batches):
+    """See `StreamOfBatches`."""
+
+    def __init__(self, given: StreamOfBatches, layout: Layout) -> None:
+        super().__init__(given.count, layout)
+        self._given = given
+
+    def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
+        batches = iter(self._given.begin())
+        for step in itertools.count():
+            taken = list(itertools.islice(batches, dealer.per_step))
+            if not taken:
+                return
+            if step >= start:
+                yield dealer.dealt(taken)
+            else:
+                dealer.first_row += sum(map(rows_of, taken))
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)

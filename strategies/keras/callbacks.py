@@ -1,0 +1,228 @@
+"""Where callbacks run: those that write on the chief, others on every instance; and what instances agree on then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+from keras.src.callbacks import CallbackList
+from keras.src.callbacks.progbar_logger import ProgbarLogger
+
+from strategies.keras.agreement import is_so_anywhere, number_of_leader
+from strategies.keras.state import random_states, set_random_states
+from strategies.strategy import Strategy, get_strategy
+
+WRITERS: tuple[type, ...] = (
+    ProgbarLogger,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+"""Those that write, and of which the other instances need to know nothing but what the model becomes."""
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
+
+
+class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that is called on the instance that is the chief at the time, and on no other.
+
+    Args:
+        callback: it is.
+        strategy: knows the chief; None for the current one.
+    """
+
+    def __init__(self, callback: Any, strategy: Strategy | None = None) -> None:
+        super().__init__()
+        self.callback = callback
+        self._strategy = strategy or get_strategy()
+
+    def set_params(self, params: Any) -> None:
+        """See Keras."""
+        self.callback.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        """See Keras."""
+        self.callback.set_model(model)
+
+    @property
+    def is_called(self) -> bool:
+        """Whether this is the chief."""
+        return self._strategy is None or self._strategy.replicas.is_chief
+
+
+def _on_chief(name: str) -> Callable[..., None]:
+    def hook(self: OnChief, *arguments: Any, **named: Any) -> None:
+        if self.is_called:
+            getattr(self.callback, name)(*arguments, **named)
+
+    return hook
+
+
+for _name in _HOOKS:
+    setattr(OnChief, _name, _on_chief(_name))
+
+
+class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keras's `BackupAndRestore`, with the states of seed generators, which its files do not have.
+
+    Args:
+        callback: it is.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        self._callback = callback
+
+    @property
+    def _file(self) -> Path:
+        return Path(self._callback.backup_dir) / "random_states.json"
+
+    def set_params(self, params: Any) -> None:
+        """See Keras."""
+        self._callback.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        """See Keras."""
+        self._callback.set_model(model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See Keras."""
+        self._callback.on_train_begin(logs)
+        if self._file.exists():
+            set_random_states(self._callback.model, json.loads(self._file.read_text()))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """See Keras."""
+        self._callback.on_train_end(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See Keras."""
+        self._callback.on_epoch_end(epoch, logs)
+        self._save()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See Keras."""
+        self._callback.on_train_batch_end(batch, logs)
+        if self._callback.save_freq != "epoch" and self._callback._batches_seen_since_last_saving == 0:
+            self._save()
+
+    def _save(self) -> None:
+        if self._file.parent.exists():
+            self._file.write_text(json.dumps(random_states(self._callback.model)))
+
+
+class Running:
+    """One of Keras's loops, while it runs on all instances.
+
+    Args:
+        model: of Keras.
+        strategy: connects the instances.
+        begin_epoch: called with the number of each epoch that begins.
+        unite: has Keras know the whole state; a collective call.
+
+    Attributes:
+        model: see above.
+        strategy: see above.
+        begin_epoch: see above.
+        unite: see above.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        strategy: Strategy,
+        begin_epoch: Callable[[int], object] = lambda epoch: None,
+        unite: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.begin_epoch = begin_epoch
+        self.unite = unite
+
+    def agree_to_stop(self) -> None:
+        """Stop everywhere where a callback stops one instance; a collective call."""
+        stops = bool(self.model.stop_training)
+        self.model.stop_training = is_so_anywhere(self.strategy.replicas, stops, "stop_training")
+
+    def agree_on_begin(self) -> None:
+        """Begin everywhere with the epoch with which the chief begins; a collective call."""
+        epoch = number_of_leader(self.strategy.replicas, self.model._initial_epoch or 0, "first epoch")
+        self.model._initial_epoch = epoch or None
+
+
+class _First(keras.callbacks.Callback):  # type: ignore[misc]
+    """Comes before all others."""
+
+    def __init__(self, running: Running) -> None:
+        super().__init__()
+        self._running = running
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._running.begin_epoch(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._running.unite()
+
+
+class _Last(keras.callbacks.Callback):  # type: ignore[misc]
+    """Comes behind all others.
+
+    Args:
+        running: the loop.
+        looks_at_batches: whether callbacks of the user's may stop the training after a batch.
+    """
+
+    def __init__(self, running: Running, looks_at_batches: bool) -> None:
+        super().__init__()
+        self._running = running
+        self._looks_at_batches = looks_at_batches
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._running.agree_on_begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._looks_at_batches:
+            self._running.agree_to_stop()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._running.agree_to_stop()
+
+
+def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
+    """Keras's list of callbacks, each of which is called where it has to be.
+
+    Args:
+        callbacks: what the user gave, or a list of Keras's.
+        running: the loop.
+        settings: of a new list; see Keras.
+    """
+    if not isinstance(callbacks, CallbackList):
+        add_progbar = settings.get("verbose") != 0
+        callbacks = CallbackList(callbacks, add_progbar=add_progbar, model=running.model, **settings)
+    own = [each for each in callbacks.callbacks if not isinstance(each, _First | _Last)]
+    last = _Last(running, any(map(_has_batch_hooks, own)))
+    callbacks.callbacks = [_First(running), *(_placed(each, running.strategy) for each in own), last]
+    return callbacks
+
+
+def _placed(callback: Any, strategy: Strategy) -> Any:
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        return OnChief(WithRandomStates(callback), strategy)
+    if isinstance(callback, WRITERS):
+        return OnChief(callback, strategy)
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and not strategy.replicas.is_chief:
+        callback.verbose = 0  # it is called everywhere, so that all know the best value, and the chief writes
+    return callback
+
+
+def _has_batch_hooks(callback: Any) -> bool:
+    """Whether a callback of the user's is told of batches."""
+    if isinstance(callback, keras.callbacks.LambdaCallback):
+        return any(name in callback.__dict__ for name in _BATCH_HOOKS)
+    stock = type(callback).__module__.startswith("keras.src.") or isinstance(callback, OnChief)
+    return not stock and any(
+        getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in _BATCH_HOOKS
+    )

@@ -1,0 +1,317 @@
+"""Where the batches of a model of Keras come from: arrays, and all that Keras reads, dealt out among replicas."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset, PyDatasetAdapter
+
+from strategies.data.datasets import DistributedDataset
+from strategies.evaluation.evaluation_program import Told
+from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
+from strategies.roles import Batch
+from strategies.strategy import Strategy
+
+Hooks = tuple[Callable[[], object], Callable[[], object]]
+
+DEFAULT_BATCH_SIZE = 32
+_NO_HOOKS: Hooks = (lambda: None, lambda: None)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What Keras's functions take of data; see there.
+
+    Attributes:
+        x: inputs, or all of it.
+        y: targets.
+        sample_weight: weights of rows.
+        class_weight: weights of classes.
+        batch_size: rows of a replica and micro-batch.
+        steps: of an epoch.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Any = None
+    batch_size: int | None = None
+    steps: int | None = None
+
+
+class Feed(DataAdapter):  # type: ignore[misc]
+    """What Keras's loops go through: the batches of this instance's replicas, one for each step of all of them.
+
+    Args:
+        source: where rows or batches come from.
+        strategy: whose replicas they are for.
+        batch_size: of each replica and micro-batch.
+        trains: whether they are to train with; otherwise every row comes once, with its number.
+        shuffle: whether they come in another order in each epoch.
+        seed: of that order.
+        accumulated: micro-batches of a step.
+        prefetch: how many batches are prepared ahead.
+        example: a batch of the source, of whatever size.
+        hooks: called when an epoch begins, and when it ends.
+
+    Attributes:
+        dataset: the same as a data set of the strategy.
+        example: see above.
+        epoch: the number of the epoch that is to come next.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        strategy: Strategy,
+        batch_size: int,
+        *,
+        trains: bool,
+        example: Batch,
+        shuffle: bool = False,
+        seed: int = 0,
+        accumulated: int = 1,
+        prefetch: int = 2,
+        hooks: Hooks = _NO_HOOKS,
+    ) -> None:
+        self.example = example
+        self.epoch = 0
+        self.dataset: DistributedDataset = strategy.distribute_dataset(
+            source,
+            batch_size,
+            seed,
+            shuffle=shuffle,
+            remainder="short" if trains else "pad",
+            gradient_accumulation_count=accumulated,
+            prefetch=prefetch,
+        )
+        self._hooks = hooks
+        self._is_in_epoch = False
+        self._pass: Pass | None = None
+
+    @property
+    def num_batches(self) -> int | None:
+        """How many steps an epoch has; None where nobody knows."""
+        try:
+            return len(self.dataset)
+        except TypeError:
+            return None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of all replicas in a step."""
+        return self.dataset.global_batch_size
+
+    @property
+    def has_partial_batch(self) -> bool:
+        """Keras asks where it pads by itself; here that is done."""
+        return False
+
+    @property
+    def partial_batch_size(self) -> None:
+        """See `has_partial_batch`."""
+        return
+
+    def get_jax_iterator(self) -> Pass:
+        """The batches of the next epoch."""
+        self._end_pass()
+        self.epoch += 1
+        self._pass = Pass(self, self.epoch - 1)
+        return self._pass
+
+    @property
+    def current(self) -> Pass:
+        """The pass that Keras's loop is in, which may see it through iterators of its own."""
+        assert self._pass is not None
+        return self._pass
+
+    def begin_with(self, epoch: int) -> None:
+        """Have the next pass be that of an epoch."""
+        self.epoch = epoch
+
+    def on_epoch_begin(self) -> None:
+        """Told by Keras."""
+        if not self._is_in_epoch:
+            self._is_in_epoch = True
+            self._hooks[0]()
+
+    def on_epoch_end(self) -> None:
+        """Told by Keras."""
+        if self._is_in_epoch:
+            self._is_in_epoch = False
+            self._hooks[1]()
+
+    def _end_pass(self) -> None:
+        if self._pass is not None:
+            self._pass.end()
+
+
+class Pass(Iterator[Any]):
+    """One epoch of a feed; what trains reads its batches, and what does not is told of each.
+
+    Attributes:
+        feed: whose epoch it is.
+    """
+
+    def __init__(self, feed: Feed, epoch: int) -> None:
+        self.feed = feed
+        self._epoch = epoch
+        self._batches: Iterator[Batch] | None = None
+        self._told: Generator[Told, None, None] | None = None
+        self._taken = 0
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = iter(self.feed.dataset.epoch(self._epoch))
+        return next(self._batches)
+
+    def told(self, begin: Callable[[DistributedDataset], Generator[Told, None, None]]) -> Iterator[Told]:
+        """What is told of the next batches.
+
+        Args:
+            begin: begins to tell of all batches of an epoch.
+        """
+        if self._told is None:
+            dataset = self.feed.dataset
+            dataset.restore(replace(dataset.position(), epoch=self._epoch, step=0))
+            self._told = begin(dataset)
+        for told in self._told:
+            self._taken += 1
+            yield told
+            if self._taken == self.feed.num_batches:  # meet the others at the end
+                self._told = (one for one in list(self._told))
+
+    def end(self) -> None:
+        """Leave it, wherever it is."""
+        if self._told is not None:
+            self._told.close()
+
+
+def open_feed(
+    given: Given,
+    strategy: Strategy,
+    *,
+    trains: bool,
+    shuffle: Any = False,
+    seed: int = 0,
+    accumulated: int = 1,
+    prefetch: int = 2,
+) -> Feed:
+    """The feed of what was given to `fit`, `evaluate` or `predict`.
+
+    Args:
+        given: see there.
+        strategy: whose replicas it is for.
+        trains: see `Feed`.
+        shuffle: as Keras takes it. "batch" changes nothing: a replica's rows have no order.
+        seed: see `Feed`.
+        accumulated: see `Feed`.
+        prefetch: see `Feed`.
+
+    Raises:
+        TypeError, ValueError: for what Keras refuses, and batches that have no rows.
+    """
+    if can_convert_arrays((given.x, given.y, given.sample_weight)):
+        source, example, rows = _of_arrays(given, strategy.num_replicas_in_sync * accumulated)
+        if not trains:
+            source = np.arange(rows_of(source), dtype=np.int32), source
+        shuffles, hooks = shuffle is True, _NO_HOOKS
+    else:
+        source, example, hooks = _of_batches(given)
+        shuffles, rows = bool(shuffle) and isinstance(given.x, PyDataset), rows_of(example)
+    return Feed(
+        source,
+        strategy,
+        rows,
+        trains=trains,
+        example=example,
+        shuffle=shuffles,
+        seed=seed,
+        accumulated=accumulated,
+        prefetch=prefetch,
+        hooks=hooks,
+    )
+
+
+def _once(batches: Iterator[Batch]) -> Callable[[], Iterator[Batch]]:
+    return lambda: batches
+
+
+def _of_arrays(given: Given, per_step: int) -> tuple[Batch, Batch, int]:
+    """Arrays of NumPy as Keras makes them, `(x, y, sample_weight)`; some rows of them; and the batch size.
+
+    Args:
+        given: see there.
+        per_step: micro-batches of all replicas.
+    """
+    settings = {"sample_weight": given.sample_weight, "class_weight": given.class_weight}
+    rows = ArrayDataAdapter(given.x, given.y, **settings)._num_samples
+    whole = ArrayDataAdapter(given.x, given.y, **settings, batch_size=max(1, rows))
+    arrays = unpack_x_y_sample_weight(next(iter(whole.get_numpy_iterator())))
+    size = given.batch_size or (-(-rows // (given.steps * per_step)) if given.steps else DEFAULT_BATCH_SIZE)
+    return arrays, jax.tree.map(lambda leaf: leaf[:size], arrays), size
+
+
+def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
+    """The batches of what is no arrays, each `(x, y, sample_weight)`, the first of them, and what an epoch calls."""
+    x = given.x
+    if isinstance(x, PyDataset):
+        hooks = (x.on_epoch_begin, x.on_epoch_end)
+        read = _reader(x, given.class_weight)
+        if x.num_batches is not None:
+            return NumberedBatches(read, x.num_batches), read(0), hooks
+        return *_peeked(map(read, itertools.count()), x), hooks
+    if _is_map_dataset(x):
+        return NumberedBatches(lambda number: _standard(x[number]), len(x)), _standard(x[0]), _NO_HOOKS
+    adapter = data_adapters.get_data_adapter(
+        x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
+    )
+
+    def begin() -> Iterator[Batch]:
+        return map(_standard, adapter.get_numpy_iterator())
+
+    hooks = (adapter.on_epoch_begin, adapter.on_epoch_end)
+    if isinstance(x, types.GeneratorType):
+        return *_peeked(begin(), x), hooks
+    return StreamOfBatches(begin, adapter.num_batches), _peeked(begin(), x)[1], hooks
+
+
+def _is_map_dataset(x: Any) -> bool:
+    """Whether it is one of grain, whose batches have numbers."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(x, grain.MapDataset)
+
+
+def _reader(x: PyDataset, class_weight: Any) -> Callable[[int], Batch]:
+    """Reads a batch by its number, as Keras does without workers: batches are prepared ahead already."""
+    adapter = PyDatasetAdapter.__new__(PyDatasetAdapter)
+    adapter.py_dataset, adapter.class_weight = x, class_weight
+    return lambda number: _standard(adapter._standardize_batch(x[number]))
+
+
+def _peeked(batches: Iterator[Batch], given: Any) -> tuple[StreamOfBatches, Batch]:
+    """A stream that goes on with these batches each time, and the first of them.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    first = next(batches, None)
+    if first is None:
+        raise ValueError(f"there is no batch in the {type(given).__name__}; give one at least")
+    return StreamOfBatches(_once(itertools.chain([first], batches))), first
+
+
+def _standard(batch: Any) -> Batch:
+    """A batch as `(x, y, sample_weight)` of arrays of NumPy."""
+    return jax.tree.map(np.asarray, unpack_x_y_sample_weight(batch))

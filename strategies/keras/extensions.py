@@ -1,0 +1,288 @@
+"""What models of the original have besides Keras: options of accumulation, pipelines, replication and feeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from keras import tree
+
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.keras.options import ModelOptions
+from strategies.keras.stages import Assignments, StagedModel, assignments_of
+from strategies.keras.state import random_states, set_random_states
+
+METHODS = (
+    "set_asynchronous_callbacks",
+    "set_replication_options",
+    "set_gradient_accumulation_options",
+    "set_pipelining_options",
+    "set_infeed_queue_options",
+    "set_outfeed_queue_options",
+    "get_pipeline_stage_assignment",
+    "set_pipeline_stage_assignment",
+    "reset_pipeline_stage_assignment",
+    "print_pipeline_stage_assignment_summary",
+    "save_assets",
+    "load_assets",
+)
+"""The methods that models get besides those of Keras, and two that Keras calls for what else files have."""
+
+_FILE = "strategies.json"
+_METRIC_REDUCTIONS = ("NONE", "LIST", "SUM", "MEAN")
+_OF_OPTIMIZER = {
+    "dtype": "gradient_accumulation_dtype",
+    "offload_weight_update_variables": "offload_optimizer_state",
+    "replicated_optimizer_state_sharding": "replicated_optimizer_state_sharding",
+}
+_OF_PIPELINE = {
+    "pipeline_schedule": "schedule",
+    "recomputation_mode": "recomputation_mode",
+    "offload_activations": "offload_activations",
+    "offload_gradient_accumulation_buffers": "offload_gradient_accumulation_buffers",
+    "offload_weight_update_variables": None,
+    "replicated_optimizer_state_sharding": None,
+    "gradient_accumulation_dtype": None,
+    "schedule": "schedule",
+    "recompute": "recompute",
+    "watch": "watch",
+    "memory_limit_bytes": "memory_limit_bytes",
+}
+_BY_KERAS = ("computational_stages", "repeat_count", "inputs", "infeed_queue", "outfeed_queue", "optimizer_function")
+_NOT_WITH_KERAS = ("outfeed_loss", "outfeed_mask", "batch_serialization_iterations")
+_OF_PIPELINING_OPTIONS = ("gradient_accumulation_count", "device_mapping", "accumulate_outfeed")
+
+
+class Extensions:
+    """The extensions of a model.
+
+    Args:
+        model: of Keras.
+
+    Attributes:
+        options: what was set.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.options = ModelOptions()
+        self._model = model
+
+    @property
+    def devices(self) -> int:
+        """How many a replica spans, as the model knows it now."""
+        mapping = (self.options.pipelining or {}).get("device_mapping")
+        if mapping is not None:
+            return 1 + max(tree.flatten(mapping), default=0)
+        staged = self.staged
+        return 1 if staged is None else staged.count
+
+    def _set(self, **options: Any) -> None:
+        self.options = replace(self.options, **options)
+        self._model.train_function = self._model.test_function = self._model.predict_function = None
+
+    def set_asynchronous_callbacks(self, asynchronous: bool = False) -> None:
+        """Have callbacks told of each step, instead of each execution."""
+        self._set(each_step=_switch("asynchronous", asynchronous))
+
+    def set_replication_options(self, replicated_metric_reduction_method: Any = "NONE") -> None:
+        """Metrics are merged over all replicas, whatever the method: they are exact.
+
+        Raises:
+            ValueError: if there is no such method.
+        """
+        method = getattr(replicated_metric_reduction_method, "name", replicated_metric_reduction_method)
+        if str(method).upper() not in _METRIC_REDUCTIONS:
+            raise ValueError(
+                f"replicated_metric_reduction_method is {method!r}; use one of {', '.join(_METRIC_REDUCTIONS)}, all of "
+                "which merge metrics over all replicas here"
+            )
+
+    def set_gradient_accumulation_options(
+        self,
+        gradient_accumulation_steps_per_replica: int | None = None,
+        gradient_accumulation_reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        use_v2_gradient_accumulation_optimizer: bool = False,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        """Have each replica accumulate the gradients of several micro-batches for one update.
+
+        Args:
+            gradient_accumulation_steps_per_replica: how many; None as before.
+            gradient_accumulation_reduction_method: SUM, MEAN or RUNNING_MEAN.
+            use_v2_gradient_accumulation_optimizer: either optimizer of the original does the same here.
+            optimizer_kwargs: `dtype`, `offload_weight_update_variables`, `replicated_optimizer_state_sharding`.
+
+        Raises:
+            TypeError, ValueError: if an option is unknown or out of range.
+        """
+        self._set_accumulation(gradient_accumulation_steps_per_replica, gradient_accumulation_reduction_method)
+        self._set(step={**self.options.step, **_translated("optimizer_kwargs", optimizer_kwargs, _OF_OPTIMIZER)})
+
+    def _set_accumulation(self, steps: int | None, method: Any) -> None:
+        parsed = GradientAccumulationReductionMethod.parse(method)
+        self._set(accumulated=self.options.accumulated if steps is None else steps, reduction_method=parsed)
+
+    def set_pipelining_options(
+        self,
+        gradient_accumulation_steps_per_replica: int | None = None,
+        device_mapping: Any = None,
+        accumulate_outfeed: bool | None = None,
+        gradient_accumulation_reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        **pipelining_kwargs: Any,
+    ) -> None:
+        """Say how the stages of a replica run.
+
+        Args:
+            gradient_accumulation_steps_per_replica: micro-batches for one update; None as before.
+            device_mapping: the device of each stage; None for one after another.
+            accumulate_outfeed: metrics are merged over an execution with either.
+            gradient_accumulation_reduction_method: SUM, MEAN or RUNNING_MEAN.
+            pipelining_kwargs: options of `strategies.Pipelining`, with the original's names or its own.
+
+        Raises:
+            TypeError, ValueError: if an option is unknown or out of range.
+        """
+        _refuse("set_pipelining_options arguments", pipelining_kwargs, _OF_PIPELINING_OPTIONS, "use")
+        _refuse("these are automatically set by Keras", pipelining_kwargs, _BY_KERAS, "leave them out:")
+        _refuse("these are not compatible with Keras", pipelining_kwargs, _NOT_WITH_KERAS, "leave them out:")
+        given = {"device_mapping": device_mapping}
+        of_step = {name: pipelining_kwargs.pop(name) for name in list(pipelining_kwargs) if name in _STEP_OF_PIPELINE}
+        given |= _translated("pipelining_kwargs", pipelining_kwargs, _OF_PIPELINE)
+        if accumulate_outfeed is not None:
+            _switch("accumulate_outfeed", accumulate_outfeed)
+        self._set_accumulation(gradient_accumulation_steps_per_replica, gradient_accumulation_reduction_method)
+        step = {**self.options.step, **_translated("pipelining_kwargs", of_step, _STEP_OF_PIPELINE)}
+        self._set(pipelining=given, step=step)
+
+    def set_infeed_queue_options(self, **kwargs: Any) -> None:
+        """Say how batches are prepared: `prefetch_depth` of them ahead. What else the original has changes nothing.
+
+        Raises:
+            ValueError: for what Keras decides.
+        """
+        _refuse("Keras has its own", kwargs, ("dataset", "infeed_spec", "element_spec"), "leave them out:")
+        if "prefetch_depth" in kwargs:
+            self._set(prefetch=kwargs["prefetch_depth"])
+
+    def set_outfeed_queue_options(self, **kwargs: Any) -> None:
+        """Nothing of it changes anything: what a step returns is there when it ends.
+
+        Raises:
+            ValueError: for what Keras decides.
+        """
+        _refuse("Keras has its own", kwargs, ("outfeed_mode", "device_ordinal"), "leave them out:")
+
+    # ---- stages
+
+    @property
+    def assignments(self) -> Assignments:
+        """The calls of the layers of this model, to which stages can be assigned."""
+        return assignments_of(self._model)
+
+    @property
+    def staged(self) -> StagedModel | None:
+        """What computes the model stage by stage; None where none are assigned."""
+        if self.options.stages is None:
+            found = self.assignments.scoped()
+            return None if found is None else self.assignments.runner(found)
+        return self.assignments.runner(self.options.stages)
+
+    def get_pipeline_stage_assignment(self) -> list[Any]:
+        """The stage of each call of a layer, in the order in which they are made."""
+        stages = self.options.stages
+        scoped = self.assignments.scoped(partly=True) if stages is None else stages
+        return self.assignments.listed(scoped)
+
+    def set_pipeline_stage_assignment(self, pipeline_stage_assignment: Any) -> None:
+        """Assign a stage to each call of a layer.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: if calls are missing or others, or stages are not such as a pipeline
+                can have.
+        """
+        self._set(stages=self.assignments.parsed(pipeline_stage_assignment))
+
+    def reset_pipeline_stage_assignment(self) -> None:
+        """Have no stages."""
+        self._set(stages=None)
+        self.assignments.forget()
+
+    def print_pipeline_stage_assignment_summary(
+        self, line_length: int | None = None, print_fn: Callable[[str], object] = print
+    ) -> None:
+        """Print a line for each call of a layer, with its stage."""
+        width = line_length or 80
+        for assignment in self.get_pipeline_stage_assignment():
+            print_fn(str(assignment)[:width])
+
+    # ---- files
+
+    def save_assets(self, folder: str) -> None:
+        """Write the options beside the variables of a file; called by Keras. A stock model does not read them."""
+        options = self.options
+        saved = {
+            "gradient_accumulation_steps_per_replica": options.accumulated,
+            "gradient_accumulation_reduction_method": options.reduction_method.name,
+            "pipeline_stage_assignment": options.stages,
+            "device_mapping": (options.pipelining or {}).get("device_mapping"),
+            "prefetch_depth": options.prefetch,
+            "asynchronous_callbacks": options.each_step,
+            "random_states": random_states(self._model),
+        }
+        if options != ModelOptions() or saved["random_states"]:
+            (Path(folder) / _FILE).write_text(json.dumps(saved))
+
+    def load_assets(self, folder: str | None) -> None:
+        """Read them again, but for what was given as keyword arguments; called by Keras."""
+        file = None if folder is None else Path(folder) / _FILE
+        if file is None or not file.exists():
+            return
+        saved = json.loads(file.read_text())
+        mapping = saved["device_mapping"]
+        set_random_states(self._model, saved["random_states"])
+        self._set(
+            accumulated=saved["gradient_accumulation_steps_per_replica"],
+            reduction_method=GradientAccumulationReductionMethod.parse(saved["gradient_accumulation_reduction_method"]),
+            stages=_as_tuples(saved["pipeline_stage_assignment"]),
+            pipelining=None if mapping is None else {"device_mapping": mapping},
+            prefetch=saved["prefetch_depth"],
+            each_step=saved["asynchronous_callbacks"],
+        )
+
+
+def _as_tuples(stages: Any) -> Any:
+    return tuple(map(_as_tuples, stages)) if isinstance(stages, list) else stages
+
+
+_STEP_OF_PIPELINE = {
+    "offload_weight_update_variables": "offload_optimizer_state",
+    "replicated_optimizer_state_sharding": "replicated_optimizer_state_sharding",
+    "gradient_accumulation_dtype": "gradient_accumulation_dtype",
+}
+
+
+def _translated(what: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by the names that they have here.
+
+    Raises:
+        TypeError: if there is no such option.
+    """
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{what} has {name!r}, which is not known; known are {', '.join(sorted(names))}")
+    return {names[name]: value for name, value in given.items() if names[name] is not None}
+
+
+def _refuse(why: str, given: Mapping[str, Any], names: tuple[str, ...], way_out: str) -> None:
+    found = [name for name in given if name in names]
+    if found:
+        raise ValueError(f"{', '.join(found)}: {way_out} {why}")
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it is True or False")
+    return value

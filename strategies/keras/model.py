@@ -1,0 +1,424 @@
+"""A model of Keras that belongs to a strategy: what its `fit`, `evaluate`, `predict` and their relatives do instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+
+from strategies.errors import StrategyError
+from strategies.keras.agreement import number_of_leader, refuse_other_rows
+from strategies.keras.callbacks import Running, listed
+from strategies.keras.classes import EXTENSIONS, NAME, class_of
+from strategies.keras.data import Feed, Given, Pass, open_feed
+from strategies.keras.evaluating import PredictFunction, TestFunction
+from strategies.keras.extensions import METHODS, Extensions
+from strategies.keras.options import ModelOptions
+from strategies.keras.refusals import refuse_eager, refuse_optimizer, refuse_outside, refuse_own_steps
+from strategies.keras.training import TrainFunction
+from strategies.roles import Batch
+from strategies.strategy import Strategy
+
+logger = logging.getLogger("strategies.keras")
+
+
+def replicate(model: Any, strategy: Strategy) -> None:
+    """Make a model, whose constructor is running, one of a strategy."""
+    stock = type(model)
+    extensions = Extensions(model)
+    object.__setattr__(model, EXTENSIONS, extensions)
+    object.__setattr__(model, NAME, ReplicatedModel(model, stock, strategy, extensions))
+    object.__setattr__(model, "__class__", class_of(stock, {NAME: FORWARDED, EXTENSIONS: METHODS}))
+
+
+def replicated(model: Any) -> ReplicatedModel:
+    """What a model of a strategy does instead of Keras.
+
+    Raises:
+        StrategyError: if it belongs to none.
+    """
+    found: ReplicatedModel | None = model.__dict__.get(NAME)
+    if found is None:
+        raise StrategyError(f"model {model.name!r} belongs to no strategy; make it inside of strategy.scope()")
+    return found
+
+
+class ReplicatedModel:
+    """What a model of a strategy does instead of Keras, whose own loops it uses.
+
+    Args:
+        model: of Keras.
+        stock: its class, as the user knows it.
+        strategy: in whose scope it was made.
+        extensions: have its options.
+
+    Attributes:
+        in_scope: the strategy of the scope.
+        stock: see above.
+    """
+
+    def __init__(self, model: Any, stock: Any, strategy: Strategy, extensions: Extensions) -> None:
+        self.in_scope = strategy
+        self.stock = stock
+        self._model = model
+        self._extensions = extensions
+        self._running: Running | None = None
+        self._feeds: dict[str, Feed] = {}
+        self._said: int | None = None  # steps per execution, while Keras counts others
+        self._strategies: dict[int, Strategy] = {}  # by how many devices a replica spans
+
+    @property
+    def strategy(self) -> Strategy:
+        """Whose replicas train it: that of the scope, or of a model in stages the one over the same devices."""
+        devices = self._extensions.devices
+        if devices not in self._strategies:
+            self._strategies[devices] = self.in_scope.for_stages(devices)
+        return self._strategies[devices]
+
+    @property
+    def options(self) -> ModelOptions:
+        """How it is trained."""
+        return self._extensions.options
+
+    # ---- what Keras has by the same names
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+        *,
+        global_batch_size: int | None = None,
+    ) -> Any:
+        """See `keras.Model.fit`; batch sizes are those of a replica, but for `global_batch_size`."""
+        self._check("fit", "train_step")
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        batch_size = self._rows_of_replica(batch_size, global_batch_size, self.options.micro_batches)
+        given = Given(x, y, sample_weight, class_weight, batch_size, steps_per_epoch)
+        feed = self._feed(given, trains=True, shuffle=shuffle)
+        validation: Feed | None = None
+        if validation_data is not None:
+            size = validation_batch_size or batch_size
+            x, y, sample_weight = unpack_x_y_sample_weight(validation_data)
+            validation = self._feed(Given(x, y, sample_weight, None, size, validation_steps), trains=False)
+        steps = steps_per_epoch or feed.num_batches
+        self._say_batch_size(feed)
+        running = Running(self._model, self.strategy, lambda epoch: feed.begin_with(epoch), self.unite)
+        prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
+        with self._while(running, train=feed, test=validation), self._executing(training=True):
+            return self.stock.fit(
+                self._model,
+                feed,
+                epochs=epochs,
+                callbacks=prepared,
+                validation_data=validation,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_freq=validation_freq,
+            )
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        *,
+        global_batch_size: int | None = None,
+        **named: Any,
+    ) -> Any:
+        """See `keras.Model.evaluate`: every row counts once."""
+        if self._running is not None and named.get("_use_cached_eval_dataset"):  # called by fit, for its validation
+            with self._executing(training=False):
+                return self.stock.evaluate(
+                    self._model, callbacks=callbacks, return_dict=return_dict, steps=steps, **named
+                )
+        self._check("evaluate", "test_step")
+        batch_size = self._rows_of_replica(batch_size, global_batch_size)
+        feed = self._feed(Given(x, y, sample_weight, None, batch_size, steps), trains=False)
+        running = Running(self._model, self.strategy)
+        prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
+        with self._while(running, test=feed), self._executing(training=False):
+            return self.stock.evaluate(
+                self._model, feed, callbacks=prepared, steps=steps, return_dict=return_dict, **named
+            )
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+        *,
+        global_batch_size: int | None = None,
+    ) -> Any:
+        """See `keras.Model.predict`: the outputs for all rows, in their order, on every instance."""
+        self._check("predict", "predict_step", is_compiled=False)
+        batch_size = self._rows_of_replica(batch_size, global_batch_size)
+        feed = self._feed(Given(x, None, None, None, batch_size, steps), trains=False)
+        self._build(feed.example)
+        running = Running(self._model, self.strategy)
+        prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
+        with self._while(running, predict=feed), self._executing(training=False):
+            return self.stock.predict(self._model, feed, callbacks=prepared, steps=steps)
+
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        """See `keras.Model.train_on_batch`: a batch for all replicas, given on every instance."""
+        self._check("train_on_batch", "train_step")
+        logs = self.stock.train_on_batch(self._model, x, y, sample_weight, class_weight, return_dict)
+        self.unite()
+        return logs
+
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
+        """See `keras.Model.test_on_batch`: a batch for all replicas, given on every instance."""
+        self._check("test_on_batch", "test_step")
+        return self.stock.test_on_batch(self._model, x, y, sample_weight, return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """See `keras.Model.predict_on_batch`: a batch for all replicas, given on every instance."""
+        self._check("predict_on_batch", "predict_step", is_compiled=False)
+        return self.stock.predict_on_batch(self._model, x)
+
+    def make_train_function(self, force: bool = False) -> None:
+        """See Keras, which calls it before it trains."""
+        if self._model.train_function is None or force:
+            refuse_optimizer(self._model.optimizer, self.options.accumulated is not None)
+            steps = self.options.executed(self._steps_per_execution)
+            function = TrainFunction(self._model, self.strategy, self.options, steps, self._extensions.staged)
+            self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone)
+
+    def make_test_function(self, force: bool = False) -> None:
+        """See Keras, which calls it before it evaluates."""
+        if self._model.test_function is None or force:
+            function = TestFunction(self._model, self.strategy, self._evaluated)
+            self._model.test_function = _Called(function, lambda: self._feeds.get("test"), self._pass_over)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        """See Keras, which calls it before it predicts."""
+        if self._model.predict_function is None or force:
+            function = PredictFunction(self._model, self.strategy, self._evaluated)
+            self._model.predict_function = _Called(function, lambda: self._feeds.get("predict"), self._pass_over)
+        return self._model.predict_function
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """See Keras: with a batch that was not taken from the data."""
+        if iterator is not None:
+            data_batch = iterator.data_adapter.example
+        self.stock._symbolic_build(self._model, data_batch=data_batch)
+
+    # ---- files: in fit the chief writes them
+
+    def save(self, *arguments: Any, **named: Any) -> Any:
+        """See `keras.Model.save`; from a callback on the chief only."""
+        return self.stock.save(self._model, *arguments, **named) if self._writes else None
+
+    def save_weights(self, *arguments: Any, **named: Any) -> Any:
+        """See `keras.Model.save_weights`; from a callback on the chief only."""
+        return self.stock.save_weights(self._model, *arguments, **named) if self._writes else None
+
+    def export(self, *arguments: Any, **named: Any) -> Any:
+        """See `keras.Model.export`; from a callback on the chief only."""
+        return self.stock.export(self._model, *arguments, **named) if self._writes else None
+
+    @property
+    def _writes(self) -> bool:
+        return self._running is None or self.strategy.replicas.is_chief
+
+    def unite(self) -> None:
+        """Have Keras know the whole state; a collective call where instances have parts of it."""
+        function = self._model.train_function
+        if function is not None:
+            function.function.unite()
+
+    # ---- how
+
+    def _check(self, called: str, step: str, is_compiled: bool = True) -> None:
+        """Refuse what cannot be done on replicas."""
+        refuse_outside(self._model, self.in_scope, called)
+        refuse_eager(self._model)
+        refuse_own_steps(self.stock, step)
+        if is_compiled:
+            self._model._assert_compile_called(called)
+
+    def _feed(self, given: Given, *, trains: bool, shuffle: Any = False) -> Feed:
+        feed = open_feed(
+            given,
+            self.strategy,
+            trains=trains,
+            shuffle=shuffle,
+            seed=self._agreed_seed() if trains and shuffle else 0,
+            accumulated=self.options.micro_batches if trains else 1,
+            prefetch=self.options.prefetch,
+        )
+        refuse_other_rows(self.strategy.replicas, feed.example)
+        return feed
+
+    def _agreed_seed(self) -> int:
+        """A seed that instance 0 draws from NumPy, as Keras does for each permutation."""
+        return number_of_leader(self.strategy.replicas, int(np.random.randint(2**31 - 1)), "seed of a shuffle")
+
+    def _rows_of_replica(self, batch_size: int | None, of_all: int | None, accumulated: int = 1) -> int | None:
+        """The rows of a replica and micro-batch.
+
+        Raises:
+            ValueError: if both sizes are given, or that of all replicas cannot be divided.
+        """
+        if of_all is None:
+            return batch_size
+        if batch_size is not None:
+            raise ValueError("batch_size is that of a replica and global_batch_size of all of them; give one of them")
+        parts = self.strategy.num_replicas_in_sync * accumulated
+        if of_all % parts or of_all < parts:
+            raise ValueError(
+                f"global_batch_size is {of_all}, and there are {self.strategy.num_replicas_in_sync} replicas x "
+                f"{accumulated} micro-batches; use a multiple of {parts}"
+            )
+        return of_all // parts
+
+    def _say_batch_size(self, feed: Feed) -> None:
+        count, replicas = self.options.micro_batches, self.strategy.num_replicas_in_sync
+        logger.info(
+            "fit: global batch %d = batch_size %d x %d accumulated x %d replicas; the last one of an epoch may have "
+            "fewer rows",
+            feed.batch_size,
+            feed.batch_size // (count * replicas),
+            count,
+            replicas,
+        )
+
+    @contextmanager
+    def _while(self, running: Running, **feeds: Feed | None) -> Iterator[None]:
+        """While one of Keras's loops runs over feeds."""
+        self._begin()
+        self._running, self._feeds = running, {name: feed for name, feed in feeds.items() if feed is not None}
+        try:
+            yield
+        finally:
+            self._running, self._feeds = None, {}
+        self.unite()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have whatever comes next begin with instance 0's state."""
+        for function in (self._model.train_function, self._model.test_function, self._model.predict_function):
+            if function is not None:
+                function.function.begin()
+
+    @property
+    def _steps_per_execution(self) -> int:
+        """What the user has said."""
+        return int(self._said or self._model.steps_per_execution)
+
+    @property
+    def _evaluated(self) -> int:
+        return 1 if self.options.each_step else self._steps_per_execution
+
+    @contextmanager
+    def _executing(self, training: bool) -> Iterator[None]:
+        """While Keras's loops count executions as they are made here."""
+        before, said = self._model.steps_per_execution, self._steps_per_execution
+        made = self.options.executed(said) if training else self._evaluated
+        outer, self._said, self._model.steps_per_execution = self._said, said, made
+        try:
+            yield
+        finally:
+            self._said, self._model.steps_per_execution = outer, before
+
+    def _build(self, example: Batch) -> None:
+        if not all(layer.built for layer in self._model._flatten_layers()):
+            x, _, _ = unpack_x_y_sample_weight(example)
+            with keras.StatelessScope():
+                self._model(x)
+
+    # ---- single batches
+
+    def _alone(self, batches: Iterator[Any]) -> Iterator[Batch]:
+        """This instance's rows of a batch for all replicas.
+
+        Raises:
+            ValueError: if it cannot be divided.
+        """
+        batch = jax.tree.map(np.asarray, unpack_x_y_sample_weight(next(batches)))
+        replicas, count = self.strategy.num_replicas_in_sync, self.options.micro_batches
+        rows = len(jax.tree.leaves(batch)[0])
+        if rows % (replicas * count):
+            raise ValueError(
+                f"a batch of {rows} rows for {replicas} replicas x {count} micro-batches; its rows must be a multiple "
+                f"of {replicas * count}"
+            )
+        local, each = self.strategy.replicas.local_replicas, rows // replicas
+        own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
+        return iter([self.strategy.replicas.dealing.batch(own)])
+
+    def _pass_over(self, batches: Iterator[Any]) -> Pass:
+        """A pass over one batch for all replicas."""
+        x, y, sample_weight = unpack_x_y_sample_weight(next(batches))
+        rows = len(jax.tree.leaves(x)[0])
+        size = -(-rows // self.strategy.num_replicas_in_sync)
+        return self._feed(Given(x, y, sample_weight, None, size, None), trains=False).get_jax_iterator()
+
+
+class _Called:
+    """A function as Keras calls it: in its loops, which go through a feed, and elsewhere with a generator of one batch.
+
+    Attributes:
+        function: it is.
+    """
+
+    def __init__(self, function: Any, feed: Callable[[], Feed | None], of_one: Callable[[Iterator[Any]], Any]) -> None:
+        self.function = function
+        self._feed = feed
+        self._of_one = of_one
+
+    def __call__(self, state: Any, iterator: Any) -> Any:
+        feed = self._feed()
+        return self.function(state, self._of_one(iterator) if feed is None else feed.current)
+
+
+FORWARDED = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+    "save",
+    "save_weights",
+    "export",
+    "_symbolic_build",
+)
+"""The methods of a model of a strategy that are not Keras's own."""

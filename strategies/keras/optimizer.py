@@ -1,0 +1,158 @@
+"""Optimizers of Keras, whole: what they make of mean gradients is the update of a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from keras.optimizers import LossScaleOptimizer
+
+from strategies.loss_scaling import LossScale, LossScaling
+from strategies.updates.optimizers import Arithmetic, Optimizer
+
+
+@final
+class KerasOptimizer(Optimizer):
+    """An optimizer of Keras as the update of a step, with its clipping, averages, decay and schedules.
+
+    Of a `LossScaleOptimizer` it is the inner one; the scale is that of the step.
+
+    Args:
+        optimizer: built for the trainable variables of a model.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._given = optimizer
+        self._optimizer = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+        self._config = self._optimizer.get_config()  # while Keras has values: in its loops it takes them away
+        self._of_parts: dict[tuple[Any, ...], Any] = {}  # the same optimizer for variables of other shapes
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those of the optimizer that makes the update."""
+        return list(self._optimizer.variables)
+
+    @property
+    def num_whole(self) -> int:
+        """How many of them come before the first one that is not a scalar."""
+        return len(list(itertools.takewhile(lambda variable: not variable.shape, self._optimizer.variables)))
+
+    def hold_places(self) -> None:
+        """Have Keras find something, that takes no memory, in variables of which each instance has a part."""
+        for variable in self._optimizer.variables[self.num_whole :]:
+            if variable._value is None:
+                variable._value = _nothing_like(variable)
+
+    def _for(self, variables: Sequence[Any]) -> Any:
+        """The optimizer for variables of these shapes: those of the model, or parts of them."""
+        shapes = tuple(tuple(one.shape) for one in variables)
+        if shapes == tuple(tuple(one.shape) for one in self._optimizer._trainable_variables):
+            return self._optimizer
+        if shapes not in self._of_parts:
+            with jax.ensure_compile_time_eval():
+                self._of_parts[shapes] = _like(self._optimizer, self._config, shapes)
+        return self._of_parts[shapes]
+
+    @property
+    def scaling(self) -> LossScaling | None:
+        """How losses are scaled; None where they are not, or by a constant that only the optimizer knows."""
+        if not isinstance(self._given, LossScaleOptimizer):
+            return None
+        return LossScaling(float(self._given.initial_scale), 2.0, int(self._given.dynamic_growth_steps))
+
+    def init(self, variables: Any) -> Any:
+        """See `Optimizer`. A training begins with what Keras has, see `Trainer.adopt`, so only shapes are asked for."""
+        return [jnp.zeros(variable.shape, variable.dtype) for variable in self._for(variables).variables]
+
+    def apply(
+        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, arithmetic: Arithmetic
+    ) -> tuple[Any, Any]:
+        """See `Optimizer`."""
+        optimizer = self._for(variables)
+
+        def update(gradients: Any, state: Any, variables: Any) -> tuple[Any, Any]:
+            new, state = optimizer.stateless_apply(state, gradients, variables)
+            return list(new), list(state)
+
+        new: tuple[Any, Any] = arithmetic.rounded(update)(gradients, optimizer_state, variables)
+        return new
+
+    # ---- what Keras knows as the variables of the optimizer
+
+    @property
+    def _own(self) -> list[Any]:
+        """The variables of a `LossScaleOptimizer` itself, which come first."""
+        count = len(self._given.variables) - len(self._optimizer.variables)
+        return list(self._given.variables[:count])
+
+    def divide(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The values of all variables as those of a `LossScaleOptimizer` itself, and those of the optimizer."""
+        count = len(self._own)
+        return list(values[:count]), list(values[count:])
+
+    def scale_of(self, own: Sequence[Any], skipped: Any) -> LossScale | None:
+        """The scale that the variables of a `LossScaleOptimizer` say; None where losses are not scaled."""
+        if self.scaling is None:
+            return None
+        named = dict(zip([variable.name for variable in self._own], own, strict=True))
+        return LossScale(np.float32(named["dynamic_scale"]), np.int32(named["step_counter"]), np.int32(skipped))
+
+    def with_scale(self, own: Sequence[Any], scale: LossScale | None) -> list[Any]:
+        """The values of the variables of a `LossScaleOptimizer` itself after a step."""
+        if scale is None:
+            return list(own)
+        new = {"dynamic_scale": np.float32(scale.scale), "step_counter": np.int32(scale.good_steps)}
+        pairs = zip(self._own, own, strict=True)
+        return [new.get(variable.name, value) for variable, value in pairs]
+
+    @property
+    def for_unscaled_loss(self) -> list[Any]:
+        """Values of the first variables with which Keras does not scale a loss: the step does that."""
+        return [
+            np.ones(variable.shape, variable.dtype)
+            if variable.name == "dynamic_scale"
+            else np.zeros(variable.shape, variable.dtype)
+            for variable in self._own
+        ]
+
+    def step_of(self, inner: Sequence[Any]) -> int:
+        """How many updates there were, as the variables of the optimizer say."""
+        place = next(
+            number
+            for number, variable in enumerate(self._optimizer.variables)
+            if variable is self._optimizer._iterations
+        )
+        return int(inner[place])
+
+
+def _like(optimizer: Any, config: dict[str, Any], shapes: Sequence[tuple[int, ...]]) -> Any:
+    """The same optimizer, built for variables like its own but of other shapes, and without memory for them."""
+    made = type(optimizer).from_config(dict(config))
+    variables = []
+    for own, shape in zip(optimizer._trainable_variables, shapes, strict=True):
+        variable = keras.Variable(initializer="zeros", shape=shape, dtype=own.dtype, name=own.name)
+        variable._path, variable.constraint = own.path, own.constraint
+        variables.append(variable)
+    if hasattr(optimizer, "_exclude_from_weight_decay_pattern"):
+        made._exclude_from_weight_decay_pattern = optimizer._exclude_from_weight_decay_pattern
+    if hasattr(optimizer, "_exclude_from_weight_decay"):
+        pairs = zip(optimizer._trainable_variables, variables, strict=True)
+        excluded = optimizer._exclude_from_weight_decay
+        made._exclude_from_weight_decay = {
+            made._var_key(new) for old, new in pairs if optimizer._var_key(old) in excluded
+        }
+    made.build(variables)
+    for variable in [*variables, *made.variables]:
+        variable._value = _nothing_like(variable)
+    return made
+
+
+def _nothing_like(variable: Any) -> np.ndarray:
+    """Zeros of the shape of a variable, in the memory of one."""
+    zeros: np.ndarray = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
+    return zeros

@@ -1,0 +1,81 @@
+"""What replicas cannot do for a model of Keras, refused before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from strategies.errors import StrategyError
+from strategies.strategy import Strategy, get_strategy
+
+_FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
+
+
+def refuse_outside(model: Any, strategy: Strategy, called: str) -> None:
+    """Refuse a model of a strategy outside of its scope.
+
+    Raises:
+        StrategyError: saying where to call it.
+    """
+    if get_strategy() is not strategy:
+        raise StrategyError(
+            f"model {model.name!r} was made inside of the scope of a {type(strategy).__name__}, and {called} is called "
+            f"outside of it; call it inside: with strategy.scope(): model.{called}(...)"
+        )
+
+
+def refuse_own_steps(stock: type, step: str) -> None:
+    """Refuse a step or a function of the user's own, which stands for what all replicas do together.
+
+    Args:
+        stock: the class of the model as the user knows it.
+        step: the name of the step that would be made.
+
+    Raises:
+        RuntimeError: naming what is overridden.
+    """
+    for name in (step, *_FUNCTIONS):
+        if getattr(stock, name) is not getattr(keras.Model, name):
+            raise RuntimeError(
+                f"{stock.__name__} overrides {name}, and a step of all replicas is made of compute_loss, "
+                f"compute_metrics and the optimizer; override compute_loss instead of {name}, or use strategies.Trainer"
+            )
+
+
+def refuse_eager(model: Any) -> None:
+    """Refuse a model that is to run without being compiled.
+
+    Raises:
+        RuntimeError: saying what to do instead.
+    """
+    if model.run_eagerly:
+        raise RuntimeError(
+            "run_eagerly is True, and replicas run compiled programs; compile the model without it, and look at values "
+            "with jax.debug.print"
+        )
+
+
+def refuse_optimizer(optimizer: Any, accumulates: bool) -> None:
+    """Refuse what an optimizer cannot do where the step accumulates.
+
+    Args:
+        optimizer: of Keras.
+        accumulates: whether the model was told to accumulate gradients.
+
+    Raises:
+        ValueError: if there is none, if it accumulates too, or has a `minimize` of its own.
+    """
+    if optimizer is None:
+        raise ValueError("the model was compiled with optimizer=None, and is to be trained; give compile one")
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if accumulates and inner.gradient_accumulation_steps:
+        raise ValueError(
+            f"the optimizer has gradient_accumulation_steps={inner.gradient_accumulation_steps}, and the model "
+            "accumulates gradients by its own options; use one of them"
+        )
+    if accumulates and hasattr(inner, "minimize"):
+        raise ValueError(
+            f"{type(inner).__name__} must not override OptimizerV2.minimize where gradients are accumulated: the step "
+            "calls its stateless_apply; leave minimize out"
+        )

@@ -1,0 +1,387 @@
+"""Which stage of a pipeline computes which call of a layer, and models that are computed stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import keras
+from keras import tree
+from keras.src.models import Functional
+from keras.src.ops import node as keras_node
+
+from strategies.numbers import integer
+from strategies.pipelines.marks import pipeline_stage
+
+Stages: TypeAlias = tuple[Any, ...]
+"""For each call of a layer its stage, or the stages of a nested model; None where it has none."""
+
+_MARK = "_strategies_stage"
+_current: ContextVar[int | None] = ContextVar("pipeline stage of layers", default=None)
+
+
+@dataclass(frozen=True)
+class FunctionalLayerPipelineStageAssignment:
+    """The stage of a call of a layer of a functional model.
+
+    Attributes:
+        layer: the layer.
+        node_index: which of its calls.
+        pipeline_stage: the stage; None where it has none.
+    """
+
+    layer: Any
+    node_index: int
+    pipeline_stage: int | None = None
+
+    def __str__(self) -> str:
+        return f"Layer: {self.layer.name}, node index: {self.node_index}, pipeline stage: {self.pipeline_stage}"
+
+
+@dataclass(frozen=True)
+class SequentialLayerPipelineStageAssignment:
+    """The stage of a layer of a sequential model.
+
+    Attributes:
+        layer: the layer.
+        pipeline_stage: the stage; None where it has none.
+    """
+
+    layer: Any
+    pipeline_stage: int | None = None
+
+    def __str__(self) -> str:
+        return f"Layer: {self.layer.name}, pipeline stage: {self.pipeline_stage}"
+
+
+@dataclass(frozen=True)
+class FunctionalNestedModelPipelineStageAssignment:
+    """The stages of the layers of a model that is called by a functional model.
+
+    Attributes:
+        nested_model: the model.
+        node_index: which of its calls.
+        pipeline_stage_assignments: of its layers.
+    """
+
+    nested_model: Any
+    node_index: int
+    pipeline_stage_assignments: Sequence[Any] = ()
+
+    def __str__(self) -> str:
+        return f"Nested model: {self.nested_model.name}, node index: {self.node_index}, {_lines(self)}"
+
+
+@dataclass(frozen=True)
+class SequentialNestedModelPipelineStageAssignment:
+    """The stages of the layers of a model that is a layer of a sequential one.
+
+    Attributes:
+        nested_model: the model.
+        pipeline_stage_assignments: of its layers.
+    """
+
+    nested_model: Any
+    pipeline_stage_assignments: Sequence[Any] = ()
+
+    def __str__(self) -> str:
+        return f"Nested model: {self.nested_model.name}, {_lines(self)}"
+
+
+def _lines(nested: Any) -> str:
+    return "; ".join(map(str, nested.pipeline_stage_assignments))
+
+
+@contextmanager
+def PipelineStage(stage: int) -> Iterator[None]:
+    """Calls of layers of a functional model that are made inside belong to this stage of a pipeline.
+
+    Args:
+        stage: its number, from 0 on.
+
+    Raises:
+        TypeError, ValueError: if it is no number of a stage.
+        RuntimeError: inside of another stage.
+    """
+    _check_stage(stage)
+    if _current.get() is not None:
+        raise RuntimeError(f"PipelineStage({stage}) is within PipelineStage({_current.get()}); end one before the next")
+    token = _current.set(stage)
+    create = keras_node.Node.__init__
+
+    def create_in_stage(self: Any, *arguments: Any, **named: Any) -> None:
+        create(self, *arguments, **named)
+        setattr(self, _MARK, _current.get())
+
+    keras_node.Node.__init__ = create_in_stage
+    try:
+        yield
+    finally:
+        keras_node.Node.__init__ = create
+        _current.reset(token)
+
+
+def assignments_of(model: Any) -> Assignments:
+    """The calls of layers of a model.
+
+    Raises:
+        RuntimeError: if they are not known, as those of a model with a `call` of its own.
+    """
+    if isinstance(model, keras.Sequential):
+        return Assignments(model, is_sequential=True)
+    return Assignments(model, is_sequential=False)
+
+
+class Assignments:
+    """The calls of the layers of a model, to which stages can be assigned.
+
+    Args:
+        model: functional, sequential, or any other, which has none that are known.
+        is_sequential: whether it is sequential.
+    """
+
+    def __init__(self, model: Any, is_sequential: bool) -> None:
+        self._model = model
+        self._is_sequential = is_sequential
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is a model whose calls are known."""
+        return self._is_sequential or isinstance(self._model, Functional)
+
+    @property
+    def functional(self) -> Any:
+        """The functional model that computes it.
+
+        Raises:
+            RuntimeError: if there is none.
+        """
+        found = self._model._functional if self._is_sequential else self._model
+        if found is None or not isinstance(found, Functional):
+            raise RuntimeError(
+                f"the calls of layers of model {self._model.name!r} are not known; build it first, or if it has a call "
+                "of its own mark stages there: with strategies.pipeline_stage(0): ..."
+            )
+        return found
+
+    @property
+    def nodes(self) -> list[Any]:
+        """The calls, each behind those whose outputs it takes."""
+        by_depth = self.functional._nodes_by_depth
+        ordered = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+        return [node for node in ordered if not node.is_input]
+
+    @property
+    def _layers(self) -> list[Any]:
+        return list(self._model.layers) if self._is_sequential else [node.operation for node in self.nodes]
+
+    # ---- as the user sees them
+
+    def listed(self, stages: Stages | None) -> list[Any]:
+        """An assignment for each call."""
+        layers = self._layers
+        stages = stages or (None,) * len(layers)
+        if self._is_sequential:
+            pairs = zip(layers, stages, strict=True)
+            return [
+                SequentialNestedModelPipelineStageAssignment(layer, assignments_of(layer).listed(stage))
+                if isinstance(stage, tuple)
+                else SequentialLayerPipelineStageAssignment(layer, stage)
+                for layer, stage in pairs
+            ]
+        return [
+            FunctionalNestedModelPipelineStageAssignment(
+                node.operation, _index_of(node), assignments_of(node.operation).listed(stage)
+            )
+            if isinstance(stage, tuple)
+            else FunctionalLayerPipelineStageAssignment(node.operation, _index_of(node), stage)
+            for node, stage in zip(self.nodes, stages, strict=True)
+        ]
+
+    def parsed(self, given: Any) -> Stages:
+        """The stages of a list of assignments, or of numbers.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see `Extensions.set_pipeline_stage_assignment`.
+        """
+        if not isinstance(given, list | tuple):
+            raise TypeError(f"pipeline_stage_assignment is a {type(given).__name__}; it must be a list")
+        layers = self._layers
+        if len(given) != len(layers):
+            raise ValueError(
+                f"The size of the provided pipeline_stage_assignment ({len(given)}) does not match the number of calls "
+                f"of layers of the model ({len(layers)}); use one for each of them"
+            )
+        stages = tuple(self._parsed(one, number) for number, one in enumerate(given))
+        self.check(stages)
+        return stages
+
+    def _parsed(self, one: Any, number: int) -> Any:
+        if integer(one) is not None:
+            _check_stage(one)
+            return int(one)
+        layer = self._layers[number]
+        nested: Any
+        own: Any
+        nested, own = (
+            (SequentialNestedModelPipelineStageAssignment, SequentialLayerPipelineStageAssignment)
+            if self._is_sequential
+            else (FunctionalNestedModelPipelineStageAssignment, FunctionalLayerPipelineStageAssignment)
+        )
+        if isinstance(one, nested) and one.nested_model is layer:
+            inner = assignments_of(layer)
+            return tuple(inner._parsed(each, place) for place, each in enumerate(one.pipeline_stage_assignments))
+        if not isinstance(one, own):
+            raise ValueError(
+                f"assignment {number} is a {type(one).__name__}; all elements of pipeline_stage_assignment must be "
+                f"instances of {own.__name__}, or numbers"
+            )
+        is_other_call = not self._is_sequential and one.node_index != _index_of(self.nodes[number])
+        if one.layer is not layer or is_other_call:
+            raise ValueError(
+                f"assignment {number} is for {one.layer.name!r}, and call {number} is one of {layer.name!r}; use the "
+                "order of get_pipeline_stage_assignment()"
+            )
+        if one.pipeline_stage is None:
+            raise ValueError(f"Layer {layer.name!r} (call {number}) does not have a pipeline stage; give each call one")
+        _check_stage(one.pipeline_stage)
+        return int(one.pipeline_stage)
+
+    def check(self, stages: Stages) -> None:
+        """Refuse stages that no pipeline can have.
+
+        Raises:
+            RuntimeError: if one is empty.
+            ValueError: if a call uses the outputs of a later stage, or stages of a sequential model skip one.
+        """
+        flat = [stage for one in stages for stage in _flat(one)]
+        missing = sorted(set(range(max(flat, default=0))) - set(flat))
+        if missing or not flat:
+            raise RuntimeError(
+                f"Pipeline stages in the graph need to be strictly increasing from 0, and stages {missing or [0]} have "
+                "no layer; assign one to each"
+            )
+        if self._is_sequential:
+            steps = [after - before for before, after in zip(flat, flat[1:], strict=False)]
+            if flat[0] != 0 or any(step not in (0, 1) for step in steps):
+                raise ValueError(
+                    f"stages of a sequential model are {flat}; the first layer has stage 0, and each other one the "
+                    "stage of the one before or the next"
+                )
+        else:
+            self._refuse_backwards(stages)
+
+    def _refuse_backwards(self, stages: Stages) -> None:
+        last: dict[int, int] = {}
+        for node, stage in zip(self.nodes, stages, strict=True):
+            for value in node.input_tensors:
+                made = last.get(id(value), 0)
+                if made > min(_flat(stage)):
+                    raise RuntimeError(
+                        f"Layer {node.operation.name!r} in pipeline stage {min(_flat(stage))} has a dependency from a "
+                        f"pipeline stage which has not yet been executed, {made}; assign it to that or a later one"
+                    )
+            last |= {id(value): max(_flat(stage)) for value in node.outputs}
+
+    # ---- scopes
+
+    def scoped(self, partly: bool = False) -> Stages | None:
+        """The stages of `PipelineStage` in which calls were made; None where there is none.
+
+        Args:
+            partly: whether some calls may have none.
+
+        Raises:
+            RuntimeError: if some have none otherwise.
+        """
+        if not self.is_known or (self._is_sequential and self._model._functional is None):
+            return None
+        stages = tuple(getattr(node, _MARK, None) for node in self.nodes)
+        if all(stage is None for stage in stages):
+            return None
+        if not partly:
+            for node, stage in zip(self.nodes, stages, strict=True):
+                if stage is None:
+                    raise RuntimeError(
+                        f"All layers of a pipelined model must have an associated pipeline stage. However, "
+                        f"{node.operation.name!r} has not been assigned to one; call it in a PipelineStage too"
+                    )
+            self.check(stages)
+        return stages
+
+    def forget(self) -> None:
+        """Forget the scopes."""
+        if self.is_known and not (self._is_sequential and self._model._functional is None):
+            for node in self.nodes:
+                setattr(node, _MARK, None)
+
+    # ---- running
+
+    def runner(self, stages: Stages) -> StagedModel:
+        """What has the model computed stage by stage."""
+        self.check(stages)
+        return StagedModel(self, stages)
+
+
+class StagedModel:
+    """Has a model computed stage by stage while it is traced.
+
+    Args:
+        assignments: of the model.
+        stages: see `Stages`.
+
+    Attributes:
+        count: how many stages there are.
+    """
+
+    def __init__(self, assignments: Assignments, stages: Stages) -> None:
+        self._assignments = assignments
+        self._stages = stages
+        self.count = 1 + max(stage for one in stages for stage in _flat(one))
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, calls of the model run in the order of stages, each within the mark of its stage."""
+        functional = self._assignments.functional
+        with ExitStack() as stack:
+            for node, stage in zip(self._assignments.nodes, self._stages, strict=True):
+                if isinstance(stage, tuple):
+                    stack.enter_context(StagedModel(assignments_of(node.operation), stage)())
+            object.__setattr__(functional, "_run_through_graph", self._run)
+            stack.callback(functional.__dict__.pop, "_run_through_graph")
+            yield
+
+    def _run(
+        self, inputs: Any, operation_fn: Callable[[Any], Callable[..., Any]] = lambda op: op, call_fn: Any = None
+    ) -> Any:
+        functional = self._assignments.functional
+        pairs = zip(functional.inputs, tree.flatten(inputs), strict=True)
+        values = {id(given): value for given, value in pairs}
+        calls = sorted(zip(self._assignments.nodes, self._stages, strict=True), key=lambda call: min(_flat(call[1])))
+        for node, stage in calls:
+            arguments, named = node.arguments.fill_in(values)
+            with ExitStack() as stack:
+                if not isinstance(stage, tuple):
+                    stack.enter_context(pipeline_stage(stage))
+                outputs = operation_fn(node.operation)(*arguments, **named)
+            values |= {id(made): value for made, value in zip(node.outputs, tree.flatten(outputs), strict=True)}
+        return tree.pack_sequence_as(functional._outputs_struct, [values[id(one)] for one in functional.outputs])
+
+
+def _index_of(node: Any) -> int:
+    return int(node.operation._inbound_nodes.index(node))
+
+
+def _flat(stage: Any) -> list[int]:
+    return [one for each in stage for one in _flat(each)] if isinstance(stage, tuple) else [stage]
+
+
+def _check_stage(stage: Any) -> None:
+    number = integer(stage)
+    if number is None:
+        raise TypeError(f"pipeline stage {stage!r} is no whole number; stages have numbers from 0 on")
+    if number < 0:
+        raise ValueError(f"pipeline stage {number} is negative; stages have numbers from 0 on")

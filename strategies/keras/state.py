@@ -1,0 +1,130 @@
+"""What a model of Keras has besides trainable variables, and how replicas agree on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.errors import StrategyError
+from strategies.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
+
+VARIABLES, METRICS = "variables", "metrics"
+"""The parts of the model state: variables that are not trained, and those of metrics."""
+
+
+def seeds_of(model: Any) -> list[bool]:
+    """For each variable that is not trained whether it is the state of a `SeedGenerator`."""
+    layers = model._flatten_layers()
+    states = {id(generator.state) for layer in layers for generator in layer._seed_generators}
+    return [id(variable) in states for variable in model.non_trainable_variables]
+
+
+def random_states(model: Any) -> list[list[int]]:
+    """The states of a model's seed generators, which files of Keras do not have."""
+    pairs = zip(model.non_trainable_variables, seeds_of(model), strict=True)
+    return [np.asarray(variable.value).tolist() for variable, flag in pairs if flag]
+
+
+def set_random_states(model: Any, states: Sequence[Sequence[int]]) -> None:
+    """Have a model's seed generators go on from states that `random_states` returned of one with as many of them."""
+    pairs = zip(model.non_trainable_variables, seeds_of(model), strict=True)
+    variables = [variable for variable, flag in pairs if flag]
+    if len(variables) == len(states):
+        for variable, state in zip(variables, states, strict=True):
+            variable.assign(np.asarray(state, variable.dtype))
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The states of seed generators among the variables that are not trained.
+
+    Each replica draws from states of its own: replica 0 from the model's, the others from ones that are derived from
+    it. What the model has afterwards has moved on by as many draws as one of them has made, on all alike.
+
+    Attributes:
+        flags: for each variable whether it is such a state.
+    """
+
+    flags: tuple[bool, ...]
+
+    def of_replica(self, values: Sequence[Any], replica: jax.Array, draw: jax.Array | None = None) -> list[Any]:
+        """The values that a replica begins with; traceable.
+
+        Args:
+            values: of all variables.
+            replica: its index.
+            draw: a number for each time that the same values are begun with; None where they are never.
+        """
+        return [self._own(one, replica, draw) if flag else one for one, flag in zip(values, self.flags, strict=True)]
+
+    def _own(self, state: jax.Array, replica: jax.Array, draw: jax.Array | None) -> jax.Array:
+        key = jax.random.wrap_key_data(jnp.asarray(state), impl="threefry2x32")
+        derived = jax.random.key_data(jax.random.fold_in(key, replica))
+        own = jnp.where(replica == 0, state, derived)
+        if draw is None:
+            return own
+        key = jax.random.fold_in(jax.random.wrap_key_data(own, impl="threefry2x32"), draw)
+        return jax.random.key_data(key)
+
+    def after(self, values: Sequence[Any], begun: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+        """What all replicas have after a step; traceable.
+
+        Args:
+            values: before it.
+            begun: what `of_replica` made of them.
+            made: what the model has made of that.
+        """
+        rows = zip(values, begun, made, self.flags, strict=True)
+        return [value + (new - own) if flag else new for value, own, new, flag in rows]
+
+
+def words_of(variables: Sequence[Any], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
+    """How replicas agree on variables that are not trained.
+
+    Args:
+        variables: those of Keras, which say how they are aggregated.
+        flags: which are states of seed generators.
+        is_changed: which of them a step changes at all.
+    """
+    return [
+        ALIKE if flag else _word(variable) if changed else CONSTANT
+        for variable, flag, changed in zip(variables, flags, is_changed, strict=True)
+    ]
+
+
+def _word(variable: Any) -> str:
+    is_float = jnp.issubdtype(variable.dtype, jnp.floating)
+    return MEAN if is_float and variable.aggregation != "only_first_replica" else FIRST
+
+
+def words_of_metrics(variables: Sequence[Any], is_changed: Sequence[bool], adds: Sequence[bool]) -> list[str]:
+    """How replicas agree on the variables of metrics: sums, which are exact, where Keras does not say otherwise.
+
+    Args:
+        variables: those of Keras.
+        is_changed: see `words_of`.
+        adds: for which of them a step adds something that does not depend on what there was.
+
+    Raises:
+        StrategyError: if a variable is to be added and a step does something else.
+    """
+    words = []
+    for variable, changed, is_added in zip(variables, is_changed, adds, strict=True):
+        if not changed:
+            words.append(CONSTANT)
+        elif variable.aggregation in ("mean", "only_first_replica"):
+            words.append(_word(variable))
+        elif is_added:
+            words.append(SUM)
+        else:
+            raise StrategyError(
+                f"variable {variable.path!r} of a metric is aggregated as {variable.aggregation!r} over replicas, and "
+                "update_state does something else than to add to it; use add_variable(aggregation='mean') or "
+                "'only_first_replica', or a metric that adds"
+            )
+    return words

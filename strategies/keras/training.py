@@ -1,0 +1,220 @@
+"""The train function of a model: Keras's state goes into steps of a `Trainer`, and comes back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from strategies.keras.optimizer import KerasOptimizer
+from strategies.keras.options import ModelOptions
+from strategies.keras.programs import ModelFunctions, TrainLoss
+from strategies.keras.stages import StagedModel
+from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
+from strategies.pipelines.pipelining import Pipelining
+from strategies.programs.additions import looks
+from strategies.programs.program import jit
+from strategies.replicas.shards import PartOfArray
+from strategies.roles import Batch
+from strategies.strategy import Strategy
+from strategies.train_state import TrainState
+from strategies.trainer import Trainer
+
+State = Sequence[Any]
+"""What Keras's loops hand on: trainable variables, others, those of the optimizer, and those of metrics."""
+
+
+class TrainFunction:
+    """Makes the steps of `fit` and `train_on_batch`.
+
+    Args:
+        model: of Keras, built and compiled.
+        strategy: where the replicas are.
+        options: of the model.
+        steps_per_execution: how many steps are made in a call.
+        staged: has the model computed stage by stage; None where it is not, or marks stages itself.
+
+    Attributes:
+        trainer: makes the steps; None before the first one.
+        words: how replicas agree on what is not trained, once there is a trainer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        strategy: Strategy,
+        options: ModelOptions,
+        steps_per_execution: int,
+        staged: StagedModel | None = None,
+    ) -> None:
+        self.trainer: Trainer | None = None
+        self._model = model
+        self._strategy = strategy
+        self._options = options
+        self._steps = steps_per_execution
+        self._optimizer = KerasOptimizer(model.optimizer)
+        seeds = Seeds(tuple(seeds_of(model)))
+        self._staged = staged
+        self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
+        self._results = jit(self._functions.results)
+        self._is_adopted = False
+        self._step = 0
+        self._skipped: Any = 0
+        self._parts: list[Any] | None = None  # the optimizer state, of which this instance has only its own
+
+    def unite(self) -> None:
+        """Have Keras know the whole optimizer state; a collective call where instances have parts of it."""
+        if self._parts is None:
+            return
+        assert self.trainer is not None
+        held = self.trainer.whole(TrainState([], self._parts, self._step)).optimizer_state
+        variables = self._optimizer.variables
+        for number, (variable, value) in enumerate(zip(variables, held, strict=True)):
+            if number >= self._optimizer.num_whole:  # Keras has the others
+                is_cut = isinstance(value, PartOfArray)
+                variable.assign(np.array(value.gather(f"optimizer state/{number}") if is_cut else value))
+
+    def begin(self) -> None:
+        """Have instance 0's state on all instances before the next step: the user may have changed it."""
+        self._is_adopted = False
+        self._parts = None
+
+    def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[dict[str, Any], State]:
+        """Make steps with the next batches.
+
+        Args:
+            state: see `State`; used up.
+            iterator: of batches of this instance.
+
+        Returns:
+            What metrics say then, and the new state.
+
+        Raises:
+            StopIteration: if there is no batch.
+        """
+        batch = next(iterator)
+        own, begun = self._begun(state, batch)
+        assert self.trainer is not None
+        for each in itertools.chain([batch], itertools.islice(iterator, self._steps - 1)):
+            begun, metrics = self.trainer.step(begun, each)
+        return self._ended(own, begun, {name: metrics[name] for name in metrics})
+
+    def _begun(self, state: State, batch: Batch) -> tuple[Sequence[Any], TrainState]:
+        """The variables of the optimizer that are none of the step's, and the state of the `Trainer`."""
+        trained, others, of_optimizer, metrics = state
+        own, inner = self._optimizer.divide(of_optimizer)
+        begun = TrainState(
+            list(trained),
+            inner,
+            self._step,
+            self._optimizer.scale_of(own, self._skipped),
+            model_state={VARIABLES: list(others), METRICS: list(metrics)},
+        )
+        if self.trainer is None:
+            self.trainer = self._trainer(begun, batch)
+        if not self._is_adopted:
+            self._is_adopted = True
+            return own, self.trainer.adopt(replace(begun, step=self._optimizer.step_of(inner)))
+        if self._parts is not None:  # Keras knows, and callbacks change, what is whole before the first part
+            count = self._optimizer.num_whole
+            begun = replace(begun, optimizer_state=[*inner[:count], *self._parts[count:]])
+        return own, self._placed(begun)
+
+    def _placed(self, state: TrainState) -> TrainState:
+        """The state where programs expect it: a callback may have assigned to variables since the last step."""
+        device = self._strategy.replicas.variables_device
+        variables, optimizer_state = jax.tree.map(
+            lambda leaf: leaf if _is_placed(leaf) else jax.device_put(leaf, device),
+            (state.variables, state.optimizer_state),
+        )
+        return replace(state, variables=variables, optimizer_state=optimizer_state)
+
+    def _ended(self, own: Sequence[Any], state: TrainState, metrics: dict[str, float]) -> tuple[dict[str, Any], State]:
+        self._step = state.step
+        if state.loss_scale is not None:
+            self._skipped = state.loss_scale.skipped
+        others, of_metrics = state.model_state[VARIABLES], state.model_state[METRICS]
+        logs = dict(self._results(of_metrics))
+        logs |= {name: metrics[name] for name in self._names}
+        inner = state.optimizer_state
+        if self.trainer is not None and self.trainer.is_sharded:
+            self._parts, inner = inner, inner[: self._optimizer.num_whole]
+            self._optimizer.hold_places()
+        of_optimizer = [*self._optimizer.with_scale(own, state.loss_scale), *inner]
+        return logs, (state.variables, others, of_optimizer, of_metrics)
+
+    # ---- making the trainer
+
+    def _trainer(self, state: TrainState, batch: Batch) -> Trainer:
+        rows = jax.tree.map(self._strategy.replicas.devices.replica_shape, batch)
+        shapes = jax.tree.map(self._micro_shape, rows)
+        self.words, self._names = self._looked_at(state, shapes)
+        loss = TrainLoss(self._functions, self._names)
+        options = self._options
+        return Trainer(
+            self._strategy,
+            loss,
+            self._optimizer,
+            gradient_accumulation_count=options.micro_batches,
+            reduction_method=options.reduction_method,
+            model_state_aggregation=self.words,
+            loss_scaling=self._optimizer.scaling,
+            pipeline=self._pipeline,
+            **options.step,
+        )
+
+    @property
+    def _pipeline(self) -> Pipelining | None:
+        if self._staged is None and not self._options.is_pipelined:
+            return None
+        if self._options.accumulated is None:
+            raise ValueError(
+                "the model is pipelined, and gradient_accumulation_steps_per_replica is not set; give it to "
+                "set_pipelining_options: stages work on several micro-batches at once"
+            )
+        mapping: Any = (self._options.pipelining or {}).get("device_mapping")
+        if self._staged is None and mapping is None:
+            raise ValueError(
+                "the model marks its stages itself, and nobody knows how many there are; give device_mapping to "
+                "set_pipelining_options, a device for each stage"
+            )
+        stages = len(mapping) if self._staged is None else self._staged.count
+        return self._options.pipeline(stages, self._strategy.replicas.grid.ipus_per_replica)
+
+    def _micro_shape(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        rows = shape.shape[0] // self._options.micro_batches
+        return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
+
+    def _looked_at(self, state: TrainState, batch: Any) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+        """How replicas agree on what is not trained, and the names of logs that are no results of metrics."""
+        names: list[str] = []
+
+        def after(old: list[Any], trained: Any, batch: Any) -> list[Any]:
+            others, metrics = old[:count], old[count:]
+            _, others, metrics, logs = self._functions.losses(trained, others, metrics, batch, training=True)
+            names[:] = [name for name in logs if name not in self._functions.results(metrics)]
+            return [*others, *metrics]
+
+        model = self._model
+        others, metrics = model.non_trainable_variables, model.metrics_variables
+        count = len(others)
+        old = [*state.model_state[VARIABLES], *state.model_state[METRICS]]
+        changed, adds = looks(after, [_shape(one) for one in old], jax.tree.map(_shape, state.variables), batch)
+        words = {
+            VARIABLES: words_of(others, self._functions.seeds.flags, changed[:count]),
+            METRICS: words_of_metrics(metrics, changed[count:], adds[count:]),
+        }
+        return words, tuple(names)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+
+
+def _is_placed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and bool(leaf.committed)

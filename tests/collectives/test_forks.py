@@ -1,0 +1,44 @@
+"""A process whose workers talk over gRPC may be forked, as `multiprocessing` does it for those who load data."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from grpc_jobs import socket_addresses
+from grpc_threads import WorkerThreads
+
+from collectives import Communicator
+
+CHILDREN = 20
+
+
+def test_a_child_that_is_forked_while_workers_talk_lives() -> None:
+    def talk(communicator: Communicator) -> None:
+        while not communicator.all_reduce(np.full(1, has_ended[0]), "max")[0]:
+            pass
+        communicator.close()
+
+    has_ended = [0]
+    with socket_addresses(2) as addresses, ThreadPoolExecutor(2) as pool:
+        workers = WorkerThreads(addresses)
+        ranks = [workers.join(rank) for rank in range(2)]
+        talking = [pool.submit(talk, rank.result()) for rank in ranks]
+        ends = [end_of_a_child() for _ in range(CHILDREN)]
+        has_ended[0] = 1
+        for each in talking:
+            each.result()
+    assert ends == [0] * CHILDREN
+
+
+def end_of_a_child() -> int:
+    """The status of a child that has a child of its own, which does nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 and JAX say that threads and forks are dangerous together
+        child = os.fork()
+    if child == 0:
+        own = os.fork()
+        os._exit(os.waitpid(own, 0)[1] != 0 if own else 0)
+    return os.waitpid(child, 0)[1]

@@ -1,0 +1,51 @@
+"""Trains a small model of Keras and prints what every instance has found at the end.
+
+usage: keras_training.py [FOLDER_OF_BACKUPS]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import numpy as np
+from keras import layers
+
+import popdist
+import strategies
+
+
+def train(strategy: strategies.Strategy, backups: str = "") -> dict[str, object]:
+    """What it finds on this instance."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((70, 8)).astype(np.float32), rng.integers(0, 3, 70)
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.Dense(8, activation="relu"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.3, seed=3),
+                layers.Dense(3, activation="softmax"),
+            ]
+        )
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        callbacks = [keras.callbacks.BackupAndRestore(backups)] if backups else []
+        held_out = (x[:21], y[:21])
+        history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, validation_data=held_out, callbacks=callbacks)
+        predicted = model.predict(x, batch_size=4, verbose=0)
+    return {
+        "variables": strategies.fingerprint([np.asarray(variable) for variable in model.variables]),
+        "predicted": strategies.fingerprint(predicted),
+        "last": {name: values[-1] for name, values in history.history.items()},
+    }
+
+
+if __name__ == "__main__":
+    popdist.init()
+    print(json.dumps(train(strategies.PopDistStrategy(), *sys.argv[1:])))

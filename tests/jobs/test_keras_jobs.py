@@ -1,0 +1,46 @@
+"""Models of Keras in jobs: the same bits on one instance and on several, also where one of them is killed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from poprun_jobs import start
+
+PROGRAM = Path(__file__).parent / "programs" / "keras_training.py"
+LIMIT_S = 150.0
+
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.cores(2),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed"),
+]
+
+
+def train(instances: int, *options: str, words: tuple[str, ...] = ()) -> list[dict]:
+    shape = (f"--num-instances={instances}", "--num-replicas=4")
+    job = start(*shape, *options, sys.executable, str(PROGRAM), *words).finish(LIMIT_S)
+    assert job.status == 0, job.stderr
+    assert ("SIGKILL" in job.stderr) == any("kill" in option for option in options), job.stderr
+    lines = [line for instance in range(instances) for line in job.lines_of(instance) if line.startswith("{")]
+    return [json.loads(line) for line in lines]
+
+
+@functools.cache
+def alone() -> str:
+    [found] = train(1)
+    return json.dumps(found)
+
+
+def test_when_an_instance_is_killed_the_other_one_goes_on_to_the_same_bits() -> None:
+    assert train(2, "--on-failure=shrink", "--inject=kill:instance=0,step=7") == [json.loads(alone())]
+
+
+def test_a_job_that_is_started_again_goes_on_from_a_backup_to_the_same_bits(tmp_path: Path) -> None:
+    options = ("--on-failure=restart", "--inject=kill:instance=1,step=8")
+    assert train(2, *options, words=(str(tmp_path / "backups"),)) == [json.loads(alone())] * 2

@@ -1,0 +1,76 @@
+"""The programs for models of Keras run, and print the same however they are started."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "launch_scripts"
+LIMIT_S = 120
+ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.timeout(3 * LIMIT_S),
+    pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed"),
+]
+
+
+def lines_of(*command, **environ):
+    """What a command prints that finds the project, and no launcher above it."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+    finished = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=clean | {"PYTHONPATH": path, "KERAS_BACKEND": "jax"} | ALLOWED | environ,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.splitlines()
+
+
+def poprun(*options):
+    return sys.executable, "-m", "poprun", "--num-instances=2", *options, sys.executable
+
+
+@pytest.mark.cores(2)
+def test_digits_are_learnt_to_the_same_bits_on_one_instance_and_on_two():
+    script = SCRIPTS / "keras_digits.py"
+    alone = lines_of(sys.executable, script, "--strategy=ipu", "--replicas=2", "--epochs=2")[-1]
+    last = [line for line in lines_of(*poprun("--num-replicas=2"), script, "--epochs=2") if "variables" in line]
+    assert [line.partition(":")[2] for line in last] == [alone] * 2
+    assert float(alone.split()[0]) > 0.5
+
+
+@pytest.mark.parametrize("name", ["keras_quick_start.py", "keras_pipelined.py"])
+def test_a_listing_learns(name):
+    [line] = lines_of(sys.executable, SCRIPTS / "listings" / name)
+    first, last = map(float, re.findall(r"loss ([\d.]+) at first, ([\d.]+) in the end", line)[0])
+    assert last < first
+
+
+def test_the_program_of_the_page_prints_what_it_says():
+    text = (ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
+    [program] = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert lines_of(sys.executable, "-c", program) == ["(200, 2)"]
+
+
+def test_importing_strategies_does_not_import_keras_and_a_scope_does_not_need_it():
+    program = """
+import json, sys, strategies
+with strategies.IPUStrategy(1).scope():
+    before = "keras" in sys.modules
+    import keras
+    kinds = type(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])) is keras.Sequential
+print(json.dumps([before, kinds, type(keras.Sequential()) is keras.Sequential]))
+"""
+    [line] = lines_of(sys.executable, "-c", program)
+    assert json.loads(line) == [False, False, True]

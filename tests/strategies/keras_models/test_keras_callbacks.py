@@ -1,0 +1,178 @@
+"""Callbacks: those that write do so once, and what others decide all instances do."""
+
+import csv
+
+import keras
+import pytest
+from small_models import TARGETS, X, bits_of, regression
+
+import strategies
+
+
+class Counts(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.calls = {"train": [], "test": [], "predict": []}
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls["train"].append((batch, sorted(logs)))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.calls["test"].append((batch, sorted(logs)))
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.calls["predict"].append((batch, sorted(logs)))
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_callbacks_are_called_once_for_each_execution(in_scopes, instances):
+    def program(strategy):
+        model, counts = regression(metrics=["mae"], steps_per_execution=2), Counts()
+        model.fit(X[:48], TARGETS[:48], batch_size=4, verbose=0, callbacks=[counts])
+        model.evaluate(X, TARGETS, batch_size=4, verbose=0, callbacks=[counts])
+        model.predict(X, batch_size=4, verbose=0, callbacks=[counts])
+        return counts.calls
+
+    for calls in in_scopes(instances, program):
+        assert calls["train"] == [(1, ["loss", "mae"]), (3, ["loss", "mae"])]
+        assert calls["test"] == [(1, ["loss", "mae"]), (3, ["loss", "mae"])]
+        assert calls["predict"] == [(1, ["outputs"]), (3, ["outputs"])]
+
+
+def test_steps_of_an_execution_change_no_bit(alone):
+    def program(strategy):
+        found = []
+        for steps in (1, 2, 3):
+            model = regression(steps_per_execution=steps)
+            model.fit(X, TARGETS, batch_size=4, epochs=2, shuffle=False, verbose=0)
+            found.append(bits_of(model))
+        return found
+
+    assert len(set(alone(program))) == 1
+
+
+def test_asynchronous_callbacks_are_told_of_each_step(alone):
+    def program(strategy):
+        model, counts = regression(steps_per_execution=2), Counts()
+        model.set_asynchronous_callbacks(True)
+        model.fit(X[:48], TARGETS[:48], batch_size=4, verbose=0, callbacks=[counts])
+        model.evaluate(X[:48], TARGETS[:48], batch_size=4, verbose=0, callbacks=[counts])
+        return [len(calls) for calls in counts.calls.values()]
+
+    assert alone(program) == [3, 3, 0]
+
+
+def test_files_are_written_once_by_the_chief(in_scopes, tmp_path):
+    def program(strategy):
+        model = regression()
+        folder = tmp_path / str(strategy.instance_index)  # so that it shows who writes
+        folder.mkdir()
+        best = keras.callbacks.ModelCheckpoint(folder / "best.keras", monitor="loss", save_best_only=True)
+        written = [best, keras.callbacks.CSVLogger(folder / "log.csv")]
+        model.fit(X, TARGETS, batch_size=4, epochs=2, verbose=0, callbacks=written)
+        return best.best, bits_of(model)
+
+    results = in_scopes(2, program)
+    assert results[0] == results[1]
+    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == ["best.keras", "log.csv"]
+    assert list((tmp_path / "1").iterdir()) == []
+    with (tmp_path / "0/log.csv").open() as file:
+        assert [float(row["loss"]) for row in csv.DictReader(file)][-1] == pytest.approx(results[0][0])
+
+
+def test_a_callback_of_the_users_may_write_on_the_chief_too(in_scopes):
+    def program(strategy):
+        seen = []
+        told = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
+        regression().fit(X, TARGETS, batch_size=4, verbose=0, callbacks=[strategies.keras.OnChief(told)])
+        return seen
+
+    assert in_scopes(2, program) == [[0], []]
+
+
+def test_early_stopping_and_rates_are_the_same_everywhere(in_scopes):
+    def program(strategy):
+        model = regression(keras.optimizers.SGD(0.5))
+        stopping = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
+        rates = [
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1),
+        ]
+        history = model.fit(X, TARGETS, batch_size=4, epochs=6, shuffle=False, verbose=0, callbacks=[stopping, *rates])
+        return bits_of(model), history.history, stopping.stopped_epoch
+
+    [alone] = in_scopes(1, program)
+    assert in_scopes(2, program) == [alone] * 2
+    assert alone[1]["learning_rate"][:2] == pytest.approx([0.25, 0.125])
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+def test_where_one_instance_stops_all_stop(in_scopes, hook):
+    """As where a callback looks at the clock."""
+
+    def program(strategy):
+        model = regression()
+
+        class Stops(keras.callbacks.Callback):
+            pass
+
+        def stop(self, number, logs=None):
+            self.model.stop_training = number == 1 and strategy.instance_index == 1
+
+        setattr(Stops, hook, stop)
+        model.fit(X, TARGETS, batch_size=4, epochs=5, shuffle=False, verbose=0, callbacks=[Stops()])
+        return bits_of(model), int(model.optimizer.iterations.value)
+
+    one, other = in_scopes(2, program)
+    assert one == other
+    assert one[1] == {"on_epoch_end": 8, "on_train_batch_end": 2}[hook]
+
+
+def test_a_training_that_was_backed_up_goes_on_everywhere(in_scopes, tmp_path):
+    """Only the chief has the files."""
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise InterruptedError
+
+    def program(strategy, instances, interrupts):
+        model = regression(keras.optimizers.SGD(0.05, momentum=0.9))
+        folder = tmp_path / f"{instances}-{strategy.instance_index}"
+        backup = keras.callbacks.BackupAndRestore(folder)
+        settings = {"batch_size": 4, "epochs": 4, "shuffle": False, "verbose": 0}
+        try:
+            model.fit(X, TARGETS, **settings, callbacks=[backup, *([Interrupts()] if interrupts else [])])
+        except InterruptedError:
+            model = regression(keras.optimizers.SGD(0.05, momentum=0.9))
+            history = model.fit(X, TARGETS, **settings, callbacks=[keras.callbacks.BackupAndRestore(folder)])
+            assert len(history.history["loss"]) == 2
+        return bits_of(model)
+
+    [whole] = in_scopes(1, lambda strategy: program(strategy, 1, interrupts=False))
+    assert in_scopes(2, lambda strategy: program(strategy, 2, interrupts=True)) == [whole] * 2
+
+
+def test_the_progress_bar_is_that_of_the_chief(in_scopes, capfd):
+    def program(strategy):
+        return regression().fit(X, TARGETS, batch_size=4, verbose=2).history
+
+    one, other = in_scopes(2, program)
+    assert one == other
+    assert capfd.readouterr().out.count("4/4") == 1
+
+
+def test_what_a_callback_saves_in_an_epoch_is_the_state_then(alone, tmp_path):
+    def program(strategy):
+        model = regression()
+        saved = tmp_path / "{batch}.weights.h5"
+        callback = keras.callbacks.ModelCheckpoint(saved, save_weights_only=True, save_freq=2)
+        model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0, callbacks=[callback])
+        model.load_weights(tmp_path / "4.weights.h5")
+        loaded = bits_of(model)
+        other = regression()
+        other.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0)
+        return loaded, bits_of(other)
+
+    loaded, trained = alone(program)
+    assert loaded == trained

@@ -1,0 +1,222 @@
+"""Where batches come from: each of Keras's sources is dealt out to replicas by one rule."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from small_models import ROWS, TARGETS, X, bits_of, regression
+
+from strategies.data.layout import Layout
+from strategies.data.sources import Masked
+from strategies.keras.batches import NumberedBatches, StreamOfBatches
+
+BATCH = 4
+COUNT = ROWS // BATCH
+
+
+class Numbered(keras.utils.PyDataset):
+    def __init__(self, **named):
+        super().__init__(**named)
+        self.read, self.begun, self.ended = [], 0, 0
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        return X[number * BATCH : (number + 1) * BATCH], TARGETS[number * BATCH : (number + 1) * BATCH]
+
+    def on_epoch_begin(self):
+        self.begun += 1
+
+    def on_epoch_end(self):
+        self.ended += 1
+
+
+def as_torch():
+    torch = pytest.importorskip("torch")
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(TARGETS))
+    return torch.utils.data.DataLoader(rows, batch_size=BATCH)
+
+
+def as_grain():
+    grain = pytest.importorskip("grain")
+    return grain.MapDataset.range(ROWS).map(lambda i: (X[i], TARGETS[i])).batch(BATCH)
+
+
+def as_generator():
+    for number in itertools.cycle(range(COUNT)):
+        yield X[number * BATCH : (number + 1) * BATCH], TARGETS[number * BATCH : (number + 1) * BATCH]
+
+
+SOURCES = {
+    "arrays": lambda: ({"x": X, "y": TARGETS, "batch_size": BATCH}, {}),
+    "PyDataset": lambda: ({"x": Numbered()}, {}),
+    "PyDataset with workers": lambda: ({"x": Numbered(workers=2)}, {}),
+    "torch": lambda: ({"x": as_torch()}, {}),
+    "grain": lambda: ({"x": as_grain()}, {}),
+    "generator": lambda: ({"x": as_generator()}, {"steps_per_epoch": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The bits of what was trained with each source so far."""
+    return {}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("instances", [1, 2])
+def test_all_sources_of_the_same_batches_train_the_same(in_scopes, source, instances, trained):
+    """But for a generator, which has no end: it makes steps that are asked for, and the next epoch goes on with it."""
+
+    def program(strategy):
+        model = regression()
+        given, steps = SOURCES[source]()
+        model.fit(**given, **steps, epochs=2, shuffle=False, verbose=0)
+        return bits_of(model)
+
+    for bits in in_scopes(instances, program):
+        expected = trained.setdefault("generator" if source == "generator" else "others", bits)
+        assert bits == expected
+
+
+@pytest.mark.parametrize("source", [name for name in SOURCES if name != "generator"])
+def test_all_sources_are_evaluated_and_predicted_once(in_scopes, source):
+    stock = regression()
+    expected = stock.evaluate(X, TARGETS, verbose=0)
+
+    def program(strategy):
+        model = regression()
+        given, _ = SOURCES[source]()
+        evaluated = model.evaluate(**given, verbose=0)
+        given, _ = SOURCES[source]()
+        given.pop("y", None)
+        return evaluated, model.predict(**given, verbose=0)
+
+    for evaluated, predicted in in_scopes(2, program):
+        assert evaluated == pytest.approx(expected, rel=1e-5)
+        np.testing.assert_allclose(predicted, stock.predict(X, verbose=0), atol=1e-6)
+
+
+def test_an_instance_reads_only_the_batches_of_its_replicas_where_they_have_numbers(in_scopes):
+    def program(strategy):
+        data = Numbered()
+        regression().fit(data, shuffle=False, verbose=0)
+        return sorted(data.read), data.begun, data.ended
+
+    results = in_scopes(2, program)
+    own = [{0, 1, 4, 5, 8, 9}, {2, 3, 6, 7, 10, 11}]
+    peeked = [0, COUNT - 1]  # as an example, and since the last one may have fewer rows
+    for (read, begun, ended), mine in zip(results, own, strict=True):
+        assert read == sorted([*mine, *peeked, COUNT - 1])  # the last step has one batch, of which each takes a part
+        assert (begun, ended) == (1, 1)
+
+
+def test_data_are_shuffled_alike_on_all_instances(in_scopes):
+    """Instance 0 draws the seed. (Threads share NumPy's state, so that one run is not like another here.)"""
+
+    def program(strategy):
+        found = []
+        for given in ({"x": X, "y": TARGETS, "batch_size": 4}, {"x": Numbered()}):
+            for shuffle in (True, False):
+                model = regression()
+                model.fit(**given, shuffle=shuffle, verbose=0)
+                found.append(bits_of(model))
+        return found
+
+    one, other = in_scopes(2, program)
+    assert one == other
+    assert one[1] == one[3]
+    assert len(set(one)) == 3
+
+
+def test_an_epoch_begins_with_the_same_shuffle_wherever_training_begins(alone):
+    """So a training that is begun again with `initial_epoch` goes on with the bits of one that was not."""
+
+    def program(strategy):
+        found = []
+        for parts in ([(0, 2)], [(0, 1), (1, 2)]):
+            model = regression()
+            for begin, end in parts:
+                np.random.seed(8)
+                model.fit(X, TARGETS, batch_size=4, initial_epoch=begin, epochs=end, verbose=0)
+            found.append(bits_of(model))
+        return found
+
+    one, other = alone(program)
+    assert one == other
+
+
+# ---- dealing
+
+
+def rows(source, local, batch_size=2, replicas=4, remainder="short", accumulated=1, **opened):
+    layout = Layout(batch_size, replicas, local, remainder, accumulated)
+    return list(source.open(layout, seed=0, shuffle=False, **opened).batches(0, 0))
+
+
+def batches(sizes):
+    ends = list(itertools.accumulate(sizes))
+    return [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def numbered(sizes):
+    given = batches(sizes)
+    return NumberedBatches(given.__getitem__, len(given))
+
+
+def stream(sizes):
+    return StreamOfBatches(lambda: batches(sizes))
+
+
+@pytest.mark.parametrize("make", [numbered, stream])
+@pytest.mark.parametrize(
+    ("sizes", "dealt"),
+    [
+        ([2] * 8, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]),
+        ([2] * 6, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]),
+        ([2] * 7 + [1], [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]),
+        ([2] * 5 + [1], [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ],
+)
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_rows_that_do_not_fill_a_step_are_dealt_out_evenly(make, sizes, dealt, instances):
+    local = 4 // instances
+    parts = [rows(make(sizes), range(i * local, (i + 1) * local)) for i in range(instances)]
+    steps = [np.concatenate(step).tolist() for step in zip(*parts, strict=True)]
+    assert steps == dealt
+
+
+@pytest.mark.parametrize("make", [numbered, stream])
+@pytest.mark.parametrize("sizes", [[2] * 8, [2] * 5, [2] * 7 + [1], [2], [1]])
+def test_where_nothing_is_trained_every_row_comes_once_with_its_number(make, sizes):
+    size = sizes[0]
+    seen = []
+    for first in (0, 2):
+        for batch in rows(make(sizes), range(first, first + 2), size, remainder="pad"):
+            assert isinstance(batch, Masked)
+            numbers, values = batch.values
+            assert len(numbers) == 2 * size
+            np.testing.assert_array_equal(numbers, values)
+            seen += values[batch.mask].tolist()
+    assert sorted(seen) == list(range(sum(sizes)))
+
+
+def test_a_replica_takes_its_micro_batches_one_after_another():
+    [first, last] = [rows(numbered([2] * 8), local, accumulated=2) for local in (range(2), range(2, 4))]
+    assert [step.tolist() for step in first] == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert [step.tolist() for step in last] == [[8, 9, 10, 11, 12, 13, 14, 15]]
+
+
+def test_an_empty_source_says_so(alone):
+    def program(strategy):
+        regression().fit(iter_of_nothing(), verbose=0)
+
+    with pytest.raises(ValueError, match="must yield at least one batch|no batch"):
+        alone(program)
+
+
+def iter_of_nothing():
+    yield from ()

@@ -1,0 +1,243 @@
+"""What models of the original have besides Keras: accumulation, options of feeds, and that they survive files."""
+
+import keras
+import numpy as np
+import pytest
+from small_models import TARGETS, X, bits_of, dense, largest_difference, regression, values_of
+
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+
+
+@pytest.mark.parametrize("method", ["MEAN", "RUNNING_MEAN"])
+def test_accumulated_gradients_are_those_of_the_whole_batch(in_scopes, method):
+    stock = regression()
+    stock.fit(X[:48], TARGETS[:48], batch_size=24, epochs=2, shuffle=False, verbose=0)
+
+    def program(strategy):
+        model = regression()
+        model.set_gradient_accumulation_options(3, method)
+        history = model.fit(X[:48], TARGETS[:48], batch_size=2, epochs=2, shuffle=False, verbose=0)
+        return values_of(model), bits_of(model), history.params["steps"], history.history["loss"]
+
+    results = in_scopes(2, program)
+    assert largest_difference(results[0][0], values_of(stock)) < 1e-6
+    assert results[0][1:] == results[1][1:]
+    assert results[0][2] == 2
+
+
+def test_sums_of_gradients_are_the_default(alone):
+    def program(strategy):
+        found = []
+        for options, rate in (((2,), 0.02), ((2, GradientAccumulationReductionMethod.MEAN), 0.04)):
+            model = regression(keras.optimizers.SGD(rate))
+            model.set_gradient_accumulation_options(*options)
+            model.fit(X[:48], TARGETS[:48], batch_size=2, shuffle=False, verbose=0)
+            found.append(values_of(model))
+        return found
+
+    summed, mean = alone(program)
+    assert largest_difference(summed, mean) < 1e-6
+
+
+def test_an_execution_has_whole_updates(alone):
+    def program(strategy):
+        calls = []
+        counts = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: calls.append(batch))
+        model = regression(steps_per_execution=8)
+        model.set_gradient_accumulation_options(3)
+        with pytest.raises(RuntimeError, match="3 steps per replica, and steps_per_execution is 8"):
+            model.fit(X, TARGETS, batch_size=1, verbose=0)
+        model.compile("sgd", "mse", steps_per_execution=6)
+        model.fit(X[:48], TARGETS[:48], batch_size=1, verbose=0, callbacks=[counts])
+        return calls
+
+    assert alone(program) == [1, 3]
+
+
+def test_gradients_are_not_accumulated_twice(alone):
+    def program(strategy):
+        model = regression(keras.optimizers.SGD(gradient_accumulation_steps=2))
+        model.fit(X, TARGETS, batch_size=4, verbose=0)
+        own = int(model.optimizer.iterations)
+        model.set_gradient_accumulation_options(2)
+        with pytest.raises(ValueError, match="gradient_accumulation_steps=2, and the model accumulates"):
+            model.fit(X, TARGETS, batch_size=4, verbose=0)
+        return own
+
+    assert alone(program) == 2
+
+
+class Minimizes(keras.optimizers.SGD):
+    def minimize(self):
+        """As optimizers once had it."""
+
+
+@pytest.mark.parametrize("option", ["set_gradient_accumulation_options", "set_pipelining_options"])
+def test_kg_02_kp_11_minimize_is_not_overridden(alone, option):
+    def program(strategy):
+        model = regression(Minimizes())
+        getattr(model, option)(2)
+        model.fit(X, TARGETS, batch_size=4, verbose=0)
+
+    with pytest.raises(ValueError, match=r"must not override OptimizerV2\.minimize"):
+        alone(program)
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments", "error", "message"),
+    [
+        ("set_gradient_accumulation_options", {"gradient_accumulation_steps_per_replica": 0}, ValueError, "is 0"),
+        ("set_gradient_accumulation_options", {"gradient_accumulation_steps_per_replica": 1.5}, TypeError, "1.5"),
+        (
+            "set_gradient_accumulation_options",
+            {"gradient_accumulation_reduction_method": "x"},
+            ValueError,
+            "Cannot parse",
+        ),
+        ("set_gradient_accumulation_options", {"opt": 1}, TypeError, "'opt', which is not known; known are dtype"),
+        ("set_pipelining_options", {"gradient_accumulation_count": 2}, ValueError, "set_pipelining_options arguments"),
+        ("set_pipelining_options", {"infeed_queue": 2}, ValueError, "automatically set by Keras"),
+        ("set_pipelining_options", {"outfeed_mask": 2}, ValueError, "not compatible with Keras"),
+        ("set_pipelining_options", {"device_mapping": 1.0}, TypeError, "list of devices"),
+        ("set_pipelining_options", {"accumulate_outfeed": 1}, TypeError, "accumulate_outfeed is 1"),
+        ("set_infeed_queue_options", {"dataset": 1}, ValueError, "dataset: leave them out: Keras has its own"),
+        ("set_infeed_queue_options", {"prefetch_depth": 0}, ValueError, "prefetch_depth is 0"),
+        ("set_outfeed_queue_options", {"outfeed_mode": 1}, ValueError, "outfeed_mode"),
+        ("set_replication_options", {"replicated_metric_reduction_method": "MAX"}, ValueError, "NONE, LIST, SUM, MEAN"),
+        ("set_asynchronous_callbacks", {"asynchronous": 1}, TypeError, "it is True or False"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(alone, option, arguments, error, message):
+    def program(strategy):
+        getattr(regression(), option)(**arguments)
+
+    with pytest.raises(error, match=message):
+        alone(program)
+
+
+def test_kf_10_options_of_feeds_are_taken(alone):
+    def program(strategy):
+        model = regression()
+        model.set_infeed_queue_options(prefetch_depth=3)
+        model.set_outfeed_queue_options(buffer_depth=3)
+        model.set_replication_options("MEAN")
+        return model.predict(X, batch_size=4, verbose=0).shape
+
+    assert alone(program) == (len(X), 1)
+
+
+class OwnModel(keras.Model):
+    """Registered under a name of its own."""
+
+    def __init__(self, units=2, **named):
+        super().__init__(**named)
+        self.units = units
+        self.layer = dense(units, 1)
+
+    def call(self, values):
+        return self.layer(values)
+
+    def get_config(self):
+        return {"units": self.units}
+
+
+keras.saving.register_keras_serializable("small")(OwnModel)
+
+
+def functional():
+    given = keras.Input((6,))
+    return keras.Model(given, dense(2, 1)(given))
+
+
+MODELS = {
+    "sequential": lambda: keras.Sequential([keras.Input((6,)), dense(2, 1)]),
+    "functional": functional,
+    "subclass": OwnModel,
+    "nested": lambda: keras.Sequential(
+        [keras.Input((6,)), keras.Sequential([keras.Input((6,)), dense(3, 1)]), dense(2, 2)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_files_are_those_of_stock_models_and_keep_options(alone, kind, tmp_path):
+    file = tmp_path / "model.keras"
+
+    def save(strategy):
+        model = MODELS[kind]()
+        model.compile("adam", "mse")
+        model.set_gradient_accumulation_options(2, "MEAN")
+        model.fit(X, X[:, :2], batch_size=2, shuffle=False, verbose=0)
+        model.save(file)
+        return bits_of(model), model.predict(X, verbose=0)
+
+    bits, predicted = alone(save)
+    stock = keras.models.load_model(file)
+    assert type(stock) in (keras.Sequential, type(functional()), OwnModel)
+    np.testing.assert_allclose(stock.predict(X, verbose=0), predicted, atol=1e-6)
+    stock.fit(X, X[:, :2], verbose=0)
+
+    def load(strategy):
+        model = keras.models.load_model(file)
+        before = bits_of(model)
+        history = model.fit(X, X[:, :2], batch_size=2, verbose=0)
+        return before, history.params["steps"], type(model).__name__
+
+    assert alone(load) == (bits, 3, type(stock).__name__)
+
+
+def test_models_that_are_cloned_or_pickled_in_a_scope_belong_to_it(alone):
+    import pickle
+
+    def program(strategy):
+        model = regression()
+        copies = [keras.models.clone_model(model), pickle.loads(pickle.dumps(model))]
+        for copy in copies:
+            copy.compile("sgd", "mse")
+            copy.fit(X, TARGETS, batch_size=4, verbose=0)
+        return [copy.predict(X, verbose=0).shape for copy in copies]
+
+    assert alone(program) == [(len(X), 1)] * 2
+
+
+def optimizers():
+    return {
+        "adam": lambda: keras.optimizers.AdamW(0.01, clipvalue=0.5, use_ema=True),
+        "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+        "across elements": lambda: keras.optimizers.SGD(0.01, momentum=0.9, global_clipnorm=0.5),
+        "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0),
+    }
+
+
+@pytest.mark.parametrize("kind", optimizers())
+def test_optimizer_state_may_be_sharded_and_changes_no_bit(in_scopes, kind):
+    """A learning rate that a callback sets is that of the next step; in the end Keras has the whole state."""
+
+    def program(strategy, options):
+        model = keras.Sequential([keras.Input((6,)), dense(7, 1), dense(1, 2)])  # 42 elements are cut, 7 are not
+        model.compile(optimizers()[kind](), "mse")
+        model.set_gradient_accumulation_options(1, **options)
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        model.fit(X, TARGETS, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[rate])
+        model.train_on_batch(X[:16], TARGETS[:16])
+        is_sharded = model.train_function.function.trainer.is_sharded
+        model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0)
+        return bits_of(model), is_sharded
+
+    [whole] = in_scopes(1, lambda strategy: program(strategy, {}))
+    options = {"replicated_optimizer_state_sharding": True, "offload_weight_update_variables": True}
+    for instances in (1, 2):
+        sharded = in_scopes(instances, lambda strategy: program(strategy, options))
+        assert sharded == [(whole[0], True)] * instances
+    assert whole[1] is False
+
+
+def test_accumulators_may_be_of_another_dtype(in_scopes):
+    def program(strategy):
+        model = regression()
+        model.set_gradient_accumulation_options(2, "mean", dtype="bfloat16")
+        model.fit(X[:48], TARGETS[:48], batch_size=2, shuffle=False, verbose=0)
+        return bits_of(model)
+
+    [alone] = in_scopes(1, program)
+    assert in_scopes(2, program) == [alone] * 2

@@ -1,0 +1,103 @@
+"""Metrics of Keras are merged exactly over replicas, and those that cannot be are refused."""
+
+import inspect
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from keras.src import backend
+from small_models import LABELS, TARGETS, X, dense
+
+from strategies.errors import StrategyError
+from strategies.programs.additions import looks
+
+NEEDED = {
+    "MeanIoU": {"num_classes": 2},
+    "OneHotIoU": {"num_classes": 2, "target_class_ids": [0]},
+    "OneHotMeanIoU": {"num_classes": 2},
+    "IoU": {"num_classes": 2, "target_class_ids": [0]},
+    "BinaryIoU": {},
+    "MeanMetricWrapper": {"fn": keras.losses.mean_squared_error},
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+}
+OF_VALUES = {"Mean", "Sum"}
+ABSTRACT = {"Metric"}
+
+
+def all_metrics():
+    for name, kind in inspect.getmembers(keras.metrics, inspect.isclass):
+        if issubclass(kind, keras.metrics.Metric) and name not in ABSTRACT:
+            yield name, kind(**NEEDED.get(name, {}))
+
+
+@pytest.mark.parametrize(("name", "metric"), list(all_metrics()))
+def test_every_metric_of_keras_only_adds_to_its_variables(name, metric):
+    rows = jax.ShapeDtypeStruct((8, 1 if "Sparse" in name else 2), np.float32)
+    given = (rows,) if name in OF_VALUES else (rows, jax.ShapeDtypeStruct((8, 2), np.float32))
+    backend.compute_output_spec(metric.update_state, *(keras.KerasTensor(one.shape, one.dtype) for one in given))
+    old = [jax.ShapeDtypeStruct(one.shape, np.dtype(one.dtype)) for one in metric.variables]
+    changed, adds = looks(lambda old, *given: metric.stateless_update_state(old, *given), old, *given)
+    assert all(adds), [variable.path for variable in metric.variables]
+    assert any(changed)
+
+
+def test_counts_curves_and_matrices_are_those_of_all_rows(in_scopes):
+    """On three replicas, where a mean of three does not give the sum back as it was."""
+
+    def program(strategy=None):
+        model = keras.Sequential([keras.Input((6,)), dense(1, 1, activation="sigmoid")])
+        names = [keras.metrics.AUC(num_thresholds=20), keras.metrics.Precision(), keras.metrics.FalsePositives()]
+        model.compile("sgd", "binary_crossentropy", metrics=names)
+        labels = (LABELS > 0).astype(np.int32)[:48]
+        history = model.fit(
+            X[:48], labels, batch_size=12 if strategy is None else 4, epochs=2, shuffle=False, verbose=0
+        ).history
+        return {name.rstrip("_0123456789"): values for name, values in history.items()}
+
+    stock = program()
+    for found in in_scopes(3, program, replicas=3):
+        assert set(found) == set(stock)
+        assert found["false_positives"] == stock["false_positives"]
+        assert all(found[name] == pytest.approx(stock[name], rel=1e-5) for name in stock)
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self, aggregation):
+        super().__init__(name="largest")
+        self.value = self.add_variable(shape=(), initializer="zeros", aggregation=aggregation, name="value")
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.value.assign(ops.maximum(self.value, ops.max(y_pred)))
+
+    def result(self):
+        return ops.convert_to_tensor(self.value)
+
+
+def test_a_metric_that_cannot_be_added_says_so(alone):
+    def program(strategy):
+        model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
+        model.compile("sgd", "mse", metrics=[Largest("sum")])
+        model.fit(X, TARGETS, batch_size=4, verbose=0)
+
+    with pytest.raises(
+        StrategyError, match=r"variable 'largest/value' of a metric .* add_variable\(aggregation='mean'\)"
+    ):
+        alone(program)
+
+
+def test_a_metric_may_be_a_mean_over_replicas(in_scopes):
+    def program(strategy):
+        model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
+        model.compile("sgd", "mse", metrics=[Largest("mean")])
+        trained = model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0).history["largest"]
+        return trained, model.evaluate(X, TARGETS, batch_size=4, verbose=0, return_dict=True)
+
+    [alone] = in_scopes(1, program)
+    assert in_scopes(2, program) == [alone] * 2
+    assert alone[0][0] > 0
+    assert alone[1]["largest"] > 0

@@ -1,0 +1,96 @@
+"""What replicas cannot do for a model is refused, with one sentence that says what to do."""
+
+import keras
+import pytest
+from small_models import TARGETS, X, regression
+
+import strategies
+from strategies.errors import DisagreementError, StrategyError
+from strategies.keras import hook
+
+
+def test_a_model_is_used_where_it_was_made(alone):
+    outside = regression()
+    with strategies.IPUStrategy(2).scope():
+        for use in (outside.fit, outside.evaluate):
+            with pytest.raises(StrategyError, match=r"made outside of strategy\.scope\(\) and is used inside"):
+                use(X, TARGETS, verbose=0)
+        with pytest.raises(StrategyError, match="made outside"):
+            outside.predict(X, verbose=0)
+        inside = regression()
+    for use in ("fit", "evaluate", "predict", "train_on_batch"):
+        with pytest.raises(StrategyError, match=rf"inside of the scope of a IPUStrategy, and {use} is called outside"):
+            getattr(inside, use)(X)
+    with strategies.IPUStrategy(2).scope(), pytest.raises(StrategyError, match="outside of it"):
+        inside.fit(X, TARGETS)
+    outside.fit(X, TARGETS, verbose=0)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, state, data):
+        return super().train_step(state, data)
+
+
+class OwnFunction(keras.Sequential):
+    def make_predict_function(self, force=False):
+        return super().make_predict_function(force)
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "named"),
+    [(OwnStep, "fit", "train_step"), (OwnFunction, "fit", "make_predict_function"), (OwnFunction, "predict", "make")],
+)
+def test_steps_and_functions_of_the_users_own_are_refused(alone, kind, use, named):
+    def program(strategy):
+        model = kind([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        getattr(model, use)(X)
+
+    with pytest.raises(RuntimeError, match=rf"overrides {named}.*override compute_loss"):
+        alone(program)
+
+
+def test_an_own_train_step_may_still_predict(alone):
+    def program(strategy):
+        return OwnStep([keras.Input((6,)), keras.layers.Dense(1)]).predict(X, verbose=0).shape
+
+    assert alone(program) == (len(X), 1)
+
+
+def test_eager_models_are_refused(alone):
+    def program(strategy):
+        model = regression(run_eagerly=True)
+        model.fit(X, TARGETS)
+
+    with pytest.raises(RuntimeError, match="run_eagerly is True"):
+        alone(program)
+
+
+def test_models_that_were_not_compiled_or_without_an_optimizer_are_refused(alone):
+    def program(strategy):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        with pytest.raises(ValueError, match=r"call `compile\(\)` before"):
+            model.fit(X, TARGETS)
+        model.compile(None, "mse")
+        with pytest.raises(ValueError, match="optimizer=None"):
+            model.fit(X, TARGETS, verbose=0)
+        return model.evaluate(X, TARGETS, verbose=0) > 0
+
+    assert alone(program)
+
+
+def test_instances_that_see_other_data_are_told_so(in_scopes):
+    def program(strategy):
+        regression().fit(X + strategy.instance_index, TARGETS, verbose=0)
+
+    with pytest.raises(DisagreementError, match="do not see the same first rows"):
+        in_scopes(2, program)
+
+
+def test_other_versions_and_backends_are_refused(monkeypatch):
+    monkeypatch.setattr(keras, "__version__", "3.99.0")
+    with pytest.raises(StrategyError, match=r"this is Keras 3\.99\.0, .* tried with 3\.15"):
+        hook.refuse_other_keras()
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    with pytest.raises(StrategyError, match="Keras runs on torch.*KERAS_BACKEND=jax"):
+        hook.refuse_other_keras()

@@ -1,0 +1,280 @@
+"""Pipelines of models of Keras: scopes, assignments and marks give the bits of the same stages one after another."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from small_models import LABELS, TARGETS, X, bits_of, dense, largest_difference, values_of
+
+import strategies
+from strategies.keras import (
+    FunctionalLayerPipelineStageAssignment,
+    FunctionalNestedModelPipelineStageAssignment,
+    PipelineStage,
+    SequentialLayerPipelineStageAssignment,
+)
+
+
+def sequential():
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            dense(5, 1, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3, seed=3),
+            dense(3, 2, activation="softmax"),
+        ]
+    )
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def pipelined(model, count=4, **options):
+    model.set_pipelining_options(count, gradient_accumulation_reduction_method="mean", **options)
+    return model
+
+
+def fit(model, wanted=LABELS, count=4):
+    history = model.fit(X[:48], wanted[:48], global_batch_size=4 * count, epochs=2, shuffle=False, verbose=0).history
+    return bits_of(model), history
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "Sequential", "device_mapping": [0, 0]}, {"recompute": True}], ids=str
+)
+def test_a_sequential_model_in_stages_has_the_bits_of_any_schedule(in_scopes, options):
+    def program(strategy):
+        model = pipelined(sequential(), **options)
+        model.set_pipeline_stage_assignment([0, 0, 1, 1])
+        evaluated = model.evaluate(X, LABELS, verbose=0)
+        return *fit(model), evaluated, float(np.abs(model.layers[1].moving_mean).max()) > 0
+
+    results = in_scopes(2, program, ipus_per_replica=2)
+    [expected] = in_scopes(1, stages_in_turn, ipus_per_replica=1)
+    assert results == [(*expected, results[0][2], True)] * 2
+
+
+def stages_in_turn(strategy):
+    model = pipelined(sequential(), device_mapping=[0, 0], schedule="Sequential")
+    model.set_pipeline_stage_assignment([0, 0, 1, 1])
+    return fit(model)
+
+
+def two_heads(staged=True):
+    given = keras.Input((6,))
+    scope = PipelineStage if staged else Nothing
+    with scope(0):
+        first = dense(5, 1, activation="relu")
+        hidden = first(given)
+    with scope(1):
+        one, other = dense(1, 2, name="one")(hidden), dense(1, 3, name="other")(hidden)
+    model = keras.Model(given, {"one": one, "other": other})
+    model.compile("sgd", "mse")
+    return model
+
+
+class Nothing:
+    def __init__(self, stage):
+        """As without a scope."""
+
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *raised):
+        return None
+
+
+def test_kp_04_scopes_cut_a_functional_model_that_learns_what_stock_keras_learns(alone):
+    wanted = {"one": TARGETS[:48], "other": 2 * TARGETS[:48]}
+    stock = two_heads(staged=False)
+    stock.fit(X[:48], wanted, batch_size=16, epochs=2, shuffle=False, verbose=0)
+
+    def program(strategy):
+        model = pipelined(two_heads())
+        history = model.fit(X[:48], wanted, batch_size=1, epochs=2, shuffle=False, verbose=0).history
+        return values_of(model), history, [one.pipeline_stage for one in model.get_pipeline_stage_assignment()]
+
+    values, history, stages = alone(program, ipus_per_replica=2)
+    assert largest_difference(values, values_of(stock)) < 1e-6
+    assert set(history) == {"loss", "one_loss", "other_loss"}
+    assert history["loss"][1] < history["loss"][0]
+    assert stages == [0, 1, 1]
+
+
+class Marked(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = dense(4, 1, activation="relu"), dense(1, 2)
+
+    def call(self, values):
+        with strategies.pipeline_stage(0):
+            hidden = self.first(values)
+        with strategies.pipeline_stage(1):
+            return self.last(hidden)
+
+
+def test_a_subclass_marks_its_stages_in_call(alone):
+    def program(strategy, devices):
+        model = Marked()
+        model.compile("sgd", "mse")
+        if devices:
+            pipelined(model, device_mapping=devices)
+        else:
+            model.set_gradient_accumulation_options(4, "mean")
+        return fit(model, TARGETS)[0]
+
+    apart = alone(lambda strategy: program(strategy, [0, 1]), ipus_per_replica=2)
+    assert apart == alone(lambda strategy: program(strategy, [0, 0]))
+
+
+def shared():
+    """A layer that is called twice, five calls for four layers."""
+    given = keras.Input((6,))
+    twice = dense(6, 1, name="twice")
+    hidden = twice(layers.Activation("tanh", name="first")(twice(given)))
+    model = keras.Model(given, dense(1, 2, name="last")(layers.Activation("relu", name="second")(hidden)))
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_ka_01_each_call_of_a_functional_model_has_an_assignment(alone):
+    def program(strategy):
+        model = shared()
+        listed = model.get_pipeline_stage_assignment()
+        found = [(one.layer.name, one.node_index, one.pipeline_stage) for one in listed]
+        given = [
+            FunctionalLayerPipelineStageAssignment(one.layer, one.node_index, stage)
+            for one, stage in zip(listed, [0, 0, 0, 1, 1], strict=True)
+        ]
+        model.set_pipeline_stage_assignment(given)
+        lines = []
+        model.print_pipeline_stage_assignment_summary(print_fn=lines.append)
+        bits = fit(pipelined(model), TARGETS)[0]
+        model.reset_pipeline_stage_assignment()
+        return found, model.get_pipeline_stage_assignment() == listed, lines[3], bits
+
+    found, is_reset, line, bits = alone(program, ipus_per_replica=2)
+    assert [name for name, _, _ in found] == ["twice", "first", "twice", "second", "last"]
+    assert [index for _, index, _ in found] == [0, 0, 1, 0, 0]
+    assert is_reset
+    assert line == "Layer: second, node index: 0, pipeline stage: 1"
+    assert bits == alone(program, ipus_per_replica=1)[3]
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "message"),
+    [
+        ([0, 0, 0], ValueError, r"\(3\) does not match the number of calls of layers of the model \(5\)"),
+        ([0, 0, 0, 2, 2], RuntimeError, r"strictly increasing from 0, and stages \[1\] have"),
+        ([1, 1, 1, 1, 1], RuntimeError, r"stages \[0\] have"),
+        ([0, 1, 0, 1, 1], RuntimeError, "'twice' in pipeline stage 0 has a dependency from a pipeline stage"),
+        ([0, 0, 0, 1, -1], ValueError, "is negative"),
+        ([0, 0, 0, 1, 1.5], ValueError, "must be instances of FunctionalLayerPipelineStageAssignment"),
+        ("stages", TypeError, "it must be a list"),
+    ],
+)
+def test_ka_01_stages_that_no_pipeline_can_have_are_refused(alone, stages, error, message):
+    with pytest.raises(error, match=message):
+        alone(lambda strategy: shared().set_pipeline_stage_assignment(stages))
+
+
+def test_ka_01_assignments_of_other_calls_are_refused(alone):
+    def program(strategy):
+        model, other = shared(), shared()
+        given = [FunctionalLayerPipelineStageAssignment(a.layer, a.node_index, 0) for a in assigned(model)]
+        swapped = [given[1], given[0], *given[2:]]
+        with pytest.raises(ValueError, match="assignment 0 is for 'first', and call 0 is one of 'twice'"):
+            model.set_pipeline_stage_assignment(swapped)
+        with pytest.raises(ValueError, match="assignment 0 is for"):
+            other.set_pipeline_stage_assignment(given)
+        with pytest.raises(ValueError, match="does not have a pipeline stage"):
+            model.set_pipeline_stage_assignment(assigned(model))
+        with pytest.raises(ValueError, match="must be instances of"):
+            model.set_pipeline_stage_assignment([SequentialLayerPipelineStageAssignment(given[0].layer, 0), *given[1:]])
+
+    alone(program)
+
+
+def assigned(model):
+    return model.get_pipeline_stage_assignment()
+
+
+@pytest.mark.parametrize("stages", [[0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 2, 2]])
+def test_ka_02_stages_of_a_sequential_model_follow_each_other(alone, stages):
+    with pytest.raises((ValueError, RuntimeError), match="stages of a sequential model are|strictly increasing"):
+        alone(lambda strategy: sequential().set_pipeline_stage_assignment(stages))
+
+
+def test_partial_scopes_and_scopes_in_scopes_are_refused(alone):
+    def program(strategy):
+        given = keras.Input((6,))
+        with PipelineStage(0):
+            hidden = dense(4, 1)(given)
+            with (
+                pytest.raises(RuntimeError, match=r"PipelineStage\(1\) is within PipelineStage\(0\)"),
+                PipelineStage(1),
+            ):
+                pass
+        model = pipelined(keras.Model(given, dense(1, 2, name="left_out")(hidden)))
+        model.compile("sgd", "mse")
+        with pytest.raises(RuntimeError, match="'left_out' has not been assigned"):
+            fit(model, TARGETS)
+
+    alone(program)
+
+
+def test_a_pipeline_accumulates(alone):
+    def program(strategy):
+        model = sequential()
+        model.set_pipeline_stage_assignment([0, 0, 1, 1])
+        with pytest.raises(ValueError, match="gradient_accumulation_steps_per_replica is not set"):
+            fit(model)
+        model.compile("sgd", "sparse_categorical_crossentropy", steps_per_execution=16)
+        model.set_pipelining_options(7)
+        with pytest.raises(RuntimeError, match=r"The pipelined model has been configured .* 7 steps"):
+            fit(model, count=7)
+
+    alone(program)
+
+
+def test_kp_08_stages_that_share_a_layer_are_on_one_device(alone):
+    def program(strategy):
+        model = pipelined(shared())
+        model.set_pipeline_stage_assignment([0, 0, 1, 1, 1])
+        fit(model, TARGETS)
+
+    with pytest.raises(ValueError, match=r"stages \[0, 1\] use variable .*must be on one device"):
+        alone(program, ipus_per_replica=2)
+
+
+def test_layers_of_nested_models_have_stages_of_their_own(alone):
+    def program(strategy):
+        inner = keras.Sequential([keras.Input((6,)), dense(5, 1, activation="relu"), dense(4, 2)], name="inner")
+        given = keras.Input((6,))
+        model = keras.Model(given, dense(1, 3)(inner(given)))
+        model.compile("sgd", "mse")
+        [nested, last] = model.get_pipeline_stage_assignment()
+        of_inner = [SequentialLayerPipelineStageAssignment(layer, stage) for stage, layer in enumerate(inner.layers)]
+        model.set_pipeline_stage_assignment(
+            [
+                FunctionalNestedModelPipelineStageAssignment(inner, nested.node_index, of_inner),
+                FunctionalLayerPipelineStageAssignment(last.layer, last.node_index, 2),
+            ]
+        )
+        shown = str(model.get_pipeline_stage_assignment()[0])
+        return fit(pipelined(model, 6), TARGETS, 6)[0], shown
+
+    apart, shown = alone(program, ipus_per_replica=3)
+    assert apart == alone(program)[0]
+    assert "pipeline stage: 0; Layer:" in shown
+
+
+def test_stages_survive_files(alone, tmp_path):
+    def program(strategy):
+        model = pipelined(sequential(), device_mapping=[0, 1])
+        model.set_pipeline_stage_assignment([0, 0, 1, 1])
+        model.save(tmp_path / "staged.keras")
+        loaded = keras.models.load_model(tmp_path / "staged.keras")
+        return [one.pipeline_stage for one in loaded.get_pipeline_stage_assignment()], fit(loaded) == fit(model)
+
+    assert alone(program, ipus_per_replica=2) == ([0, 0, 1, 1], True)
