@@ -121,5 +121,7 @@ def test_a_wider_accumulator_loses_nothing(listing):
     assert found["narrow"] == 256
 
 
-def test_every_listing_is_run_here():
-    assert {path.name for path in LISTINGS.glob("*.py")} == VARIABLES.keys()
+def test_every_listing_is_run():
+    """Those of Keras in `test_keras_scripts.py`, that of PyTorch in `test_torch_documentation.py`."""
+    elsewhere = {"keras_quick_start.py", "keras_pipelined.py", "poptorch_network.py"}
+    assert {path.name for path in LISTINGS.glob("*.py")} == VARIABLES.keys() | elsewhere
