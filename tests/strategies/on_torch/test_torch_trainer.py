@@ -71,7 +71,7 @@ class TestBits:
             {"stream_gradients": True},
             {"before_update": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 0.1)},
         ],
-        ids=str,
+        ids=", ".join,
     )
     def test_nor_with_an_option(self, options, on_spreads):
         module = new_module("convolutions")
