@@ -232,7 +232,7 @@ def _why_stopped(each: Facts) -> str:
     if _is_swept(each):
         return "SIGTERM came to all processes there, as when a batch system ends a job"
     if each.ending is not None and each.ending.told:
-        return "Open MPI said so, or its daemon there is gone"
+        return "mpirun said so, or is gone, or its daemon there is"
     return ""
 
 

@@ -112,6 +112,7 @@ class CheckpointFolder:
             ) from error
         self.path = path.absolute()
         self._keep = keep
+        self._failures = 0
         self._best = best
         self._orbax = orbax
         # Trained variables hardly shrink, and compressing them takes time that training needs.
@@ -133,7 +134,9 @@ class CheckpointFolder:
             CheckpointError: if that fails, for example because the disk is full.
         """
         complete = self.of_step(training.step)
-        incomplete = _beside(complete, INCOMPLETE)
+        # Orbax remembers what was in a folder, and looks for it there though it has gone with a write that failed.
+        attempt = f".{self._failures}" if self._failures else ""
+        incomplete = _beside(complete, attempt + INCOMPLETE)
         try:
             make_private(self.path)
             _clear(incomplete)
@@ -142,6 +145,7 @@ class CheckpointFolder:
             self._fill(incomplete, training, flat)
             self._put(incomplete, complete)
         except Exception as error:  # whatever orbax raises, it does not concern the training
+            self._failures += 1
             _remove_unfinished(incomplete)
             raise CheckpointError(f"{complete} could not be written: {_reason(error)}") from error
         steps = self.steps()

@@ -136,8 +136,8 @@ class TestAJobThatNoInstanceExplains:
     def test_says_who_had_to_stop_where(self) -> None:
         facts = [Facts(index, host, 7, exited(1, told=True)) for index, host in enumerate("abb")]
         assert judge_missing(facts, 1).lines[1:] == (
-            "instance 0 on host a had to stop because Open MPI said so, or its daemon there is gone",
-            "instances 1-2 on host b had to stop because Open MPI said so, or its daemon there is gone",
+            "instance 0 on host a had to stop because mpirun said so, or is gone, or its daemon there is",
+            "instances 1-2 on host b had to stop because mpirun said so, or is gone, or its daemon there is",
         )
 
     def test_that_lost_a_daemon_ends_with_1(self) -> None:

@@ -48,12 +48,17 @@ def defined_in(owner: object, module: str) -> Iterator[type]:
             yield from defined_in(value, module)
 
 
+MIRRORED = "strategies.torch.poptorch"
+"""Its classes are those of PopTorch's interface, which programs make others from, as they do there."""
+
+
 def concrete_above(cls: type, packages: tuple[str, ...] = PACKAGES) -> list[str]:
     """The classes of the packages that a class is made from though objects of them are made too."""
     return [
         f"{cls.__module__}.{cls.__qualname__} is a {base.__qualname__}"
         for base in cls.__mro__[1:]
         if base.__module__.partition(".")[0] in packages
+        and not base.__module__.startswith(MIRRORED)
         and not is_abstract(base)
         and not issubclass(base, BaseException)
     ]
