@@ -171,6 +171,7 @@ class LocalReplicas:
         """Make the plan, as soon as the first replica has computed its metrics."""
         first = self._first
         first.are_known.wait()
+        errors: list[BaseException | None] = []
         try:
             if first.found is not None:
                 first.plan = self.plan = self._make_plan(first.found)
@@ -180,23 +181,26 @@ class LocalReplicas:
                     future.add_done_callback(partial(_finish, run))
         finally:
             first.is_planned.set()
-            if self.plan is None:
+            if self.plan is None:  # replicas that come later find that there will be none
+                errors = self._wait()
                 self._first = _Names()
-        if self.plan is None:
-            self._end()
+        _raise_first(errors)
 
     # ---- ends
 
     def _end(self) -> None:
         """Wait until all replicas have ended; raises what the first of them has raised."""
-        errors = self._wait()
-        for error in errors:
-            if error is not None:
-                raise error
+        _raise_first(self._wait())
 
     def _wait(self) -> list[BaseException | None]:
         begun, self._begun = self._begun, []
         return [future.exception() for future in begun]
+
+
+def _raise_first(errors: Sequence[BaseException | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _finish(run: ReplicaRun, _: Future[None]) -> None:

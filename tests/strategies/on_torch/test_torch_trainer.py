@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -396,6 +397,31 @@ class TestRefusals:
             trainer.step(batch)
         assert trainer.steps_made == 0
         assert trainer.step(batch)["loss"] > 0
+
+    def test_where_no_plan_can_be_made_no_replica_waits_for_one(self, monkeypatch):
+        """Also one that computes its metrics later than the others."""
+        module = new_module("mlp")
+        failed = threading.Event()
+
+        def loss(module, batch):
+            if batch["y"][0] != data()["y"][0]:
+                assert failed.wait(20)
+            return loss_fn(module, batch)
+
+        def fail(*_):
+            failed.set()
+            raise ZeroDivisionError
+
+        trainer = strategies.torch.Trainer(
+            strategies.IPUStrategy(2), module, loss, torch.optim.SGD(module.parameters(), 0.1)
+        )
+        batch = {name: each[:8] for name, each in data().items()}
+        with monkeypatch.context() as patch:
+            patch.setattr("strategies.torch.torch_step.GradientExchange", fail)
+            with pytest.raises(ZeroDivisionError):
+                trainer.step(batch)
+        assert trainer.step(batch)["loss"] > 0
+        trainer.close()
 
     def test_instances_that_differ(self, on_instances):
         module = new_module("mlp")
