@@ -43,8 +43,8 @@ def main(rank: int, texts: Sequence[str]) -> None:
 
 def counted(link: GrpcLink) -> CountingLink:
     """The same link, with a count of the bytes that it sends."""
-    counting = CountingLink(link)
-    counting.sizes, counting.pause = link.sizes, link.pause
+    counting = CountingLink(link, range(link.size), link.sizes)
+    counting.pause = link.pause
     return counting
 
 

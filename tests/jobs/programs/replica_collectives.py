@@ -28,10 +28,10 @@ def expect(wanted, function, *args):
 
 
 def ordered_sum(parts):
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    if len(parts) == 1:
+        return parts[0]
+    middle = 1 << (len(parts) - 1).bit_length() - 1
+    return ordered_sum(parts[:middle]) + ordered_sum(parts[middle:])
 
 
 mine = strategy.per_replica(lambda r: PARTS[r])
