@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ _UP_LIMIT_S = 120.0
 _MISSING = 77
 _FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "POPDIST_", "POPRUN_", "PJRT_", "SLURM_", "SSH_")
 _DAEMONS = re.compile(r"(\S*/)?(sshd:?|munged|slurmctld|slurmd|: slurmscriptd)(\s|$)")
-_numbers = itertools.count()
 
 
 class Bed:
@@ -53,7 +52,7 @@ class Bed:
         self._lifeline = os.pipe()
         self._settings = {
             "N": str(count),
-            "BED": f"pd{os.getpid()}x{next(_numbers)}",
+            "BED": f"pd{os.getpid()}x{time.monotonic_ns()}",  # of no other run, nor of one before that had this pid
             "SHARE": _hidden_folders(),
         } | settings
 

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from beds import ROOT, open_bed
-from stopwatch import Stopwatch
 
 from poprun.hosts.host_checks import COPY_IT
 
@@ -86,16 +85,11 @@ def test_what_is_remembered_never_refuses_a_launch(fresh):
     assert inspect(fresh, ["h0", "h1"], program="/tmp/late.sh")["lines"] == []
 
 
-def test_a_wrong_host_name_fails_within_three_seconds(fresh):
-    del fresh.environ["POPRUN_CHECK_TIMEOUT_S"]
-    try:
-        with Stopwatch() as watch:
-            lines = inspect(fresh, ["h0", "h1", "hh"])["lines"]
-    finally:
-        fresh.environ["POPRUN_CHECK_TIMEOUT_S"] = "30"
-    (line,) = [line for line in lines if line.startswith("host hh: ")]
+def test_a_wrong_host_name_is_refused_by_its_own_words_long_before_the_limit(fresh):
+    """Which is for longer than the test may take."""
+    (line,) = inspect(fresh, ["h0", "h1", "hh"], {"POPRUN_CHECK_TIMEOUT_S": "1000"})["lines"]
+    assert line.startswith("host hh: ")
     assert "hh" in line.removeprefix("host hh: ")
-    assert watch.seconds < 3
 
 
 @pytest.mark.parametrize(
