@@ -11,14 +11,16 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 root=$(dirname -- "$here")
 cd -- "$root"
 
-# Of what reaches into JAX, or lives by how it traces, rounds, compiles and lays out; of what Orbax and Grain keep.
-of_strategies="callbacks checkpoints collective_equations compilation devices elementwise feed_program gradients grain_source
-    host_calls iterations loops precision products program_text programs recomputation right_sums segments sharded_update
+# Of what reaches into JAX, or lives by how it traces, rounds, compiles and lays out; of what Orbax, Grain and Keras keep.
+of_strategies="callbacks casts checkpoints collective_equations compilation devices elementwise feed_program gradients
+    grain_source host_calls iterations jaxpr loops precision products program_text programs recomputation right_sums segments
     step_record trainer updates"
-# Of what NumPy adds, and of threads, processes and command lines, which are Python's.
+# Of what NumPy adds, of threads, processes and command lines, which are Python's, and of whole jobs.
 others="tests/collectives/test_exact_sums.py tests/collectives/test_exchange.py tests/collectives/test_lanes.py
     tests/collectives/test_long_arrays.py tests/collectives/test_losing_members.py tests/collectives/test_reduction.py
-    tests/popdist/test_sums.py tests/poprun"
+    tests/popdist/test_sums.py tests/poprun tests/strategies/keras_models/test_keras_metrics.py
+    tests/strategies/pipelines/test_pipeline_cuts.py tests/strategies/pipelines/test_pipeline_stages.py
+    tests/jobs/test_promises.py"
 
 say() {
     printf '%s\n' "versions.sh: $*" >&2
@@ -60,7 +62,7 @@ run_on() {
     PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment JAX_COMPILATION_CACHE_DIR=$environment/compiled \
         "$environment/bin/python" -m pytest -q -p no:cacheprovider \
         --numprocesses "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder \
-        tests/jobs/test_promises.py $others $(printf 'tests/strategies/test_%s.py ' $of_strategies) ||
+        $others $(printf 'tests/strategies/test_%s.py ' $of_strategies) ||
         failed="$failed $version=$jax"
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from importlib.util import find_spec
@@ -11,8 +10,11 @@ from pathlib import Path
 import pytest
 from poprun_jobs import start
 
+import strategies
+
 PROGRAM = Path(__file__).parent / "programs" / "keras_training.py"
 LIMIT_S = 150.0
+strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
 
 pytestmark = [
     pytest.mark.job,
@@ -22,25 +24,29 @@ pytestmark = [
 ]
 
 
-def train(instances: int, *options: str, words: tuple[str, ...] = ()) -> list[dict]:
-    shape = (f"--num-instances={instances}", "--num-replicas=4")
+def train(*options: str, words: tuple[str, ...] = ()) -> list[dict]:
+    shape = ("--num-instances=2", "--num-replicas=4")
     job = start(*shape, *options, sys.executable, str(PROGRAM), *words).finish(LIMIT_S)
     assert job.status == 0, job.stderr
     assert ("SIGKILL" in job.stderr) == any("kill" in option for option in options), job.stderr
-    lines = [line for instance in range(instances) for line in job.lines_of(instance) if line.startswith("{")]
+    lines = [line for instance in range(2) for line in job.lines_of(instance) if line.startswith("{")]
     return [json.loads(line) for line in lines]
 
 
-@functools.cache
-def alone() -> str:
-    [found] = train(1)
-    return json.dumps(found)
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    """What one process finds, this one."""
+    sys.path.insert(0, str(PROGRAM.parent))
+    from keras_training import train
+
+    return json.loads(json.dumps(train(strategies.IPUStrategy(4))))
 
 
-def test_when_an_instance_is_killed_the_other_one_goes_on_to_the_same_bits() -> None:
-    assert train(2, "--on-failure=shrink", "--inject=kill:instance=0,step=7") == [json.loads(alone())]
+def test_when_an_instance_is_killed_the_other_one_goes_on_to_the_same_bits(alone: dict) -> None:
+    assert train("--on-failure=shrink", "--inject=kill:instance=0,step=7") == [alone]
 
 
-def test_a_job_that_is_started_again_goes_on_from_a_backup_to_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.complete
+def test_a_job_that_is_started_again_goes_on_from_a_backup_to_the_same_bits(alone: dict, tmp_path: Path) -> None:
     options = ("--on-failure=restart", "--inject=kill:instance=1,step=8")
-    assert train(2, *options, words=(str(tmp_path / "backups"),)) == [json.loads(alone())] * 2
+    assert train(*options, words=(str(tmp_path / "backups"),)) == [alone] * 2

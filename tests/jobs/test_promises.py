@@ -91,12 +91,7 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
     @pytest.mark.complete
     @pytest.mark.parametrize(
         ("replicas", "instances", "how"),
-        [
-            *((replicas, 0, "") for replicas in MODELS),
-            *((8, instances, "auto") for instances in (1, 4, 8)),
-            *((6, instances, "auto") for instances in (2, 3)),
-            (8, 4, "ring"),
-        ],
+        [(8, 0, ""), (8, 4, "auto"), (8, 4, "ring"), (6, 2, "auto")],
     )
     def test_however_many_there_are(self, train, replicas, instances, how):
         found = train(replicas, instances, how, *MODELS[replicas])
@@ -161,7 +156,7 @@ class TestTheRowsOfPopDistStrategy:
 class TestCollectivesBetweenReplicas:
     """Inside compiled functions; the same checks pass in one process and in several."""
 
-    @pytest.mark.parametrize(("replicas", "instances"), [(4, 1), (4, 2), (6, 3)])
+    @pytest.mark.parametrize(("replicas", "instances"), [(4, 1), (6, 3)])
     def test_across_instances(self, replicas, instances):
         program = python("replica_collectives.py")
         finished = finish(f"--num-replicas={replicas}", f"--num-instances={instances}", *program)

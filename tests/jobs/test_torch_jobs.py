@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
-import subprocess
+import os
 import sys
 
 import pytest
 from horovod_installed import needs_horovod
 from poprun_jobs import ROOT, start
+
+import strategies
+
+strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
 
 pytestmark = [
     pytest.mark.job,
@@ -22,16 +27,16 @@ PROGRAM = (sys.executable, FILE)
 STEPS = 3
 
 
+@functools.cache
 def alone(replicas):
-    """What one process finds."""
-    program = (
-        "import sys, json, strategies; from train_module import train; "
-        f"print(json.dumps(train(strategies.IPUStrategy({replicas}), {STEPS})))"
-    )
-    folder = str(ROOT / "tests" / "jobs" / "programs")
-    code = f"import sys; sys.path.insert(0, {folder!r}); {program}"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    return json.loads(ended.stdout.splitlines()[-1])
+    """What one process finds, this one."""
+    import torch
+
+    sys.path.insert(0, os.path.dirname(FILE))
+    from train_module import train
+
+    with torch.random.fork_rng():
+        return train(strategies.IPUStrategy(replicas), STEPS)
 
 
 def test_under_poprun_it_has_the_fingerprints_of_one_process():

@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 from poprun_jobs import ROOT, Finished, start
 
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "launch_scripts")]
-from zoo import MODELS  # noqa: E402
-
 pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.mark.timeout(400)]
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -74,32 +71,20 @@ def test_a_loss_that_asks_for_its_instance_is_named():
     assert f"strategy.instance_index at {os.path.relpath(PROGRAM)}:{line}, in the loss function" in finished.stdout
 
 
-UNLIKE = [
-    ("random", "step 0 on: batch", "numpy.random: the program has drawn from the global generator"),
-    ("set", "step 0 on: batch", "is it the order of a set of texts?"),
-    ("time", "step 0 on: update", "a learning rate that depends on the time"),
-]
-
-
 @pytest.mark.complete
-@pytest.mark.parametrize(("how", "result", "hint"), UNLIKE)
-def test_what_is_other_each_time_is_named(how, result, hint):
-    finished = verify_small(how, "--spreads=1", "--steps=2")
+def test_what_is_other_each_time_is_named():
+    finished = verify_small("set", "--spreads=1", "--steps=2")
     assert finished.status == 1, finished.stderr
-    assert rows_of(finished) == ["first", f"differs from {result}"]
+    assert rows_of(finished) == ["first", "differs from step 0 on: batch"]
     assert "Repeated, run 1 and run 2 did not do the same again" in finished.stdout
-    assert hint in finished.stdout
+    assert "is it the order of a set of texts?" in finished.stdout
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize(
-    ("how", "result"),
-    [("between", "differs from step 2 on: variables before it"), ("count", "differs from step 4 on: number of steps")],
-)
-def test_what_depends_on_the_number_of_instances_is_named(how, result):
-    finished = verify_small(how)
+def test_what_depends_on_the_number_of_instances_is_named():
+    finished = verify_small("count")
     assert finished.status == 1, finished.stderr
-    assert rows_of(finished) == ["first", result]
+    assert rows_of(finished) == ["first", "differs from step 4 on: number of steps"]
     assert f"strategy.num_instances at {os.path.relpath(PROGRAM)}:" in finished.stdout
 
 
@@ -117,18 +102,6 @@ class TestWhatCannotBeVerified:
         assert finished.status == 1
         assert "has recorded no step; only programs that train by strategies.Trainer" in finished.own_text
         assert finished.stdout == ""
-
-    @pytest.mark.complete
-    def test_are_instances_that_train_for_themselves(self):
-        finished = verify_small("alone", "--spreads=2")
-        assert finished.status == 1
-        assert "each of the 2 instances trained for itself (IPUStrategy)" in finished.own_text
-
-    @pytest.mark.complete
-    def test_is_another_number_of_replicas(self):
-        finished = verify("--num-replicas=4", "--spreads=1", sys.executable, PROGRAM, "alone")
-        assert finished.status == 1
-        assert "trained 2 replicas and 4 were asked for" in finished.own_text
 
     @pytest.mark.complete
     def test_is_a_program_without_checkpoints_to_resume(self):
@@ -171,25 +144,15 @@ def test_a_signal_ends_everything(number, tmp_path):
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize("model", ["mlp", "cnn"])
-def test_the_digits_program_verifies_whatever_happens_to_it(model, tmp_path):
+def test_the_digits_program_verifies_whatever_happens_to_it(tmp_path):
     """Over every transport, with a failure under shrink, and stopped and resumed."""
     pytest.importorskip("orbax.checkpoint")
-    options = ["--spreads=1,2,4", "--transports=mpi,ring,grpc", "--inject", "--resume"]
-    program = [DIGITS, f"--model={model}", "--max-steps=8", f"--checkpoint-dir={tmp_path / 'mine'}"]
+    options = ["--spreads=1,2", "--transports=mpi,ring,grpc", "--inject", "--resume"]
+    program = [DIGITS, "--model=mlp", "--max-steps=8", f"--checkpoint-dir={tmp_path / 'mine'}"]
     finished = verify("--num-replicas=4", *options, sys.executable, *program)
     assert finished.status == 0, finished.stdout + finished.stderr
-    assert rows_of(finished) == ["first", *["equal"] * 8]
+    assert rows_of(finished) == ["first", *["equal"] * 5]
     assert not (tmp_path / "mine").exists()
-
-
-@pytest.mark.complete
-def test_every_model_of_the_zoo_verifies():
-    words = ("--num-replicas=4", "--spreads=1,2", sys.executable, str(PROGRAMS / "train_zoo.py"), "--steps=3", *MODELS)
-    finished = verify(*words)
-    assert finished.status == 0, finished.stdout + finished.stderr
-    assert rows_of(finished) == ["first", "equal"]
-    assert f"equal: 2 runs of {3 * len(MODELS)} steps" in finished.stdout
 
 
 @pytest.mark.complete

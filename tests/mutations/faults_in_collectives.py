@@ -30,6 +30,33 @@ IN_COLLECTIVES = (
         ),
     ),
     Fault(
+        name="a message of halving is lost on its way back",
+        path="collectives/plans/between_hosts.py",
+        old="back.append(Message(to, host, first, stop, root_of(replicas)))",
+        new="back += [Message(to, host, first, stop, root_of(replicas))] if first else []",
+        caught_by=(
+            "tests/collectives/plans/test_reduction_plans.py::test_hosts_that_own_equal_powers_of_two_may_add_in_every_way",
+        ),
+    ),
+    Fault(
+        name="a slice is said to be finished by another rank than the one that does",
+        path="collectives/plans/planning.py",
+        old="workers[host] if host >= 0 else -1 for host in of_column",
+        new="workers[-1 - host] if host >= 0 else -1 for host in of_column",
+        caught_by=(
+            "tests/collectives/plans/test_reduction_plans.py::test_drawn_spreads_of_up_to_64_replicas_add_in_the_order_of_the_tree",
+        ),
+    ),
+    Fault(
+        name="a rank behind the first one of its host does not get the result",
+        path="collectives/plans/planning.py",
+        old="within = [_gathering(spread, workers, first, stop), *moved, _spreading(spread, workers, first, stop)]",
+        new="within = [_gathering(spread, workers, first, stop), *moved]",
+        caught_by=(
+            "tests/collectives/plans/test_reduction_plans.py::test_drawn_spreads_of_up_to_64_replicas_add_in_the_order_of_the_tree",
+        ),
+    ),
+    Fault(
         name="16-bit floats are added in 16 bits",
         path="collectives/dtypes.py",
         old="return np.dtype(np.float32)",

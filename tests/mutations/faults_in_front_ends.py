@@ -1,0 +1,105 @@
+"""Faults by which models of Keras and modules of PyTorch are trained or evaluated as nobody has said."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+IN_FRONT_ENDS = (
+    Fault(
+        name="means of metrics are means of the means of batches",
+        path="strategies/keras/state.py",
+        old="words.append(SUM)",
+        new="words.append(MEAN)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_metrics.py::test_counts_curves_and_matrices_are_those_of_all_rows",
+        ),
+    ),
+    Fault(
+        name="rows that only fill a batch are evaluated by Keras",
+        path="strategies/keras/batches.py",
+        old="positions < given)",
+        new="positions >= 0)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_where_nothing_is_trained_every_row_comes_once_with_its_number",
+        ),
+    ),
+    Fault(
+        name="all replicas of a model of Keras drop out alike",
+        path="strategies/keras/state.py",
+        old="own = jnp.where(replica == 0, state, derived)",
+        new="own = jnp.where(replica >= 0, state, derived)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_training.py::test_replicas_draw_differently_and_each_of_them_anew",
+        ),
+    ),
+    Fault(
+        name="a replica takes batches that lie apart for the micro-batches of a step",
+        path="strategies/keras/batches.py",
+        old="return range(local[0] * count, (local[-1] + 1) * count)",
+        new="return range(local[0], self.per_step, self.layout.total_replicas)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_a_replica_takes_its_micro_batches_one_after_another",
+        ),
+    ),
+    Fault(
+        name="rows of a later step have the numbers of the first",
+        path="strategies/keras/batches.py",
+        old="self.first_row += self.layout.global_batch_size",
+        new="self.first_row += 0",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_where_nothing_is_trained_every_row_comes_once_with_its_number",
+        ),
+    ),
+    Fault(
+        name="modules of PyTorch draw from the generator of the process",
+        path="strategies/torch/randomness.py",
+        old="torch.Generator().manual_seed(seed)\n    _include(_KEY, True)",
+        new="torch.Generator().manual_seed(seed)\n    _include(_KEY, False)",
+        caught_by=(
+            "tests/strategies/on_torch/test_randomness.py::test_a_thread_draws_what_plain_pytorch_draws_with_that_seed",
+        ),
+    ),
+    Fault(
+        name="all replicas of a module draw the same numbers",
+        path="strategies/torch/randomness.py",
+        old='struct.pack("<4q", seed, replica, step, micro_batch)',
+        new='struct.pack("<4q", seed, 0, step, micro_batch)',
+        caught_by=(
+            "tests/strategies/on_torch/test_randomness.py::test_seeds_differ_for_each_replica_step_and_micro_batch",
+        ),
+    ),
+    Fault(
+        name="buffers of a module are those of replica 0 instead of the mean",
+        path="strategies/torch/model_buffers.py",
+        old="return word or (MEAN if is_float else FIRST)",
+        new="return word or FIRST",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_trainer.py::TestBuffers::test_are_means_and_those_of_replica_0",
+        ),
+    ),
+    Fault(
+        name="a bucket is sent before its last gradient has come",
+        path="strategies/torch/replica_run.py",
+        old="if not self._missing[bucket] and bucket",
+        new="if self._missing[bucket] <= 1 and bucket",
+        caught_by=(
+            "tests/strategies/on_torch/test_replica_run.py::test_a_bucket_is_ready_when_its_last_gradient_has_come",
+        ),
+    ),
+    Fault(
+        name="a gradient that autograd has kept is exchanged a second time",
+        path="strategies/torch/contribution.py",
+        old="self._arrays[bucket][place] = None\n        self._borrowed.clear()",
+        new="pass\n        self._borrowed.clear()",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_trainer.py::TestTheModule::test_a_parameter_without_gradient_is_let_alone_by_the_optimizer",
+        ),
+    ),
+    Fault(
+        name="micro-batches of a module are not divided by their number",
+        path="strategies/torch/replica_run.py",
+        old="if self._options.method is RUNNING_MEAN else count",
+        new="if self._options.method is RUNNING_MEAN else 1",
+        caught_by=("tests/strategies/on_torch/test_torch_trainer.py::TestBits::test_nor_with_an_option",),
+    ),
+)

@@ -1,0 +1,62 @@
+"""What one replica's gradients are ready for, and when."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from torch import nn
+
+from strategies.exchange.transfer import Transfer
+from strategies.torch.gradient_plan import BUCKET_BYTES, GradientPlan, Parameter
+from strategies.torch.options import TorchOptions
+from strategies.torch.replica_run import ReplicaRun, Turn
+
+ROWS = BUCKET_BYTES // 4  # of one float32 each
+
+
+class Looks(nn.Module):
+    """Calls a function when the backward pass comes to it."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def forward(self, x):
+        x.register_hook(lambda _: self.look())
+        return x
+
+
+class Sums(nn.Module):
+    """The last of its weights are the first to get a gradient."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(ROWS - 1))
+        self.third = nn.Parameter(torch.ones(1))
+        self.before_second, self.before_first = Looks(look), Looks(look)
+
+    def forward(self, x):
+        middle = self.before_first(self.first.sum() * x)
+        late = self.before_second(self.second.sum() * middle)
+        return self.third.sum() * late
+
+
+def test_a_bucket_is_ready_when_its_last_gradient_has_come():
+    ready = []
+    module = Sums(lambda: ready.append(run.finished[0].is_set()))
+    run = ReplicaRun(0, module, lambda module, batch: module(batch.sum()), TorchOptions(stream_gradients=True))
+    parameters = tuple(
+        Parameter(name, tuple(each.shape), np.dtype(np.float32)) for name, each in module.named_parameters()
+    )
+    plan = GradientPlan(parameters, Transfer(), streams=True, tail=5)
+    assert plan.members == ((2, 1), (0,))
+
+    def planned(names):
+        run.finished = [threading.Event() for _ in plan.members]
+        return plan
+
+    run.compute(torch.ones(2), Turn(0, 1.0, False, planned, [], frozenset(), []))
+    assert ready == [False, True]
+    assert sum(array.size for array in run.contribution.arrays(0)) == ROWS
