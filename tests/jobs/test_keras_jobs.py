@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.cores(2),
     pytest.mark.timeout(300),
     pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras and NumPy
 ]
 
 

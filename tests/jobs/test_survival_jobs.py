@@ -1,6 +1,6 @@
 """When an instance is lost the others carry its replicas, to the same bits.
 
-Each kind of loss once (three of them in one job), a ring, and a checkpoint: what the operating system makes of them.
+Each kind of loss once, three of them in one job, and a ring with a checkpoint: what the operating system makes of it.
 `tests/strategies/test_surviving.py` has every kind in every phase with every number of instances, on threads.
 """
 
@@ -175,17 +175,6 @@ def test_a_delay_changes_nothing_but_the_time(tmp_path):
     assert warnings(finished) == []
 
 
-def check_messages(finished: Finished, expected: dict) -> None:
-    """Two of three instances are left, and messages went between them."""
-    check(finished, expected, [3, 3])
-    assert {each["mechanism"] for each in found_by(finished)} == {"ring"}
-
-
-def test_between_hosts_too():
-    fault = "kill:instance=1,step=3,phase=all_reduce"
-    check_messages(train(3, 6, "--on-failure=shrink", "--inject", fault, environ=MESSAGES), alone(6))
-
-
 @pytest.mark.complete
 def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
     """Instance 2 takes late what instance 0 has sent it, and completes the step, which instance 0 has given up."""
@@ -194,7 +183,8 @@ def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
     faults += ("kill:instance=1,phase=waiting",)
     injected = [f"--inject={fault},step=3" for fault in faults]
     finished = train(3, 6, "--on-failure=shrink", *injected, environ=MESSAGES | wide)
-    check_messages(finished, alone(6, width=256))
+    check(finished, alone(6, width=256), [3, 3])
+    assert {each["mechanism"] for each in found_by(finished)} == {"ring"}
 
 
 THREE_KILLS = [f"--inject=kill:instance={instance},step={step}" for instance, step in [(3, 2), (0, 4), (1, 6)]]
@@ -238,11 +228,11 @@ def test_a_fault_of_the_program_itself_ends_the_job():
     assert "InjectedError" in finished.stderr
 
 
-def test_what_the_next_instance_saved_when_the_first_was_lost_is_resumed(tmp_path):
+def test_between_hosts_what_the_next_instance_saved_when_the_first_was_lost_is_resumed(tmp_path):
     """With the bits of a training that was never disturbed."""
-    fault = "kill:instance=0,step=3,phase=all_reduce"
-    finished = train(3, 6, "--on-failure=shrink", "--inject", fault, folder=str(tmp_path), environ={"UNTIL": "6"})
-    assert [each["step"] for each in found_by(finished)] == [6, 6]
+    options = ("--on-failure=shrink", "--inject=kill:instance=0,step=3,phase=all_reduce")
+    finished = train(3, 6, *options, folder=str(tmp_path), environ=MESSAGES | {"UNTIL": "6"})
+    assert [(each["step"], each["replicas"], each["mechanism"]) for each in found_by(finished)] == [(6, 3, "ring")] * 2
     resumed = train_here(strategies.IPUStrategy(6), Training(STEPS, folder=str(tmp_path)))
     assert len(resumed["losses"]) == 2
     assert resumed["fingerprint"] == alone(6)["fingerprint"]

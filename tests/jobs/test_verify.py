@@ -132,7 +132,8 @@ class TestWhatCannotBeVerified:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.complete)])
 def test_a_signal_ends_everything(number, tmp_path):
-    words = ("--num-replicas=2", "--spreads=2", sys.executable, PROGRAM, "waits")
+    program = "import signal; print('has begun', flush=True); signal.pause()"
+    words = ("--num-replicas=2", "--spreads=2", sys.executable, "-c", program)
     job = start("verify", *words, environ={"TMPDIR": str(tmp_path)})
     assert job.streams[1].wait_for(b"has begun", LIMIT_S), job.streams[1].text
     assert [path.name for path in tmp_path.glob("poprun-verify-*")]

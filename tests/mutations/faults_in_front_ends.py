@@ -87,19 +87,12 @@ IN_FRONT_ENDS = (
         ),
     ),
     Fault(
-        name="a gradient that autograd has kept is exchanged a second time",
-        path="strategies/torch/contribution.py",
-        old="self._arrays[bucket][place] = None\n        self._borrowed.clear()",
-        new="pass\n        self._borrowed.clear()",
-        caught_by=(
-            "tests/strategies/on_torch/test_torch_trainer.py::TestTheModule::test_a_parameter_without_gradient_is_let_alone_by_the_optimizer",
-        ),
-    ),
-    Fault(
         name="micro-batches of a module are not divided by their number",
         path="strategies/torch/replica_run.py",
         old="if self._options.method is RUNNING_MEAN else count",
         new="if self._options.method is RUNNING_MEAN else 1",
-        caught_by=("tests/strategies/on_torch/test_torch_trainer.py::TestBits::test_nor_with_an_option",),
+        caught_by=(
+            "tests/strategies/on_torch/test_poptorch.py::TestTraining::test_gradients_are_reduced_over_micro_batches_and_replicas",
+        ),
     ),
 )

@@ -5,7 +5,6 @@
 Writes {model: fingerprint, "mechanism": ...} as JSON on instance 0. A number of replicas is run in this process alone.
 """
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -17,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import train_digits
 from connected import ConnectedStrategy
+from digits_data import load_digits
 
 import collectives
 import popdist
 import strategies
 
 STEPS = 8
-ROWS = 500
 
 
 def make_strategy(how):
@@ -39,9 +39,6 @@ def make_strategy(how):
 
 
 def train_digits_model(strategy, name):
-    import train_digits  # loads scikit-learn, which takes as long as JAX, and what draws random numbers needs none
-    from digits_data import load_digits
-
     options = train_digits.read_options(["--model", name, "--max-steps", str(STEPS), "--batch-size", "8"])
     data = load_digits("digits")
     state = train_digits.train(strategy, train_digits.distribute(strategy, data, options), data, options).state
@@ -53,25 +50,25 @@ def train_dropout(strategy):
     """Two dense layers of two dtypes with dropout; batches of 5, which no power of two divides."""
 
     def loss_fn(variables, batch, key):
-        hidden = jax.nn.relu(batch["image"] @ variables["first"])
+        hidden = jax.nn.relu(batch["image"].reshape(5, -1) @ variables["first"])
         kept = jax.random.bernoulli(key, 0.7, hidden.shape)
         noise = jax.random.uniform(jax.random.fold_in(key, 1), (10,))
         logits = (hidden * kept).astype(jnp.bfloat16) @ variables["last"]
         loss = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32) + noise, batch["label"])
         return loss.mean(), {"kept": kept.mean()}
 
+    data = load_digits("digits")
     rng = np.random.default_rng(1)  # of NumPy: what is drawn outside of the step each instance would compile for itself
-    arrays = {"image": rng.random((ROWS, 64), np.float32), "label": rng.integers(0, 10, ROWS)}
     variables = {
-        "first": rng.standard_normal((64, 33)).astype(np.float32) / 8,
+        "first": rng.standard_normal((data.train_images[0].size, 33)).astype(np.float32) / 8,
         "last": rng.standard_normal((33, 10)).astype(jnp.bfloat16) / 8,
     }
+    arrays = {"image": data.train_images, "label": data.train_labels}
     dataset = strategy.distribute_dataset(arrays, batch_size=5, seed=3)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), seed=4)
     state = trainer.init(variables)
-    for batch in itertools.islice(dataset.epoch(0), STEPS):
+    for batch in train_digits.batches(dataset, STEPS):
         state, _ = trainer.step(state, batch)
-    assert state.step == STEPS
     return strategies.fingerprint(state.variables)
 
 

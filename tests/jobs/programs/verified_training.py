@@ -2,8 +2,7 @@
 
 instance  the loss asks which instance it is        time     the learning rate depends on the time
 set       rows come in the order of a set of texts  count    two instances make one step more than one
-fails     with several instances                    waits    the program sleeps after its first step
-well      as it should be
+fails     with several instances                    well     as it should be
 """
 
 from __future__ import annotations
@@ -42,7 +41,4 @@ steps = 4 + (HOW == "count" and strategy.num_instances > 1)
 dataset = strategy.distribute_dataset({"x": images, "y": wanted}, batch_size=4, seed=0)
 for _, batch in zip(range(steps), dataset.epoch(0), strict=False):
     state, metrics = trainer.step(state, batch)
-    if HOW == "waits":
-        print("has begun", flush=True)
-        time.sleep(1000)
 print(f"variables {strategies.fingerprint(state.variables)}")
