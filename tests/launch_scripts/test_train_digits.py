@@ -199,15 +199,6 @@ def test_the_result_is_written_as_json():
 
 @pytest.mark.job
 @pytest.mark.complete
-def test_a_run_repeats_itself(tmp_path):
-    done = [start(*OPTIONS, "--json", f"{number}.json", cwd=tmp_path) for number in range(2)]
-    assert all("test accuracy" in each.stdout for each in done)
-    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
-    assert {k: v for k, v in first.items() if k not in TIMES} == {k: v for k, v in second.items() if k not in TIMES}
-
-
-@pytest.mark.job
-@pytest.mark.complete
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
 def test_default_settings_reach_95_percent(model):
     done = start("--strategy", "ipu", "--replicas", 4, "--model", model, "--json", "-")

@@ -153,12 +153,6 @@ class TestOneProcess:
         )
 
     @pytest.mark.complete
-    @pytest.mark.parametrize("order", [("popdist", "hvd"), ("hvd", "popdist")])
-    def test_may_begin_with_either_init(self, order):
-        first, second = order
-        python(f"{HEAD}{first}.init()\n{second}.init()\nassert popdist.allreduce(1.0) == hvd.allreduce(1.0) == 1.0\n")
-
-    @pytest.mark.complete
     def test_ends_horovod_once_and_for_good(self):
         python(
             f"{HEAD}hvd.init()\nhvd.shutdown()\nhvd.shutdown()\n"
@@ -186,7 +180,6 @@ class TestWhereHorovodAndPopdistMeet:
                     "hvd.init() popdist.init() both() popdist.finalizeBackend()",
                     "hvd.init() hvd.shutdown() popdist.init() ours()",
                     "popdist.init() hvd.init() both()",
-                    "hvd.init() popdist.init() both()",
                 )
             ),
         ],

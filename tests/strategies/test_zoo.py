@@ -26,6 +26,9 @@ SPREADS = [  # instances, training and state: all pairs
 FEW = ("loops", "attention", "cnn", "embedding", "cumsum", "fft")
 """Those of the default tier, each in another spread: layers by the data, softmax, windows, tables, scans, a library of
 its own. `batch_norm` and others are trained on a single core, 16-bit floats in `test_precision.py`."""
+ON_ONE_CORE = ["batch_norm", "attention"]
+OTHERS = [name for name in MODELS if name not in ON_ONE_CORE]
+"""In the complete tier."""
 ON_CORES = """\
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -41,9 +44,9 @@ def alone(name, training="plain", optimizer="momentum"):
 
 
 def spreads():
-    """Each model in four neighbouring spreads; the first of a few are of the default tier."""
+    """Each model on two and on four instances; the first of a few are of the default tier."""
     for number, name in enumerate(MODELS):
-        for offset in range(4):
+        for offset in (0, 3):
             is_few = name in FEW and not offset
             spread = SPREADS[(number + offset) % len(SPREADS)]
             yield pytest.param(name, *spread, marks=() if is_few else pytest.mark.complete)
@@ -81,14 +84,13 @@ def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize("instances", [2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_of_several_layers_is_the_same_too(on_instances, optimizer, instances):
+def test_an_optimizer_of_several_layers_is_the_same_too(on_instances, optimizer):
     def on_one(strategy):
         is_sharded = optimizer in ELEMENTWISE
         return fingerprints(strategy, MODELS["mlp"], optimizer, replicated_optimizer_state_sharding=is_sharded)
 
-    assert on_instances(instances, REPLICAS, on_one) == [alone("mlp", optimizer=optimizer)] * instances
+    assert on_instances(4, REPLICAS, on_one) == [alone("mlp", optimizer=optimizer)] * 4
 
 
 @pytest.mark.cores(2)
@@ -96,13 +98,9 @@ def test_an_optimizer_of_several_layers_is_the_same_too(on_instances, optimizer,
 @pytest.mark.parametrize(
     ("optimizer", "names"),
     [
-        ("momentum", ["batch_norm", "attention"]),
-        *(
-            pytest.param("momentum", names, marks=pytest.mark.complete)
-            for names in (["transformer", "cnn", "patches"], ["norms", "lstm", "experts", "embedding", "cumsum", "fft"])
-        ),
-        pytest.param("momentum", ["loops", "sorting", "bfloat16", "float16"], marks=pytest.mark.complete),
-        *(pytest.param(each, ["mlp"], marks=pytest.mark.complete) for each in OPTIMIZERS),
+        ("momentum", ON_ONE_CORE),
+        *(pytest.param("momentum", OTHERS[half::2], marks=pytest.mark.complete) for half in (0, 1)),
+        pytest.param("adafactor", ["mlp"], marks=pytest.mark.complete),  # the one that adds up in its update
     ],
 )
 def test_a_single_core_changes_nothing(subtests, in_new_process, pytestconfig, optimizer, names):
