@@ -179,7 +179,6 @@ def test_stages_on_devices_of_their_own_train_as_on_one(model, monkeypatch, caps
 
 
 OPTIONS = ("--strategy", "ipu", "--replicas", 3, "--max-steps", 31, "--seed", 7)
-TIMES = {"seconds_per_step", "samples_per_second"}
 
 
 @pytest.mark.job
