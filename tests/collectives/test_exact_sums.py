@@ -30,11 +30,11 @@ def test_contributions_are_added_in_the_order_of_the_tree(length: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_16_bit_floats_are_rounded_once(dtype: type) -> None:
-    """The sum of 1 and many halves of what follows it; each of them alone would be rounded away."""
-    half = float(ml_dtypes.finfo(dtype).eps) / 2
-    contributions = [np.full(5, value, dtype) for value in (1.0, half, half, half, half)]
-    assert set(reduced("sum", contributions).astype(float)) == {1 + 4 * half}
-    assert set(reduced("mean", contributions).astype(float)) == {float(np.asarray((1 + 4 * half) / 5, dtype))}
+    """The sum of 1 and seven quarters of what follows it: added in pairs in 16 bits, it would lose three of them."""
+    quarter = float(ml_dtypes.finfo(dtype).eps) / 4
+    contributions = [np.full(5, value, dtype) for value in (1.0, *[quarter] * 7)]
+    assert set(reduced("sum", contributions).astype(float)) == {1 + 8 * quarter}
+    assert set(reduced("mean", contributions).astype(float)) == {(1 + 8 * quarter) / 8}
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7])

@@ -29,7 +29,7 @@ IN_FRONT_ENDS = (
         old="own = jnp.where(replica == 0, state, derived)",
         new="own = jnp.where(replica >= 0, state, derived)",
         caught_by=(
-            "tests/strategies/keras_models/test_keras_training.py::test_replicas_draw_differently_and_each_of_them_anew",
+            "tests/strategies/keras_models/test_keras_state.py::test_each_replica_begins_with_a_state_of_its_own_and_the_first_with_that_of_the_model",
         ),
     ),
     Fault(

@@ -204,7 +204,7 @@ def digits_alone(model, replicas, **changes):
     strategy = strategies.IPUStrategy(replicas)
     dataset = train_digits.distribute(strategy, data, options)
     training = train_digits.train(strategy, dataset, data, options)
-    return asdict(train_digits.result_of(training, strategy, dataset, data, options))
+    return asdict(train_digits.result_of(training, strategy, dataset, options))
 
 
 def assert_equal_to_one_process(result, model, instances, replicas):

@@ -1,0 +1,34 @@
+"""Random states of a model: each replica draws from its own, and all move on alike."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.keras.state import Seeds
+
+SEEDS = Seeds((True, False))
+VALUES = [jnp.array([3, 7], jnp.uint32), jnp.float32(5)]
+
+
+def begun_by(replica, draw=None):
+    state, other = SEEDS.of_replica(VALUES, jnp.int32(replica), None if draw is None else jnp.int32(draw))
+    assert other == VALUES[1]
+    return tuple(np.asarray(state).tolist())
+
+
+def test_each_replica_begins_with_a_state_of_its_own_and_the_first_with_that_of_the_model():
+    assert begun_by(0) == (3, 7)
+    assert len({begun_by(replica) for replica in range(8)}) == 8
+
+
+def test_where_the_same_values_are_begun_with_again_every_time_has_another_state():
+    assert len({begun_by(replica, draw) for replica in range(3) for draw in range(3)}) == 9
+
+
+def test_afterwards_all_have_moved_on_by_what_one_of_them_has_drawn():
+    for replica in (0, 5):
+        begun = SEEDS.of_replica(VALUES, jnp.int32(replica))
+        made = [begun[0] + jnp.array([0, 2], jnp.uint32), jnp.float32(6)]
+        state, other = SEEDS.after(VALUES, begun, made)
+        assert (np.asarray(state).tolist(), other) == ([3, 9], 6)
