@@ -30,9 +30,6 @@ def over_horovod(*values: object) -> Any:
     return pytest.param("IPUHorovodStrategy", *values, marks=[pytest.mark.complete, needs_horovod])
 
 
-for_each_strategy = pytest.mark.parametrize("strategy", ["PopDistStrategy", over_horovod()])
-
-
 def train(how: str, strategy: str = "PopDistStrategy", instances: int = 2) -> Job:
     """Instances with two replicas each."""
     places = (f"--num-replicas={2 * instances}", f"--num-instances={instances}")
@@ -54,10 +51,10 @@ def blamed(finished: Finished, status: int) -> str:
     return finished.own_lines[0]
 
 
-@pytest.mark.complete  # of programs without JAX: tests/jobs/test_poprun_failures.py
-@for_each_strategy
-def test_a_killed_instance_ends_the_training(strategy):
-    job = train("wait to be killed", strategy)
+@pytest.mark.complete  # of programs without JAX and Horovod: tests/jobs/test_poprun_failures.py, test_poprun_popdist.py
+@needs_horovod
+def test_a_killed_instance_ends_the_training():
+    job = train("wait to be killed", "IPUHorovodStrategy")
     kill(job)
     finished = job.finish()
     line = blamed(finished, 137)
@@ -76,18 +73,10 @@ def test_an_instance_that_raises_ends_the_training(strategy, instances):
 
 
 @pytest.mark.complete
-@for_each_strategy
-def test_an_instance_that_exits_with_a_status_ends_the_training(strategy):
-    assert "exit status 5" in blamed(train("exit", strategy).finish(), 5)
-
-
-@pytest.mark.complete
-@for_each_strategy
-def test_an_instance_that_leaves_too_early_ends_the_training(strategy):
-    finished = train("leave", strategy).finish()
-    assert "too early" in blamed(finished, 1)
-    if strategy == "PopDistStrategy":  # whoever waits over Horovod does not know for whom
-        assert finished.own_lines[1].endswith(", waiting for instance 1")
+@needs_horovod
+def test_an_instance_that_leaves_too_early_ends_the_training():
+    """Whoever waits over Horovod does not know for whom."""
+    assert "too early" in blamed(train("leave", "IPUHorovodStrategy").finish(), 1)
 
 
 @pytest.mark.complete
@@ -103,16 +92,8 @@ def test_variables_that_differ_between_instances_are_named():
 
 @pytest.mark.complete
 @needs_horovod
-class TestUnderMpirunAlone:
-    """Nobody names the instance, but the job ends, and no process is left (`finish` looks)."""
-
-    def test_a_killed_instance_ends_the_training(self):
-        job = start_mpirun(2, sys.executable, str(PROGRAM), "wait to be killed", "IPUHorovodStrategy")
-        kill(job)
-        assert job.finish().status not in (0, None)
-
-    def test_an_instance_that_raises_ends_the_training(self):
-        finished = start_mpirun(2, sys.executable, str(PROGRAM), "raise", "IPUHorovodStrategy").finish()
-        assert finished.status == 1
-        assert finished.stderr.count("ValueError: no such image") == 1
-        assert finished.stderr.count("Traceback (most recent call last)") == 1
+def test_under_mpirun_alone_nobody_names_a_killed_instance_but_the_job_ends():
+    """And no process is left: `finish` looks."""
+    job = start_mpirun(2, sys.executable, str(PROGRAM), "wait to be killed", "IPUHorovodStrategy")
+    kill(job)
+    assert job.finish().status not in (0, None)

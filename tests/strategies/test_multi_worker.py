@@ -251,7 +251,7 @@ class TestTheMainJob:
 class TestAWorkerThatIsLost:
     @pytest.mark.parametrize(
         ("tasks", "victim", "variables"),
-        [(2, 1, "on_host"), (3, 0, "on_device"), (4, 2, "on_host")],
+        [(2, 0, "on_device"), (4, 2, "on_host")],
     )
     def test_ends_all_others_between_two_updates(self, tasks, victim, variables):
         """They say who it was, where, and in which operation; the state is that of a whole step."""
