@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,10 @@ REPLICAS = {2: 8, 3: 6, 4: 8}
 STATUS = {"cut": 137, "kill": 137, "exit": 3, "raise": 1, "stop": 124, "delay": 0}
 PHASES = ("data", "forward", "all_reduce", "update")
 LIMIT_S = 120.0
-MARKER = "POPDIST_SOAK"
+STUCK_S = 10
+"""So long an instance may take for what it compiles in its first step, while the others wait for it."""
+MARKER, MINE = "POPDIST_SOAK", uuid.uuid4().hex
+"""In the environment of all processes of a job; other runs on the machine have other values."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Case:
         faults = [f"{kind}:instance={i},step={step},phase={phase}" for kind, i, step, phase in self.faults]
         replicas = REPLICAS[self.instances]
         return [
-            *("--on-failure", self.mode, "--stuck-timeout-s", "4"),
+            *("--on-failure", self.mode, "--stuck-timeout-s", str(STUCK_S)),
             *("--num-instances", str(self.instances), "--num-replicas", str(replicas)),
             *(word for fault in faults for word in ("--inject", fault)),
         ]
@@ -132,7 +136,7 @@ def soak(count: int, seed: int, first: int) -> int:
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "poprun", *words, sys.executable, str(PROGRAM), str(STEPS_PER_EPOCH)]
     return subprocess.run(
-        command, env=environment(**{MARKER: "1"}), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, env=environment(**{MARKER: MINE}), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
 
@@ -163,7 +167,7 @@ def fault_of(case: Case, ended: subprocess.CompletedProcess[str], expected: list
 
 def processes_left() -> list[str]:
     """Commands of processes that a job has left."""
-    mark = f"{MARKER}=1".encode()
+    mark = f"{MARKER}={MINE}".encode()
     left = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

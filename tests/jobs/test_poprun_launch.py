@@ -243,6 +243,7 @@ class TestOnOneHost:
         assert finished.status == 0, finished.stderr
         assert finished.lines_of(0) == finished.lines_of(1) == [r"{b'lo\x00'}"]
 
+    @pytest.mark.complete
     def test_instances_reach_what_they_spawn(self, tmp_path):
         program = tmp_path / "program.py"
         program.write_text(SPAWN)

@@ -1,6 +1,7 @@
 """A training job of which one instance fails is over, and says which one, where, how and when.
 
-How soon that is, `benchmarks/ends.py` measures.
+How soon that is, `benchmarks/ends.py` measures. Programs without JAX show the same in the default tier:
+`test_poprun_failures.py`, `test_poprun_popdist.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from horovod_installed import needs_horovod
@@ -18,16 +18,11 @@ from poprun_jobs import Finished, Job, start, start_mpirun
 
 from popdist.instance import this_host
 
-pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(240)]
 
 PROGRAM = Path(__file__).parent / "programs" / "failing_training.py"
 THE_REDUCTION = r"ordered_all_reduce 'gradients/float32'"
 START_LIMIT_S = 60.0
-
-
-def over_horovod(*values: object) -> Any:
-    """A case of the complete tier, where Horovod is installed."""
-    return pytest.param("IPUHorovodStrategy", *values, marks=[pytest.mark.complete, needs_horovod])
 
 
 def train(how: str, strategy: str = "PopDistStrategy", instances: int = 2) -> Job:
@@ -51,7 +46,6 @@ def blamed(finished: Finished, status: int) -> str:
     return finished.own_lines[0]
 
 
-@pytest.mark.complete  # of programs without JAX and Horovod: tests/jobs/test_poprun_failures.py, test_poprun_popdist.py
 @needs_horovod
 def test_a_killed_instance_ends_the_training():
     job = train("wait to be killed", "IPUHorovodStrategy")
@@ -62,7 +56,10 @@ def test_a_killed_instance_ends_the_training():
     assert re.search(rf"instance 0 was in collective \d+, {THE_REDUCTION}, step \d+", finished.own_text)
 
 
-@pytest.mark.parametrize(("strategy", "instances"), [("PopDistStrategy", 2), over_horovod(3)])
+@pytest.mark.parametrize(
+    ("strategy", "instances"),
+    [("PopDistStrategy", 2), pytest.param("IPUHorovodStrategy", 3, marks=needs_horovod)],
+)
 def test_an_instance_that_raises_ends_the_training(strategy, instances):
     finished = train("raise", strategy, instances).finish()
     line = blamed(finished, 1)
@@ -72,14 +69,12 @@ def test_an_instance_that_raises_ends_the_training(strategy, instances):
     assert finished.stderr.count("Traceback (most recent call last)") == 1
 
 
-@pytest.mark.complete
 @needs_horovod
 def test_an_instance_that_leaves_too_early_ends_the_training():
     """Whoever waits over Horovod does not know for whom."""
     assert "too early" in blamed(train("leave", "IPUHorovodStrategy").finish(), 1)
 
 
-@pytest.mark.complete
 def test_variables_that_differ_between_instances_are_named():
     """Other differences, and gradients that are not finite: on threads, in tests/strategies/test_trainer.py."""
     finished = train("shape").finish()
@@ -90,7 +85,6 @@ def test_variables_that_differ_between_instances_are_named():
     assert finished.stderr.count("Traceback (most recent call last)") <= 2  # every instance raises it
 
 
-@pytest.mark.complete
 @needs_horovod
 def test_under_mpirun_alone_nobody_names_a_killed_instance_but_the_job_ends():
     """And no process is left: `finish` looks."""

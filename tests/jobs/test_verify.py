@@ -60,6 +60,7 @@ def test_a_program_verifies_and_its_certificate_does_later(tmp_path, subtests):
         assert "the certificate and 1 x 2 differ first at step 1 (counted from 0), in the update" in finished.stdout
 
 
+@pytest.mark.complete
 def test_a_loss_that_asks_for_its_instance_is_named():
     finished = verify_small("instance", "--steps=2")
     assert finished.status == 1, finished.stderr

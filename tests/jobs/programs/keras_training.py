@@ -38,10 +38,8 @@ def train(strategy: strategies.Strategy, backups: str = "") -> dict[str, object]
         callbacks = [keras.callbacks.BackupAndRestore(backups)] if backups else []
         held_out = (x[:21], y[:21])
         history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, validation_data=held_out, callbacks=callbacks)
-        predicted = model.predict(x, batch_size=4, verbose=0)
     return {
         "variables": strategies.fingerprint([np.asarray(variable) for variable in model.variables]),
-        "predicted": strategies.fingerprint(predicted),
         "last": {name: values[-1] for name, values in history.history.items()},
     }
 
