@@ -11,7 +11,7 @@ import pytest
 from horovod_installed import needs_horovod
 from poprun_jobs import ROOT, start, start_mpirun
 
-MODELS = ("mlp", "cnn", "transformer", "batch norm")
+MODELS = ("transformer", "batch norm")  # the others: tests/strategies/pipelines/test_pipelining.py, on threads
 PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "train_pipelines.py"))
 REPLICAS, LIMIT_S = 4, 250.0
 
@@ -40,7 +40,7 @@ def expected():
 
 @pytest.mark.parametrize(
     ("instances", "options"),
-    [(1, ["--schedule=grouped"]), (2, ["--schedule=zero_bubble", "--recompute"]), (4, ["--schedule=grouped"])],
+    [(2, ["--schedule=zero_bubble", "--recompute"]), (4, ["--schedule=grouped"])],
 )
 def test_under_poprun(instances, options, expected):
     words = [f"--num-instances={instances}", f"--num-replicas={REPLICAS}", "--ipus-per-replica=4"]
@@ -49,9 +49,8 @@ def test_under_poprun(instances, options, expected):
     assert finished.lines_of(0) == expected
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_under_mpirun(ranks, expected):
-    finished = start_mpirun(ranks, *PROGRAM, f"--replicas={REPLICAS}", *MODELS).finish(LIMIT_S)
+def test_under_mpirun(expected):
+    finished = start_mpirun(2, *PROGRAM, f"--replicas={REPLICAS}", *MODELS).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(0) == expected
 

@@ -69,15 +69,15 @@ def test_over_horovod_all_instances_agree():
 @pytest.mark.complete
 @pytest.mark.timeout(300)
 def test_it_verifies():
-    finished = start("verify", "--num-replicas=4", *PROGRAM, "popdist", str(STEPS)).finish(280)
+    finished = start("verify", "--num-replicas=2", *PROGRAM, "popdist", str(STEPS)).finish(280)
     assert finished.status == 0, finished.stderr
-    assert finished.stdout.count("equal") >= 3
+    assert finished.stdout.count("equal") >= 2
 
 
 @pytest.mark.complete
 @pytest.mark.timeout(300)
 def test_a_data_set_with_noise_of_pythons_own_is_found_guilty():
-    finished = start("verify", "--num-replicas=2", *PROGRAM, "popdist", str(STEPS), "guilty").finish(280)
+    finished = start("verify", "--num-replicas=2", "--spreads=1", *PROGRAM, "popdist", str(STEPS), "guilty").finish(280)
     assert finished.status == 1
     assert "differ first at step 0 (counted from 0), in the batch:" in finished.stdout
     assert "random: the program has drawn from the global generator" in finished.stdout
