@@ -13,13 +13,14 @@ from typing import Any
 from jax._src import cache_key, compiler
 
 
+@functools.cache
 def compile_one_after_another() -> None:
     """Have threads of this process compile in turn: who is second finds in JAX's cache what the first has compiled.
 
     All of them would compile the same programs at once, each for itself. Where JAX has no such function, they do.
     """
     compile_or_find = getattr(compiler, "compile_or_get_cached", None)
-    if compile_or_find is None or hasattr(compile_or_find, "__wrapped__"):
+    if compile_or_find is None:
         return
     turn = threading.RLock()
 
@@ -31,6 +32,7 @@ def compile_one_after_another() -> None:
     compiler.compile_or_get_cached = in_turn
 
 
+@functools.cache
 def compile_what_calls_python_once() -> None:
     """Have programs with collectives or feeds be kept, which JAX's own cache leaves out, beside what it keeps.
 
@@ -39,9 +41,9 @@ def compile_what_calls_python_once() -> None:
     """
     compile_and_load = getattr(compiler, "backend_compile_and_load", None)
     canonical = getattr(cache_key, "_canonicalize_ir", None)
-    if compile_and_load is None or canonical is None or hasattr(compile_and_load, "__wrapped__"):
+    if compile_and_load is None or canonical is None:
         return
-    kept = Kept(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+    kept = Kept()
 
     @functools.wraps(compile_and_load)
     def load_or_compile(backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
@@ -60,29 +62,29 @@ def compile_what_calls_python_once() -> None:
 
 
 class Kept:
-    """Compiled programs by their keys, in this process, and in a folder for others.
+    """Compiled programs by their keys, in this process, and for others in the folder of JAX's own cache."""
 
-    Args:
-        folder: of JAX's own cache; without one they are lost with the process.
-    """
-
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self) -> None:
         self._here: dict[str, bytes] = {}
-        self._folder = folder and Path(folder, "calling-python")
 
     def get(self, key: str) -> bytes | None:
         """The program, None where there is none."""
-        if key not in self._here and self._folder:
+        if key not in self._here:
             with suppress(OSError):
-                self._here[key] = Path(self._folder, key).read_bytes()
+                self._here[key] = _file_of(key).read_bytes()
         return self._here.get(key)
 
     def put(self, key: str, program: bytes) -> None:
         """Keep a program; others see all of it, or nothing."""
         self._here[key] = program
-        if self._folder:
-            with suppress(OSError):  # a disk that is full
-                Path(self._folder).mkdir(parents=True, exist_ok=True)
-                mine = Path(self._folder, f"{key}.{os.getpid()}")
-                mine.write_bytes(program)
-                mine.replace(Path(self._folder, key))
+        with suppress(OSError):  # a disk that is full
+            file = _file_of(key)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            mine = file.with_name(f"{key}.{os.getpid()}")
+            mine.write_bytes(program)
+            mine.replace(file)
+
+
+def _file_of(key: str) -> Path:
+    """Where a program lies, or would lie if the processes of the tests shared a folder; pytest has set it by now."""
+    return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.devnull), "calling-python", key)
