@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from jax._src import cache_key, compiler
 
 
+@functools.cache
 def compile_one_after_another() -> None:
     """Have threads of this process compile in turn: who is second finds in JAX's cache what the first has compiled.
 
     All of them would compile the same programs at once, each for itself. Where JAX has no such function, they do.
     """
     compile_or_find = getattr(compiler, "compile_or_get_cached", None)
-    if compile_or_find is None or hasattr(compile_or_find, "__wrapped__"):
+    if compile_or_find is None:
         return
     turn = threading.RLock()
 
@@ -28,28 +32,59 @@ def compile_one_after_another() -> None:
     compiler.compile_or_get_cached = in_turn
 
 
+@functools.cache
 def compile_what_calls_python_once() -> None:
-    """Have this process keep programs with collectives or feeds, which JAX's own cache leaves out.
+    """Have programs with collectives or feeds be kept, which JAX's own cache leaves out, beside what it keeps.
 
     What is compiled knows the functions that it calls by their numbers only; each program that is loaded from it has
     its own. Where JAX has no such functions, all programs are compiled.
     """
     compile_and_load = getattr(compiler, "backend_compile_and_load", None)
     canonical = getattr(cache_key, "_canonicalize_ir", None)
-    if compile_and_load is None or canonical is None or hasattr(compile_and_load, "__wrapped__"):
+    if compile_and_load is None or canonical is None:
         return
-    kept: dict[bytes, bytes] = {}
+    kept = Kept()
 
     @functools.wraps(compile_and_load)
     def load_or_compile(backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
         if not host_callbacks:
             return compile_and_load(backend, module, devices, options, host_callbacks)
         text = canonical(module, cache_key.IgnoreCallbacks.NO)  # without the lines of the source
-        key = hashlib.sha256(text + options.SerializeAsString()).digest()
-        if key not in kept:
-            executable = compile_and_load(backend, module, devices, options, host_callbacks)
-            kept[key] = executable.serialize()
-            return executable
-        return backend.deserialize_executable(kept[key], devices, options, host_callbacks)
+        flags = os.environ.get("XLA_FLAGS", "").encode()
+        key = hashlib.sha256(b"%d" % len(backend.devices()) + text + options.SerializeAsString() + flags).hexdigest()
+        if (found := kept.get(key)) is not None:
+            return backend.deserialize_executable(found, devices, options, host_callbacks)
+        executable = compile_and_load(backend, module, devices, options, host_callbacks)
+        kept.put(key, executable.serialize())
+        return executable
 
     compiler.backend_compile_and_load = load_or_compile
+
+
+class Kept:
+    """Compiled programs by their keys, in this process, and for others in the folder of JAX's own cache."""
+
+    def __init__(self) -> None:
+        self._here: dict[str, bytes] = {}
+
+    def get(self, key: str) -> bytes | None:
+        """The program, None where there is none."""
+        if key not in self._here:
+            with suppress(OSError):
+                self._here[key] = _file_of(key).read_bytes()
+        return self._here.get(key)
+
+    def put(self, key: str, program: bytes) -> None:
+        """Keep a program; others see all of it, or nothing."""
+        self._here[key] = program
+        with suppress(OSError):  # a disk that is full
+            file = _file_of(key)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            mine = file.with_name(f"{key}.{os.getpid()}")
+            mine.write_bytes(program)
+            mine.replace(file)
+
+
+def _file_of(key: str) -> Path:
+    """Where a program lies, or would lie if the processes of the tests shared a folder; pytest has set it by now."""
+    return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.devnull), "calling-python", key)

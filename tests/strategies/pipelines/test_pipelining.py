@@ -21,23 +21,6 @@ from strategies.step.engine import control_of
 REPLICAS = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def executables(tmp_path_factory):
-    """What is compiled is compiled once for all tests of this file."""
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    before = {name: getattr(jax.config, name) for name in names}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("POPDIST_EXECUTABLE_CACHE_PATH", str(tmp_path_factory.mktemp("executables")))
-        strategies.IPUStrategy(num_replicas=1)
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 def one_instance(devices):
     return strategies.IPUStrategy(num_replicas=REPLICAS, ipus_per_replica=devices)
 

@@ -1,0 +1,33 @@
+import os
+
+from kept_programs import UNUSED_S, kept_programs, remove_unused
+
+
+def test_they_lie_where_the_user_keeps_caches_and_nobody_else_may_write(tmp_path):
+    folder = kept_programs({"XDG_CACHE_HOME": str(tmp_path)})
+    assert folder.parent == tmp_path / "popdist-everywhere/compiled"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_folder_of_the_project_comes_before_that_of_the_user_and_home_is_the_last(tmp_path):
+    environ = {"POPDIST_CACHE": str(tmp_path / "a"), "XDG_CACHE_HOME": str(tmp_path / "b"), "HOME": str(tmp_path / "c")}
+    assert kept_programs(environ).is_relative_to(tmp_path / "a")
+    del environ["POPDIST_CACHE"], environ["XDG_CACHE_HOME"]
+    assert kept_programs(environ).is_relative_to(tmp_path / "c/.cache/popdist-everywhere")
+
+
+def test_the_same_machine_has_the_same_folder(tmp_path):
+    environ = {"POPDIST_CACHE": str(tmp_path)}
+    assert kept_programs(environ) == kept_programs(environ)
+
+
+def test_what_nobody_has_read_for_long_is_removed_and_the_others_stay(tmp_path):
+    environ = {"POPDIST_CACHE": str(tmp_path)}
+    old, new = (kept_programs(environ) / name for name in ("old", "new"))
+    now_s = 1e9
+    for path, read_s in ((old, now_s - UNUSED_S - 1), (new, now_s - UNUSED_S + 1)):
+        path.write_bytes(b"program")
+        os.utime(path, (read_s, now_s))
+    remove_unused(environ, now_s)
+    assert not old.exists()
+    assert new.exists()
