@@ -230,6 +230,16 @@ def test_what_devices_did_is_told_after_each_step():
         assert all(0 <= span.begin_s <= span.end_s for span in spans)
 
 
+def test_no_more_devices_recompute_at_once_than_there_are_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    seen = []
+    pipeline = strategies.Pipelining([0, 1], "grouped", recompute=True, watch=seen.append)
+    steps(strategies.IPUStrategy(2, ipus_per_replica=2), pipeline, steps=1)
+    spans = sorted((span.begin_s, span.end_s) for of_replica in seen[0].values() for span in of_replica)
+    assert len(spans) == 2 * (2 * 2 * COUNT + 2)
+    assert all(begin >= end for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
 def test_a_stage_that_fails_fails_the_step_and_not_the_next_one():
     is_bad = [False]
 
@@ -362,6 +372,13 @@ def feeding(variables, batch, key):
         return jnp.mean(hidden @ variables["last"])
 
 
+def elsewhere(variables, batch, key):
+    with strategies.pipeline_stage(0), strategies.ipu_shard(1):
+        hidden = batch @ variables["first"]
+    with strategies.pipeline_stage(1):
+        return jnp.mean(hidden @ variables["last"])
+
+
 OUTFEED = strategies.OutfeedQueue()
 REFUSED = {
     "no marks": (unmarked, GROUPED, {}, ValueError, "stage 0 is marked nowhere"),
@@ -372,6 +389,7 @@ REFUSED = {
     "a wrong count": (pair, GROUPED, {"count": 2}, strategies.FailedPreconditionError, "must be a multiple of 4"),
     "recompute": (pair, GROUPED, {"recompute": "blocks"}, ValueError, r"Pipelining\(recompute=True\)"),
     "a feed": (feeding, GROUPED, {}, ValueError, "a stage of the pipeline uses an infeed or outfeed"),
+    "another device": (elsewhere, GROUPED, {}, ValueError, r"stage 0 computes something in ipu_shard\(1\)"),
     "int8": (pair, GROUPED, {"gradient_transfer_dtype": np.int8}, ValueError, "leave stage by stage"),
 }
 
