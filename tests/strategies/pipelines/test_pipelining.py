@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 
 import jax
@@ -320,27 +321,41 @@ def test_the_others_go_on_when_an_instance_is_lost(lost):
     assert compiled[0] == compiled[1]
 
 
-def test_a_training_goes_on_from_a_checkpoint_with_another_schedule_and_mapping(tmp_path):
-    """Sharded optimizer state that is put together for updates too."""
+@pytest.mark.parametrize("optimizer", ["lamb", pytest.param("adamw", marks=pytest.mark.complete)])
+def test_a_training_goes_on_from_a_checkpoint_with_another_schedule_mapping_and_spread(
+    optimizer, tmp_path, on_instances
+):
+    """Of optimizer state that two instances have in parts, which are put together for updates (lamb) or not."""
     pytest.importorskip("orbax.checkpoint")
-
-    def trained_until(last, folder, pipeline, devices, **options):
-        strategy = one_instance(devices)
-        trainer = strategies.Trainer(
-            strategy, pair, optax.lamb(0.1), gradient_accumulation_count=COUNT, pipeline=pipeline, **options
-        )
-        with strategies.Checkpoints(tmp_path / folder, trainer) as checkpoints:
-            state = checkpoints.restore(trainer.init(START))
-            first = state.step
-            for step in range(first, last):
-                state, _ = trainer.step(state, numbers(strategy, step))
-            checkpoints.save(state)
-        return first, strategies.fingerprint(state.variables)
-
     sharded = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
-    _, straight = trained_until(4, "straight", GROUPED, 2)
-    assert trained_until(2, "in halves", GROUPED, 2, **sharded)[1] != straight
-    assert trained_until(4, "in halves", SEQUENTIAL, 1) == (2, straight)
+
+    def trained_until(last, folder, pipeline, devices, instances=1, **options):
+        def program(strategy):
+            trainer = strategies.Trainer(
+                strategy,
+                pair,
+                getattr(optax, optimizer)(0.1),
+                gradient_accumulation_count=COUNT,
+                pipeline=pipeline,
+                **options,
+            )
+            with strategies.Checkpoints(tmp_path / folder, trainer) as checkpoints:
+                state = checkpoints.restore(trainer.init(START))
+                first = state.step
+                for step in range(first, last):
+                    state, _ = trainer.step(state, numbers(strategy, step))
+                checkpoints.save(state)
+            return first, strategies.fingerprint(state.variables)
+
+        return on_instances(instances, REPLICAS, program, ipus_per_replica=devices)
+
+    [(_, straight)] = trained_until(4, "straight", GROUPED, 2)
+    halves = trained_until(2, "in halves", GROUPED, 2, instances=2, **sharded)
+    assert halves == [(0, halves[0][1])] * 2
+    assert halves[0][1] != straight
+    shutil.copytree(tmp_path / "in halves", tmp_path / "by four")
+    assert trained_until(4, "in halves", SEQUENTIAL, 1) == [(2, straight)]
+    assert trained_until(4, "by four", SEQUENTIAL, 1, instances=4, **sharded) == [(2, straight)] * 4
 
 
 # ---- what is refused
