@@ -37,7 +37,7 @@ from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchm
 from strategies.multi_worker import IPUMultiWorkerStrategy
 from strategies.per_replica import PerReplica
 from strategies.pipelines import pipelining_ops
-from strategies.pipelines.marks import pipeline_stage
+from strategies.pipelines.marks import ipu_shard, pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
 from strategies.popdist_strategy import PopDistStrategy
 from strategies.programs.gradient_capture import GradientCaptureContext, capture_upstream_gradients
@@ -115,6 +115,7 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "infeed_benchmark",
+    "ipu_shard",
     "load_variables",
     "loops",
     "pipeline_stage",

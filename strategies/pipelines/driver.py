@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from strategies.pipelines.timetable import Action, Timed, Timetable
 
 Perform = Callable[[int, Action], None]
 """(device, action) -> None: does the device's part of an action, and returns when that is done."""
+
+_ALL: AbstractContextManager[Any] = nullcontext()
 
 
 class AbandonedError(Exception):
@@ -88,15 +92,22 @@ class Drive:
         perform: does the actions; called by all devices at once.
         begin_s: when the pipeline began, on the clock.
         clock: seconds.
+        at_once: entered for each action; lets in as many as may be carried out at once.
     """
 
     def __init__(
-        self, course: Course, perform: Perform, begin_s: float = 0.0, clock: Callable[[], float] = time.perf_counter
+        self,
+        course: Course,
+        perform: Perform,
+        begin_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+        at_once: AbstractContextManager[Any] = _ALL,
     ) -> None:
         self._course = course
         self._perform = perform
         self._begin_s = begin_s
         self._clock = clock
+        self._at_once = at_once
         self._signals = [threading.Event() for _ in range(course.signals)]
         self._has_failed = False
         self._spans: list[list[Timed]] = [[] for _ in course.devices]
@@ -121,9 +132,10 @@ class Drive:
                     self._signals[number].wait()
                 if self._has_failed:
                     raise AbandonedError(f"device {device} gives up before the {turn.action}: another one has failed")
-                begin_s = self._clock()
-                self._perform(device, turn.action)
-                spans.append(Timed(device, turn.action, begin_s - self._begin_s, self._clock() - self._begin_s))
+                with self._at_once:
+                    begin_s = self._clock()
+                    self._perform(device, turn.action)
+                    spans.append(Timed(device, turn.action, begin_s - self._begin_s, self._clock() - self._begin_s))
                 if turn.gives is not None:
                     self._signals[turn.gives].set()
         except BaseException:

@@ -12,7 +12,7 @@ import numpy as np
 
 from strategies.pipelines.driver import AbandonedError, Course, Drive
 from strategies.pipelines.executables import Executables
-from strategies.pipelines.marks import cut_in_stages
+from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.micro_batch import counting
 from strategies.pipelines.pipelining import refuse_captured, refuse_what_meets
 from strategies.pipelines.replica_run import Given, Outputs, ReplicaRun
@@ -71,7 +71,9 @@ class Inference:
         closed, outputs = jax.make_jaxpr(traced, return_shape=True)(*shapes)
         refuse_captured(closed)
         varying = frozenset(range(len(leaves), len(shapes) - 1))
-        self._staged = Staged(cut_in_stages(Graph.of(closed), widths), tuple(shapes), varying=varying)
+        graph = Graph.of(closed)
+        refuse_other_shards(graph, timetable.mapping)
+        self._staged = Staged(cut_in_stages(graph, widths), tuple(shapes), varying=varying)
         self._outputs = Outputs(jax.tree.structure(outputs), range(len(jax.tree.leaves(outputs))))
         executables = Executables(replicas.devices.compile)
         numbers = range(len(self._staged.segments))

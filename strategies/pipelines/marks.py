@@ -9,12 +9,15 @@ from contextlib import AbstractContextManager
 import jax
 
 from strategies.numbers import integer
+from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import Atom, Equation, Graph, Group, bodies, cut, every_equation, variables
 from strategies.programs.segments import Part, Segment
 
 _SCOPE = "pipeline_stage_"
 _FUNCTION = "_function_"
 _MARK = re.compile(rf"{_SCOPE}(\d+)(?:{_FUNCTION}(\d+))?")
+_SHARD = "ipu_shard_"
+_ON_SHARD = re.compile(rf"{_SHARD}(\d+)")
 
 Place = tuple[int, int]
 """A stage, and a function of it."""
@@ -32,12 +35,32 @@ def pipeline_stage(stage: int) -> AbstractContextManager[None]:
         TypeError: if it is no whole number.
         ValueError: if it is negative.
     """
-    number = integer(stage)
+    return jax.named_scope(f"{_SCOPE}{_number('pipeline_stage', 'stages', stage)}")
+
+
+def ipu_shard(index: int) -> AbstractContextManager[None]:
+    """What is computed inside is for this device of the replica, in a stage that is on all of them (-1).
+
+    Semantics: the original's `ipu_shard`. Here it is checked only: the first device of a stage computes all of it,
+    with the same results. Without a pipeline it does nothing.
+
+    Args:
+        index: of the device.
+
+    Raises:
+        TypeError: if it is no whole number.
+        ValueError: if it is negative; and when the pipeline is traced if the stage is not on that device.
+    """
+    return jax.named_scope(f"{_SHARD}{_number('ipu_shard', 'devices', index)}")
+
+
+def _number(name: str, things: str, given: int) -> int:
+    number = integer(given)
     if number is None:
-        raise TypeError(f"pipeline_stage({stage!r}): stages have whole numbers, from 0 on")
+        raise TypeError(f"{name}({given!r}): {things} have whole numbers, from 0 on")
     if number < 0:
-        raise ValueError(f"pipeline_stage({number}): stages have numbers from 0 on")
-    return jax.named_scope(f"{_SCOPE}{number}")
+        raise ValueError(f"{name}({number}): {things} have numbers from 0 on")
+    return number
 
 
 def function_of_stage(stage: int, function: int) -> AbstractContextManager[None]:
@@ -72,6 +95,32 @@ def cut_in_stages(
     groups = [Group({number for number, home in homes.items() if home == place}, parts[place]) for place in places]
     segments = iter(cut(graph, groups, lambda equation: id(equation) in again))
     return tuple(tuple(next(segments) for _ in range(width)) for width in widths)
+
+
+def refuse_other_shards(graph: Graph, mapping: Places) -> None:
+    """Refuse an `ipu_shard` of a device on which its stage is not.
+
+    Args:
+        graph: of the loss function.
+        mapping: for each stage its devices.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for number, (stage, _) in _homes(graph, _marks(graph, len(mapping))).items():
+        for device in _shards(graph.equations[number]):
+            if device not in mapping[stage]:
+                raise ValueError(
+                    f"stage {stage} computes something in ipu_shard({device}), and is on "
+                    f"{'devices' if len(mapping[stage]) > 1 else 'device'} {', '.join(map(str, mapping[stage]))}; map "
+                    "it to all devices, -1, or take the ipu_shard away"
+                )
+
+
+def _shards(equation: Equation) -> list[int]:
+    inside = [one for body in bodies(equation) for one in every_equation(body)]
+    stacks = [str(one.source_info.name_stack) for one in (equation, *inside)]
+    return [int(found) for stack in stacks for found in _ON_SHARD.findall(stack)]
 
 
 def _marks(graph: Graph, stages: int) -> dict[int, Place]:

@@ -35,11 +35,16 @@ class OutfeedRule:
         """Refuse what does not go together.
 
         Raises:
-            TypeError: if the queue is none.
+            TypeError: if the queue is none, or the mask no list.
             ValueError: else.
         """
         if not isinstance(self.queue, OutfeedQueue | None):
             raise TypeError(f"outfeed_queue is {self.queue!r}, a {type(self.queue).__name__}; use an OutfeedQueue")
+        if not isinstance(self.mask, Sequence | None) or isinstance(self.mask, str):
+            raise TypeError(
+                f"outfeed_mask is {self.mask!r}, a {type(self.mask).__name__}; it must be a list of bools, one for "
+                "each output of the last stage"
+            )
         wanted = {"outfeed_loss": self.loss, "outfeed_mask": self.mask is not None}
         if all(wanted.values()):
             raise ValueError("there are outfeed_loss and outfeed_mask; only one of them can be used: drop the other")
@@ -65,7 +70,7 @@ class OutfeedRule:
         if self.queue is None and jax.tree.leaves(outputs):
             raise ValueError(
                 f"The last computational stage has tensor outputs: {outputs}, but no outfeed_queue has been provided; "
-                "give one, or return nothing"
+                "give one"
             )
         if self.mask is not None and len(self.mask) != len(outputs):
             raise ValueError(

@@ -25,7 +25,7 @@ from strategies.pipelines.mapping import (
     refuse_idle_devices,
     schedule_for,
 )
-from strategies.pipelines.marks import cut_in_stages
+from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.replica_run import Keeping, Outputs
 from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.pipelines.schedules.schedule import Schedule
@@ -221,6 +221,7 @@ class Pipelining:
         refuse_captured(closed)
         refuse_what_meets(program.has_feeds, program.is_independent, timetable)
         graph = Graph.of(closed)
+        refuse_other_shards(graph, timetable.mapping)
         carried, untouched = arguments.carried(graph)
         staged = Staged(
             cut_in_stages(graph, self.widths(timetable), untouched),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import jax
@@ -92,7 +94,8 @@ class StageGradients(ReplicaGradients):
             for number, bucket in enumerate(plan.buckets)
         ]
         self.buckets.append(self._memory.bucket("gradients/tail", plan.state_parts, plan.state_layout))
-        self._runs = [_Run(plan, grid, position) for position in range(len(grid.replicas))]
+        at_once = _at_once(plan, grid)
+        self._runs = [_Run(plan, grid, position, at_once) for position in range(len(grid.replicas))]
         self._begun: list[Future[None]] = []
 
     @property
@@ -173,6 +176,17 @@ class StageGradients(ReplicaGradients):
         return [[*(leaves[number] for number in sorted(leaves)), *own] for leaves, own in zip(found, kept, strict=True)]
 
 
+def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[Any]:
+    """Lets in all devices of all replicas; where memory is to be saved, as many as there are cores.
+
+    What a stage computes again is there while its backward pass runs. More devices than cores would hold more of it at
+    once, and be no faster. Those that have to meet in collectives are not kept from each other.
+    """
+    if not (plan.keeping.recomputes and plan.program.is_independent and grid.column(0).is_cpu):
+        return nullcontext()
+    return threading.Semaphore(len(os.sched_getaffinity(0)))
+
+
 class _Run:
     """One local replica.
 
@@ -184,8 +198,9 @@ class _Run:
         drive: the drivers of the last step.
     """
 
-    def __init__(self, plan: StagePlan, grid: DeviceGrid, position: int) -> None:
+    def __init__(self, plan: StagePlan, grid: DeviceGrid, position: int, at_once: AbstractContextManager[Any]) -> None:
         self._plan = plan
+        self._at_once = at_once
         self._is_cpu = grid.column(0).is_cpu
         self._devices = [column.device_of(position) for column in grid.columns]
         self._of_segment = {bucket.segment: (number, bucket) for number, bucket in enumerate(plan.buckets)}
@@ -217,7 +232,7 @@ class _Run:
         rows = [borrow(leaf) if self._is_cpu else leaf for leaf in jax.tree.leaves(batch)]
         self._replica.prepare(plan.arguments.given(variables, rows, self._index, self._control, state))
         self._flags: dict[int, jax.Array] = {}
-        self.drive = Drive(plan.course, self._perform, begin_s)
+        self.drive = Drive(plan.course, self._perform, begin_s, at_once=self._at_once)
 
     def _zeros(self, segment: int | None, layout: FlatLayout) -> tuple[jax.Array, ...]:
         device = self._devices[0 if segment is None else self._plan.device_of(segment)]

@@ -106,3 +106,32 @@ def test_those_who_wait_are_told_to_give_up():
     stopper.join()
     assert [type(error) for error in errors] == [AbandonedError] * 2
     assert "device 1 gives up before the forward of stage 1 for micro-batch 0" in str(errors[1])
+
+
+class Gate:
+    """Knows which threads are inside."""
+
+    def __init__(self):
+        self.inside = set()
+
+    def __enter__(self):
+        self.inside.add(threading.get_ident())
+
+    def __exit__(self, *error):
+        self.inside.remove(threading.get_ident())
+
+
+def test_actions_are_carried_out_and_timed_within_what_limits_their_number():
+    timetable = schedules_by_name()["grouped"].timetable(placed(MAPPINGS["chain"]), 8, True)
+    gate, done = Gate(), []
+
+    def clock():
+        assert threading.get_ident() in gate.inside
+        return 0.0
+
+    def perform(device, action):
+        assert threading.get_ident() in gate.inside
+        done.append(action)
+
+    assert follow(Drive(Course.of(timetable), perform, clock=clock, at_once=gate), 4) == [None] * 4
+    assert (len(done), gate.inside) == (sum(map(len, timetable.devices)), set())

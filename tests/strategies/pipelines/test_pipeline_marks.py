@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.pipelines.marks import cut_in_stages, function_of_stage, pipeline_stage
+from strategies import ipu_shard
+from strategies.pipelines.marks import cut_in_stages, function_of_stage, pipeline_stage, refuse_other_shards
 from strategies.programs.jaxpr import Graph
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -118,8 +119,34 @@ def test_marks_that_make_no_pipeline_are_refused(function, words):
         cut(function, [1, 1], X)
 
 
-def test_numbers_of_stages_are_whole_and_not_negative():
+@pytest.mark.parametrize("mark", [pipeline_stage, ipu_shard])
+def test_numbers_of_stages_and_devices_are_whole_and_not_negative(mark):
     with pytest.raises(TypeError, match="whole numbers"):
-        pipeline_stage("first")
+        mark("first")
     with pytest.raises(ValueError, match="from 0 on"):
-        pipeline_stage(-1)
+        mark(-1)
+
+
+def sharded(x):
+    with pipeline_stage(0):
+        with ipu_shard(0):
+            one = jnp.sin(x)
+        with ipu_shard(1):
+            two = jax.lax.fori_loop(0, 2, lambda _, h: h * 2, x)
+        both = one + two
+    with pipeline_stage(1):
+        return both.sum()
+
+
+def test_a_stage_on_all_devices_may_shard():
+    graph = Graph.of(jax.make_jaxpr(sharded)(X))
+    refuse_other_shards(graph, ((0, 1), (1,)))
+    np.testing.assert_allclose(run(cut(sharded, [1, 1], X), (X,)), [(np.sin(X) + 4 * X).sum()], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"), [((0,), r"ipu_shard\(1\), and is on device 0;"), ((1, 2), "devices 1, 2;")]
+)
+def test_shards_on_other_devices_than_the_stage_are_refused(devices, words):
+    with pytest.raises(ValueError, match=f"stage 0 computes .*{words} map it to all devices, -1, or take"):
+        refuse_other_shards(Graph.of(jax.make_jaxpr(sharded)(X)), (devices, (0,)))

@@ -15,7 +15,7 @@ from strategies.pipelines.marks import cut_in_stages, pipeline_stage
 from strategies.pipelines.replica_run import Given, Keeping, ReplicaRun
 from strategies.pipelines.schedules.registry import schedules_by_name
 from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
-from strategies.pipelines.timetable import Kind, placed
+from strategies.pipelines.timetable import Action, Kind, placed
 from strategies.programs.jaxpr import Graph
 
 WIDTH, ROWS, COUNT = 33, 5, 8
@@ -63,12 +63,19 @@ def rows():
     return np.random.default_rng(1).standard_normal((COUNT, ROWS, WIDTH)).astype(np.float32)
 
 
+def begun(pipeline, timetable, recomputes=False):
+    """A replica that has computed nothing yet."""
+    staged, programs = pipeline
+    devices = [DEVICE] * len(timetable.devices)
+    one = ReplicaRun(staged, programs, timetable.mapping, devices, Keeping(recomputes))
+    one.prepare(Given(dict(enumerate(jax.tree.leaves(variables()))), {3: list(rows())}, {4: np.float32(0)}))
+    return one
+
+
 def run(pipeline, timetable, recomputes=False, perform=lambda action: None):
     """A replica that has computed everything, each device in a thread of its own."""
-    staged, programs = pipeline
     count = len(timetable.devices)
-    one = ReplicaRun(staged, programs, timetable.mapping, [DEVICE] * count, Keeping(recomputes))
-    one.prepare(Given(dict(enumerate(jax.tree.leaves(variables()))), {3: list(rows())}, {4: np.float32(0)}))
+    one = begun(pipeline, timetable, recomputes)
 
     def act(device, action):
         perform(action)
@@ -152,6 +159,23 @@ def test_weights_are_not_kept_nor_what_depends_on_them_alone(pipeline):
 def test_nothing_is_kept_when_all_is_done(pipeline, recomputes):
     one = run(pipeline, sequential(), recomputes)
     assert not any((one._kept, one._handed, one._cotangents))
+
+
+def test_a_stage_that_recomputes_keeps_what_it_takes_only(pipeline):
+    """The first one takes rows of the batch; the others what those before give, besides weights."""
+    taken = ROWS * WIDTH * np.dtype(np.float32).itemsize
+    assert [kept_by_all(pipeline, recomputes) for recomputes in (True, False)] == [
+        [0, taken, 2 * taken],
+        [2 * taken, 6 * taken, 2 * taken],
+    ]
+
+
+def kept_by_all(pipeline, recomputes):
+    """How many bytes each stage keeps of a micro-batch that has been through all of them."""
+    one = begun(pipeline, sequential(), recomputes)
+    for stage in range(3):
+        one.perform(0, Action(Kind.FORWARD, stage, 0))
+    return [one.kept_bytes(stage, 0) for stage in range(3)]
 
 
 def test_a_stage_that_fails_ends_all_devices(pipeline):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 
 import jax
@@ -219,6 +220,16 @@ def test_what_devices_did_is_told_after_each_step():
         assert all(0 <= span.begin_s <= span.end_s for span in spans)
 
 
+def test_no_more_devices_recompute_at_once_than_there_are_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    seen = []
+    pipeline = strategies.Pipelining([0, 1], "grouped", recompute=True, watch=seen.append)
+    steps(strategies.IPUStrategy(2, ipus_per_replica=2), pipeline, steps=1)
+    spans = sorted((span.begin_s, span.end_s) for of_replica in seen[0].values() for span in of_replica)
+    assert len(spans) == 2 * (2 * 2 * COUNT + 2)
+    assert all(begin >= end for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
 def test_a_stage_that_fails_fails_the_step_and_not_the_next_one():
     is_bad = [False]
 
@@ -299,27 +310,41 @@ def test_the_others_go_on_when_an_instance_is_lost(lost):
     assert compiled[0] == compiled[1]
 
 
-def test_a_training_goes_on_from_a_checkpoint_with_another_schedule_and_mapping(tmp_path):
-    """Sharded optimizer state that is put together for updates too."""
+@pytest.mark.parametrize("optimizer", ["lamb", pytest.param("adamw", marks=pytest.mark.complete)])
+def test_a_training_goes_on_from_a_checkpoint_with_another_schedule_mapping_and_spread(
+    optimizer, tmp_path, on_instances
+):
+    """Of optimizer state that two instances have in parts, which are put together for updates (lamb) or not."""
     pytest.importorskip("orbax.checkpoint")
-
-    def trained_until(last, folder, pipeline, devices, **options):
-        strategy = one_instance(devices)
-        trainer = strategies.Trainer(
-            strategy, pair, optax.lamb(0.1), gradient_accumulation_count=COUNT, pipeline=pipeline, **options
-        )
-        with strategies.Checkpoints(tmp_path / folder, trainer) as checkpoints:
-            state = checkpoints.restore(trainer.init(START))
-            first = state.step
-            for step in range(first, last):
-                state, _ = trainer.step(state, numbers(strategy, step))
-            checkpoints.save(state)
-        return first, strategies.fingerprint(state.variables)
-
     sharded = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
-    _, straight = trained_until(4, "straight", GROUPED, 2)
-    assert trained_until(2, "in halves", GROUPED, 2, **sharded)[1] != straight
-    assert trained_until(4, "in halves", SEQUENTIAL, 1) == (2, straight)
+
+    def trained_until(last, folder, pipeline, devices, instances=1, **options):
+        def program(strategy):
+            trainer = strategies.Trainer(
+                strategy,
+                pair,
+                getattr(optax, optimizer)(0.1),
+                gradient_accumulation_count=COUNT,
+                pipeline=pipeline,
+                **options,
+            )
+            with strategies.Checkpoints(tmp_path / folder, trainer) as checkpoints:
+                state = checkpoints.restore(trainer.init(START))
+                first = state.step
+                for step in range(first, last):
+                    state, _ = trainer.step(state, numbers(strategy, step))
+                checkpoints.save(state)
+            return first, strategies.fingerprint(state.variables)
+
+        return on_instances(instances, REPLICAS, program, ipus_per_replica=devices)
+
+    [(_, straight)] = trained_until(4, "straight", GROUPED, 2)
+    halves = trained_until(2, "in halves", GROUPED, 2, instances=2, **sharded)
+    assert halves == [(0, halves[0][1])] * 2
+    assert halves[0][1] != straight
+    shutil.copytree(tmp_path / "in halves", tmp_path / "by four")
+    assert trained_until(4, "in halves", SEQUENTIAL, 1) == [(2, straight)]
+    assert trained_until(4, "by four", SEQUENTIAL, 1, instances=4, **sharded) == [(2, straight)] * 4
 
 
 # ---- what is refused
@@ -351,6 +376,13 @@ def feeding(variables, batch, key):
         return jnp.mean(hidden @ variables["last"])
 
 
+def elsewhere(variables, batch, key):
+    with strategies.pipeline_stage(0), strategies.ipu_shard(1):
+        hidden = batch @ variables["first"]
+    with strategies.pipeline_stage(1):
+        return jnp.mean(hidden @ variables["last"])
+
+
 OUTFEED = strategies.OutfeedQueue()
 REFUSED = {
     "no marks": (unmarked, GROUPED, {}, ValueError, "stage 0 is marked nowhere"),
@@ -361,6 +393,7 @@ REFUSED = {
     "a wrong count": (pair, GROUPED, {"count": 2}, strategies.FailedPreconditionError, "must be a multiple of 4"),
     "recompute": (pair, GROUPED, {"recompute": "blocks"}, ValueError, r"Pipelining\(recompute=True\)"),
     "a feed": (feeding, GROUPED, {}, ValueError, "a stage of the pipeline uses an infeed or outfeed"),
+    "another device": (elsewhere, GROUPED, {}, ValueError, r"stage 0 computes something in ipu_shard\(1\)"),
     "int8": (pair, GROUPED, {"gradient_transfer_dtype": np.int8}, ValueError, "leave stage by stage"),
 }
 

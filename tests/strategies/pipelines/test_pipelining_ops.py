@@ -490,6 +490,14 @@ REFUSED = {
         "no outfeed_queue has been provided",
     ),
     "PL-24 both": (TWO, 4, LEARNS | {"outfeed_mask": [True]}, ValueError, "only one of them"),
+    "a mask that is no list": (
+        TWO,
+        4,
+        LEARNS | {"outfeed_loss": False, "outfeed_mask": True},
+        TypeError,
+        "list of bools",
+    ),
+    "a negative device": (TWO, 4, LEARNS | {"device_mapping": [0, -2]}, ValueError, "stage 1 is mapped to device -2"),
     "PL-33": (TWO, 4, LEARNS | {"outfeed_queue": LAST, "accumulate_outfeed": True}, ValueError, "use OutfeedMode.ALL"),
     "PL-41 None": (TWO, 4, LEARNS | {"reduction_method": None}, ValueError, "Cannot parse None"),
     "PL-41 a number": (TWO, 4, LEARNS | {"reduction_method": 10}, ValueError, "Cannot parse 10"),
@@ -560,6 +568,17 @@ def test_pl_08_outputs_need_an_outfeed(options):
     net = pipeline(TWO, 4, infeed_queue=numbers(), **options)
     with pytest.raises(ValueError, match="The last computational stage has tensor outputs"):
         net.init(START)
+
+
+def test_stages_are_on_the_devices_that_they_shard_over():
+    def stage(variables, x):
+        with strategies.ipu_shard(1):
+            return x * variables["w"]
+
+    net = pipeline([stage, same], 4, device_mapping=[0, 1], **ONLY_RUN)
+    state = net.init(START)
+    with pytest.raises(ValueError, match=r"stage 0 computes something in ipu_shard\(1\), and is on device 0"):
+        net(state)
 
 
 def test_pl_15_tensors_of_other_programs_are_not_captured():
