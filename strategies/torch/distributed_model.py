@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
+from strategies.replicas.membership import warn_of_loss
 from strategies.roles import Tree
 from strategies.strategy import Strategy
 from strategies.torch.contribution import Contribution
@@ -20,6 +21,7 @@ from strategies.torch.gradient_plan import GradientPlan, Parameter
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.randomness import drawing_from, seed_of
+from strategies.torch.replica_groups import groups_of
 from strategies.torch.tensors import dtype_of
 from strategies.torch.training import receive_into, refuse_modules
 
@@ -81,6 +83,11 @@ class DistributedModel(torch.nn.Module):
                 "instances as replicas, or use strategies.torch.Trainer, which drives several"
             )
         refuse_modules(module)
+        if grouped := [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]:
+            raise StrategyError(
+                f"groups of replicas have rows of {grouped[0]}, and here the module is the replica itself; use "
+                "strategies.torch.Trainer, whose replicas are copies of the module"
+            )
         if intra_op_threads is not None:
             torch.set_num_threads(intra_op_threads)
         self.module = module
@@ -89,9 +96,15 @@ class DistributedModel(torch.nn.Module):
         self._replica = strategy.replicas.local_replicas.start
         self._step = self._micro_batch = 0
         self._syncs = True
+        warn_of_loss(
+            strategy.replicas,
+            "a loop of the program's own is one replica, and who is left cannot carry the one of an instance besides",
+        )
         self._streams = strategy.replicas.streams_gradients if stream_gradients is None else stream_gradients
         self._is_alone = strategy.replicas.num_replicas_in_sync == 1
-        self._model_buffers = ModelBuffers(module, model_state_aggregation)
+        self._model_buffers = ModelBuffers(
+            module, model_state_aggregation, strategy.replicas.num_replicas_in_sync, self._replica
+        )
         self._begin_alike(0)
         self._masters = [one.clone() for one in self._model_buffers.masters]
         self._named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
@@ -220,10 +233,10 @@ class DistributedModel(torch.nn.Module):
 
     def _agree_on_buffers(self, changed: Sequence[int]) -> None:
         if changed:
-            values = self._model_buffers.agreed(changed, [self._model_buffers.slots], self._strategy.communicator)
+            values = self._model_buffers.agreed(changed, [self._model_buffers.slots], self._strategy.replicas)
             self._model_buffers.keep(values)
-            for number, value in values.items():
-                self._masters[number].copy_(value)
+            for number in values:
+                self._masters[number].copy_(self._model_buffers.masters[number])
 
     def _refuse_gradients_of_some(self, tail: Tail) -> None:
         active = float(tail.metrics[0])

@@ -40,6 +40,7 @@ class PipelineRun:
         count: micro-batches of a step.
         intra_op_threads: of each.
         module: whose buffers are looked after.
+        training: whether micro-batches go back.
 
     Attributes:
         spans: when each device did what in the last step; empty after the first one.
@@ -48,16 +49,19 @@ class PipelineRun:
         StrategyError: from `each`, see `Walk` and `_Stages`.
     """
 
-    def __init__(self, pipeline: Pipeline, count: int, intra_op_threads: int, module: torch.nn.Module) -> None:
+    def __init__(
+        self, pipeline: Pipeline, count: int, intra_op_threads: int, module: torch.nn.Module, training: bool = True
+    ) -> None:
         self._pipeline = pipeline
         self._count = count
         self._stages = _Stages(pipeline.placing())
         self._timetable: Timetable | None = None
         self._overlaps = False
+        self._trains = training
         self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
         self.spans: Sequence[Timed] = ()
         for name, inner in module.named_modules():
-            if inner._buffers:
+            if inner._buffers and training:
                 inner.register_forward_pre_hook(partial(self._stages.enter_module, name))
 
     def each(self, work: Callable[[int, Walk], None]) -> None:
@@ -86,14 +90,14 @@ class PipelineRun:
     def _planned(self) -> Timetable:
         """The timetable, of the stages that the first step has met."""
         devices = self._stages.devices()
-        if self._pipeline.needs_full and len(devices) > self._count:
+        if self._trains and self._pipeline.needs_full and len(devices) > self._count:
             raise StrategyError(
                 f"the pipeline has {len(devices)} stages, and a step {self._count} micro-batches, which cannot fill "
                 f"it; use a gradient accumulation of {len(devices)} or more, or poptorch.ShardedExecution"
             )
         numbers = {device: number for number, device in enumerate(sorted(set(devices)))}
         schedule = schedule_named(self._pipeline.schedule)
-        timetable = schedule.timetable(placed([numbers[device] for device in devices]), self._count, True)
+        timetable = schedule.timetable(placed([numbers[device] for device in devices]), self._count, self._trains)
         if timetable.has_split_backward:
             raise StrategyError(
                 f"the schedule {schedule.name} takes backward passes apart, which PyTorch does not; use another one"
@@ -247,6 +251,11 @@ class Walk:
             if stage != self.stage:
                 node.register_prehook(partial(self._go_back, stage))
 
+    def leave(self) -> None:
+        """The forward pass has ended, and there is no backward pass."""
+        self._advance(self.last_stage, "the end")
+        self._done()
+
     def finish(self) -> None:
         """The backward pass has ended."""
         self._go_back(0)
@@ -350,14 +359,17 @@ class MicroBatches:
     @property
     def spans(self) -> Sequence[Timed]:
         """When each device did what, in the order of the begins; updates, made for all stages at once, come last."""
-        end_s = max(span.end_s for span in self._spans)
+        in_order = sorted(self._spans, key=lambda span: (span.begin_s, span.device, span.end_s))
+        if not self.timetable.training:
+            return in_order
+        end_s = max(span.end_s for span in in_order)
         places = enumerate(self.timetable.mapping)
         updates = [
             Timed(device, Action(Kind.UPDATE, stage, None), end_s, end_s)
             for stage, devices in places
             for device in devices
         ]
-        return [*sorted(self._spans, key=lambda span: (span.begin_s, span.device, span.end_s)), *updates]
+        return [*in_order, *updates]
 
     def wait(self, action: Action) -> None:
         """Return when it is an action's turn.

@@ -232,6 +232,55 @@ def test_what_they_did_is_a_trace_and_the_stash_is_that_of_the_schedule(network)
     training.destroy()
 
 
+@pytest.mark.parametrize("schedule", ["grouped", "one_forward_one_backward", "zero_bubble"])
+def test_inference_goes_through_the_stages_too(schedule, network):
+    """The first call learns them; outputs are those without a pipeline."""
+    execution = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
+    inference = poptorch.inferenceModel(network, new_options(execution, 2, 1, 5))
+    rows = batch()[0][:20]
+    plainly = [network(each).detach() for each in rows.split(2)]
+    with pytest.raises(ValueError, match="trace of no action"):
+        _ = inference.trace
+    for _ in range(2):
+        assert torch.equal(inference(rows), torch.cat(plainly))
+    spans = inference.trace.replicas
+    assert sorted(spans) == [0, 1]
+    assert all(len(each) == 4 * 5 for each in spans.values())
+    assert {span.action.kind for span in spans[0]} == {Kind.FORWARD}
+    inference.destroy()
+
+
+@pytest.mark.complete
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_the_tutorial_at_its_full_size(replicas, network):
+    """40 rows x 10 micro-batches x 10 updates in a call, on four stages."""
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.randint(0, 10, (4000,), generator=generator)
+    x = torch.randn(10, 1, 28, 28, generator=generator)[labels] + torch.randn(4000, 1, 28, 28, generator=generator)
+    own, plain = copy.deepcopy(network), copy.deepcopy(network)
+    options = new_options(poptorch.PipelinedExecution("B1", "B2", "B3", "B4"), replicas, 10, 10)
+    training = poptorch.trainingModel(own, options, poptorch.optim.AdamW(own.parameters(), lr=0.001))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.001)
+    for call in range(3):
+        losses = training(x, labels)[1]
+        expected = []
+        for rows, wanted in zip(x.split(400), labels.split(400), strict=True):
+            optimizer.zero_grad()
+            for part, of_part in zip(rows.split(40), wanted.split(40), strict=True):
+                _, loss = plain(part, of_part)
+                (loss / 10).backward()
+                expected.append(loss.item())
+            optimizer.step()
+        if replicas == 1:
+            assert losses.tolist() == expected
+        else:
+            found = losses.reshape(100, replicas).mean(1).tolist()
+            print(call, max(abs(one - other) for one, other in zip(found, expected, strict=True)))
+            assert found == pytest.approx(expected, abs=1e-6)
+    training.destroy()
+
+
 class Two(nn.Module):
     """Two stages, and something that is wrong with them."""
 
