@@ -1,4 +1,4 @@
-"""Groups of replicas have rows of parameters, and replicas buffers, of their own: with the same bits for all spreads."""
+"""Groups of replicas have rows of parameters of their own, and replicas buffers: with the same bits for all spreads."""
 
 from __future__ import annotations
 
