@@ -24,6 +24,7 @@ from strategies.errors import StrategyError
 from strategies.pipelines.driver import AbandonedError
 from strategies.pipelines.schedules.registry import schedule_named
 from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, placed
+from strategies.torch.buffer_uses import BufferUses
 from strategies.torch.stages import Pipeline, Placing, watch
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -58,6 +59,7 @@ class PipelineRun:
         self._timetable: Timetable | None = None
         self._overlaps = False
         self._trains = training
+        self._module = module
         self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
         self.spans: Sequence[Timed] = ()
         for name, inner in module.named_modules():
@@ -75,7 +77,11 @@ class PipelineRun:
         """
         if self._timetable is None or not self._overlaps:
             for number in range(self._count):
-                _walk(Walk(self._stages, number, None), work)
+                walk = Walk(self._stages, number, None)
+                if number == 0 and self._timetable is None and self._trains:
+                    self._look(walk, work)
+                else:
+                    _walk(walk, work)
             if self._timetable is None:
                 self._timetable = self._planned()
                 self._overlaps = len(self._timetable.devices) > 1
@@ -86,6 +92,12 @@ class PipelineRun:
         for error in sorted(errors, key=lambda one: isinstance(one, AbandonedError)):
             raise error
         self.spans = drive.spans
+
+    def _look(self, walk: Walk, work: Callable[[int, Walk], None]) -> None:
+        """The first micro-batch, which shows where buffers are used."""
+        with BufferUses(self._module, lambda: walk.stage) as uses:
+            _walk(walk, work)
+        uses.refuse_changes_that_cross()
 
     def _planned(self) -> Timetable:
         """The timetable, of the stages that the first step has met."""
@@ -243,7 +255,7 @@ class Walk:
             last: the number of the last stage.
         """
         self._advance(last, "the loss")
-        firsts = self._first_nodes(loss)
+        firsts = self._first_nodes(loss) if last else {}
         self._done()
         self._kind = Kind.BACKWARD
         self._wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +87,7 @@ class ReplicaModule:
         self.slots = slots_of(self.module)
         self._pairs = list(zip(original.modules(), self.module.modules(), strict=True))
         self._last = [dict(_plain_attributes(one)) for one, _ in self._pairs]
+        self._seen = [dict(vars(one)) for one, _ in self._pairs]
 
     def follow(self) -> None:
         """Take over what the program has changed in the original, but for its buffers."""
@@ -95,7 +97,12 @@ class ReplicaModule:
                 mine.data = part.detach()
             if mine.requires_grad is not original.requires_grad:
                 mine.requires_grad_(original.requires_grad)
-        for (original, mine), last in zip(self._pairs, self._last, strict=True):
+        for (original, mine), last, seen in zip(self._pairs, self._last, self._seen, strict=True):
+            now = vars(original)
+            if now.keys() == seen.keys() and all(map(is_, now.values(), seen.values())):
+                continue  # 1 us; to look at the attributes one by one takes ten times as long
+            seen.clear()
+            seen.update(now)
             for name, value in _plain_attributes(original):
                 if last.get(name, _Unknown) != value:
                     last[name] = value

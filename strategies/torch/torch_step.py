@@ -152,7 +152,7 @@ class TorchStep:
 
     def _let_go(self) -> None:
         """Give the gradients of the last step back, before there are others."""
-        for parameter in self._training.module.parameters():
+        for parameter in self._training.parameters:
             parameter.grad = None
         if self._exchange is not None:
             self._exchange.let_go()

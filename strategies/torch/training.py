@@ -52,6 +52,7 @@ class Training:
     Attributes:
         module: see above.
         optimizer: see above.
+        parameters: of the module, in the order of `named_parameters`.
         buffers: of the module.
         step: how many updates were made.
         scale: of the next loss; None where none is scaled.
@@ -68,6 +69,7 @@ class Training:
         options: TorchOptions,
     ) -> None:
         self.module, self.optimizer, self.update = module, optimizer, update
+        self.parameters = list(module.parameters())
         self.buffers = ModelBuffers(module, options.model_state_aggregation, replicas.num_replicas_in_sync)
         self.step = 0
         self.scale: LossScale | None = None if options.scaling is None else options.scaling.start()
@@ -80,7 +82,7 @@ class Training:
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that are trained, in the order of `named_parameters`."""
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     @property
     def own_part(self) -> str | None:
