@@ -250,6 +250,8 @@ def test_inference_goes_through_the_stages_too(schedule, network):
     inference.destroy()
 
 
+@pytest.mark.complete
+@pytest.mark.timeout(600)
 class TestTheTutorialAtItsFullSize:
     """40 rows x 10 micro-batches x 10 updates in a call, on four stages.
 
@@ -257,8 +259,6 @@ class TestTheTutorialAtItsFullSize:
     within a call, for plain PyTorch with micro-batches of 1, 4 or 5 rows as well; so that four replicas compute the
     same as one is seen in float64.
     """
-
-    pytestmark = (pytest.mark.complete, pytest.mark.timeout(600))
 
     def losses(self, network, replicas, dtype):
         """Those of three calls, and of plain PyTorch with as many replicas by hand, and with one."""
