@@ -7,7 +7,8 @@ from typing import Any, Unpack
 
 from strategies.config.configured import in_force
 from strategies.data.datasets import DistributedDataset
-from strategies.evaluation.evaluation_program import MetricsFunction, Task, Told
+from strategies.evaluation.data_pass import Told
+from strategies.evaluation.evaluation_program import MetricsFunction, Task
 from strategies.evaluation.evaluator import Evaluator
 from strategies.evaluation.merging import Evaluation
 from strategies.gradients.replica_program import LossFunction

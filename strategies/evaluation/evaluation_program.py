@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from strategies.data.sources import Masked
+from strategies.evaluation.data_pass import Told
 from strategies.evaluation.merging import Mean, Mergeable
 from strategies.gradients.arguments import metric_names, naming_missing_keys
 from strategies.gradients.model_state import PER_REPLICA
@@ -26,8 +27,6 @@ from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]
-Told = list[tuple[Tree, np.ndarray]]
-"""For each replica what it tells of a batch, and its mask."""
 
 
 class Task(ABC):

@@ -7,21 +7,17 @@ may also go to instance 0 alone.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
-from collectives.tree import combined
-from popdist.instance import replica_block
 from strategies.comparing.agreement import insist_on_agreement, terms_of
 from strategies.comparing.program_text import lines_of
 from strategies.data.every_row import EveryRow, every_row
 from strategies.data.sources import Masked
-from strategies.errors import StrategyError
+from strategies.evaluation.data_pass import AHEAD, Begun, DataPass, Passing, Told, evaluation_of, predictions_of
 from strategies.evaluation.evaluation_program import (
     EvaluationProgram,
     LossOfRows,
@@ -29,7 +25,6 @@ from strategies.evaluation.evaluation_program import (
     MetricsOfBatch,
     Outputs,
     Task,
-    Told,
 )
 from strategies.evaluation.merging import Evaluation
 from strategies.gradients.arguments import (
@@ -40,16 +35,12 @@ from strategies.gradients.arguments import (
     check_takes_state,
 )
 from strategies.gradients.replica_program import LossFunction
-from strategies.replicas.membership import lost_with_an_instance, surviving, warn_of_loss
+from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree
 from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
-
-_ELSEWHERE: Told = [(None, np.zeros(0, np.bool_))]
-"""What an instance is told of a batch of which another one is told everything."""
-_AHEAD = 2  # batches that are begun before what the first of them says is asked for
 
 
 class Evaluator:
@@ -110,17 +101,7 @@ class Evaluator:
             check_function("metrics_fn", metrics_fn, (*arguments, MODEL_STATE) if has_state else arguments)
         self._check(fn, has_state)
         task = LossOfRows(fn or self._loss_fn) if metrics_fn is None else MetricsOfBatch(metrics_fn)
-        merged: dict[str, Any] = {}
-        rows = 0
-        with closing(self._pass(task, state, self._rows(dataset))) as batches:
-            for told in batches:
-                rows += sum(int(mask.sum()) for _, mask in told)
-                of_batch = combined([metrics for metrics, _ in told], _merged)
-                merged = _merged(merged, of_batch) if merged else of_batch
-        if not rows:
-            raise ValueError("there is no row to evaluate")
-        in_order = sorted(merged, key=lambda name: name != "loss")  # the loss first
-        return Evaluation({name: merged[name] for name in in_order}, rows)
+        return evaluation_of(self._pass(task, state, self._rows(dataset)))
 
     def predict(
         self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None, to_all: bool
@@ -150,7 +131,7 @@ class Evaluator:
                 "shuffle=False"
             )
         task = Outputs(fn or self._loss_fn, is_loss=fn is None)
-        return self._predictions(self._pass(task, state, rows, to_all), rows.is_interleaved)
+        return predictions_of(self._pass(task, state, rows, to_all), rows.is_interleaved)
 
     def told(self, task: Task, state: TrainState, dataset: Iterable[Batch]) -> Generator[Told, None, None]:
         """For each batch what a task tells of it on all replicas, in their order, with their masks.
@@ -167,11 +148,6 @@ class Evaluator:
         """
         return self._pass(task, state, self._rows(dataset))
 
-    def _predictions(self, batches: Generator[Told, None, None], is_interleaved: bool) -> Generator[Tree, None, None]:
-        with closing(batches):
-            for of_replicas in batches:
-                yield None if of_replicas is _ELSEWHERE else in_order(of_replicas, is_interleaved)
-
     def _check(self, fn: LossFunction | None, has_state: bool) -> None:
         if fn is not None:
             check_loss_function(fn)
@@ -187,7 +163,27 @@ class Evaluator:
             self._has_warned = True
             warn_of_loss(self._replicas, lost_with_an_instance(False, rows.dataset))
         self._replicas.instruments.step_begins(state.step)
-        return _Pass(self, self._replicas, task, state, rows, to_all).results()
+        begin = partial(self._begun, task, state, rows)
+        meet = self.single.meet if self.survives else None
+        passing = Passing(task.title, state.step, begin, partial(check_state, state), meet)
+        return DataPass(self._replicas, passing, rows, to_all).results()
+
+    def _begun(self, task: Task, state: TrainState, rows: EveryRow, batch: Masked) -> Begun:
+        program = self.program(task, state, batch, rows)
+        wait = partial(self._wait, program.begin(state, batch))
+        return Begun(wait, AHEAD if program.is_independent else 0)  # replicas that meet do so in one batch at a time
+
+    def _wait(self, begun: Callable[[], Told]) -> Told:
+        """What the local replicas tell. Errors of collectives inside of the function are those raised there."""
+        reducer = self._replicas.reducer
+        try:
+            return begun()
+        except jax.errors.JaxRuntimeError as error:
+            if reducer.last_error not in (None, error):
+                raise reducer.last_error from error
+            raise
+        finally:
+            reducer.end()
 
     # ---- programs
 
@@ -211,186 +207,3 @@ class Evaluator:
             insist_on_agreement(replicas, terms)
         self._agreed.add(key)
         return found
-
-
-class _Pass:
-    """Goes through the rest of a data set once, with all instances that there are.
-
-    Args:
-        evaluator: has the programs.
-        replicas: connects the instances.
-        task: what is wanted of every batch.
-        state: what it is computed with.
-        rows: the data set.
-        to_all: whether all instances are told, or instance 0 alone.
-    """
-
-    def __init__(
-        self, evaluator: Evaluator, replicas: Replicas, task: Task, state: TrainState, rows: EveryRow, to_all: bool
-    ) -> None:
-        self._evaluator = evaluator
-        self._replicas = replicas
-        self._task = task
-        self._state = state
-        self._rows = rows
-        self._gather = gather_replicas if to_all else gather_replicas_on_first
-        self._batches = rows.batches(0)
-        self._begun: deque[Callable[[], Told]] = deque()
-        self._number = 0  # of the oldest batch that was begun
-        self._ahead = 0
-        self._is_at_end = False
-
-    def results(self) -> Generator[Told, None, None]:
-        """For each batch what all replicas tell, and their masks, in their order; taking it is a collective call."""
-        done = 0
-        try:
-            while told := self._surviving(done):
-                done += 1
-                yield told
-        finally:
-            self._stop()
-            self._replicas.place.passes += 1
-            self._replicas.place.batches = 0
-            if not self._is_at_end:
-                self._rows.leave(done)
-
-    def _surviving(self, done: int) -> Told:
-        self._replicas.place.batches = done
-        if not self._evaluator.survives:
-            return self._next(done)
-        return surviving(self._replicas, lambda: self._next(done), lambda: self._catch_up(done))
-
-    def _next(self, done: int) -> Told:
-        """What is told of the batch that comes after so many; nothing behind the last one."""
-        while True:
-            check_state(self._state)
-            self._begin()
-            title = f"{self._task.title} at step {self._state.step}"
-            if not self._begun:
-                self._is_at_end = True
-                self._replicas.communicator.barrier(name=f"end of {title}")
-                return []
-            local = self._wait(self._begun.popleft())
-            told = self._gather(self._replicas, local, f"{title}, batch {self._number}")
-            self._number += 1
-            if self._number > done:
-                return told
-
-    def _begin(self) -> None:
-        """Have so many batches computed that no replica waits for this thread."""
-        while len(self._begun) <= self._ahead:
-            batch = next(self._batches, None)
-            if batch is None:
-                return
-            program = self._evaluator.program(self._task, self._state, batch, self._rows)
-            self._begun.append(program.begin(self._state, batch))
-            self._ahead = _AHEAD if program.is_independent else 0  # replicas that meet do so in one batch at a time
-
-    def _wait(self, begun: Callable[[], Told]) -> Told:
-        """What the local replicas tell. Errors of collectives inside of the function are those raised there."""
-        reducer = self._replicas.reducer
-        try:
-            return begun()
-        except jax.errors.JaxRuntimeError as error:
-            if reducer.last_error not in (None, error):
-                raise reducer.last_error from error
-            raise
-        finally:
-            reducer.end()
-
-    def _catch_up(self, done: int) -> Told | None:
-        """After a loss: nothing where others are through, else None, and it goes on with what an instance has not got.
-
-        Who is through has met all others at the end, where they have got everything.
-        """
-        self._stop()
-        meeting, own = self._evaluator.single.meet(), self._replicas.place.passes
-        if meeting.passes.max() > own:
-            if not self._is_at_end:
-                raise StrategyError(
-                    f"an instance is lost, and others have left the {self._task.title} after {done} batches; take all "
-                    "batches that predict gives"
-                )
-            return []
-        self._is_at_end = False
-        self._number = int(np.where(meeting.passes == own, meeting.batches, 0).min())
-        self._batches = self._rows.batches(self._number)
-        return None
-
-    def _stop(self) -> None:
-        """Give up what was begun, once no replica computes any more."""
-        self._batches.close()
-        while self._begun:
-            with suppress(Exception):  # nobody has asked for it
-                self._begun.popleft()()
-
-
-def gather_replicas(replicas: Replicas, local: Sequence[Tree], name: str) -> list[Tree]:
-    """The host trees of all replicas, in their order; a collective call.
-
-    Args:
-        replicas: connects the instances.
-        local: those of the local replicas, alike in structure, shapes and dtypes.
-        name: of the call.
-    """
-    whole = replicas.communicator.all_gather(_message(replicas, local), name=name)
-    return _told_by(replicas, whole, local[0])
-
-
-def gather_replicas_on_first(replicas: Replicas, local: Sequence[Tree], name: str) -> list[Tree]:
-    """See `gather_replicas`, for instance 0 alone; the others are told `_ELSEWHERE`."""
-    whole = replicas.communicator.gather(_message(replicas, local), name=name)
-    return _ELSEWHERE if whole is None else _told_by(replicas, whole, local[0])
-
-
-def _blocks(replicas: Replicas) -> list[range]:
-    """The replicas of each instance."""
-    count = replicas.communicator.size
-    return [replica_block(rank, count, replicas.num_replicas_in_sync) for rank in range(count)]
-
-
-def _message(replicas: Replicas, local: Sequence[Tree]) -> np.ndarray:
-    """The bytes of the local replicas' trees, one row each; some instances may have one replica less than others."""
-    packed = [_packed(tree) for tree in local]
-    message = np.zeros((max(map(len, _blocks(replicas))), packed[0].size), np.uint8)
-    message[: len(packed)] = packed
-    return message
-
-
-def _told_by(replicas: Replicas, whole: np.ndarray, like: Tree) -> list[Tree]:
-    """The trees of all replicas, of the messages of all instances."""
-    rows = [whole[rank, row] for rank, block in enumerate(_blocks(replicas)) for row in range(len(block))]
-    return [_unpacked(row, like) for row in rows]
-
-
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {name: metric.merge(other[name]) for name, metric in one.items()}
-
-
-def _packed(tree: Tree) -> np.ndarray:
-    leaves = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(tree)]
-    return np.concatenate(leaves)
-
-
-def _unpacked(data: np.ndarray, like: Tree) -> Tree:
-    leaves, structure = jax.tree.flatten(like)
-    found = []
-    begin = 0
-    for leaf in leaves:
-        array = np.empty(leaf.shape, leaf.dtype)
-        array.reshape(-1).view(np.uint8)[:] = data[begin : begin + array.nbytes]
-        begin += array.nbytes
-        found.append(array)
-    return jax.tree.unflatten(structure, found)
-
-
-def in_order(of_replicas: Told, is_interleaved: bool) -> Tree:
-    """The rows that count of what replicas predict, in the order of the data set."""
-    trees, masks = zip(*of_replicas, strict=True)
-
-    def ordered(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        whole = np.stack(arrays, axis=1 if is_interleaved else 0)
-        return whole.reshape(-1, *arrays[0].shape[1:])
-
-    counts = ordered(masks)
-    return jax.tree.map(lambda *leaves: ordered(leaves)[counts], *trees)

@@ -18,7 +18,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset, PyDatasetAdapter
 
 from strategies.data.datasets import DistributedDataset
-from strategies.evaluation.evaluation_program import Told
+from strategies.evaluation.data_pass import Told
 from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
 from strategies.roles import Batch
 from strategies.strategy import Strategy

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import optax
 
-from strategies.evaluation.evaluation_program import Task, Told
-from strategies.evaluation.evaluator import in_order
+from strategies.evaluation.data_pass import Told, in_order
+from strategies.evaluation.evaluation_program import Task
 from strategies.gradients.model_state import FIRST, MEAN
 from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass

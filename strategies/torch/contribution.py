@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from collectives.memory import aligned_empty
 from strategies.exchange.transfer import NOT_FINITE
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.quantising import encode
+from strategies.torch.replica_groups import Row
 from strategies.torch.tensors import as_array, as_tensor
 
 
@@ -24,10 +25,12 @@ class Contribution:
 
     Args:
         plan: where gradients lie.
+        rows: for the numbers of parameters of which the replica has one row only, which. The others stay zero.
     """
 
-    def __init__(self, plan: GradientPlan) -> None:
+    def __init__(self, plan: GradientPlan, rows: Mapping[int, Row] | None = None) -> None:
         self._plan = plan
+        self._rows = dict(rows or {})
         self._homes = [_home(plan, number) for number in range(len(plan.parameters))] if not plan.quantised else []
         self._arrays: list[list[np.ndarray | None]] = [[None] * len(layout.buffers) for layout in plan.layouts]
         self._views: dict[int, torch.Tensor] = {}  # of what has been copied once
@@ -38,10 +41,11 @@ class Contribution:
 
         Args:
             number: of the parameter.
-            gradient: in the parameter's shape and dtype.
+            gradient: in the shape and dtype that the parameter has in the replica.
         """
         home = self._homes[number]
-        if gradient is not None and home.is_of_one and gradient.numel() == home.size:
+        row = self._rows.get(number)
+        if gradient is not None and row is None and home.is_of_one and gradient.numel() == home.size:
             is_as_it_travels = gradient.dtype == home.dtype and gradient.is_contiguous()
             if is_as_it_travels:
                 self._arrays[home.bucket][home.buffer] = as_array(gradient).reshape(-1)
@@ -53,8 +57,11 @@ class Contribution:
             view = self._views[number] = self._room(number)
         if gradient is None:
             view.zero_()
-        else:
+        elif row is None:
             view.copy_(gradient)
+        else:  # a reduction may have used the other rows
+            view.zero_()
+            view[row.number].copy_(gradient * row.gain)
 
     def encode(self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Take all gradients as int8; the new residuals.

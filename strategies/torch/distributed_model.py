@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
+from strategies.replicas.membership import warn_of_loss
 from strategies.roles import Tree
 from strategies.strategy import Strategy
 from strategies.torch.contribution import Contribution
@@ -20,6 +22,7 @@ from strategies.torch.gradient_plan import GradientPlan, Parameter
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.randomness import drawing_from, seed_of
+from strategies.torch.replica_groups import groups_of
 from strategies.torch.tensors import dtype_of
 from strategies.torch.training import receive_into, refuse_modules
 
@@ -81,21 +84,30 @@ class DistributedModel(torch.nn.Module):
                 "instances as replicas, or use strategies.torch.Trainer, which drives several"
             )
         refuse_modules(module)
+        if grouped := [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]:
+            raise StrategyError(
+                f"groups of replicas have rows of {grouped[0]}, and here the module is the replica itself; use "
+                "strategies.torch.Trainer, whose replicas are copies of the module"
+            )
         if intra_op_threads is not None:
             torch.set_num_threads(intra_op_threads)
         self.module = module
         self._strategy = strategy
         self._options = options
         self._replica = strategy.replicas.local_replicas.start
-        self._step = self._micro_batch = 0
-        self._syncs = True
+        self._loop = _Loop()
+        warn_of_loss(
+            strategy.replicas,
+            "a loop of the program's own is one replica, and who is left cannot carry the one of an instance besides",
+        )
         self._streams = strategy.replicas.streams_gradients if stream_gradients is None else stream_gradients
         self._is_alone = strategy.replicas.num_replicas_in_sync == 1
-        self._model_buffers = ModelBuffers(module, model_state_aggregation)
+        self._model_buffers = ModelBuffers(
+            module, model_state_aggregation, strategy.replicas.num_replicas_in_sync, self._replica
+        )
         self._begin_alike(0)
         self._masters = [one.clone() for one in self._model_buffers.masters]
         self._named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
-        self._round: _Round | None = None
         self._exchange = self._new_exchange()
         self._contribution = Contribution(self._exchange.plan)
         self._thread = ThreadPoolExecutor(1, "gradients")
@@ -104,20 +116,20 @@ class DistributedModel(torch.nn.Module):
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
         """What the module returns; random numbers are drawn from the replica's generator."""
-        seed = seed_of(self._options.seed, self._replica, self._step, self._micro_batch)
+        seed = seed_of(self._options.seed, self._replica, self._loop.step, self._loop.micro_batch)
         if torch.is_grad_enabled() and self.training:
-            self._micro_batch += 1
+            self._loop.micro_batch += 1
         with drawing_from(seed):
             return self.module(*arguments, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only add to the gradients of this instance: for all micro-batches but the last."""
-        before, self._syncs = self._syncs, False
+        before, self._loop.syncs = self._loop.syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self._loop.syncs = before
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -132,33 +144,33 @@ class DistributedModel(torch.nn.Module):
             return
         while not self._join_once():
             pass
-        steps = self._strategy.communicator.all_gather(np.array(self._step), name="steps made")
+        steps = self._strategy.communicator.all_gather(np.array(self._loop.step), name="steps made")
         self._begin_alike(int(steps.argmax()))
-        self._step = int(steps.max())
+        self._loop.step = int(steps.max())
 
     # ---- a backward pass
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """A gradient is complete: called by autograd."""
-        if not self._syncs:
+        loop = self._loop
+        if not loop.syncs:
             return
-        if self._round is None:
-            self._round = _Round(self._exchange.plan)
+        if loop.round is None:
+            loop.round = _Round(self._exchange.plan)
             end = self._count if self._is_alone else self._end
             torch.autograd.Variable._execution_engine.queue_callback(end)
         if self._is_alone:
             return
-        if self._round.has_come[number]:
+        if loop.round.has_come[number]:
             raise StrategyError(
                 f"the gradient of {self._named[number][0]} has come twice in one backward pass, as of parameters in "
                 "several reentrant checkpoints; use checkpoint(..., use_reentrant=False)"
             )
-        self._take(self._round, number, parameter.grad)
+        self._take(loop.round, number, parameter.grad)
 
     def _count(self) -> None:
         """The backward pass of a replica that is alone has ended."""
-        self._round = None
-        self._step, self._micro_batch = self._step + 1, 0
+        self._loop.next_step()
 
     def _take(self, round_: _Round, number: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None and gradient.layout is not torch.strided:
@@ -179,7 +191,7 @@ class DistributedModel(torch.nn.Module):
 
     def _end(self) -> None:
         """The backward pass has ended: whatever had no gradient, the tail, and the means."""
-        round_, self._round = self._round, None
+        round_, self._loop.round = self._loop.round, None
         assert round_ is not None
         for number, has_come in enumerate(round_.has_come):
             if not has_come:
@@ -188,7 +200,7 @@ class DistributedModel(torch.nn.Module):
                     parameter.grad = parameter.grad.clone()
                 self._take(round_, number, None)
         self._finish(round_, is_active=True)
-        self._step, self._micro_batch = self._step + 1, 0
+        self._loop.next_step()
 
     def _finish(self, round_: _Round, is_active: bool) -> Tail:
         changes = [
@@ -220,10 +232,10 @@ class DistributedModel(torch.nn.Module):
 
     def _agree_on_buffers(self, changed: Sequence[int]) -> None:
         if changed:
-            values = self._model_buffers.agreed(changed, [self._model_buffers.slots], self._strategy.communicator)
+            values = self._model_buffers.agreed(changed, [self._model_buffers.slots], self._strategy.replicas)
             self._model_buffers.keep(values)
-            for number, value in values.items():
-                self._masters[number].copy_(value)
+            for number in values:
+                self._masters[number].copy_(self._model_buffers.masters[number])
 
     def _refuse_gradients_of_some(self, tail: Tail) -> None:
         active = float(tail.metrics[0])
@@ -254,6 +266,27 @@ class DistributedModel(torch.nn.Module):
         replicas = self._strategy.replicas
         count = replicas.num_replicas_in_sync
         return GradientExchange(plan, ("active",), replicas.communicator, count, is_private=True)
+
+
+@dataclass
+class _Loop:
+    """Where the program's loop is. Attributes of a module are slow to set, those of this are not.
+
+    Attributes:
+        step: how many backward passes were made, of those that are synchronised.
+        micro_batch: how many forward passes were made since.
+        syncs: whether backward passes are synchronised.
+        round: the backward pass that runs.
+    """
+
+    step: int = 0
+    micro_batch: int = 0
+    syncs: bool = True
+    round: _Round | None = None
+
+    def next_step(self) -> None:
+        """A backward pass has ended."""
+        self.step, self.micro_batch, self.round = self.step + 1, 0, None
 
 
 class _Round:

@@ -34,8 +34,8 @@ class Tail:
     @classmethod
     def of(cls, values: np.ndarray, metrics: int, parameters: int) -> Tail:
         """The tail in so many values."""
-        own, notice, gradients, buffers = np.split(values.copy(), np.cumsum([metrics, 1, parameters]))
-        return cls(own, float(notice[0]), gradients, buffers)
+        kept, first, last = values.copy(), metrics + 1, metrics + 1 + parameters
+        return cls(kept[:metrics], float(kept[metrics]), kept[first:last], kept[last:])
 
     @staticmethod
     def size(metrics: int, parameters: int, buffers: int) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from strategies.pipelines.timetable import Timed
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch, Tree
+from strategies.torch.pipeline_run import PipelineRun, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_modules import ReplicaModule, slots_of
+from strategies.torch.stages import Pipeline
 
 
 class InferenceReplicas:
@@ -20,51 +23,91 @@ class InferenceReplicas:
 
     Args:
         replicas: global indices of the local ones.
+        of_all: how many replicas there are on all instances.
         module: of which they are copies.
         call: (module, batch) -> outputs.
         seed: of random numbers.
+        pipeline: how the blocks of the module run as stages; None: one after another.
     """
 
     def __init__(
-        self, replicas: range, module: torch.nn.Module, call: Callable[[torch.nn.Module, Any], Tree], seed: int
+        self,
+        replicas: range,
+        of_all: int,
+        module: torch.nn.Module,
+        call: Callable[[torch.nn.Module, Any], Tree],
+        seed: int,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self._replicas = replicas
         self._module = module
         self._call = call
         self._seed = seed
-        self._copies = [ReplicaModule(module) for _ in replicas]
-        self._calls = 0
+        self._pipeline = pipeline
+        self._copies = [ReplicaModule(module, replica, of_all) for replica in replicas]
+        self._runs: list[PipelineRun] = []
+        self._rounds = 0  # for which these are
         at_once = min(len(replicas), len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (1,))
 
-    def __call__(self, rounds: Sequence[Sequence[Batch]]) -> list[list[Tree]]:
+    def __call__(
+        self,
+        rounds: Sequence[Sequence[Batch]],
+        number: int,
+        buffers: Sequence[Sequence[torch.Tensor]] | None = None,
+    ) -> list[list[Tree]]:
         """The outputs of each micro-batch and replica.
 
         Args:
             rounds: for each micro-batch, one after another, the batches of the local replicas.
+            number: of the call, for random numbers.
+            buffers: for each local replica those of its module; None for the module's own.
         """
-        masters = [slot.tensor for slot in slots_of(self._module)]
-        for each in self._copies:
+        masters = buffers or [[slot.tensor for slot in slots_of(self._module)]] * len(self._copies)
+        for each, own in zip(self._copies, masters, strict=True):
             each.follow()
             each.module.eval()
             with torch.no_grad():
-                for slot, master in zip(each.slots, masters, strict=True):
+                for slot, master in zip(each.slots, own, strict=True):
                     slot.tensor.copy_(master)
+        if self._pipeline is not None and self._rounds != len(rounds):
+            self._new_runs(self._pipeline, len(rounds))
         columns = zip(*rounds, strict=True)
-        begun = [
-            self._threads.submit(self._run, position, column, self._calls) for position, column in enumerate(columns)
-        ]
-        self._calls += 1
+        begun = [self._threads.submit(self._run, position, column, number) for position, column in enumerate(columns)]
         return [list(of_replicas) for of_replicas in zip(*(each.result() for each in begun), strict=True)]
 
+    @property
+    def spans(self) -> Mapping[int, Sequence[Timed]]:
+        """For each local replica when its simulated devices did what in the last call; empty without a pipeline."""
+        return {replica: run.spans for replica, run in zip(self._replicas, self._runs, strict=False) if run.spans}
+
+    def _new_runs(self, pipeline: Pipeline, rounds: int) -> None:
+        self._close_runs()
+        self._rounds = rounds
+        self._runs = [PipelineRun(pipeline, rounds, 1, copy.module, training=False) for copy in self._copies]
+
     def _run(self, position: int, batches: Sequence[Batch], number: int) -> list[Tree]:
-        found = []
-        for micro_batch, batch in enumerate(batches):
+        found: list[Tree] = [None] * len(batches)
+
+        def work(micro_batch: int, walk: Walk | None) -> None:
             seed = seed_of(self._seed, self._replicas[position], number, micro_batch)
             with torch.no_grad(), drawing_from(seed):
-                found.append(self._call(self._copies[position].module, batch))
+                found[micro_batch] = self._call(self._copies[position].module, batches[micro_batch])
+            if walk is not None:
+                walk.leave()
+
+        if self._runs:
+            self._runs[position].each(work)
+        else:
+            for micro_batch in range(len(batches)):
+                work(micro_batch, None)
         return found
+
+    def _close_runs(self) -> None:
+        for run in self._runs:
+            run.close()
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=True)
+        self._close_runs()

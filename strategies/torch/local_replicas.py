@@ -41,6 +41,7 @@ class LocalReplicas:
         loss_fn: see `LossFunction`.
         options: of the step.
         make_plan: (names of the metrics) -> how gradients travel; called in the thread that collects, once.
+        of_all: how many replicas there are on all instances.
         streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
             from the second step on, in the thread that begins.
 
@@ -56,10 +57,11 @@ class LocalReplicas:
         loss_fn: LossFunction,
         options: TorchOptions,
         make_plan: Callable[[tuple[str, ...]], GradientPlan],
+        of_all: int,
         streams: bool = True,
     ) -> None:
         self.replicas = replicas
-        self.runs = [ReplicaRun(replica, module, loss_fn, options) for replica in replicas]
+        self.runs = [ReplicaRun(replica, module, loss_fn, options, of_all) for replica in replicas]
         self.plan: GradientPlan | None = None
         self.names: tuple[str, ...] = ()
         self._make_plan = make_plan
@@ -88,12 +90,19 @@ class LocalReplicas:
         for run in self.runs:
             run.copy.follow()
 
-    def begin(self, batch: Batch, turn: Turn, residuals: Sequence[Sequence[np.ndarray]]) -> None:
+    def begin(
+        self,
+        batch: Batch,
+        turn: Turn,
+        buffers: Sequence[Sequence[torch.Tensor]],
+        residuals: Sequence[Sequence[np.ndarray]],
+    ) -> None:
         """Begin to compute gradients; does not wait for them.
 
         Args:
             batch: a pytree of tensors, for all local replicas.
-            turn: see there; residuals are put in here.
+            turn: see there; buffers and residuals are put in here.
+            buffers: for each replica those with which it begins.
             residuals: of each replica; none where there are none.
 
         Raises:
@@ -105,8 +114,10 @@ class LocalReplicas:
             for event in run.finished:
                 event.clear()
         self._begun = [
-            self._submit(run, part, replace(turn, residuals=own))
-            for run, part, own in zip(self.runs, parts, residuals or [()] * len(self.runs), strict=True)
+            self._submit(run, part, replace(turn, masters=masters, residuals=own))
+            for run, part, masters, own in zip(
+                self.runs, parts, buffers, residuals or [()] * len(self.runs), strict=True
+            )
         ]
         if self.plan is None:
             self._begun[0].add_done_callback(lambda _: self._first.are_known.set())

@@ -9,9 +9,14 @@ import torch
 
 from collectives import Communicator
 from strategies.exchange.flat import FlatLayout
-from strategies.torch.options import FIRST, MEAN, Aggregation
+from strategies.replicas.gathering import gather_replicas
+from strategies.replicas.replicas import Replicas
+from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_modules import Slot, slots_of
 from strategies.torch.tensors import as_array, as_tensor
+
+OF_EACH = " of each replica"
+"""Behind the name of a buffer of which each replica keeps its own."""
 
 
 class ModelBuffers:
@@ -23,16 +28,19 @@ class ModelBuffers:
     Args:
         module: of the training; its buffers are those with which a step begins.
         aggregation: see `TorchOptions.model_state_aggregation`.
+        count: how many replicas there are on all instances.
+        shown: the replica whose buffers the module has where each keeps its own.
 
     Attributes:
         slots: where they are.
         moving: the numbers of those that a step has changed, from the first time on.
+        own: by their numbers those of which each replica keeps its own, with a first axis of all replicas.
 
     Raises:
         ValueError: if a name is none of a buffer, or a buffer that has no mean is to get it.
     """
 
-    def __init__(self, module: torch.nn.Module, aggregation: Aggregation) -> None:
+    def __init__(self, module: torch.nn.Module, aggregation: Aggregation, count: int, shown: int = 0) -> None:
         self.slots = slots_of(module)
         self._words = [_word(slot, aggregation) for slot in self.slots]
         names = [slot.name for slot in self.slots]
@@ -41,33 +49,70 @@ class ModelBuffers:
                 if name not in names:
                     raise ValueError(f"there is no buffer {name!r}; there are {', '.join(names) or 'none'}")
         self.moving: frozenset[int] = frozenset()
+        self._shown = shown
+        each = [number for number, word in enumerate(self._words) if word == PER_REPLICA]
+        self.own = {number: torch.stack([self.slots[number].tensor.detach()] * count) for number in each}
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """The buffers."""
+        """The buffers that the module has."""
         return [slot.tensor for slot in self.slots]
 
+    def masters_of(self, replica: int) -> list[torch.Tensor]:
+        """The buffers with which a replica begins a step."""
+        self._follow()
+        found = self.masters
+        for number, own in self.own.items():
+            found[number] = own[replica]
+        return found
+
+    def _follow(self) -> None:
+        """What the program has changed in the module all replicas get."""
+        for number, own in self.own.items():
+            if not torch.equal(own[self._shown], self.slots[number].tensor):
+                own.copy_(self.slots[number].tensor.detach().expand_as(own))
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """All that there is to be saved, by name."""
+        found = {slot.name: slot.tensor for slot in self.slots}
+        return found | {f"{self.slots[number].name}{OF_EACH}": own for number, own in self.own.items()}
+
     def agreed(
-        self, changed: Sequence[int], of_replicas: Sequence[Sequence[Slot]], communicator: Communicator
+        self, changed: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
         """New values of those that have changed; collective calls where there are any.
 
         Args:
             changed: their numbers, the same on all instances.
             of_replicas: for each local replica its buffers after the step.
-            communicator: connects the instances.
+            replicas: connects the instances.
         """
+        communicator = replicas.communicator
+        each = [number for number in changed if self._words[number] == PER_REPLICA]
         means = [number for number in changed if self._words[number] == MEAN]
         firsts = [number for number in changed if self._words[number] == FIRST]
         found = self._means(means, of_replicas, communicator) if means else {}
-        return {**found, **(self._firsts(firsts, of_replicas[0], communicator) if firsts else {})}
+        found |= self._firsts(firsts, of_replicas[0], communicator) if firsts else {}
+        return found | (self._of_each(each, of_replicas, replicas) if each else {})
 
     def keep(self, values: dict[int, torch.Tensor]) -> None:
         """Have a step end with these."""
         with torch.no_grad():
             for number, value in values.items():
+                if number in self.own:
+                    self.own[number].copy_(value)
+                    value = value[self._shown]
                 self.slots[number].tensor.copy_(value)
         self.moving |= values.keys()
+
+    def _of_each(
+        self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
+    ) -> dict[int, torch.Tensor]:
+        """What all replicas have, which is on every instance, so that nothing is lost with one."""
+        local = [[as_array(slots[number].tensor) for number in numbers] for slots in of_replicas]
+        gathered = gather_replicas(replicas, local, "buffers of each replica")
+        columns = zip(*gathered, strict=True)
+        return {number: as_tensor(np.stack(arrays)) for number, arrays in zip(numbers, columns, strict=True)}
 
     def _means(
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], communicator: Communicator

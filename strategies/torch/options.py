@@ -15,8 +15,8 @@ from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
 from strategies.torch.stages import Pipeline
 
-MEAN, FIRST = WORDS = ("mean", "first")
-"""How replicas agree on a buffer: the mean over all of them, in their order; what replica 0 has."""
+MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
+"""How replicas agree on a buffer: the mean over all of them, in their order; what replica 0 has; not at all."""
 
 Aggregation = str | Mapping[str, str] | None
 
@@ -64,8 +64,9 @@ class TorchOptions:
         loss_scaling: None, "dynamic", a number for a scale that stays, or a `LossScaling`; with the rules of
             `torch.amp.GradScaler`, but the same scale on all instances.
         gradient_transfer_dtype: float16, bfloat16 or int8: how gradients travel.
-        model_state_aggregation: how replicas agree on the buffers that a step has changed: "mean" or "first", for all
-            of them or by their names; None: the mean of floating-point ones, and replica 0's of others.
+        model_state_aggregation: how replicas agree on the buffers that a step has changed: "mean", "first", or
+            "per_replica" where each keeps its own, for all of them or by their names; None: the mean of floating-point
+            ones, and replica 0's of others. The module has those of replica 0 where each keeps its own.
         intra_op_threads: of each replica, and of the update: part of what decides bits, so the same everywhere.
         stream_gradients: whether gradients travel while the backward pass still runs, the same on all instances. None:
             over a network, that is with `variables_on_host`. In the memory of a host waiting takes a core.
@@ -104,8 +105,8 @@ class TorchOptions:
         for word in words or (self.model_state_aggregation or {}).values():  # type: ignore[union-attr]
             if word not in WORDS:
                 raise ValueError(
-                    f"model_state_aggregation has {word!r}; use None, 'mean', 'first', or a dictionary from the names "
-                    "of buffers to these"
+                    f"model_state_aggregation has {word!r}; use None, 'mean', 'first', 'per_replica', or a dictionary "
+                    "from the names of buffers to these"
                 )
         if self.check_numerics and self.scaling is not None:
             raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")

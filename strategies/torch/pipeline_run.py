@@ -24,6 +24,7 @@ from strategies.errors import StrategyError
 from strategies.pipelines.driver import AbandonedError
 from strategies.pipelines.schedules.registry import schedule_named
 from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, placed
+from strategies.torch.buffer_uses import BufferUses
 from strategies.torch.stages import Pipeline, Placing, watch
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -40,6 +41,7 @@ class PipelineRun:
         count: micro-batches of a step.
         intra_op_threads: of each.
         module: whose buffers are looked after.
+        training: whether micro-batches go back.
 
     Attributes:
         spans: when each device did what in the last step; empty after the first one.
@@ -48,16 +50,20 @@ class PipelineRun:
         StrategyError: from `each`, see `Walk` and `_Stages`.
     """
 
-    def __init__(self, pipeline: Pipeline, count: int, intra_op_threads: int, module: torch.nn.Module) -> None:
+    def __init__(
+        self, pipeline: Pipeline, count: int, intra_op_threads: int, module: torch.nn.Module, training: bool = True
+    ) -> None:
         self._pipeline = pipeline
         self._count = count
         self._stages = _Stages(pipeline.placing())
         self._timetable: Timetable | None = None
         self._overlaps = False
+        self._trains = training
+        self._module = module
         self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
         self.spans: Sequence[Timed] = ()
         for name, inner in module.named_modules():
-            if inner._buffers:
+            if inner._buffers and training:
                 inner.register_forward_pre_hook(partial(self._stages.enter_module, name))
 
     def each(self, work: Callable[[int, Walk], None]) -> None:
@@ -71,7 +77,11 @@ class PipelineRun:
         """
         if self._timetable is None or not self._overlaps:
             for number in range(self._count):
-                _walk(Walk(self._stages, number, None), work)
+                walk = Walk(self._stages, number, None)
+                if number == 0 and self._timetable is None and self._trains:
+                    self._look(walk, work)
+                else:
+                    _walk(walk, work)
             if self._timetable is None:
                 self._timetable = self._planned()
                 self._overlaps = len(self._timetable.devices) > 1
@@ -83,17 +93,23 @@ class PipelineRun:
             raise error
         self.spans = drive.spans
 
+    def _look(self, walk: Walk, work: Callable[[int, Walk], None]) -> None:
+        """The first micro-batch, which shows where buffers are used."""
+        with BufferUses(self._module, lambda: walk.stage) as uses:
+            _walk(walk, work)
+        uses.refuse_changes_that_cross()
+
     def _planned(self) -> Timetable:
         """The timetable, of the stages that the first step has met."""
         devices = self._stages.devices()
-        if self._pipeline.needs_full and len(devices) > self._count:
+        if self._trains and self._pipeline.needs_full and len(devices) > self._count:
             raise StrategyError(
                 f"the pipeline has {len(devices)} stages, and a step {self._count} micro-batches, which cannot fill "
                 f"it; use a gradient accumulation of {len(devices)} or more, or poptorch.ShardedExecution"
             )
         numbers = {device: number for number, device in enumerate(sorted(set(devices)))}
         schedule = schedule_named(self._pipeline.schedule)
-        timetable = schedule.timetable(placed([numbers[device] for device in devices]), self._count, True)
+        timetable = schedule.timetable(placed([numbers[device] for device in devices]), self._count, self._trains)
         if timetable.has_split_backward:
             raise StrategyError(
                 f"the schedule {schedule.name} takes backward passes apart, which PyTorch does not; use another one"
@@ -239,13 +255,18 @@ class Walk:
             last: the number of the last stage.
         """
         self._advance(last, "the loss")
-        firsts = self._first_nodes(loss)
+        firsts = self._first_nodes(loss) if last else {}
         self._done()
         self._kind = Kind.BACKWARD
         self._wait()
         for stage, node in firsts.items():
             if stage != self.stage:
                 node.register_prehook(partial(self._go_back, stage))
+
+    def leave(self) -> None:
+        """The forward pass has ended, and there is no backward pass."""
+        self._advance(self.last_stage, "the end")
+        self._done()
 
     def finish(self) -> None:
         """The backward pass has ended."""
@@ -350,14 +371,17 @@ class MicroBatches:
     @property
     def spans(self) -> Sequence[Timed]:
         """When each device did what, in the order of the begins; updates, made for all stages at once, come last."""
-        end_s = max(span.end_s for span in self._spans)
+        in_order = sorted(self._spans, key=lambda span: (span.begin_s, span.device, span.end_s))
+        if not self.timetable.training:
+            return in_order
+        end_s = max(span.end_s for span in in_order)
         places = enumerate(self.timetable.mapping)
         updates = [
             Timed(device, Action(Kind.UPDATE, stage, None), end_s, end_s)
             for stage, devices in places
             for device in devices
         ]
-        return [*sorted(self._spans, key=lambda span: (span.begin_s, span.device, span.end_s)), *updates]
+        return [*in_order, *updates]
 
     def wait(self, action: Action) -> None:
         """Return when it is an action's turn.

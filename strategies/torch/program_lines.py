@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from strategies.torch.optimizer_arrays import PARAMS
+from strategies.torch.replica_groups import groups_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -29,7 +30,10 @@ def _of_module(module: torch.nn.Module) -> Iterator[str]:
         numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(attributes.items()))
         yield f"{name or 'the module'}: {type(inner).__qualname__}({inner.extra_repr()}) {numbers}"
     for name, parameter in module.named_parameters():
-        yield f"{name}: {parameter.dtype}{list(parameter.shape)}{'' if parameter.requires_grad else ' not trained'}"
+        groups = groups_of(parameter)
+        shown = "" if groups is None else f" {groups}"
+        trained = "" if parameter.requires_grad else " not trained"
+        yield f"{name}: {parameter.dtype}{list(parameter.shape)}{trained}{shown}"
     for name, buffer in module.named_buffers():
         yield f"{name}: buffer {buffer.dtype}{list(buffer.shape)}"
 

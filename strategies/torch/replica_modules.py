@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+
+from strategies.torch.replica_groups import part_of, row_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -50,20 +53,26 @@ class ReplicaModule:
 
     Args:
         original: the module; not changed.
+        replica: whose copy it is, by its global index.
+        replicas: how many there are on all instances.
 
     Attributes:
         module: the copy.
         parameters: its parameters in the order of `original.named_parameters()`.
+        rows: for each of them which row the replica has; None where it has all of it.
         slots: its buffers in the order of `slots_of(original)`.
 
     Raises:
         TypeError: if it cannot be copied.
+        StrategyError: if a parameter has not a row for each group of replicas.
     """
 
-    def __init__(self, original: torch.nn.Module) -> None:
+    def __init__(self, original: torch.nn.Module, replica: int = 0, replicas: int = 1) -> None:
+        named = list(original.named_parameters())
+        self.rows = [row_of(name, parameter, replica, replicas) for name, parameter in named]
         shared = {
-            id(parameter): torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-            for parameter in original.parameters()
+            id(parameter): torch.nn.Parameter(part_of(parameter, row), parameter.requires_grad)
+            for (_, parameter), row in zip(named, self.rows, strict=True)
         }
         memo = {**shared, **{id(one.tensor): one.tensor.detach().clone() for one in slots_of(original)}}
         try:
@@ -78,15 +87,22 @@ class ReplicaModule:
         self.slots = slots_of(self.module)
         self._pairs = list(zip(original.modules(), self.module.modules(), strict=True))
         self._last = [dict(_plain_attributes(one)) for one, _ in self._pairs]
+        self._seen = [dict(vars(one)) for one, _ in self._pairs]
 
     def follow(self) -> None:
         """Take over what the program has changed in the original, but for its buffers."""
-        for mine, original in zip(self.parameters, self._originals, strict=True):
-            if mine.data_ptr() != original.data_ptr():
-                mine.data = original.detach()
+        for mine, original, row in zip(self.parameters, self._originals, self.rows, strict=True):
+            part = original if row is None else part_of(original, row)
+            if mine.data_ptr() != part.data_ptr():
+                mine.data = part.detach()
             if mine.requires_grad is not original.requires_grad:
                 mine.requires_grad_(original.requires_grad)
-        for (original, mine), last in zip(self._pairs, self._last, strict=True):
+        for (original, mine), last, seen in zip(self._pairs, self._last, self._seen, strict=True):
+            now = vars(original)
+            if now.keys() == seen.keys() and all(map(is_, now.values(), seen.values())):
+                continue  # 1 us; to look at the attributes one by one takes ten times as long
+            seen.clear()
+            seen.update(now)
             for name, value in _plain_attributes(original):
                 if last.get(name, _Unknown) != value:
                     last[name] = value

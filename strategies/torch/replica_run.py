@@ -40,7 +40,7 @@ class Turn:
         scale: by which losses are multiplied for the backward pass.
         notice: what goes into the tail behind the metrics: whether the instance was given one.
         plan: asked, with the names of the metrics, how gradients travel; waits until that is known.
-        masters: the buffers with which a step begins, of the original module.
+        masters: the buffers with which the replica begins.
         moving: the numbers of those of which it is known that they change.
         residuals: of int8 gradients.
     """
@@ -62,6 +62,7 @@ class ReplicaRun:
         original: the module.
         loss_fn: see `LossFunction`.
         options: of the step.
+        replicas: how many there are on all instances.
 
     Attributes:
         copy: the module of the replica.
@@ -72,9 +73,11 @@ class ReplicaRun:
         pipeline: runs the stages; None where there are none.
     """
 
-    def __init__(self, replica: int, original: torch.nn.Module, loss_fn: LossFunction, options: TorchOptions) -> None:
+    def __init__(
+        self, replica: int, original: torch.nn.Module, loss_fn: LossFunction, options: TorchOptions, replicas: int
+    ) -> None:
         self.replica = replica
-        self.copy = ReplicaModule(original)
+        self.copy = ReplicaModule(original, replica, replicas)
         self._loss_fn = loss_fn
         self._options = options
         self._plan: GradientPlan | None = None
@@ -179,7 +182,9 @@ class ReplicaRun:
 
     def _prepare(self, plan: GradientPlan) -> None:
         if plan is not self._plan:
-            self._plan, self.contribution = plan, Contribution(plan)
+            rows = enumerate(self.copy.rows[number] for number in self._trained)
+            self._plan = plan
+            self.contribution = Contribution(plan, {number: row for number, row in rows if row is not None})
         self._missing = [len(numbers) for numbers in plan.members]
         self._seen = [False] * len(self._trained)
 

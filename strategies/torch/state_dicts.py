@@ -13,6 +13,7 @@ import torch
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.loading import find_checkpoint, load_part
 from strategies.roles import Tree
+from strategies.torch.model_buffers import OF_EACH
 from strategies.torch.optimizer_arrays import GROUPS, PARAMS, STATE
 from strategies.torch.tensors import as_tensor
 from strategies.torch.training import IS_MADE
@@ -49,7 +50,7 @@ def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | 
     """
     checkpoint = find_checkpoint(path, step=step, best=best)
     arrays = load_part(checkpoint, ".variables") | load_part(checkpoint, ".model_state")
-    module = {name: as_tensor(array) for name, array in arrays.items()}
+    module = {name: as_tensor(array) for name, array in arrays.items() if not name.endswith(OF_EACH)}
     return StateDicts(module, _optimizer(load_part(checkpoint, ".optimizer_state")))
 
 

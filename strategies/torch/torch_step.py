@@ -16,6 +16,7 @@ from strategies.comparing.agreement import broadcast_text, insist_on_agreement, 
 from strategies.comparing.digest import majority_of
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.pipelines.timetable import Timed
+from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree
@@ -32,6 +33,7 @@ from strategies.torch.replica_run import LossFunction, Turn
 from strategies.torch.tensors import as_array, dtype_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import Training
+from strategies.torch.updates import refuse_groups
 
 
 class TorchStep:
@@ -137,10 +139,10 @@ class TorchStep:
         self._let_go()
         scale = 1.0 if training.scale is None else float(training.scale.scale)
         buffers = training.buffers
-        turn = Turn(training.step, scale, self._notice.is_given, local.planned, buffers.masters, buffers.moving, ())
+        turn = Turn(training.step, scale, self._notice.is_given, local.planned, (), buffers.moving, ())
         instruments = self._replicas.instruments
         with instruments.during[FORWARD_BACKWARD]:
-            local.begin(batch, turn, training.residuals)
+            local.begin(batch, turn, [buffers.masters_of(each) for each in local.replicas], training.residuals)
         for number, contributions in instruments.each(FORWARD_BACKWARD, local.collect()):
             assert self._exchange is not None
             with instruments.during[EXCHANGE]:
@@ -150,7 +152,7 @@ class TorchStep:
 
     def _let_go(self) -> None:
         """Give the gradients of the last step back, before there are others."""
-        for parameter in self._training.module.parameters():
+        for parameter in self._training.parameters:
             parameter.grad = None
         if self._exchange is not None:
             self._exchange.let_go()
@@ -163,7 +165,7 @@ class TorchStep:
         self._refuse_gradients_of_some(exchange.plan, tail, local)
         changed = np.flatnonzero(tail.has_changed).tolist()
         slots = [run.copy.slots for run in local.runs]
-        values = training.buffers.agreed(changed, slots, self._replicas.communicator) if changed else {}
+        values = training.buffers.agreed(changed, slots, self._replicas) if changed else {}
         means = exchange.means(1.0 if exchange.plan.quantised else scale)
         is_finite = self._is_finite(exchange.plan, means, local)
         local.give_back()
@@ -237,17 +239,8 @@ class TorchStep:
 
     def _of_all_replicas(self, rows: Sequence[Sequence[bool]]) -> np.ndarray:
         """A row for each replica of all instances; a collective call."""
-        communicator = self._replicas.communicator
-        most, total = -(-self._replicas.num_replicas_in_sync // communicator.size), self._replicas.num_replicas_in_sync
-        mine = np.zeros((most, 2 + len(rows[0])), np.int64)
-        for place, (replica, row) in enumerate(zip(self._replicas.local_replicas, rows, strict=True)):
-            mine[place] = [1, replica, *row]
-        gathered = communicator.all_gather(mine, name="what replicas have found").reshape(-1, mine.shape[1])
-        found = np.zeros((total, len(rows[0])), bool)
-        for is_there, replica, *row in gathered.tolist():
-            if is_there:
-                found[replica] = row
-        return found
+        own = [np.array(row, bool) for row in rows]
+        return np.stack(gather_replicas(self._replicas, own, "what replicas have found"))
 
     # ---- preparing
 
@@ -266,8 +259,11 @@ class TorchStep:
             self._communicator = self._replicas.communicator
             self._exchange = None
             self._agreed.clear()
-            local, module = self._replicas.local_replicas, self._training.module
-            self._local = LocalReplicas(local, module, self._loss_fn, self._options, self._plan, self._streams)
+            local, count = self._replicas.local_replicas, self._replicas.num_replicas_in_sync
+            refuse_groups(self._training.module, self._training.optimizer, self._options)
+            self._local = LocalReplicas(
+                local, self._training.module, self._loss_fn, self._options, self._plan, count, self._streams
+            )
         tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
         key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
         if key not in self._agreed:

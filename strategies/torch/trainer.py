@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Unpack
 
 import torch
 
 from strategies.checkpoints.checkpoints import Checkpoints
+from strategies.evaluation.merging import Evaluation
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
 from strategies.step.metrics import Metrics
@@ -15,6 +16,7 @@ from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
+from strategies.torch.evaluation import Evaluator
 from strategies.torch.options import Options, TorchOptions
 from strategies.torch.replica_run import LossFunction
 from strategies.torch.torch_step import TorchStep
@@ -80,6 +82,7 @@ class Trainer:
         self._training = Training(replicas, module, optimizer, update, settings)
         recorder = recorder_for(replicas, StepOptions(seed))
         self._step = TorchStep(replicas, self._training, loss_fn, settings, self.notice, recorder)
+        self._evaluator = Evaluator(replicas, self._training, loss_fn, settings)
         self._step.start()
 
     @property
@@ -141,6 +144,43 @@ class Trainer:
         if metrics is None:
             raise ValueError("there is no batch in the data set; a run needs one at least")
         return metrics
+
+    def evaluate(self, dataset: Iterable[Batch], fn: LossFunction | None = None) -> Evaluation:
+        """Means over all rows of a data set, each of which counts once; a collective call.
+
+        Each replica computes the function for its rows of a batch, in evaluation mode and without gradients. What is a
+        mean over these is weighted with their number, and added in float64: replicas in the order of the tree, and
+        batch by batch. The bits depend on the number of replicas and the batch size, and not on the instances.
+
+        Args:
+            dataset: what `strategies.torch.distribute_dataset` returns with `remainder="pad"`, the rest of whose epoch
+                is read; or an iterable of batches of this instance, of which later ones may have fewer rows than the
+                first.
+            fn: as `loss_fn`; None for `loss_fn` itself.
+
+        Raises:
+            TypeError: if a loss or metric is no scalar.
+            ValueError: if there is no row, or the data set leaves rows out or accumulates.
+            DisagreementError: on all instances, if they differ in what is evaluated.
+        """
+        return self._evaluator.evaluate(dataset, fn)
+
+    def predict(
+        self, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
+    ) -> Iterator[Tree]:
+        """What the module says of each row, in the order of the data; taking a batch is a collective call.
+
+        Args:
+            dataset: see `evaluate`; with `shuffle=False`.
+            fn: `(module, batch) -> outputs`, a pytree of tensors `[rows, ...]`; None for a `loss_fn` that returns
+                outputs as its third value.
+            to_all: whether all instances get the outputs, as arrays; otherwise all but instance 0 get None.
+
+        Raises:
+            ValueError, DisagreementError: see `evaluate`; and if the data set is shuffled, or the outputs are not one
+                for each row.
+        """
+        return self._evaluator.predict(dataset, fn, to_all)
 
     def close(self) -> None:
         """End the threads of the replicas; a step begins new ones."""

@@ -52,6 +52,7 @@ class Training:
     Attributes:
         module: see above.
         optimizer: see above.
+        parameters: of the module, in the order of `named_parameters`.
         buffers: of the module.
         step: how many updates were made.
         scale: of the next loss; None where none is scaled.
@@ -68,7 +69,8 @@ class Training:
         options: TorchOptions,
     ) -> None:
         self.module, self.optimizer, self.update = module, optimizer, update
-        self.buffers = ModelBuffers(module, options.model_state_aggregation)
+        self.parameters = list(module.parameters())
+        self.buffers = ModelBuffers(module, options.model_state_aggregation, replicas.num_replicas_in_sync)
         self.step = 0
         self.scale: LossScale | None = None if options.scaling is None else options.scaling.start()
         self.metrics: Metrics | None = None
@@ -80,7 +82,7 @@ class Training:
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that are trained, in the order of `named_parameters`."""
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     @property
     def own_part(self) -> str | None:
@@ -110,7 +112,7 @@ class Training:
     def state(self) -> TrainState:
         """The state now: views of the memory of tensors, which the next step uses up."""
         variables = {name: as_array(parameter) for name, parameter in self.module.named_parameters()}
-        model_state = {slot.name: as_array(slot.tensor) for slot in self.buffers.slots} or None
+        model_state = {name: as_array(tensor) for name, tensor in self.buffers.named().items()} or None
         residuals = None
         if self._options.transfer.is_quantised:
             of_each = zip(*self.residuals, strict=True)
@@ -124,7 +126,7 @@ class Training:
     def recorded(self) -> TrainState:
         """What is compared between instances: parameters, buffers, and optimizer state unless it is sharded."""
         variables = {name: as_array(parameter) for name, parameter in self.module.named_parameters()}
-        model_state = {slot.name: as_array(slot.tensor) for slot in self.buffers.slots} or None
+        model_state = {name: as_array(tensor) for name, tensor in self.buffers.named().items()} or None
         optimizer = None if isinstance(self.update, ShardedUpdate) else state_of(self.optimizer)
         return TrainState(variables, optimizer, self.step, self.scale, None, model_state)
 
@@ -187,8 +189,8 @@ class Training:
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 parameter.copy_(_tensor(state.variables[name]))
-            for slot in self.buffers.slots:
-                slot.tensor.copy_(_tensor(state.model_state[slot.name]))
+            for name, tensor in self.buffers.named().items():
+                tensor.copy_(_tensor(state.model_state[name]))
         self._load_optimizer(state.optimizer_state)
         self.step, self.scale = state.step, state.loss_scale
         if state.residuals is not None:
@@ -219,7 +221,7 @@ class Training:
         broadcast = communicator.broadcast
         known = np.array([self.step, len(self.metrics.means) if self.metrics else 0, *self._scale_words()], np.float64)
         broadcast(known, root, name="how far the state is")
-        for name, tensor in [*self.module.named_parameters(), *_named(self.buffers.slots)]:
+        for name, tensor in [*self.module.named_parameters(), *self.buffers.named().items()]:
             receive_into(tensor, partial(broadcast, root=root, name=name))
         self._share_optimizer(root)
         self.step = int(known[0])
@@ -248,10 +250,6 @@ class Training:
     def _scale_words(self) -> list[float]:
         scale = self.scale
         return [0.0] * 3 if scale is None else [float(scale.scale), float(scale.good_steps), float(scale.skipped)]
-
-
-def _named(slots: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-    return [(slot.name, slot.tensor) for slot in slots]
 
 
 def receive_into(tensor: torch.Tensor, receive: Callable[[np.ndarray], object]) -> None:

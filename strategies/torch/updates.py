@@ -15,6 +15,8 @@ from strategies.exchange.flat import FlatLayout
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
 from strategies.torch.optimizer_arrays import PARAMS, parameters_of
+from strategies.torch.options import TorchOptions
+from strategies.torch.replica_groups import groups_of
 from strategies.torch.tensors import as_array, as_tensor
 
 ELEMENTWISE = (
@@ -186,6 +188,13 @@ class _Shape:
         self.dtype = dtype
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known that an optimizer computes every element from those of gradient, state and parameter."""
+    kind = type(optimizer)
+    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+    return is_known or bool(getattr(optimizer, "is_elementwise", False))
+
+
 def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of which it is not known that it computes element by element.
 
@@ -193,12 +202,33 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
         StrategyError: it is neither one of `ELEMENTWISE`, nor does its class say `is_elementwise = True`.
     """
     kind = type(optimizer)
-    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
-    if not is_known and not getattr(optimizer, "is_elementwise", False):
+    if not is_elementwise(optimizer):
         raise StrategyError(
             f"the optimizer state cannot be sharded: of {kind.__name__} it is not known that it looks at every element "
             f"alone; use one of {', '.join(ELEMENTWISE)}, give the class an attribute is_elementwise = True if it "
             "does, or use replicated_optimizer_state_sharding=False"
+        )
+
+
+def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TorchOptions) -> None:
+    """Look at parameters of which groups of replicas have rows of their own.
+
+    Raises:
+        StrategyError: if the optimizer would mix rows, or the way in which gradients travel does.
+    """
+    grouped = [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]
+    if not grouped:
+        return
+    if options.transfer.is_quantised:
+        raise StrategyError(
+            f"groups of replicas have rows of {grouped[0]}, and int8 gradients are quantised whole; use "
+            "gradient_transfer_dtype='bfloat16'"
+        )
+    if not is_elementwise(optimizer):
+        raise StrategyError(
+            f"groups of replicas have rows of {grouped[0]}, and of {type(optimizer).__name__} it is not known that it "
+            f"looks at every element alone; use one of {', '.join(ELEMENTWISE)}, or give the class an attribute "
+            "is_elementwise = True if it does"
         )
 
 

@@ -69,3 +69,27 @@ class SyncPattern(IntEnum):
     Full = 0
     SinglePipeline = 1
     ReplicaAndLadder = 2
+
+
+class CommGroupType(IntEnum):
+    """Which replicas have a parameter in common: all, those beside each other, those dealt out in turn, or none."""
+
+    All = 0
+    Consecutive = 1
+    Orthogonal = 2
+    NoGrouping = 3
+
+
+class VariableRetrievalMode(IntEnum):
+    """What the module gets of a parameter that groups of replicas have of their own; the first alone is there."""
+
+    OnePerGroup = 0
+    AllReduceReplicas = 1
+    AllReplicas = 2
+
+
+class MultiConvPlanType(IntEnum):
+    """How convolutions are planned together; they run one after another here."""
+
+    Parallel = 0
+    Serial = 1

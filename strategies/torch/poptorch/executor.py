@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NoReturn
 
 import jax
@@ -16,11 +18,14 @@ from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
+from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
 from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from strategies.torch.poptorch.operations import losses_marked_by
 from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
+from strategies.torch.poptorch.parameters import make_groupable
+from strategies.torch.replica_groups import summed
 from strategies.torch.stages import Pipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
@@ -43,12 +48,17 @@ class PoplarExecutor:
     ) -> None:
         options = Options() if options is None else options
         options._freeze()
+        make_groupable(model)
         self.model: torch.nn.Module = model
         self.options = options
         self._is_training = training
         self._optimizer = optimizer
         self._trainer: Trainer | None = None
         self._inference: InferenceReplicas | None = None
+        self._calls = 0  # of an inference
+        self._seconds: list[float] = []  # of the updates of the last call, or of an inference
+        refuse_unknown(options.anchors, model)
+        self._anchored = Anchored(options.anchors, model)
         if training:
             self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
             self._trainer = self._new_trainer(self._optimizer)
@@ -105,21 +115,37 @@ class PoplarExecutor:
     def _train(self, batch: Batch) -> list[list[Tree]]:
         every = self._rounds_of(batch)
         count = self.options.Training.gradient_accumulation
+        if self.options.Training.reduction is ReductionType.Sum:
+            for parameter in self.model.parameters():
+                summed(parameter)
         found: list[list[Tree]] = []
+        self._seconds = []
+        self._anchored.begin()
         for iteration in range(self.options.device_iterations):
+            began_s = time.perf_counter()
             rounds = every[iteration * count : (iteration + 1) * count]
             in_order = [each for of_replica in zip(*rounds, strict=True) for each in of_replica]
             self.trainer.step(jax.tree.map(lambda *leaves: _united(leaves), *in_order))
+            self._seconds.append(time.perf_counter() - began_s)
+            self._anchored.look()
             found += [list(of_replicas) for of_replicas in zip(*self.trainer.outputs, strict=True)]
             if self.options.output_mode in (OutputMode.Default, OutputMode.Final):
                 found = found[-1:]
         return found
 
     def _infer(self, batch: Batch) -> list[list[Tree]]:
+        rounds = self._rounds_of(batch)
         if self._inference is None:
-            replicas = self.options.strategy.replicas.local_replicas
-            self._inference = InferenceReplicas(replicas, self.model, call_in_model, self.options.seed)
-        return self._inference(self._rounds_of(batch))
+            replicas = self.options.strategy.replicas
+            local, count = replicas.local_replicas, replicas.num_replicas_in_sync
+            self._inference = InferenceReplicas(
+                local, count, self.model, call_in_model, self.options.seed, self._pipeline()
+            )
+        self._calls += 1
+        began_s = time.perf_counter()
+        outputs = self._inference(rounds, self._calls - 1)
+        self._seconds = [time.perf_counter() - began_s]
+        return outputs
 
     def _new_trainer(self, optimizer: torch.optim.Optimizer) -> Trainer:
         options, training = self.options, self.options.Training
@@ -158,10 +184,42 @@ class PoplarExecutor:
 
     @property
     def trace(self) -> Trace:
-        """What the simulated devices did in the last update; `str`, `text`, `svg` and `perfetto` of it show that."""
-        return self.trainer.trace
+        """What the simulated devices did in the last update, or the last call of an inference.
+
+        `str`, `text`, `svg` and `perfetto` of it show that.
+
+        Raises:
+            ValueError: if there was none; the first one learns the stages.
+        """
+        return (
+            self._trainer.trace
+            if self._trainer is not None
+            else Trace(self._inference.spans if self._inference else {})
+        )
 
     # ---- what programs ask and tell it
+
+    def getTensorNames(self) -> list[str]:
+        """What `Options.anchorTensor` takes."""
+        return names_of(self.model)
+
+    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
+        """What was seen of an anchored tensor in the last call: after the last update, or as the anchor says.
+
+        Raises:
+            StrategyError: if it is none, or there was no call.
+        """
+        return self._anchored.of_call(short_name)
+
+    def getLatency(self) -> tuple[float, float, float]:
+        """Seconds of the updates of the last call, or of that call of an inference: least, most and mean; once called.
+
+        Raises:
+            StrategyError: if there was no call.
+        """
+        if not self._seconds:
+            raise StrategyError("the model was not called, so nothing has taken time; call it first")
+        return min(self._seconds), max(self._seconds), fmean(self._seconds)
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the numbers of an optimizer, such as its learning rate; its state stays what it was.

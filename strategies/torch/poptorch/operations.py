@@ -129,6 +129,60 @@ class NameScope:
         pass
 
 
+class MultiConv:
+    """Convolutions that an IPU would compute together; here they are computed one after another, as they are written.
+
+    What is set changes nothing.
+    """
+
+    def __enter__(self) -> MultiConv:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def availableMemoryProportions(self, value: Any) -> MultiConv:
+        """Changes nothing."""
+        return self
+
+    def partialsTypes(self, value: Any) -> MultiConv:
+        """Changes nothing."""
+        return self
+
+    def planType(self, value: Any) -> MultiConv:
+        """Changes nothing."""
+        return self
+
+    def perConvReservedTiles(self, value: int) -> MultiConv:
+        """Changes nothing."""
+        return self
+
+    def cycleBackOff(self, value: float) -> MultiConv:
+        """Changes nothing."""
+        return self
+
+    def enableConvDithering(self, value: Any) -> MultiConv:
+        """Changes nothing."""
+        return self
+
+
+class CPU:
+    """A function that an IPU would leave to the host: called where it stands, as everything else.
+
+    Args:
+        layer_to_call: the function, or module.
+        ID: its name.
+    """
+
+    def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
+        self._layer = layer_to_call
+        self.ID = ID
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """What it returns."""
+        return self._layer(*arguments, **named)
+
+
 def custom_op(*arguments: Any, **named: Any) -> None:
     """Refused: custom operators are codelets of IPUs.
 

@@ -14,6 +14,7 @@ from strategies.ipu import IPUStrategy
 from strategies.numbers import at_least, positive
 from strategies.popdist_strategy import PopDistStrategy
 from strategies.strategy import Strategy
+from strategies.torch.poptorch.anchors import Anchor
 from strategies.torch.poptorch.blocks import ExecutionStrategy
 from strategies.torch.poptorch.enums import (
     ConnectionType,
@@ -275,6 +276,7 @@ class Options(_Group):
         self.seed = 0
         self.execution_strategy: ExecutionStrategy | None = None
         self.broadcasts_buffers = True
+        self.anchors: dict[str, Anchor] = {}
         self._strategy: Strategy | None = None
         self._training = TrainingOptions()
         self._precision = PrecisionOptions()
@@ -344,6 +346,27 @@ class Options(_Group):
     def defaultOutputMode(self) -> bool:
         """Whether it is the default one."""
         return self.output_mode is OutputMode.Default
+
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: OutputMode | None = None,
+        output_return_period: int | None = None,
+    ) -> Options:
+        """Look at a tensor in every update; see `PoplarExecutor.getAnchoredTensor`.
+
+        Args:
+            short_name: by which it is asked for.
+            long_name: a parameter's name, `Gradient___` and one, or `UpdatedVar___` and one.
+            output_mode: of which updates of a call it is returned; None: of the last one.
+            output_return_period: n of `OutputMode.EveryN`.
+        """
+        mode = OutputMode.Final if output_mode is None else OutputMode(output_mode)
+        self._set(f"anchorTensor({short_name!r})", long_name)
+        every = positive("output_return_period", output_return_period or 1)
+        self.anchors = {**self.anchors, short_name: Anchor(long_name, mode, every)}
+        return self
 
     def randomSeed(self, random_seed: int) -> Options:
         """Of random numbers and of shuffling; 0 unless it is set."""

@@ -435,6 +435,52 @@ def test_models_are_saved_and_loaded(model, tmp_path):
         poptorch.load(tmp_path / "weights")
 
 
+class TestAnchors:
+    def training(self, model, mode=None, period=None):
+        options = new_options(iterations=4, accumulation=2)
+        options.anchorTensor("gradient", "Gradient___last.bias", mode, period)
+        options.anchorTensor("bias", "UpdatedVar___last.bias")
+        own = copy.deepcopy(model)
+        return poptorch.trainingModel(own, options, poptorch.optim.SGD(own.parameters(), lr=0.1))
+
+    def expected(self, model):
+        """The gradients of all updates."""
+        own = copy.deepcopy(model)
+        optimizer, found = torch.optim.SGD(own.parameters(), 0.1), []
+        for x, y in zip(data()["x"][:16].split(4), data()["y"][:16].split(4), strict=True):
+            plainly(own, optimizer, (x, y), 1, 2)
+            found.append(own.last.bias.grad.clone())
+        return torch.stack(found), own.last.bias.detach()
+
+    @pytest.mark.parametrize(
+        ("mode", "period", "pick"),
+        [
+            (None, None, lambda seen: seen[-1]),
+            (poptorch.OutputMode.All, None, lambda seen: seen),
+            (poptorch.OutputMode.EveryN, 2, lambda seen: seen[1::2]),
+            (poptorch.OutputMode.Sum, None, lambda seen: seen.sum(0)),
+        ],
+    )
+    def test_are_seen_after_updates(self, mode, period, pick, model):
+        training = self.training(model, mode, period)
+        training(data()["x"][:16], data()["y"][:16])
+        gradients, bias = self.expected(model)
+        assert torch.equal(training.getAnchoredTensor("gradient"), pick(gradients))
+        assert torch.equal(training.getAnchoredTensor("bias"), bias)
+        assert "Gradient___last.bias" in training.getTensorNames()
+        least, most, mean = training.getLatency()
+        assert 0 < least <= mean <= most
+
+    def test_that_are_not_there_are_refused(self, model):
+        training = self.training(model)
+        with pytest.raises(StrategyError, match="nothing was seen of 'gradient'"):
+            training.getAnchoredTensor("gradient")
+        with pytest.raises(StrategyError, match="call it first"):
+            training.getLatency()
+        with pytest.raises(StrategyError, match=r"no tensor 'bias' to anchor; .*Gradient___first\.weight"):
+            poptorch.trainingModel(copy.deepcopy(model), new_options().anchorTensor("b", "bias"))
+
+
 def test_operators_that_mean_nothing_return_what_they_got(capsys):
     x = torch.arange(3.0)
     assert poptorch.nop(x) is x
@@ -444,6 +490,8 @@ def test_operators_that_mean_nothing_return_what_they_got(capsys):
     assert capsys.readouterr().out == "x: tensor([0., 1., 2.])\n"
     assert poptorch.for_loop(3, lambda y: y * 2, [x])[0].tolist() == [0, 8, 16]
     assert poptorch.cond(torch.tensor(False), lambda y: y, [x], lambda y: y + 1, [x])[0] == 1
+    with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Serial).cycleBackOff(0.1):
+        assert poptorch.CPU(lambda y: y + 1, "one more")(x)[0] == 1
     assert not poptorch.isRunningOnIpu()
     assert not poptorch.ipuHardwareIsAvailable()
     with pytest.raises(StrategyError, match=r"torch\.autograd\.Function"):

@@ -113,3 +113,14 @@ def test_sharded_state_is_lost_with_an_instance(module, caplog):
     with pytest.raises(PeerLostError):
         run_instances(2, REPLICAS, train, ["kill:instance=1,step=1"])
     assert "no other has (sharded optimizer state): if one is lost the job ends" in caplog.text
+
+
+def test_a_loop_of_ones_own_says_that_it_ends_with_an_instance(module, caplog):
+    def train(strategy):
+        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        for _ in range(STEPS):
+            model(data()["x"]).mean().backward()
+
+    with pytest.raises(PeerLostError):
+        run_instances(2, 2, train, ["kill:instance=1,phase=all_reduce"])
+    assert "cannot carry the one of an instance besides: if one is lost the job ends" in caplog.text

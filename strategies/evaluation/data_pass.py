@@ -1,0 +1,204 @@
+"""Going through a data set once where nothing is trained: what all replicas tell of every batch, in a fixed order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from collectives.tree import combined
+from strategies.data.every_row import EveryRow
+from strategies.data.sources import Masked
+from strategies.errors import StrategyError
+from strategies.evaluation.merging import Evaluation
+from strategies.replicas.gathering import gather_replicas, gather_replicas_on_first
+from strategies.replicas.membership import Meeting, surviving
+from strategies.replicas.replicas import Replicas
+from strategies.roles import Tree
+
+Told = list[tuple[Tree, np.ndarray]]
+"""For each replica what it tells of a batch, and its mask."""
+
+_ELSEWHERE: Told = [(None, np.zeros(0, np.bool_))]
+"""What an instance is told of a batch of which another one is told everything."""
+AHEAD = 2
+"""Batches that are begun before what the first of them says is asked for."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A batch that is being computed.
+
+    Attributes:
+        wait: returns what the local replicas tell of it.
+        ahead: how many more may be begun before it is waited for.
+    """
+
+    wait: Callable[[], Told]
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
+class Passing:
+    """How an engine goes through a data set.
+
+    Attributes:
+        title: what is done, for messages.
+        step: with whose state.
+        begin: begins to compute a batch; a collective call where it is the first one of its shapes.
+        check: raises if the state was used up.
+        meet: after a loss, see `membership.meet`; None where the others cannot go on.
+    """
+
+    title: str
+    step: int
+    begin: Callable[[Masked], Begun]
+    check: Callable[[], None]
+    meet: Callable[[], Meeting] | None
+
+
+class DataPass:
+    """Goes through the rest of a data set once, with all instances that there are.
+
+    Args:
+        replicas: connects the instances.
+        passing: what is done with every batch.
+        rows: the data set.
+        to_all: whether all instances are told, or instance 0 alone.
+    """
+
+    def __init__(self, replicas: Replicas, passing: Passing, rows: EveryRow, to_all: bool = True) -> None:
+        self._replicas = replicas
+        self._passing = passing
+        self._rows = rows
+        self._to_all = to_all
+        self._batches = rows.batches(0)
+        self._begun: deque[Begun] = deque()
+        self._number = 0  # of the oldest batch that was begun
+        self._ahead = 0
+        self._is_at_end = False
+
+    def results(self) -> Generator[Told, None, None]:
+        """For each batch what all replicas tell, and their masks, in their order; taking it is a collective call."""
+        done = 0
+        try:
+            while told := self._surviving(done):
+                done += 1
+                yield told
+        finally:
+            self._stop()
+            self._replicas.place.passes += 1
+            self._replicas.place.batches = 0
+            if not self._is_at_end:
+                self._rows.leave(done)
+
+    def _surviving(self, done: int) -> Told:
+        self._replicas.place.batches = done
+        if self._passing.meet is None:
+            return self._next(done)
+        return surviving(self._replicas, lambda: self._next(done), lambda: self._catch_up(done))
+
+    def _next(self, done: int) -> Told:
+        """What is told of the batch that comes after so many; nothing behind the last one."""
+        while True:
+            self._passing.check()
+            self._begin()
+            title = f"{self._passing.title} at step {self._passing.step}"
+            if not self._begun:
+                self._is_at_end = True
+                self._replicas.communicator.barrier(name=f"end of {title}")
+                return []
+            local = self._begun.popleft().wait()
+            told = self._gather(local, f"{title}, batch {self._number}")
+            self._number += 1
+            if self._number > done:
+                return told
+
+    def _begin(self) -> None:
+        """Have so many batches computed that no replica waits for this thread."""
+        while len(self._begun) <= self._ahead:
+            batch = next(self._batches, None)
+            if batch is None:
+                return
+            self._begun.append(self._passing.begin(batch))
+            self._ahead = self._begun[-1].ahead
+
+    def _gather(self, local: Told, name: str) -> Told:
+        if self._to_all:
+            return gather_replicas(self._replicas, local, name)
+        found = gather_replicas_on_first(self._replicas, local, name)
+        return _ELSEWHERE if found is None else found
+
+    def _catch_up(self, done: int) -> Told | None:
+        """After a loss: nothing where others are through, else None, and it goes on with what an instance has not got.
+
+        Who is through has met all others at the end, where they have got everything.
+        """
+        assert self._passing.meet is not None
+        self._stop()
+        meeting, own = self._passing.meet(), self._replicas.place.passes
+        if meeting.passes.max() > own:
+            if not self._is_at_end:
+                raise StrategyError(
+                    f"an instance is lost, and others have left the {self._passing.title} after {done} batches; take "
+                    "all batches that predict gives"
+                )
+            return []
+        self._is_at_end = False
+        self._number = int(np.where(meeting.passes == own, meeting.batches, 0).min())
+        self._batches = self._rows.batches(self._number)
+        return None
+
+    def _stop(self) -> None:
+        """Give up what was begun, once no replica computes any more."""
+        self._batches.close()
+        while self._begun:
+            with suppress(Exception):  # nobody has asked for it
+                self._begun.popleft().wait()
+
+
+def evaluation_of(batches: Generator[Told, None, None]) -> Evaluation:
+    """What is told of all batches, merged replica by replica and batch by batch.
+
+    Raises:
+        ValueError: if there is no row.
+    """
+    merged: dict[str, Any] = {}
+    rows = 0
+    with closing(batches):
+        for told in batches:
+            rows += sum(int(mask.sum()) for _, mask in told)
+            of_batch = combined([metrics for metrics, _ in told], _merged)
+            merged = _merged(merged, of_batch) if merged else of_batch
+    if not rows:
+        raise ValueError("there is no row to evaluate")
+    in_order = sorted(merged, key=lambda name: name != "loss")  # the loss first
+    return Evaluation({name: merged[name] for name in in_order}, rows)
+
+
+def predictions_of(batches: Generator[Told, None, None], is_interleaved: bool) -> Generator[Tree, None, None]:
+    """What is told of the rows of each batch, in the order of the data set; None on instances that are not told."""
+    with closing(batches):
+        for of_replicas in batches:
+            yield None if of_replicas is _ELSEWHERE else in_order(of_replicas, is_interleaved)
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {name: metric.merge(other[name]) for name, metric in one.items()}
+
+
+def in_order(of_replicas: Told, is_interleaved: bool) -> Tree:
+    """The rows that count of what replicas predict, in the order of the data set."""
+    trees, masks = zip(*of_replicas, strict=True)
+
+    def ordered(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        whole = np.stack(arrays, axis=1 if is_interleaved else 0)
+        return whole.reshape(-1, *arrays[0].shape[1:])
+
+    counts = ordered(masks)
+    return jax.tree.map(lambda *leaves: ordered(leaves)[counts], *trees)

@@ -1,0 +1,103 @@
+"""Tensors of a training that a program looks at without returning them from its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from strategies.errors import StrategyError
+from strategies.torch.poptorch.enums import OutputMode
+
+GRADIENT, UPDATED = "Gradient___", "UpdatedVar___"
+"""Before the name of a parameter: its mean gradient over micro-batches and replicas, and its value after an update."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """One that is looked at.
+
+    Attributes:
+        name: of a parameter, or one of these with `GRADIENT` or `UPDATED` before it.
+        mode: of which updates of a call it is returned.
+        every: n of `OutputMode.EveryN`.
+    """
+
+    name: str
+    mode: OutputMode
+    every: int = 1
+
+    def of_call(self, seen: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What is returned of what it was after each update; with a first axis for them, of several."""
+        if self.mode in (OutputMode.Default, OutputMode.Final):
+            return seen[-1]
+        if self.mode is OutputMode.Sum:
+            return torch.stack(tuple(seen)).sum(0)
+        return torch.stack(tuple(seen[self.every - 1 :: self.every]))
+
+
+def names_of(module: torch.nn.Module) -> list[str]:
+    """What can be looked at."""
+    names = [name for name, _ in module.named_parameters()]
+    return [*names, *(f"{kind}{name}" for kind in (GRADIENT, UPDATED) for name in names)]
+
+
+def refuse_unknown(anchors: Mapping[str, Anchor], module: torch.nn.Module) -> None:
+    """Look for the tensors in a module.
+
+    Raises:
+        StrategyError: if there is none of a name.
+    """
+    known = names_of(module)
+    for anchor in anchors.values():
+        if anchor.name not in known:
+            raise StrategyError(
+                f"there is no tensor {anchor.name!r} to anchor; there are parameters, and {GRADIENT} and {UPDATED} of "
+                f"them: {', '.join(known)}"
+            )
+
+
+@dataclass
+class Anchored:
+    """The tensors of the last call of a model.
+
+    Attributes:
+        anchors: by their short names.
+        module: of which they are.
+        seen: by the short names, after each update.
+    """
+
+    anchors: Mapping[str, Anchor]
+    module: torch.nn.Module
+    seen: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """A call begins."""
+        self.seen = {short: [] for short in self.anchors}
+
+    def look(self) -> None:
+        """An update was made."""
+        for short, tensor in self._tensors():
+            self.seen[short].append(tensor.detach().clone())
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for short, anchor in self.anchors.items():
+            name = anchor.name.removeprefix(UPDATED).removeprefix(GRADIENT)
+            parameter = self.module.get_parameter(name)
+            is_gradient = anchor.name.startswith(GRADIENT)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            yield short, gradient if is_gradient else parameter
+
+    def of_call(self, short: str) -> torch.Tensor:
+        """What is returned of one of them.
+
+        Raises:
+            StrategyError: if there is none, or there was no call.
+        """
+        if not self.seen.get(short):
+            raise StrategyError(
+                f"nothing was seen of {short!r}; anchor it with Options.anchorTensor, and call the training model "
+                f"first. Anchored are: {', '.join(self.anchors) or 'none'}"
+            )
+        return self.anchors[short].of_call(self.seen[short])

@@ -1,0 +1,122 @@
+"""Parameters of which every group of replicas has its own: the first axis has a row for each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from strategies.errors import StrategyError
+from strategies.numbers import positive
+
+_MARK = "_replica_groups"
+
+
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """Which replicas have a row of a parameter in common.
+
+    Attributes:
+        size: replicas in a group; None: all of them.
+        consecutive: whether replicas beside each other make a group, as 0011; otherwise they are dealt out, as 0101.
+        sums: whether gradients are the sum over the group, and not the mean; of losses that are multiplied by the
+            number of all replicas.
+
+    Raises:
+        ValueError: if the size is not positive.
+    """
+
+    size: int | None = 1
+    consecutive: bool = True
+    sums: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            positive("size of a group of replicas", self.size)
+
+    def count(self, replicas: int) -> int:
+        """How many groups there are.
+
+        Raises:
+            StrategyError: if the replicas cannot be divided so.
+        """
+        size = self.size or replicas
+        if replicas % size:
+            raise StrategyError(
+                f"{replicas} replicas are to be divided into groups of {size}; use a size that divides their number"
+            )
+        return replicas // size
+
+    def row_of(self, replica: int, replicas: int) -> int:
+        """The group of a replica, and so its row."""
+        count = self.count(replicas)
+        return replica * count // replicas if self.consecutive else replica % count
+
+    def gain(self, replicas: int) -> float:
+        """By what a gradient is multiplied, of which the mean over all replicas is taken with zeros of other groups."""
+        return 1.0 if self.sums else float(self.count(replicas))
+
+
+def group_replicas(parameter: torch.nn.Parameter, groups: ReplicaGroups) -> None:
+    """Have every group of replicas train a row of a parameter of its own: in replicas it has one axis less.
+
+    Gradients are averaged over the group. The whole parameter is on every instance, so checkpoints have all rows, and
+    nothing is lost with an instance. Call it before the first step.
+
+    Args:
+        parameter: with a first axis as long as there are groups.
+        groups: which replicas have a row in common.
+    """
+    setattr(parameter, _MARK, groups)
+
+
+def groups_of(parameter: torch.Tensor) -> ReplicaGroups | None:
+    """The groups of a parameter; None where all replicas have the same."""
+    groups: ReplicaGroups | None = getattr(parameter, _MARK, None)
+    return groups
+
+
+def summed(parameter: torch.nn.Parameter) -> None:
+    """Have the gradients of a parameter be sums over its groups."""
+    groups = groups_of(parameter)
+    if groups is not None:
+        group_replicas(parameter, replace(groups, sums=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a replica has of a parameter that is grouped.
+
+    Attributes:
+        number: of the row.
+        gain: see `ReplicaGroups.gain`.
+    """
+
+    number: int
+    gain: float
+
+
+def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> Row | None:
+    """What a replica has of a parameter; None where it has all of it.
+
+    Raises:
+        StrategyError: if the parameter has not a row for each group.
+    """
+    groups = groups_of(parameter)
+    if groups is None:
+        return None
+    count = groups.count(replicas)
+    if not parameter.ndim or len(parameter) != count:
+        raise StrategyError(
+            f"{name} is of shape {list(parameter.shape)}, and {replicas} replicas make {count} groups, each of which "
+            f"has a row of it; give it a first axis of {count}"
+        )
+    return Row(groups.row_of(replica, replicas), groups.gain(replicas))
+
+
+def part_of(parameter: torch.Tensor, row: Row | None) -> torch.Tensor:
+    """What a replica sees of a parameter, in its memory."""
+    whole: Any = parameter.detach()
+    part: torch.Tensor = whole if row is None else whole[row.number]
+    return part

@@ -1,0 +1,193 @@
+"""Groups of replicas have rows of parameters of their own, and replicas buffers: with the same bits for all spreads."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch_modules import new_module
+
+import strategies
+import strategies.torch
+import strategies.torch.poptorch as poptorch
+from strategies import StrategyError
+from strategies.torch import ReplicaGroups, group_replicas
+from strategies.torch.poptorch.options import Options
+
+REPLICAS = 4
+STEPS = 3
+
+
+class Grouped(nn.Module):
+    """A table of which replicas have rows, and a layer of all of them."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(count * 6.0).reshape(count, 3, 2) / 7)
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("calls", torch.zeros(2))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += x.sum()
+        return (self.layer(x @ (self.table if self.table.ndim == 2 else self.table[0])) - 1).square().mean()
+
+
+def batch(replicas=REPLICAS):
+    return torch.linspace(-1, 1, replicas * 2 * 3).reshape(-1, 3)
+
+
+def new_grouped(count):
+    torch.manual_seed(1)
+    return Grouped(count)
+
+
+def trained(strategy, groups, count, **options):
+    module = new_grouped(count)
+    group_replicas(module.table, groups)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    trainer = strategies.torch.Trainer(strategy, module, lambda module, x: module(x), optimizer, **options)
+    dataset = strategies.torch.distribute_dataset(strategy, batch(), batch_size=2, shuffle=False)
+    for _ in range(STEPS):
+        for rows in dataset.epoch(0):
+            trainer.step(rows)
+    trainer.close()
+    return module
+
+
+def plainly(group_of, count):
+    """The same, by plain PyTorch: the mean over the group for its row, and over all replicas for the layer."""
+    module = new_grouped(count)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for group, rows in zip(group_of, batch().chunk(REPLICAS), strict=True):
+            loss = (module.layer(rows @ module.table[group]) - 1).square().mean()
+            loss.backward()
+        module.table.grad /= REPLICAS / count
+        for parameter in module.layer.parameters():
+            parameter.grad /= REPLICAS
+        optimizer.step()
+    return module
+
+
+KINDS = [
+    (ReplicaGroups(), 4, [0, 1, 2, 3]),
+    (ReplicaGroups(2), 2, [0, 0, 1, 1]),
+    (ReplicaGroups(2, consecutive=False), 2, [0, 1, 0, 1]),
+    (ReplicaGroups(None), 1, [0, 0, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("groups", "count", "group_of"), KINDS)
+def test_a_row_is_trained_by_its_group(groups, count, group_of, on_instances):
+    expected = plainly(group_of, count)
+    found = [each for n in (1, 2, 4) for each in on_instances(n, REPLICAS, lambda s: trained(s, groups, count))]
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(found[0].get_parameter(name), value, rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(each.get_parameter(name), found[0].get_parameter(name)) for each in found)
+
+
+def test_also_where_the_state_of_the_optimizer_is_sharded_or_gradients_travel_in_16_bits(on_instances):
+    whole = trained(strategies.IPUStrategy(REPLICAS), ReplicaGroups(), 4)
+    options = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
+    for each in on_instances(2, REPLICAS, lambda s: trained(s, ReplicaGroups(), 4, **options)):
+        assert torch.equal(each.table, whole.table)
+    short = trained(strategies.IPUStrategy(REPLICAS), ReplicaGroups(), 4, gradient_transfer_dtype="bfloat16")
+    torch.testing.assert_close(short.table, whole.table, rtol=0, atol=0.05)
+
+
+def test_what_a_group_cannot_have_is_refused():
+    strategy = strategies.IPUStrategy(REPLICAS)
+    with pytest.raises(StrategyError, match=r"table is of shape \[3, 3, 2\], and 4 replicas make 4 groups"):
+        trained(strategy, ReplicaGroups(), 3)
+    with pytest.raises(StrategyError, match="groups of 3; use a size that divides"):
+        trained(strategy, ReplicaGroups(3), 3)
+    with pytest.raises(StrategyError, match="rows of table, and int8 gradients"):
+        trained(strategy, ReplicaGroups(), 4, gradient_transfer_dtype="int8")
+    module = new_grouped(1)
+    group_replicas(module.table, ReplicaGroups())
+    with pytest.raises(StrategyError, match=r"the module is the replica itself; use strategies\.torch\.Trainer"):
+        strategies.torch.DistributedModel(module, strategies.IPUStrategy(1))
+
+
+class TestPopTorch:
+    def model(self, reduction, optimizer=poptorch.optim.SGD):
+        module = new_grouped(2)
+        options = Options().replicationFactor(REPLICAS)
+        options.Training.accumulationAndReplicationReductionType(reduction)
+        training = poptorch.trainingModel(module, options, optimizer(module.parameters(), lr=0.1))
+        training.table.replicaGrouping(poptorch.CommGroupType.Orthogonal, 2, poptorch.VariableRetrievalMode.OnePerGroup)
+        return module, training
+
+    @pytest.mark.parametrize("reduction", [poptorch.ReductionType.Mean, poptorch.ReductionType.Sum])
+    def test_gradients_are_reduced_over_the_group(self, reduction):
+        module, training = self.model(reduction)
+        plain = new_grouped(2)
+        training(batch())
+        for group, rows in zip([0, 1, 0, 1], batch().chunk(REPLICAS), strict=True):
+            (plain.layer(rows @ plain.table[group]) - 1).square().mean().backward()
+        divisor = 2 if reduction is poptorch.ReductionType.Mean else 1
+        torch.testing.assert_close(module.table, plain.table - 0.1 * plain.table.grad / divisor)
+        training.destroy()
+
+    def test_each_replica_infers_with_its_row(self):
+        module, training = self.model(poptorch.ReductionType.Mean)
+        options = Options().replicationFactor(REPLICAS)
+        losses = poptorch.inferenceModel(module, options)(batch())
+        expected = [
+            (module.layer(rows @ module.table[group]) - 1).square().mean()
+            for group, rows in zip([0, 1, 0, 1], batch().chunk(REPLICAS), strict=True)
+        ]
+        assert losses.tolist() == pytest.approx([each.item() for each in expected])
+        training.destroy()
+
+    def test_what_mixes_rows_is_refused(self):
+        module, training = self.model(poptorch.ReductionType.Mean, poptorch.optim.LAMB)
+        with pytest.raises(StrategyError, match="of LAMB it is not known that it looks at every element alone"):
+            training(batch())
+        with pytest.raises(StrategyError, match=r"use VariableRetrievalMode\.OnePerGroup"):
+            module.table.replicaGrouping(
+                poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.AllReplicas
+            )
+
+
+class TestBuffersOfEachReplica:
+    def run(self, strategy, steps=2):
+        module = copy.deepcopy(new_grouped(1))
+        group_replicas(module.table, ReplicaGroups(None))
+        trainer = strategies.torch.Trainer(
+            strategy,
+            module,
+            lambda module, x: module(x),
+            torch.optim.SGD(module.parameters(), 0.1),
+            model_state_aggregation={"calls": "per_replica"},
+        )
+        for rows in strategies.torch.distribute_dataset(strategy, batch(), batch_size=2, shuffle=False).epoch(0):
+            for _ in range(steps):
+                trainer.step(rows)
+        state = trainer.state.model_state
+        trainer.close()
+        return torch.from_numpy(state["calls of each replica"].copy()), module.calls.clone()
+
+    @pytest.mark.parametrize("instances", [1, 2, 4])
+    def test_are_kept_and_saved_on_all_instances(self, instances, on_instances):
+        expected = torch.zeros(REPLICAS, 2)
+        for _ in range(2):
+            expected += torch.stack([rows.sum() for rows in batch().chunk(REPLICAS)])[:, None]
+        for each, shown in on_instances(instances, REPLICAS, self.run):
+            assert torch.equal(each, expected)
+            assert torch.equal(shown, expected[0]), "the module has those of replica 0"
+
+    def test_are_those_of_the_module_where_each_instance_is_a_replica(self, on_instances):
+        def run(strategy):
+            own = new_module("convolutions")
+            model = strategies.torch.DistributedModel(own, strategy, model_state_aggregation="per_replica")
+            model(torch.full((2, 8, 8), 1.0 + strategy.instance_index)).sum().backward()
+            return own.norm.running_mean
+
+        torch.manual_seed(0)
+        one, other = on_instances(2, 2, run)
+        assert not torch.equal(one, other)

@@ -1,0 +1,145 @@
+"""Every row of a data set is evaluated once, and predicted in its place, however many instances there are."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+from losing import OnMessage
+from surviving_instances import run_instances
+from torch_modules import data, loss_fn, new_module
+
+import strategies
+import strategies.torch
+from collectives import ThreadHub
+from strategies import DisagreementError
+
+REPLICAS = 4
+ROWS = 43  # neither a multiple of the replicas nor of a batch
+
+
+def rows():
+    return {name: each[:ROWS] for name, each in data().items()}
+
+
+def outputs_of(module, batch):
+    return {"logits": module(batch["x"]), "odd": batch["y"] % 2 == 1}
+
+
+def evaluated(strategy, module, begin=lambda: None):
+    """An evaluation and predictions after a step; the instance that may be lost calls `begin` before."""
+    module = copy.deepcopy(module)
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters(), 0.01))
+    trainer.step(next(iter(strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0))))
+    dataset = strategies.torch.distribute_dataset(strategy, rows(), 3, shuffle=False, remainder="pad")
+    if strategy.replicas.first_index == 1:
+        begin()
+    found = trainer.evaluate(dataset)
+    predicted = list(trainer.predict(dataset, outputs_of))
+    trainer.close()
+    return dict(found), found.rows, {name: np.concatenate([each[name] for each in predicted]) for name in predicted[0]}
+
+
+@pytest.fixture(scope="module")
+def module():
+    return new_module("convolutions")
+
+
+@pytest.fixture(scope="module")
+def alone(module):
+    return evaluated(strategies.IPUStrategy(REPLICAS), module)
+
+
+def check_same(found, expected):
+    assert found[:2] == expected[:2]
+    assert all(np.array_equal(found[2][name], expected[2][name]) for name in expected[2])
+
+
+def test_they_are_those_of_plain_pytorch_on_all_rows(module, alone):
+    """In evaluation mode: without dropout, with the moving means."""
+    own = copy.deepcopy(module)
+    strategy = strategies.IPUStrategy(REPLICAS)
+    trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.Adam(own.parameters(), 0.01))
+    trainer.step(next(iter(strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0))))
+    trainer.close()
+    assert own.training
+    own.eval()
+    loss, metrics = loss_fn(own, rows())
+    found, count, predicted = alone
+    assert count == ROWS
+    assert list(found) == ["loss", "accuracy"]
+    assert found["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert found["accuracy"] == pytest.approx(metrics["accuracy"].item(), abs=1e-7)
+    np.testing.assert_allclose(predicted["logits"], own(rows()["x"]).detach(), atol=1e-5)
+    assert np.array_equal(predicted["odd"], rows()["y"] % 2 == 1)
+
+
+@pytest.mark.parametrize("instances", [2, 4])
+def test_they_do_not_depend_on_the_instances(instances, module, alone, on_instances):
+    for found in on_instances(instances, REPLICAS, functools.partial(evaluated, module=module)):
+        check_same(found, alone)
+
+
+@pytest.mark.parametrize("number", [2, 7, 11])
+def test_the_others_go_on_where_an_instance_is_lost(number, module, alone):
+    """It is lost instead of its message with this number."""
+    fault = OnMessage(1, number)
+    function = functools.partial(evaluated, module=module, begin=fault.begin)
+    found = run_instances(2, REPLICAS, function, mechanism="ring", hub=ThreadHub(2, fault))
+    assert fault.has_struck
+    assert found[1] is None
+    check_same(found[0], alone)
+
+
+def test_batches_of_the_programs_own_may_be_shorter_at_the_end(module):
+    own = copy.deepcopy(module)
+    strategy = strategies.IPUStrategy(2)
+    trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
+    batches = [{name: each[start : start + 8] for name, each in rows().items()} for start in range(0, ROWS, 8)]
+    found = trainer.evaluate(batches)
+    own.eval()
+    assert found.rows == ROWS
+    assert found["loss"] == pytest.approx(loss_fn(own, rows())[0].item(), abs=1e-6)
+    trainer.close()
+
+
+class TestRefusals:
+    @pytest.fixture
+    def trainer(self, module):
+        strategy = strategies.IPUStrategy(2)
+        own = copy.deepcopy(module)
+        return strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
+
+    def dataset(self, trainer, **options):
+        return strategies.torch.distribute_dataset(trainer.strategy, rows(), 3, **options)
+
+    def test_data_sets_that_leave_rows_out(self, trainer):
+        with pytest.raises(ValueError, match="distribute it with remainder='pad'"):
+            trainer.evaluate(self.dataset(trainer))
+
+    def test_what_is_no_scalar(self, trainer):
+        padded = self.dataset(trainer, remainder="pad")
+        with pytest.raises(TypeError, match=r"loss is of shape \[3, 5\]; return a scalar"):
+            trainer.evaluate(padded, lambda module, batch: module(batch["x"]))
+
+    def test_predictions_of_shuffled_rows_and_of_nothing(self, trainer):
+        with pytest.raises(ValueError, match="shuffle=False"):
+            trainer.predict(self.dataset(trainer, remainder="pad"))
+        in_order = self.dataset(trainer, remainder="pad", shuffle=False)
+        with pytest.raises(ValueError, match="the loss function returns no outputs to predict"):
+            next(trainer.predict(in_order))
+        with pytest.raises(ValueError, match="is of shape .* for 3 rows; the first axis of outputs is the rows"):
+            next(trainer.predict(in_order, lambda module, batch: module(batch["x"]).mean(0)))
+
+    def test_instances_that_evaluate_other_things(self, module, on_instances):
+        def evaluate(strategy):
+            own = copy.deepcopy(module)
+            trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
+            factor = 1.0 + strategy.instance_index
+            trainer.evaluate(self.dataset(trainer, remainder="pad"), lambda m, b: m(b["x"]).mean() * factor)
+
+        with pytest.raises(DisagreementError, match="closes over 1.0"):
+            on_instances(2, 2, evaluate)
