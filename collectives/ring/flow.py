@@ -137,9 +137,11 @@ class PieceFlow:
             else:
                 reduction.fold(given, self._at(into, elements), nodes)
         for parcel in turn.parts:
-            self._parts.append(self._send(parcel, PARTIALS))
-        for parcel in turn.results:
-            self._results.append(self._send(parcel, RESULTS))
+            part = self._at(parcel.place, parcel.elements).view(np.uint8)
+            self._parts.append((self._link.send(part, parcel.other, PARTIALS), parcel.other))
+        for others, place, elements in turn.results:
+            result = self._at(place, elements).view(np.uint8)
+            self._results += zip(self._link.send_all(result, others, RESULTS), others, strict=True)
         for number in turn.fetched:
             self._coming.append((self._fetches[number], self._program.fetches[number].other))
         for parcel in turn.received:
@@ -161,10 +163,6 @@ class PieceFlow:
 
     def _dtype(self, parcel: Parcel) -> np.dtype:
         return self._arrays.reduction.dtype_of(parcel.node)
-
-    def _send(self, parcel: Parcel, lane: int) -> tuple[Transfer, int]:
-        data = self._at(parcel.place, parcel.elements).view(np.uint8)
-        return self._link.send(data, parcel.other, lane), parcel.other
 
     def _fetch(self, parcel: Parcel, room: np.ndarray) -> Fetch:
         start = parcel.place.start * self._arrays.reduction.accumulator.itemsize

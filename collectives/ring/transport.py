@@ -12,7 +12,6 @@ from functools import partial
 
 import numpy as np
 
-from collectives.errors import PeerLostError
 from collectives.memory import aligned_empty
 from collectives.plans.choice import Width, quickest
 from collectives.plans.cutting import pieces_of, pieces_of_blocks
@@ -20,16 +19,13 @@ from collectives.plans.planning import possible_ways
 from collectives.plans.spread import Spread
 from collectives.reduction import Reduction
 from collectives.ring.flow import DEPTH, Arrays, Memory, PieceFlow, drain
-from collectives.ring.link import EXCHANGE, RESULTS, Link, Transfer
+from collectives.ring.exchange import Exchange
+from collectives.ring.link import RESULTS, Link, Transfer
 from collectives.ring.program import Program, program_of
 from collectives.transport import Parts, Transport
 from collectives.waiting import Watch
 
-_HEADER_BYTES = 64
-_FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
 _PLANS = 256  # cached layouts
-_TOO_LARGE = (1 << 64) - 1
-_MOST_ARRAYS = 1 << 20  # that one rank contributes
 
 
 class RingTransport(Transport):
@@ -49,85 +45,13 @@ class RingTransport(Transport):
         self._programs: dict[tuple[object, ...], list[tuple[int, Program]]] = {}
         self._watch = watch
         self._sizes = link.sizes
-        self._inline_bytes = link.sizes.inline_bytes
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._parity = 0
-        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
-        room = _HEADER_BYTES + self._inline_bytes
-        self._buffers = [[aligned_empty(room) for _ in range(self.size)] for _ in (0, 1)]
-        self._headers = [[buffer[:_HEADER_BYTES].data.cast("Q") for buffer in buffers] for buffers in self._buffers]
+        self._exchange = Exchange(link, watch, self._complete)
 
     # ---- exchange
 
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
-        # Two sets of buffers: the arrays of one exchange stay readable until the next but one has begun.
-        parity = self._parity = 1 - self._parity
-        buffers, headers = self._buffers[parity], self._headers[parity]
-        receives = [self.link.receive(buffers[other], other, EXCHANGE) for other in self._others]
-        own, header = buffers[self.rank], headers[self.rank]
-        nbytes = len(arrays) and arrays[0].nbytes * count
-        plan = None
-        if nbytes > self._inline_bytes:
-            nbytes = _TOO_LARGE
-        elif nbytes:
-            first = arrays[0]
-            plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
-            slots, parts = plan[parity]
-            for slot, array in zip(slots, arrays, strict=True):
-                slot[...] = array
-        header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
-        message = own[:_HEADER_BYTES] if plan is None else own[: _HEADER_BYTES + nbytes]
-        sends = [self.link.send(message, other, EXCHANGE) for other in self._others]
-        self._complete(receives, self._others)
-        self._complete(sends, self._others)
-        alike = True
-        for other, receive in zip(self._others, receives, strict=True):
-            theirs = headers[other]
-            if theirs[_FINGERPRINT] != fingerprint:
-                return False, Parts((), ())
-            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes or receive.received not in (None, message.size):
-                self._check_header(other, theirs, receive.received, arrays)
-                alike = False
-        if alike and plan is not None:
-            return True, parts
-        counts = tuple(header[_COUNT] for header in headers)
-        if plan is None or any(header[_NBYTES] == _TOO_LARGE for header in headers):
-            return True, Parts(counts, ())
-        return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
-
-    def _check_header(self, rank: int, header: memoryview, received: int | None, arrays: Sequence[np.ndarray]) -> None:
-        """Refuse what no rank of ours would send: a faulty one must not take this one's memory or spoil its sums."""
-        count, nbytes = header[_COUNT], header[_NBYTES]
-        each = arrays[0].nbytes if arrays else 0
-        is_left_at_home = nbytes == _TOO_LARGE and bool(arrays)
-        inline = 0 if is_left_at_home else nbytes
-        fits = is_left_at_home or (nbytes == count * each <= self._inline_bytes if arrays else nbytes == 0)
-        is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
-        if not is_plausible or received not in (None, _HEADER_BYTES + inline):
-            raise PeerLostError(
-                f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
-                f"{received}, in {self._watch.call.title}; it is faulty"
-            )
-
-    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
-        """Views of all buffers for arrays like `like`, `count` from each rank, for both parities."""
-        if len(self._inline) > _PLANS:
-            self._inline.clear()
-        counts = (count,) * self.size
-        plan = []
-        for parity in (0, 1):
-            views = self._inline_views(parity, counts, like)
-            plan.append((views[self.rank * count : (self.rank + 1) * count], Parts(counts, views)))
-        self._inline[like.dtype, like.size, count] = plan
-        return plan
-
-    def _inline_views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
-        start, step = _HEADER_BYTES, like.nbytes
-        return [
-            self._buffers[parity][rank][start + number * step : start + (number + 1) * step].view(like.dtype)
-            for rank, count in enumerate(counts)
-            for number in range(count)
-        ]
+        return self._exchange.run(fingerprint, arrays, count)
 
     def _complete(self, transfers: Sequence[Transfer], ranks: Sequence[int]) -> None:
         """Wait until all transfers, each with the rank of the same place, are done."""

@@ -1,0 +1,180 @@
+"""The exchange before every collective: all ranks see what all others call, and the small arrays that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from collectives.errors import PeerLostError
+from collectives.memory import aligned_empty
+from collectives.plans.comparing import Relay, relays
+from collectives.ring.link import EXCHANGE, Link, Transfer
+from collectives.transport import Parts
+from collectives.waiting import Watch
+
+_HEADER_BYTES = 64
+_FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
+_PLANS = 256  # cached layouts
+_TOO_LARGE = (1 << 64) - 1
+_MOST_ARRAYS = 1 << 20  # that one rank contributes
+
+Complete = Callable[[Sequence[Transfer], Sequence[int]], None]
+
+
+class Exchange:
+    """What the ranks of a link say, each in a block of its own: a header, and arrays.
+
+    Args:
+        link: how messages travel.
+        watch: says where this rank is, in errors.
+        complete: waits for transfers, each with the rank of the same place.
+    """
+
+    def __init__(self, link: Link, watch: Watch, complete: Complete) -> None:
+        self._link = link
+        self._watch = watch
+        self._complete = complete
+        self._rank = link.rank
+        self._size = link.size
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
+        self._inline_bytes = link.sizes.inline_bytes
+        self._parity = 0
+        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
+        room = _HEADER_BYTES + self._inline_bytes
+        self._blocks = [[aligned_empty(room) for _ in range(self._size)] for _ in (0, 1)]
+        self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
+        rounds = relays(link.nearby or tuple(range(self._size)))
+        self._rounds = [_Round(each, self._rank, room) for each in rounds]
+
+    def run(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
+        """As `Transport.exchange`."""
+        # Two sets of blocks: the arrays of one exchange stay readable until the next but one has begun.
+        parity = self._parity = 1 - self._parity
+        blocks, headers = self._blocks[parity], self._headers[parity]
+        header = headers[self._rank]
+        nbytes = len(arrays) and arrays[0].nbytes * count
+        plan = None
+        if nbytes > self._inline_bytes:
+            nbytes = _TOO_LARGE
+        elif nbytes:
+            first = arrays[0]
+            plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
+            slots, parts = plan[parity]
+            for slot, array in zip(slots, arrays, strict=True):
+                slot[...] = array
+        header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
+        received = self._tell(blocks, headers)
+        alike = True
+        own_bytes = _HEADER_BYTES if plan is None else _HEADER_BYTES + nbytes
+        for other in self._others:
+            theirs = headers[other]
+            if theirs[_FINGERPRINT] != fingerprint:
+                return False, Parts((), ())
+            come = received.get(other)
+            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes or come not in (None, own_bytes):
+                self._check_header(other, theirs, come, arrays)
+                alike = False
+        if alike and plan is not None:
+            return True, parts
+        counts = tuple(header[_COUNT] for header in headers)
+        if plan is None or any(header[_NBYTES] == _TOO_LARGE for header in headers):
+            return True, Parts(counts, ())
+        return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
+
+    def _tell(self, blocks: Sequence[np.ndarray], headers: Sequence[memoryview]) -> dict[int, int | None]:
+        """Have all blocks everywhere; how long those are that came by themselves, where the link can tell."""
+        received: dict[int, int | None] = {}
+        for each in self._rounds:
+            rooms = [blocks[ranks[0]] if len(ranks) == 1 else room for ranks, room in each.rooms]
+            receives = [
+                self._link.receive(room, source, EXCHANGE) for room, source in zip(rooms, each.sources, strict=True)
+            ]
+            sends: list[Transfer] = []
+            for ranks, to in each.sent:
+                parts = [blocks[rank][: self._bytes_of(headers[rank])] for rank in ranks]
+                message = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                sends += self._link.send_all(message, to, EXCHANGE)
+            self._complete(receives, each.sources)
+            self._complete(sends, each.receivers)
+            for (ranks, _), room, receive in zip(each.rooms, rooms, receives, strict=True):
+                if len(ranks) == 1:
+                    received[ranks[0]] = receive.received
+                else:
+                    self._unpack(ranks, room, blocks, headers)
+        return received
+
+    def _unpack(
+        self, ranks: Sequence[int], room: np.ndarray, blocks: Sequence[np.ndarray], headers: Sequence[memoryview]
+    ) -> None:
+        """Put the blocks of a message where they belong."""
+        start = 0
+        for rank in ranks:
+            blocks[rank][:_HEADER_BYTES] = room[start : start + _HEADER_BYTES]
+            nbytes = self._bytes_of(headers[rank])
+            blocks[rank][_HEADER_BYTES:nbytes] = room[start + _HEADER_BYTES : start + nbytes]
+            start += nbytes
+
+    def _bytes_of(self, header: memoryview) -> int:
+        """The length of a block; of what no rank of ours would say, the header alone."""
+        nbytes = header[_NBYTES]
+        return _HEADER_BYTES + (nbytes if nbytes <= self._inline_bytes else 0)
+
+    def _check_header(self, rank: int, header: memoryview, received: int | None, arrays: Sequence[np.ndarray]) -> None:
+        """Refuse what no rank of ours would send: a faulty one must not take this one's memory or spoil its sums."""
+        count, nbytes = header[_COUNT], header[_NBYTES]
+        each = arrays[0].nbytes if arrays else 0
+        is_left_at_home = nbytes == _TOO_LARGE and bool(arrays)
+        inline = 0 if is_left_at_home else nbytes
+        fits = is_left_at_home or (nbytes == count * each <= self._inline_bytes if arrays else nbytes == 0)
+        is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
+        if not is_plausible or received not in (None, _HEADER_BYTES + inline):
+            raise PeerLostError(
+                f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
+                f"{received}, in {self._watch.call.title}; it is faulty"
+            )
+
+    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
+        """Views of all blocks for arrays like `like`, `count` from each rank, for both parities."""
+        if len(self._inline) > _PLANS:
+            self._inline.clear()
+        counts = (count,) * self._size
+        plan = []
+        for parity in (0, 1):
+            views = self._inline_views(parity, counts, like)
+            plan.append((views[self._rank * count : (self._rank + 1) * count], Parts(counts, views)))
+        self._inline[like.dtype, like.size, count] = plan
+        return plan
+
+    def _inline_views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
+        start, step = _HEADER_BYTES, like.nbytes
+        return [
+            self._blocks[parity][rank][start + number * step : start + (number + 1) * step].view(like.dtype)
+            for rank, count in enumerate(counts)
+            for number in range(count)
+        ]
+
+
+class _Round:
+    """What one rank sends and receives in a round.
+
+    Attributes:
+        sent: the ranks of whose blocks a message consists, and to whom it goes.
+        receivers: to whom messages go, one for each.
+        sources: from whom messages come.
+        rooms: the ranks of whose blocks each consists, and where it is received if it is more than one.
+    """
+
+    def __init__(self, messages: Sequence[Relay], rank: int, block: int) -> None:
+        to: dict[tuple[int, ...], list[int]] = {}
+        for message in messages:
+            if message.source == rank:
+                to.setdefault(message.ranks, []).append(message.to)
+        self.sent = list(to.items())
+        self.receivers = [each for others in to.values() for each in others]
+        coming = [message for message in messages if message.to == rank]
+        self.sources = [message.source for message in coming]
+        self.rooms = [
+            (message.ranks, np.empty(len(message.ranks) * block if len(message.ranks) > 1 else 0, np.uint8))
+            for message in coming
+        ]
