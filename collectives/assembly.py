@@ -36,8 +36,8 @@ class Settings:
     Attributes:
         limits: when waits warn and when they give up, and by what clock.
         progress: those that see what this rank does.
-        mechanism: "window" (shared memory: between all ranks, or those of each host), "ring" (messages alone), or "auto":
-            the window where hosts have several ranks and the room, else the ring.
+        mechanism: "window" (shared memory between all ranks, or those of each host), "ring" (messages alone), or
+            "auto": the window where hosts have several ranks and the room, else the ring.
         shared_memory_dir: where shared memory is made.
         spins: how often a wait polls before it offers its core to others.
     """

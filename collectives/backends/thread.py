@@ -41,7 +41,7 @@ class ThreadHub:
         before_send: called in the thread of a rank that is about to send a message over a link, with the ranks of the
             sender and of the receiver; what it raises goes to the sender. A place for faults: whoever is lost there has
             sent all messages before, and none after.
-        hosts: what the host of each rank is called; default: they are all on one for the window, and apart for the ring.
+        hosts: what the host of each rank is called; default: all are on one for the window, and apart for the ring.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Messages between the ranks of one host, through memory that all of them see.
 
 A sender copies what it sends into a pool of its own, once for all ranks that it is for, and tells each of them where it
-lies; who receives it copies it to where it is needed. Pools are small and used again and again, so that they stay in the
-cache. Words of the memory have one writer each.
+lies; who receives it copies it to where it is needed. Pools are small and used again and again, so they stay in the
+cache. Every word of the memory has one writer.
 """
 
 from __future__ import annotations

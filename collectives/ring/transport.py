@@ -18,8 +18,8 @@ from collectives.plans.cutting import pieces_of, pieces_of_blocks
 from collectives.plans.planning import possible_ways
 from collectives.plans.spread import Spread
 from collectives.reduction import Reduction
-from collectives.ring.flow import DEPTH, Arrays, Memory, PieceFlow, drain
 from collectives.ring.exchange import Exchange
+from collectives.ring.flow import DEPTH, Arrays, Memory, PieceFlow, drain
 from collectives.ring.link import RESULTS, Link, Transfer
 from collectives.ring.program import Program, program_of
 from collectives.transport import Parts, Transport

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -12,10 +14,11 @@ from statements import assert_same_bits
 
 from collectives import Communicator, Settings
 from collectives.assembly import Group, assemble
-from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
+from collectives.backends.thread import ThreadHub, ThreadLink, connect, run_on_threads
 from collectives.plans.choice import Costs, Width, quickest
 from collectives.plans.spread import Spread
 from collectives.ring.link import Sizes
+from collectives.window.shared_memory import SHARED_MEMORY_DIR
 
 FEW_ROUNDS = Costs(1.0, 1e-9, 1e6, 1.0, 1e6, 1e12)
 FEW_MESSAGES = Costs(1.0, 1.0, 1e12, 1.0, 1e12, 1e12)
@@ -26,7 +29,7 @@ IN_PIECES = Sizes(0, 0, 512, 512, 2)
 LENGTH = 5040
 
 
-def on_links(hosts: Sequence[int], costs: Costs, sizes: Sizes, program):
+def on_links(hosts: Sequence[int], costs: Costs, sizes: Sizes, program, share_memory: bool = False):
     hub = ThreadHub(len(hosts))
 
     def no_subgroup(ranks) -> Communicator:
@@ -37,13 +40,15 @@ def on_links(hosts: Sequence[int], costs: Costs, sizes: Sizes, program):
         for link in links:
             link.hosts, link.costs, link.sizes = tuple(hosts), costs, sizes
         group = Group(outer.rank, [f"rank {rank}" for rank in range(len(hosts))], range(len(hosts)))
-        with assemble(Settings(spins=0), group, (links[0], links[1]), False, no_subgroup) as communicator:
+        with assemble(Settings(spins=0), group, (links[0], links[1]), share_memory, no_subgroup) as communicator:
             return program(communicator)
 
     return run_on_threads(len(hosts), run)
 
 
-def assert_reduces(counts: Sequence[int], hosts: Sequence[int], costs: Costs, sizes: Sizes, dtype: str) -> None:
+def assert_reduces(
+    counts: Sequence[int], hosts: Sequence[int], costs: Costs, sizes: Sizes, dtype: str, share_memory: bool = False
+) -> None:
     bounds = [0, *accumulate(counts)]
     everything = contributions(dtype, LENGTH, range(bounds[-1]))
     expected = reduced(everything, "mean")
@@ -58,7 +63,7 @@ def assert_reduces(counts: Sequence[int], hosts: Sequence[int], costs: Costs, si
         copies = [array.copy() for array in mine]
         assert_same_bits(communicator.ordered_all_reduce(copies, copies[-1], "mean"), expected)
 
-    on_links(hosts, costs, sizes, program)
+    on_links(hosts, costs, sizes, program, share_memory)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -91,6 +96,44 @@ def test_every_spread_over_hosts_has_the_bits_of_the_tree(
     counts: tuple[int, ...], hosts: tuple[int, ...], sizes: Sizes, dtype: str
 ) -> None:
     assert_reduces(counts, hosts, FEW_MESSAGES, sizes, dtype)
+
+
+@pytest.mark.parametrize("sizes", [WHOLE, IN_PIECES])
+@pytest.mark.parametrize(
+    ("counts", "hosts"),
+    [
+        ((2, 2, 2, 2), (0, 0, 1, 1)),
+        ((3, 3, 2), (0, 0, 1)),
+        ((1, 1, 1, 1, 1), (0, 1, 1, 1, 2)),
+        ((2, 1, 1, 2), (0, 1, 0, 1)),
+        ((1, 1, 1, 1, 1, 1, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_ranks_of_a_host_that_share_memory_have_the_same_bits(
+    counts: tuple[int, ...], hosts: tuple[int, ...], sizes: Sizes, dtype: str
+) -> None:
+    assert_reduces(counts, hosts, FEW_MESSAGES, replace(sizes, inline_bytes=512), dtype, share_memory=True)
+
+
+def test_what_stays_on_a_host_is_no_message_over_the_network() -> None:
+    """Nor are the others more than the plan and the comparison have: two rounds, and one."""
+    sent: list[tuple[int, int]] = []
+    hub = ThreadHub(4, lambda source, to: sent.append((source, to)), hosts=(0, 0, 1, 1))
+
+    def run(rank: int) -> None:
+        settings = Settings(mechanism="window", shared_memory_dir=SHARED_MEMORY_DIR)
+        with connect(settings, hub, rank) as communicator:
+            communicator.barrier()
+            before = [message for message in sent if message[0] == rank]
+            communicator.ordered_all_reduce([np.ones(1 << 17, np.float32)])
+            after = [message for message in sent if message[0] == rank]
+            assert after[len(before) :] == [(rank, rank ^ 2)] * 3
+            communicator.barrier()
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(run, rank) for rank in range(4)]:
+            future.result(60)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
