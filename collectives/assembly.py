@@ -89,7 +89,7 @@ def assemble(
         make_subgroup: connects some of the ranks.
 
     Raises:
-        RuntimeError: if the window was asked for but cannot be had.
+        RuntimeError: if the window was asked for but cannot be had. Ranks that share no host do without it.
     """
     watches = (group.watch(settings), group.watch(settings))
     for link, watch in zip(links, watches, strict=True):
@@ -98,11 +98,12 @@ def assemble(
     hosts = links[0].hosts
     beside = Counter(hosts).most_common(1)[0][1] if hosts else 1  # ranks on one host
     opening = _open_windows if beside == len(hosts) else _open_windows_of_hosts
-    is_tried = share_memory and settings.mechanism != "ring" and (beside > 1 or len(hosts) == 1)
+    is_of_use = beside > 1 or len(hosts) == 1
+    is_tried = share_memory and is_of_use and settings.mechanism != "ring"
     windows = opening(settings, rings[0], watches, links) if is_tried else None
-    if windows is None and settings.mechanism == "window":
+    if windows is None and settings.mechanism == "window" and (is_of_use or not share_memory):
         raise RuntimeError(
-            f"mechanism 'window' needs several ranks on one host and room in {settings.shared_memory_dir}; "
+            f"mechanism 'window' needs ranks that share a host and room in {settings.shared_memory_dir}; "
             "use 'auto' or 'ring', or enlarge it"
         )
     main, named = windows or rings

@@ -89,6 +89,10 @@ class PieceFlow:
         """Whether nothing is left to receive or to send."""
         return self._next == len(self._program.turns) and not (self._coming or self._parts or self._results)
 
+    def has_sent(self) -> bool:
+        """Whether the partial sums that it has sent so far are on their way."""
+        return drain(self._parts)
+
     def waits_for(self) -> list[int]:
         """The ranks without which this piece cannot go on."""
         return [rank for _, rank in self._coming or (*self._parts, *self._results)]

@@ -23,6 +23,7 @@ class Sizes:
 
     Attributes:
         inline_bytes: how much each rank may send to every other one along with an exchange.
+        opening_bytes: how much of a plan's first messages goes to each other rank along with it, at most.
         whole_bytes: up to this size arrays go through a plan in one piece.
         chunk_bytes: the largest message where they go in several.
         smallest_chunk_bytes: and the smallest, but for what is left at the end.
@@ -30,6 +31,7 @@ class Sizes:
     """
 
     inline_bytes: int = 1 << 16
+    opening_bytes: int = 60 << 10
     whole_bytes: int = 1 << 21
     chunk_bytes: int = CHUNK_BYTES
     smallest_chunk_bytes: int = CHUNK_BYTES

@@ -42,7 +42,7 @@ def on_a_file_system_of_one_megabyte(command: list[str], directory: Path) -> lis
 def assert_refused(lines: list[str], directory: Path) -> None:
     assert len(lines) == RANKS
     assert len(set(lines)) == 1
-    assert f"RuntimeError: mechanism 'window' needs several ranks on one host and room in {directory}" in lines[0]
+    assert f"RuntimeError: mechanism 'window' needs ranks that share a host and room in {directory}" in lines[0]
 
 
 def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
@@ -72,9 +72,15 @@ def test_where_one_of_several_hosts_has_no_room_all_ranks_use_the_ring(tmp_path:
 
 
 def test_ranks_that_share_no_host_have_no_window_to_insist_on(tmp_path: Path) -> None:
+    """Whoever is left after a loss, or in a part of the group, goes on without it."""
     settings = Settings(mechanism="window", shared_memory_dir=tmp_path)
-    with pytest.raises(RuntimeError, match="needs several ranks on one host"):
-        run_on_threads(2, lambda _: None, settings, ["here", "there"])
+
+    def program(communicator: Communicator) -> tuple[str, str]:
+        apart = [0, 1] if communicator.rank < 2 else [2]
+        return communicator.mechanism, communicator.subgroup(apart).mechanism
+
+    both, one = ("window and ring", "ring"), ("window and ring", "window")
+    assert run_on_threads(3, program, settings, ["here", "there", "here"]) == [both, both, one]
 
 
 def test_threads_on_several_hosts_without_room_are_told_as_well(tmp_path: Path) -> None:
