@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
 
@@ -14,11 +13,10 @@ from statements import assert_same_bits
 
 from collectives import Communicator, Settings
 from collectives.assembly import Group, assemble
-from collectives.backends.thread import ThreadHub, ThreadLink, connect, run_on_threads
+from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
 from collectives.plans.choice import Costs, Width, quickest
 from collectives.plans.spread import Spread
 from collectives.ring.link import Sizes
-from collectives.window.shared_memory import SHARED_MEMORY_DIR
 
 FEW_ROUNDS = Costs(1.0, 1e-9, 1e6, 1.0, 1e6, 1e12)
 FEW_MESSAGES = Costs(1.0, 1.0, 1e12, 1.0, 1e12, 1e12)
@@ -114,26 +112,6 @@ def test_ranks_of_a_host_that_share_memory_have_the_same_bits(
     counts: tuple[int, ...], hosts: tuple[int, ...], sizes: Sizes, dtype: str
 ) -> None:
     assert_reduces(counts, hosts, FEW_MESSAGES, replace(sizes, inline_bytes=512), dtype, share_memory=True)
-
-
-def test_what_stays_on_a_host_is_no_message_over_the_network() -> None:
-    """Nor are the others more than the plan and the comparison have: two rounds, and one."""
-    sent: list[tuple[int, int]] = []
-    hub = ThreadHub(4, lambda source, to: sent.append((source, to)), hosts=(0, 0, 1, 1))
-
-    def run(rank: int) -> None:
-        settings = Settings(mechanism="window", shared_memory_dir=SHARED_MEMORY_DIR)
-        with connect(settings, hub, rank) as communicator:
-            communicator.barrier()
-            before = [message for message in sent if message[0] == rank]
-            communicator.ordered_all_reduce([np.ones(1 << 17, np.float32)])
-            after = [message for message in sent if message[0] == rank]
-            assert after[len(before) :] == [(rank, rank ^ 2)] * 3
-            communicator.barrier()
-
-    with ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(run, rank) for rank in range(4)]:
-            future.result(60)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])

@@ -1,0 +1,103 @@
+"""Short reductions begin with the comparison of calls: how many messages that saves, and what it must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from losing import LIMITS, run_members
+from reference import contributions, reduced
+from statements import assert_same_bits
+
+from collectives import Communicator, LayoutMismatchError, Settings, ThreadHub, run_on_threads
+from collectives.backends.thread import connect
+
+SETTINGS = Settings(mechanism="window", limits=LIMITS)
+TWO_HOSTS, FOUR_HOSTS = (0, 0, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3)
+SHORT = 24_000  # elements: too many to travel along, few enough to begin at once
+
+
+def messages_of(hosts: Sequence[int], collective: Callable[[Communicator], object]) -> list[int]:
+    """How many messages each rank sends over links, which those to ranks of its host are not."""
+    sent = [0] * len(hosts)
+
+    def count(source: int, to: int) -> None:
+        sent[source] += 1
+
+    hub = ThreadHub(len(hosts), count, hosts)
+
+    def member(rank: int) -> int:
+        with connect(SETTINGS, hub, rank) as communicator:
+            collective(communicator)
+            before = sent[rank]
+            collective(communicator)
+            return sent[rank] - before
+
+    return [each or 0 for each in run_members(hub, member)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "elements", "messages"),
+    [
+        (TWO_HOSTS, 100, 1),  # all of it travels with the comparison
+        (TWO_HOSTS, SHORT, 1),  # by doubling, of which the only round goes with the comparison
+        (TWO_HOSTS, 1 << 17, 1 + 2),  # the comparison, and two rounds
+        (FOUR_HOSTS, 80_000, 3 + 3),  # the first round goes with the comparison; the second has the results
+        (FOUR_HOSTS, 1 << 18, 3 + 3 + 3),
+        (range(5), 70_000, 4 + 4),
+    ],
+)
+def test_a_rank_sends_as_few_messages_as_possible(hosts: Sequence[int], elements: int, messages: int) -> None:
+    def add_up(communicator: Communicator) -> np.ndarray:
+        return communicator.ordered_all_reduce([np.ones(elements, np.float32)])
+
+    assert messages_of(hosts, add_up) == [messages] * len(hosts)
+
+
+def test_a_reduction_of_which_each_rank_keeps_its_block_begins_with_the_comparison_too() -> None:
+    def scatter(communicator: Communicator) -> np.ndarray:
+        return communicator.ordered_reduce_scatter([np.ones(80_000, np.float32)])
+
+    assert messages_of(FOUR_HOSTS, scatter) == [3] * 8
+
+
+def test_ranks_on_more_than_eight_hosts_compare_in_as_many_messages_as_their_number_has_bits() -> None:
+    assert messages_of(range(8), lambda communicator: communicator.barrier()) == [7] * 8
+    assert messages_of(range(9), lambda communicator: communicator.barrier()) == [4] * 9
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2)])
+def test_who_has_expected_others_to_contribute_as_much_begins_again(counts: tuple[int, ...]) -> None:
+    everything = contributions("float32", SHORT, range(sum(counts)))
+    expected = reduced(everything, "mean")
+
+    def program(communicator: Communicator) -> None:
+        first = sum(counts[: communicator.rank])
+        mine = everything[first : first + counts[communicator.rank]]
+        for _ in range(3):
+            assert_same_bits(communicator.ordered_all_reduce(mine, op="mean"), expected)
+
+    run_on_threads(4, program, SETTINGS, TWO_HOSTS)
+
+
+@pytest.mark.parametrize("others", [{2, 3}, {1}, {0, 3}])
+@pytest.mark.parametrize("length", [SHORT, 5 * SHORT])
+def test_who_calls_something_else_spoils_nothing_that_has_begun(others: set[int], length: int) -> None:
+    everything = contributions("float32", length, range(4))
+
+    def program(communicator: Communicator) -> None:
+        rank = communicator.rank
+        mine = everything[rank].copy()
+        with pytest.raises(LayoutMismatchError, match="'kernel'.*'bias'|'bias'.*'kernel'"):
+            communicator.all_reduce(mine, name="bias" if rank in others else "kernel")
+        assert_same_bits(mine, everything[rank])
+        if rank in others:
+            with pytest.raises(LayoutMismatchError):
+                communicator.barrier()
+        else:
+            with pytest.raises(LayoutMismatchError):
+                communicator.all_reduce(mine)
+        assert_same_bits(communicator.all_reduce(mine), reduced(everything, "sum"))
+
+    run_on_threads(4, program, SETTINGS, TWO_HOSTS)
