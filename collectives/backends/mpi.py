@@ -208,7 +208,7 @@ def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
 
     Messages stay below the 64 KiB for which Open MPI's tcp asks the receiver first.
     """
-    copies = of_one_host * (ranks - of_one_host)  # of everything inline that leave a host
+    copies = ranks - of_one_host  # of everything inline that leave a host
     return Sizes(
         inline_bytes=max(LEAST_INLINE_BYTES, min(Sizes.inline_bytes, _INLINE_BYTES_OF_HOST // copies)),
         whole_bytes=_WHOLE_BYTES,

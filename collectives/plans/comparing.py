@@ -1,8 +1,9 @@
 """Who tells whom what before data move: at the end every rank knows what each of the others calls.
 
-First the ranks of a host tell each other. Then each host tells the others what all of its ranks have said: in one round
-where hosts are few, else in as many as their number has bits (Bruck et al., Efficient algorithms for all-to-all
-communications in multiport message-passing systems, 1997). On each host the ranks share that work.
+First the ranks of a host tell each other. Then one rank of each host tells one of each other host what all of its ranks
+have said: in one round where hosts are few, else in as many as their number has bits (Bruck et al., Efficient algorithms
+for all-to-all communications in multiport message-passing systems, 1997). At last these tell the others of their
+host.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ def relays(hosts: tuple[int, ...], at_once: int = MOST_AT_ONCE) -> tuple[tuple[R
     ranks_of = [[rank for rank, of in enumerate(hosts) if of == host] for host in range(max(hosts) + 1)]
     inside = tuple(Relay(one, other, (one,)) for ranks in ranks_of for one in ranks for other in ranks if one != other)
     between = [tuple(_between(ranks_of, distances)) for distances in _distances(len(ranks_of), at_once)]
-    return tuple(each for each in (inside, *between) if each)
+    news = tuple(
+        Relay(first, other, tuple(rank for rank, of in enumerate(hosts) if of != hosts[first]))
+        for first, *others in ranks_of
+        for other in others
+        if len(ranks_of) > 1
+    )
+    return tuple(each for each in (inside, *between, news) if each)
 
 
 def _distances(hosts: int, at_once: int) -> Iterator[list[tuple[int, int]]]:
@@ -58,8 +65,7 @@ def _distances(hosts: int, at_once: int) -> Iterator[list[tuple[int, int]]]:
 
 def _between(ranks_of: Sequence[Sequence[int]], distances: Sequence[tuple[int, int]]) -> Iterator[Relay]:
     count = len(ranks_of)
-    for host, ranks in enumerate(ranks_of):
+    for host, (first, *_) in enumerate(ranks_of):
         for distance, known in distances:
             said = tuple(rank for before in range(known) for rank in ranks_of[(host - before) % count])
-            for place, to in enumerate(ranks_of[(host + distance) % count]):
-                yield Relay(ranks[place % len(ranks)], to, said)
+            yield Relay(first, ranks_of[(host + distance) % count][0], said)

@@ -52,17 +52,20 @@ class Exchange:
         self._inline_bytes = link.sizes.inline_bytes
         self._parity = 0
         self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
-        room = _HEADER_BYTES + max(self._inline_bytes, link.sizes.opening_bytes)
-        self._blocks = [[aligned_empty(room) for _ in range(self._size)] for _ in (0, 1)]
-        self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
         hosts = link.nearby or tuple(range(self._size))
         self._beside = [rank for rank in self._others if hosts[rank] == hosts[self._rank]]
-        self._rounds = [_Round(each, hosts, self._rank, room) for each in relays(hosts)]
+        rounds = relays(hosts)
+        leaving = [each for each in rounds if hosts[each[0].source] != hosts[each[0].to]]
+        self.pairs = {(source, to) for source, to, _ in leaving[0]} if len(leaving) == 1 else set()
+        opening_bytes = link.sizes.opening_bytes if self.pairs else 0
+        block = _HEADER_BYTES + self._inline_bytes
+        self._rounds = [_Round(each, self._rank, block, opening_bytes, each in leaving) for each in rounds]
         self.away = frozenset(rank for each in self._rounds if each.leaves for rank in each.sources)
+        rooms = [block + opening_bytes * (rank in self.away) for rank in range(self._size)]
+        self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
+        self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
         self._received: dict[int, int | None] = {}  # how long messages of one block were, where the link can tell
         self._behind: dict[int, np.ndarray] = {}  # what came behind the blocks of others
-        leaving = [each for each in relays(hosts) if hosts[each[0].source] != hosts[each[0].to]]
-        self.pairs = {(source, to) for source, to, _ in leaving[0]} if len(leaving) == 1 else set()
         self.has_delivered = False
 
     def run(
@@ -219,18 +222,19 @@ class _Round:
         rooms: the ranks of whose blocks each consists, and where it is received if it is more than one.
     """
 
-    def __init__(self, messages: Sequence[Relay], hosts: Sequence[int], rank: int, block: int) -> None:
+    def __init__(self, messages: Sequence[Relay], rank: int, block: int, opening_bytes: int, leaves: bool) -> None:
         to: dict[tuple[int, ...], list[int]] = {}
         for message in messages:
             if message.source == rank:
                 to.setdefault(message.ranks, []).append(message.to)
         coming = [message for message in messages if message.to == rank]
-        self.leaves = hosts[messages[0].source] != hosts[messages[0].to]
+        behind = opening_bytes if leaves else 0
+        self.leaves = leaves
         self.sent = list(to.items())
         self.receivers = [each for others in to.values() for each in others]
         self.sources = [message.source for message in coming]
         self.rooms = [
-            (message.ranks, np.empty(len(message.ranks) * block if len(message.ranks) > 1 else 0, np.uint8))
+            (message.ranks, np.empty(len(message.ranks) * block + behind if len(message.ranks) > 1 else 0, np.uint8))
             for message in coming
         ]
 

@@ -97,12 +97,12 @@ class PieceFlow:
         """The ranks without which this piece cannot go on."""
         return [rank for _, rank in self._coming or (*self._parts, *self._results)]
 
-    def advance(self) -> bool:
-        """Do what can be done at once; whether anything was."""
+    def advance(self, turns: int | None = None) -> bool:
+        """Do what can be done at once, of so many turns if that is given; whether anything was."""
         moved = False
         drain(self._parts)
         drain(self._results)
-        while self._has_all_come() and self._may_enter():
+        while self._next != turns and self._has_all_come() and self._may_enter():
             self._enter(self._program.turns[self._next])
             self._next += 1
             moved = True

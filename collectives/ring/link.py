@@ -23,19 +23,21 @@ class Sizes:
 
     Attributes:
         inline_bytes: how much each rank may send to every other one along with an exchange.
-        opening_bytes: how much of a plan's first messages goes to each other rank along with it, at most.
         whole_bytes: up to this size arrays go through a plan in one piece.
         chunk_bytes: the largest message where they go in several.
         smallest_chunk_bytes: and the smallest, but for what is left at the end.
         pieces_at_least: into how many pieces arrays are cut that allow it; several are under way at each rank.
+        opening_bytes: how much of the first messages of a plan goes to another host along with an exchange, at most.
+        one_column_bytes: up to this size one rank of each host sends and receives for all, if it has them nearby.
     """
 
     inline_bytes: int = 1 << 16
-    opening_bytes: int = 60 << 10
     whole_bytes: int = 1 << 21
     chunk_bytes: int = CHUNK_BYTES
     smallest_chunk_bytes: int = CHUNK_BYTES
     pieces_at_least: int = 16
+    opening_bytes: int = 60 << 10
+    one_column_bytes: int = 1 << 18
 
     def chunk_of(self, nbytes: int) -> int:
         """The size of the messages in which so many bytes travel."""

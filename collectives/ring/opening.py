@@ -16,16 +16,12 @@ from collectives.tree import root_of
 
 
 def opening_round(plan: Plan) -> int:
-    """The first round in which messages leave hosts; -1 where it cannot go with the comparison.
-
-    It can where every rank receives partial sums then, so that nobody goes on before it has compared.
-    """
+    """The first round in which messages leave hosts; -1 where there is none, or it has results."""
     hosts, root = plan.spread.hosts, root_of(plan.spread.replicas)
     for number, each in enumerate(plan.rounds):
         leaving = [message for message in each.messages if hosts[message.source] != hosts[message.to]]
         if leaving:
-            is_complete = len({message.to for message in leaving}) == plan.spread.size
-            return number if is_complete and all(message.node != root for message in leaving) else -1
+            return number if all(message.node != root for message in leaving) else -1
     return -1
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from collectives.plans.choice import Width, quickest
 from collectives.plans.cutting import Piece, pieces_of, pieces_of_blocks
 from collectives.plans.plan import Plan
-from collectives.plans.planning import possible_ways
+from collectives.plans.planning import plan_for, possible_ways
 from collectives.plans.spread import Spread
 from collectives.reduction import Reduction
 from collectives.ring.link import Link
@@ -89,6 +89,8 @@ class Planner:
         plan = quickest(spread, elements, width, self._link.costs, tuple(ways))
         if scatters:
             plan = plan.scattering
+        elif self._link.nearby and elements * width.partial <= self._sizes.one_column_bytes:
+            plan = plan_for(spread, plan.name, 1)
         in_slice = -(-elements // plan.slices)
         widest = width.leaf if max(counts) == 1 else width.partial
         longest = in_slice if is_whole else max(1, self._sizes.chunk_of(in_slice * widest) // widest)

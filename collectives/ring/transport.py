@@ -70,7 +70,7 @@ class RingTransport(Transport):
         self._opened = flow
 
         def has_opened() -> bool:
-            flow.advance()
+            flow.advance(planned.opens_in + 1)
             return flow.has_entered(planned.opens_in)
 
         self._watch.wait(has_opened, flow.waits_for)

@@ -19,14 +19,15 @@ GRADIENTS = contributions("float32", LENGTH, range(4))
 pytestmark = pytest.mark.timeout(120)
 
 
-def assert_adds_up(communicator: Communicator) -> None:
+def assert_adds_up(communicator: Communicator, length: int = LENGTH) -> None:
     """As many ranks as are left have all contributions, spread anew."""
     borders = [4 * number // communicator.size for number in range(communicator.size + 1)]
-    mine = GRADIENTS[borders[communicator.rank] : borders[communicator.rank + 1]]
-    assert_same_bits(communicator.ordered_all_reduce(mine), reduced(GRADIENTS, "sum"))
+    gradients = [array[:length] for array in GRADIENTS]
+    mine = gradients[borders[communicator.rank] : borders[communicator.rank + 1]]
+    assert_same_bits(communicator.ordered_all_reduce(mine), reduced(gradients, "sum"))
 
 
-def lost_at(number: int, lost: int) -> tuple[bool, list[list[int] | None]]:
+def lost_at(number: int, lost: int, length: int) -> tuple[bool, list[list[int] | None]]:
     """Whether a rank had so many messages to send; whom those that are left are left with."""
     fault = OnMessage(lost, number)
     hub = ThreadHub(4, fault, HOSTS)
@@ -39,7 +40,7 @@ def lost_at(number: int, lost: int) -> tuple[bool, list[list[int] | None]]:
             fault.begin()
         try:
             for _ in range(2):
-                assert_adds_up(communicator)
+                assert_adds_up(communicator, length)
             if rank == lost:
                 fault.end()
             communicator.barrier()  # who has all that it needs learns here that another one has not
@@ -54,16 +55,23 @@ def lost_at(number: int, lost: int) -> tuple[bool, list[list[int] | None]]:
     return fault.has_struck, found
 
 
-@pytest.mark.parametrize("lost", [0, 3])
-def test_whichever_message_is_its_last_the_others_go_on_to_the_same_bits(lost: int) -> None:
+@pytest.mark.parametrize(
+    ("lost", "length", "messages"),
+    [
+        (0, LENGTH, 6),  # it speaks for its host: two reductions with a comparison and two rounds
+        (3, LENGTH, 4),
+        (2, LENGTH // 4, 2),  # what begins with the comparison
+    ],
+)
+def test_whichever_message_is_its_last_the_others_go_on_to_the_same_bits(lost: int, length: int, messages: int) -> None:
     left = [rank for rank in range(4) if rank != lost]
     number, strikes = 0, True
     while strikes:
-        strikes, found = lost_at(number, lost)
+        strikes, found = lost_at(number, lost, length)
         everybody = [left if rank != lost else None for rank in range(4)] if strikes else [[0, 1, 2, 3]] * 4
         assert found == everybody
         number += 1
-    assert number > 6  # two reductions with a comparison and two rounds
+    assert number == messages + 1
 
 
 @pytest.mark.parametrize("lost", [[1], [0, 1], [0, 2, 3]])

@@ -107,11 +107,12 @@ def test_every_spread_over_hosts_has_the_bits_of_the_tree(
         ((1, 1, 1, 1, 1, 1, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3)),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("dtype", "one_column_bytes"), [("float32", 0), ("float16", 0), ("float32", 1 << 18)])
 def test_ranks_of_a_host_that_share_memory_have_the_same_bits(
-    counts: tuple[int, ...], hosts: tuple[int, ...], sizes: Sizes, dtype: str
+    counts: tuple[int, ...], hosts: tuple[int, ...], sizes: Sizes, dtype: str, one_column_bytes: int
 ) -> None:
-    assert_reduces(counts, hosts, FEW_MESSAGES, replace(sizes, inline_bytes=512), dtype, share_memory=True)
+    sizes = replace(sizes, inline_bytes=512, one_column_bytes=one_column_bytes)
+    assert_reduces(counts, hosts, FEW_MESSAGES, sizes, dtype, share_memory=True)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])

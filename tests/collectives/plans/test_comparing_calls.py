@@ -43,16 +43,17 @@ def test_many_hosts_need_as_many_rounds_as_their_number_has_bits(hosts: int) -> 
         assert sorted(message.source for message in each) == list(range(hosts))
 
 
-def test_few_hosts_need_one_round_between_them_and_one_inside() -> None:
-    inside, between = relays(SPREADS["two by two"])
+def test_few_hosts_need_one_round_between_them_and_two_inside() -> None:
+    """One rank of each host speaks for all of it, so that a pair of hosts exchanges one message each way."""
+    inside, between, news = relays(SPREADS["two by two"])
     assert {(source, to) for source, to, _ in inside} == {(rank, rank ^ 1) for rank in range(8)}
-    assert len(between) == 4 * 3 * 2
-    assert all(message.ranks == (message.source & ~1, message.source | 1) for message in between)
+    assert {(source, to) for source, to, _ in between} == {(a, b) for a in (0, 2, 4, 6) for b in (0, 2, 4, 6) if a != b}
+    assert all(message.ranks == (message.source, message.source + 1) for message in between)
+    assert [message for message in news if message.to == 3] == [Relay(2, 3, (0, 1, 4, 5, 6, 7))]
 
 
-def test_a_thousand_ranks_on_hosts_of_eight_compare_in_eight_rounds() -> None:
-    """Each sends 7 messages on its host, and 7 more to others."""
+def test_a_thousand_ranks_on_hosts_of_eight_compare_in_nine_rounds() -> None:
     rounds = relays(tuple(rank // 8 for rank in range(1024)))
-    assert len(rounds) == 1 + 7
+    assert len(rounds) == 1 + 7 + 1
     sent = [message.source for each in rounds for message in each]
-    assert {sent.count(rank) for rank in (0, 5, 1023)} == {14}
+    assert (sent.count(0), sent.count(5)) == (7 + 7 + 7, 7)
