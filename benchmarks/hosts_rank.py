@@ -21,12 +21,12 @@ COUNTERS = Path("/sys/class/net/eth0/statistics")
 
 
 class Instance:
-    """One rank and its two ways to reduce: "ordered", ours over messages, and "mpi"."""
+    """One rank and its two ways to reduce: "ordered", ours, and "mpi"."""
 
     def __init__(self) -> None:
         self._mpi = MPI.COMM_WORLD
         # Simulated hosts all believe that they own the cores: nobody may wait without offering its own to others.
-        self._ours = collectives.connect("mpi", collectives.Settings(mechanism="ring", spins=0))
+        self._ours = collectives.connect("mpi", collectives.Settings(spins=0))
         self._ways: dict[str, Callable[[], np.ndarray]] = {}
 
     @property

@@ -11,7 +11,8 @@ from collectives.errors import LayoutMismatchError, PeerLostError
 from collectives.transport import Parts, Transport
 
 _TEXT = Call("message").fingerprint
-_TEXT_BYTES = 512
+LEAST_INLINE_BYTES = 512
+"""So much has to fit along with an exchange, or ranks could not tell each other texts."""
 _LONGEST_BYTES = 1 << 24
 
 
@@ -42,9 +43,9 @@ def exchange_bytes(transport: Transport, message: bytes) -> list[bytes]:
             f"rank {lengths.index(max(lengths))} announced a message of {max(lengths)} bytes; it is faulty"
         )
     gathered = [bytearray() for _ in lengths]
-    for start in range(0, max(lengths), _TEXT_BYTES):
-        piece = np.zeros(_TEXT_BYTES, np.uint8)
-        mine = np.frombuffer(message[start : start + _TEXT_BYTES], np.uint8)
+    for start in range(0, max(lengths), LEAST_INLINE_BYTES):
+        piece = np.zeros(LEAST_INLINE_BYTES, np.uint8)
+        mine = np.frombuffer(message[start : start + LEAST_INLINE_BYTES], np.uint8)
         piece[: mine.size] = mine
         _, parts = transport.exchange(_TEXT, [piece], 1)
         for whole, part in zip(gathered, parts.arrays, strict=True):

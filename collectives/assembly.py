@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from collectives.communicator import Communicator
+from collectives.hosts.hosts_link import HostsLink, ranks_beside
+from collectives.hosts.layout import memory_bytes
+from collectives.hosts.near import NearLink
 from collectives.instruments import Instruments
 from collectives.named import NamedQueue
 from collectives.ring.link import Link
@@ -32,8 +36,8 @@ class Settings:
     Attributes:
         limits: when waits warn and when they give up, and by what clock.
         progress: those that see what this rank does.
-        mechanism: "window" (shared memory), "ring", or "auto": the window where all ranks share a host whose shared
-            memory is large enough, else the ring.
+        mechanism: "window" (shared memory between all ranks, or those of each host), "ring" (messages alone), or
+            "auto": the window where hosts have several ranks and the room, else the ring.
         shared_memory_dir: where shared memory is made.
         spins: how often a wait polls before it offers its core to others.
     """
@@ -73,47 +77,52 @@ class Group:
 
 
 def assemble(
-    settings: Settings, group: Group, links: tuple[Link, Link], share_host: bool, make_subgroup: MakeSubgroup
+    settings: Settings, group: Group, links: tuple[Link, Link], share_memory: bool, make_subgroup: MakeSubgroup
 ) -> Communicator:
     """A communicator over two independent links, for the synchronous and for the named collectives; collective.
 
     Args:
         settings: as all ranks have them.
         group: who is there.
-        links: connected to all ranks of the group.
-        share_host: whether all ranks run on one host, so that shared memory is worth a try.
+        links: connected to all ranks of the group; they know on which hosts these are.
+        share_memory: whether ranks of one host may share memory.
         make_subgroup: connects some of the ranks.
 
     Raises:
-        RuntimeError: if the window was asked for but cannot be had.
+        RuntimeError: if the window was asked for but cannot be had. Ranks that share no host do without it.
     """
     watches = (group.watch(settings), group.watch(settings))
     for link, watch in zip(links, watches, strict=True):
         watch.pause = link.pause
     rings = [RingTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
-    windows = _open_windows(settings, rings[0], watches) if share_host and settings.mechanism != "ring" else None
-    if windows is None and settings.mechanism == "window":
+    hosts = links[0].hosts
+    beside = Counter(hosts).most_common(1)[0][1] if hosts else 1  # ranks on one host
+    opening = _open_windows if beside == len(hosts) else _open_windows_of_hosts
+    is_of_use = beside > 1 or len(hosts) == 1
+    is_tried = share_memory and is_of_use and settings.mechanism != "ring"
+    windows = opening(settings, rings[0], watches, links) if is_tried else None
+    if windows is None and settings.mechanism == "window" and (is_of_use or not share_memory):
         raise RuntimeError(
-            f"mechanism 'window' needs all ranks on one host and room in {settings.shared_memory_dir}; "
+            f"mechanism 'window' needs ranks that share a host and room in {settings.shared_memory_dir}; "
             "use 'auto' or 'ring', or enlarge it"
         )
-    if windows:
-        for link in links:
-            link.close()
     main, named = windows or rings
-    mechanism = "window" if windows else "ring"
+    mechanism = "window" if isinstance(main, WindowTransport) else "window and ring" if windows else "ring"
     logger.debug("%s: %d ranks, %s", group.names[group.rank], len(group.names), mechanism)
     queue = NamedQueue(named, watches[1])
     return Communicator(main, watches[0], queue, settings.progress, make_subgroup, mechanism)
 
 
 def _open_windows(
-    settings: Settings, transport: Transport, watches: tuple[Watch, Watch]
+    settings: Settings, transport: Transport, watches: tuple[Watch, Watch], links: tuple[Link, Link]
 ) -> tuple[Transport, Transport] | None:
+    """Transports through memory that all ranks share, in place of the links."""
     channel = channel_bytes(transport.size)
     segment = share_segment(transport, 2 * channel, settings.shared_memory_dir)
     if segment is None:
         return None
+    for link in links:
+        link.close()
     memory = memoryview(segment)
     main, named = (
         WindowTransport(
@@ -124,5 +133,22 @@ def _open_windows(
             settings.shared_memory_dir,
         )
         for number, watch in enumerate(watches)
+    )
+    return main, named
+
+
+def _open_windows_of_hosts(
+    settings: Settings, transport: Transport, watches: tuple[Watch, Watch], links: tuple[Link, Link]
+) -> tuple[Transport, Transport] | None:
+    """Transports over the links that send what stays on a host through its memory."""
+    beside = ranks_beside(links[0])
+    channel = memory_bytes(len(beside))
+    segment = share_segment(transport, 2 * channel, settings.shared_memory_dir, links[0].hosts)
+    if segment is None:
+        return None
+    memory, number = memoryview(segment), beside.index(transport.rank)
+    nears = [NearLink(memory[start : start + channel], number, len(beside)) for start in (0, channel)]
+    main, named = (
+        RingTransport(HostsLink(link, near), watch) for link, near, watch in zip(links, nears, watches, strict=True)
     )
     return main, named

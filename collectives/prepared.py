@@ -22,7 +22,7 @@ from collectives.buffers import (
 from collectives.calls import Call, checked_root
 from collectives.errors import UnsupportedBufferError
 from collectives.reduction import Reduction
-from collectives.transport import Transport
+from collectives.transport import Reducing, Transport
 
 Result = TypeVar("Result")
 
@@ -63,6 +63,11 @@ class Prepared(Generic[Result]):
         if call.into_shared:
             contributions, _, reduction = self.arguments
             transport.stage(contributions, reduction)
+        elif transport.opens_reductions and self.finish in (finishing.reduce, finishing.reduce_scatter):
+            contributions, out, reduction = self.arguments
+            if not reduction.divides_first:
+                scatters = self.finish is finishing.reduce_scatter
+                transport.announce(Reducing(contributions, out, reduction, scatters))
         parts = agree(transport, call, self.carried, self.count)
         if moves is not None:
             moves(call.nbytes)

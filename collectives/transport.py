@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,22 @@ class Parts:
         return sum(self.counts)
 
 
+class Reducing(NamedTuple):
+    """A reduction that is about to begin.
+
+    Attributes:
+        contributions: of this rank.
+        out: what receives the result; not touched before all calls are known to be equal.
+        reduction: the arithmetic.
+        scatters: whether every rank keeps its block.
+    """
+
+    contributions: Contributions
+    out: np.ndarray
+    reduction: Reduction
+    scatters: bool
+
+
 class Transport(ABC):
     """Moves bytes between the ranks of one communicator; one call at a time, by one thread at a time.
 
@@ -47,6 +64,8 @@ class Transport(ABC):
     """Whether `allocate` returns the same memory on all ranks."""
     groups_reductions: bool = False
     """Whether `reduce_group` costs less than `reduce` for each of the group."""
+    opens_reductions: bool = False
+    """Whether `announce` saves time."""
     scatters_reductions: bool = True
     """Whether `reduce_scatter` costs less than `reduce`, with the same bits."""
 
@@ -68,6 +87,12 @@ class Transport(ABC):
         """Begin to move contributions before the exchange, where that saves time.
 
         After an exchange without arrays, `reduce` of the same contributions into shared memory follows, or nothing.
+        """
+
+    def announce(self, reducing: Reducing) -> None:  # noqa: B027
+        """Say what is reduced if the next exchange finds all calls equal and brings no arrays.
+
+        `reduce` or `reduce_scatter` of the same follows then, or nothing.
         """
 
     @abstractmethod

@@ -11,10 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from collectives.agreement import LEAST_INLINE_BYTES
 from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
 from collectives.open_mpi import open_mpi_prepared
+from collectives.plans.spread import host_numbers
 from collectives.ring.link import LANES, Link, Sizes, Transfer
 
 try:
@@ -106,11 +108,20 @@ class MpiLink(Link):
 
 
 def connect(
-    settings: Settings, comm: MPI.Intracomm | None = None, instances: Sequence[int] | None = None
+    settings: Settings,
+    comm: MPI.Intracomm | None = None,
+    instances: Sequence[int] | None = None,
+    host: str = "",
 ) -> Communicator:
     """A communicator of the ranks of `comm` (default: all of this MPI job); all of them call this.
 
     The MPI communicator is duplicated and left alone.
+
+    Args:
+        settings: as all ranks have them.
+        comm: connects the ranks.
+        instances: the instance behind each rank; default: their numbers.
+        host: what the host of this rank is called; default: as MPI calls it.
     """
     comm = MPI.COMM_WORLD if comm is None else comm
     own = comm.Dup()
@@ -122,11 +133,16 @@ def connect(
         if not open_links:
             own.Free()
 
-    return _connect_over(settings, comm, own, instances or range(comm.Get_size()), end)
+    return _connect_over(settings, comm, own, instances or range(comm.Get_size()), end, host)
 
 
 def _connect_over(
-    settings: Settings, comm: MPI.Intracomm, own: MPI.Comm, members: Sequence[int], end: Callable[[], None]
+    settings: Settings,
+    comm: MPI.Intracomm,
+    own: MPI.Comm,
+    members: Sequence[int],
+    end: Callable[[], None],
+    host: str = "",
 ) -> Communicator:
     """A communicator of the ranks of `comm`.
 
@@ -139,8 +155,9 @@ def _connect_over(
         own: of the same ranks, for our messages only.
         members: the instance behind each rank.
         end: called when one of the links is closed.
+        host: what the host of this rank is called; default: as MPI calls it.
     """
-    of_ranks = comm.allgather((MPI.Get_processor_name(), os.sched_getaffinity(0)))
+    of_ranks = comm.allgather((host or MPI.Get_processor_name(), os.sched_getaffinity(0)))
     hosts = [host for host, _ in of_ranks]
     here = hosts[comm.Get_rank()]
     size, of_one_host = len(hosts), max(Counter(hosts).values())
@@ -148,17 +165,16 @@ def _connect_over(
     cores = set().union(*[cores for host, cores in of_ranks if host == here])
     if len(cores) < hosts.count(here):
         settings = replace(settings, spins=0)  # who spins takes a core that another rank needs
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-    of_hosts = tuple(numbers[host] for host in hosts)
-    main, named = [MpiLink(own, channel, of_hosts, sizes, end) for channel in range(_CHANNELS)]
+    numbers = host_numbers(hosts)
+    main, named = [MpiLink(own, channel, numbers, sizes, end) for channel in range(_CHANNELS)]
 
     def make_subgroup(ranks: Sequence[int]) -> Communicator:
         subgroup = comm.Create_group(comm.Get_group().Incl(ranks), _SUBGROUP_TAG)
-        return _connect_over(settings, subgroup, subgroup, [members[rank] for rank in ranks], _nothing)
+        return _connect_over(settings, subgroup, subgroup, [members[rank] for rank in ranks], _nothing, here)
 
     names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
     group = Group(comm.Get_rank(), names, members)
-    return assemble(settings, group, (main, named), of_one_host == size, make_subgroup)
+    return assemble(settings, group, (main, named), True, make_subgroup)
 
 
 def _nothing() -> None:
@@ -192,9 +208,9 @@ def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
 
     Messages stay below the 64 KiB for which Open MPI's tcp asks the receiver first.
     """
-    copies = of_one_host * (ranks - of_one_host)  # of everything inline that leave a host
+    copies = ranks - of_one_host  # of everything inline that leave a host
     return Sizes(
-        inline_bytes=min(Sizes.inline_bytes, _INLINE_BYTES_OF_HOST // copies),
+        inline_bytes=max(LEAST_INLINE_BYTES, min(Sizes.inline_bytes, _INLINE_BYTES_OF_HOST // copies)),
         whole_bytes=_WHOLE_BYTES,
         chunk_bytes=_CHUNK_BYTES,
         smallest_chunk_bytes=_SMALLEST_CHUNK_BYTES,

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ import numpy as np
 from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from collectives.plans.spread import host_numbers
 from collectives.ring.link import Link, Transfer
 
 Result = TypeVar("Result")
@@ -40,12 +41,16 @@ class ThreadHub:
         before_send: called in the thread of a rank that is about to send a message over a link, with the ranks of the
             sender and of the receiver; what it raises goes to the sender. A place for faults: whoever is lost there has
             sent all messages before, and none after.
+        hosts: what the host of each rank is called; default: all are on one for the window, and apart for the ring.
     """
 
-    def __init__(self, size: int, before_send: Callable[[int, int], None] = _nothing) -> None:
+    def __init__(
+        self, size: int, before_send: Callable[[int, int], None] = _nothing, hosts: Sequence[Hashable] = ()
+    ) -> None:
         if size < 1:
             raise ValueError(f"a group of {size} ranks; it needs at least one")
         self.size = size
+        self.hosts = tuple(hosts)
         self.before_send = before_send
         self._changed = threading.Condition()
         self._queues: defaultdict[tuple[int, int, int, int], queue.SimpleQueue[np.ndarray]] = defaultdict(
@@ -151,7 +156,8 @@ class ThreadHub:
                 )
 
     def _part(self, ranks: Sequence[int]) -> ThreadHub:
-        return ThreadHub(len(ranks), lambda source, to: self.before_send(ranks[source], ranks[to]))
+        hosts = [self.hosts[rank] for rank in ranks] if self.hosts else ()
+        return ThreadHub(len(ranks), lambda source, to: self.before_send(ranks[source], ranks[to]), hosts)
 
     def _meet_if_all_have_come(self) -> None:
         left = [rank for rank in range(self.size) if rank not in self._lost]
@@ -235,7 +241,10 @@ def connect(settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[i
         return connect(settings, of_ranks, ranks.index(rank), [members[number] for number in ranks])
 
     links = (ThreadLink(hub, rank, 0), ThreadLink(hub, rank, 1))
-    return assemble(settings, group, links, settings.mechanism == "window", make_subgroup)
+    share_memory = settings.mechanism == "window"
+    for link in links:
+        link.hosts = host_numbers(hub.hosts) or (0,) * hub.size * share_memory
+    return assemble(settings, group, links, share_memory, make_subgroup)
 
 
 def connect_survivors(settings: Settings, hub: ThreadHub, rank: int) -> Communicator:
@@ -266,7 +275,10 @@ def connect_survivors(settings: Settings, hub: ThreadHub, rank: int) -> Communic
 
 
 def run_on_threads(
-    size: int, function: Callable[[Communicator], Result], settings: Settings | None = None
+    size: int,
+    function: Callable[[Communicator], Result],
+    settings: Settings | None = None,
+    hosts: Sequence[Hashable] = (),
 ) -> list[Result]:
     """Run `function(communicator)` once per rank, each in a thread of its own; the results in rank order.
 
@@ -276,8 +288,9 @@ def run_on_threads(
         size: the number of ranks.
         function: the program; its communicator is closed when it returns.
         settings: limits and mechanism of the communicators.
+        hosts: as for `ThreadHub`.
     """
-    hub = ThreadHub(size)
+    hub = ThreadHub(size, hosts=hosts)
 
     def run(rank: int) -> Result:
         try:

@@ -4,6 +4,7 @@ An array is cut into columns, and in each column one rank works for each host. F
 host own of the column; then the ranks of the column add between hosts, in one of several ways; at last each gives the
 results to the ranks of its host. So a host's link carries what one rank would send, however many ranks sit behind it.
 Where there is one host, nothing is left between hosts; where each rank has a host to itself, nothing is left inside.
+With one column the first rank of each host works for all of it, and hosts exchange as few messages as they can.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ _CACHED = 256
 
 
 @lru_cache(_CACHED)
-def plan_for(spread: Spread, way: str) -> Plan:
+def plan_for(spread: Spread, way: str, columns: int = 0) -> Plan:
     """The plan of a reduction.
 
     Args:
         spread: who owns which replicas, on which host.
         way: one of `possible_ways`.
+        columns: into how many the array is cut; default: as many as the largest host has ranks.
     """
-    columns = max(map(len, spread.ranks_of))
+    columns = columns or max(map(len, spread.ranks_of))
     owners: list[int] = []
     rounds: list[Round] = []
     for column in range(columns):

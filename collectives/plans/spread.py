@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -76,3 +76,9 @@ class Spread:
         """The contributions of a rank."""
         first, stop = self.blocks[rank]
         return tuple(Node(replica, replica + 1) for replica in range(first, stop))
+
+
+def host_numbers(hosts: Sequence[Hashable]) -> tuple[int, ...]:
+    """Hosts, one for each rank and called whatever they are, as numbers from 0 on."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return tuple(numbers[host] for host in hosts)

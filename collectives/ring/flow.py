@@ -89,16 +89,20 @@ class PieceFlow:
         """Whether nothing is left to receive or to send."""
         return self._next == len(self._program.turns) and not (self._coming or self._parts or self._results)
 
+    def has_sent(self) -> bool:
+        """Whether the partial sums that it has sent so far are on their way."""
+        return drain(self._parts)
+
     def waits_for(self) -> list[int]:
         """The ranks without which this piece cannot go on."""
         return [rank for _, rank in self._coming or (*self._parts, *self._results)]
 
-    def advance(self) -> bool:
-        """Do what can be done at once; whether anything was."""
+    def advance(self, turns: int | None = None) -> bool:
+        """Do what can be done at once, of so many turns if that is given; whether anything was."""
         moved = False
         drain(self._parts)
         drain(self._results)
-        while self._has_all_come() and self._may_enter():
+        while self._next != turns and self._has_all_come() and self._may_enter():
             self._enter(self._program.turns[self._next])
             self._next += 1
             moved = True
@@ -137,9 +141,11 @@ class PieceFlow:
             else:
                 reduction.fold(given, self._at(into, elements), nodes)
         for parcel in turn.parts:
-            self._parts.append(self._send(parcel, PARTIALS))
-        for parcel in turn.results:
-            self._results.append(self._send(parcel, RESULTS))
+            part = self._at(parcel.place, parcel.elements).view(np.uint8)
+            self._parts.append((self._link.send(part, parcel.other, PARTIALS), parcel.other))
+        for others, place, elements in turn.results:
+            result = self._at(place, elements).view(np.uint8)
+            self._results += zip(self._link.send_all(result, others, RESULTS), others, strict=True)
         for number in turn.fetched:
             self._coming.append((self._fetches[number], self._program.fetches[number].other))
         for parcel in turn.received:
@@ -161,10 +167,6 @@ class PieceFlow:
 
     def _dtype(self, parcel: Parcel) -> np.dtype:
         return self._arrays.reduction.dtype_of(parcel.node)
-
-    def _send(self, parcel: Parcel, lane: int) -> tuple[Transfer, int]:
-        data = self._at(parcel.place, parcel.elements).view(np.uint8)
-        return self._link.send(data, parcel.other, lane), parcel.other
 
     def _fetch(self, parcel: Parcel, room: np.ndarray) -> Fetch:
         start = parcel.place.start * self._arrays.reduction.accumulator.itemsize

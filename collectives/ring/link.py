@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,8 @@ class Sizes:
         chunk_bytes: the largest message where they go in several.
         smallest_chunk_bytes: and the smallest, but for what is left at the end.
         pieces_at_least: into how many pieces arrays are cut that allow it; several are under way at each rank.
+        opening_bytes: how much of the first messages of a plan goes to another host along with an exchange, at most.
+        one_column_bytes: up to this size one rank of each host sends and receives for all, if it has them nearby.
     """
 
     inline_bytes: int = 1 << 16
@@ -34,6 +36,8 @@ class Sizes:
     chunk_bytes: int = CHUNK_BYTES
     smallest_chunk_bytes: int = CHUNK_BYTES
     pieces_at_least: int = 16
+    opening_bytes: int = 60 << 10
+    one_column_bytes: int = 1 << 18
 
     def chunk_of(self, nbytes: int) -> int:
         """The size of the messages in which so many bytes travel."""
@@ -87,7 +91,8 @@ class Link(ABC):
     Attributes:
         rank: this rank.
         size: the number of ranks.
-        hosts: the number of the host of each rank, from 0 on.
+        hosts: the number of the host of each rank, from 0 on; nothing where every rank counts as a host.
+        nearby: the same, where ranks of a host reach each other much sooner than those of others.
         sizes: how arrays are best cut.
         costs: what messages cost, for the choice among plans.
         pause: returns when a transfer may have ended, at the latest after the given seconds; None where the link
@@ -97,6 +102,7 @@ class Link(ABC):
     rank: int
     size: int
     hosts: tuple[int, ...] = ()
+    nearby: tuple[int, ...] = ()
     sizes: Sizes = Sizes()
     costs: Costs = Costs(50e-6, 20e-6, 1e9, 50e-6, 1e9, 5e9)
     pause: Callable[[float], None] | None = None
@@ -104,6 +110,10 @@ class Link(ABC):
     @abstractmethod
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         """Begin to send `data`; never waits for the receiver."""
+
+    def send_all(self, data: np.ndarray, to: Sequence[int], lane: int) -> list[Transfer]:
+        """Begin to send `data` to several ranks; a transfer for each of them."""
+        return [self.send(data, each, lane) for each in to]
 
     @abstractmethod
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:

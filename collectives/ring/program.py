@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import NamedTuple
 
 from collectives.plans.cutting import Table
@@ -73,6 +74,20 @@ class Parcel(NamedTuple):
     node: Node
 
 
+class Delivery(NamedTuple):
+    """A result that others are given.
+
+    Attributes:
+        others: who.
+        place: where it is.
+        elements: its length.
+    """
+
+    others: tuple[int, ...]
+    place: Place
+    elements: int
+
+
 @dataclass(frozen=True)
 class Turn:
     """What a rank does in one round: it adds, then sends, then needs what comes.
@@ -88,7 +103,7 @@ class Turn:
 
     sums: tuple[Sum, ...]
     parts: tuple[Parcel, ...]
-    results: tuple[Parcel, ...]
+    results: tuple[Delivery, ...]
     fetched: range
     received: tuple[Parcel, ...]
     overwrites: bool
@@ -147,7 +162,7 @@ class _Compiler:
                 Turn(
                     tuple(sums),
                     tuple(parcel for parcel in sent if parcel.node != self._root),
-                    tuple(parcel for parcel in sent if parcel.node == self._root),
+                    _delivered(parcel for parcel in sent if parcel.node == self._root),
                     range(begun, len(self._fetches)),
                     tuple(received),
                     bool(received) or finishes_all,
@@ -209,6 +224,12 @@ class _Compiler:
                 begun = number
             last = number
         yield begun, stop
+
+
+def _delivered(parcels: Iterable[Parcel]) -> tuple[Delivery, ...]:
+    """Neighbours of one place together; between two ranks parcels keep their order."""
+    together = groupby(parcels, lambda parcel: (parcel.place, parcel.elements))
+    return tuple(Delivery(tuple(parcel.other for parcel in same), *what) for what, same in together)
 
 
 def _aligned(elements: int) -> int:

@@ -12,24 +12,15 @@ from functools import partial
 
 import numpy as np
 
-from collectives.errors import PeerLostError
 from collectives.memory import aligned_empty
-from collectives.plans.choice import Width, quickest
-from collectives.plans.cutting import pieces_of, pieces_of_blocks
-from collectives.plans.planning import possible_ways
-from collectives.plans.spread import Spread
 from collectives.reduction import Reduction
+from collectives.ring.exchange import Exchange
 from collectives.ring.flow import DEPTH, Arrays, Memory, PieceFlow, drain
-from collectives.ring.link import EXCHANGE, RESULTS, Link, Transfer
-from collectives.ring.program import Program, program_of
-from collectives.transport import Parts, Transport
+from collectives.ring.link import RESULTS, Link, Transfer
+from collectives.ring.opening import OpeningLink
+from collectives.ring.planned import Planned, Planner
+from collectives.transport import Parts, Reducing, Transport
 from collectives.waiting import Watch
-
-_HEADER_BYTES = 64
-_FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
-_PLANS = 256  # cached layouts
-_TOO_LARGE = (1 << 64) - 1
-_MOST_ARRAYS = 1 << 20  # that one rank contributes
 
 
 class RingTransport(Transport):
@@ -40,94 +31,56 @@ class RingTransport(Transport):
         watch: how to wait.
     """
 
+    opens_reductions = True
+
     def __init__(self, link: Link, watch: Watch) -> None:
         self.rank = link.rank
         self.size = link.size
         self.link = link
-        self._hosts = link.hosts or tuple(range(link.size))
         self._memory = Memory()
-        self._programs: dict[tuple[object, ...], list[tuple[int, Program]]] = {}
         self._watch = watch
         self._sizes = link.sizes
-        self._inline_bytes = link.sizes.inline_bytes
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._parity = 0
-        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
-        room = _HEADER_BYTES + self._inline_bytes
-        self._buffers = [[aligned_empty(room) for _ in range(self.size)] for _ in (0, 1)]
-        self._headers = [[buffer[:_HEADER_BYTES].data.cast("Q") for buffer in buffers] for buffers in self._buffers]
+        self._exchange = Exchange(link, watch, self._complete)
+        self._planner = Planner(link, self._exchange.pairs)
+        self._announced: Reducing | None = None
+        self._opened: PieceFlow | None = None
 
     # ---- exchange
 
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
-        # Two sets of buffers: the arrays of one exchange stay readable until the next but one has begun.
-        parity = self._parity = 1 - self._parity
-        buffers, headers = self._buffers[parity], self._headers[parity]
-        receives = [self.link.receive(buffers[other], other, EXCHANGE) for other in self._others]
-        own, header = buffers[self.rank], headers[self.rank]
-        nbytes = len(arrays) and arrays[0].nbytes * count
-        plan = None
-        if nbytes > self._inline_bytes:
-            nbytes = _TOO_LARGE
-        elif nbytes:
-            first = arrays[0]
-            plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
-            slots, parts = plan[parity]
-            for slot, array in zip(slots, arrays, strict=True):
-                slot[...] = array
-        header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
-        message = own[:_HEADER_BYTES] if plan is None else own[: _HEADER_BYTES + nbytes]
-        sends = [self.link.send(message, other, EXCHANGE) for other in self._others]
-        self._complete(receives, self._others)
-        self._complete(sends, self._others)
-        alike = True
-        for other, receive in zip(self._others, receives, strict=True):
-            theirs = headers[other]
-            if theirs[_FINGERPRINT] != fingerprint:
-                return False, Parts((), ())
-            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes or receive.received not in (None, message.size):
-                self._check_header(other, theirs, receive.received, arrays)
-                alike = False
-        if alike and plan is not None:
-            return True, parts
-        counts = tuple(header[_COUNT] for header in headers)
-        if plan is None or any(header[_NBYTES] == _TOO_LARGE for header in headers):
-            return True, Parts(counts, ())
-        return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
+        announced, self._announced, self._opened = self._announced, None, None
+        if announced is not None and arrays[0].nbytes * count > self._sizes.inline_bytes:
+            planned = self._planned_for(announced, (count,) * self.size)
+            if planned.opens_in >= 0:
+                opening = partial(self._open, announced, planned)
+                equal, parts = self._exchange.run(fingerprint, arrays, count, opening)
+                if not (equal and self._exchange.has_delivered):
+                    self._give_up()
+                return equal, parts
+        return self._exchange.run(fingerprint, arrays, count)
 
-    def _check_header(self, rank: int, header: memoryview, received: int | None, arrays: Sequence[np.ndarray]) -> None:
-        """Refuse what no rank of ours would send: a faulty one must not take this one's memory or spoil its sums."""
-        count, nbytes = header[_COUNT], header[_NBYTES]
-        each = arrays[0].nbytes if arrays else 0
-        is_left_at_home = nbytes == _TOO_LARGE and bool(arrays)
-        inline = 0 if is_left_at_home else nbytes
-        fits = is_left_at_home or (nbytes == count * each <= self._inline_bytes if arrays else nbytes == 0)
-        is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
-        if not is_plausible or received not in (None, _HEADER_BYTES + inline):
-            raise PeerLostError(
-                f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
-                f"{received}, in {self._watch.call.title}; it is faulty"
-            )
+    def announce(self, reducing: Reducing) -> None:
+        self._announced = reducing
 
-    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
-        """Views of all buffers for arrays like `like`, `count` from each rank, for both parities."""
-        if len(self._inline) > _PLANS:
-            self._inline.clear()
-        counts = (count,) * self.size
-        plan = []
-        for parity in (0, 1):
-            views = self._inline_views(parity, counts, like)
-            plan.append((views[self.rank * count : (self.rank + 1) * count], Parts(counts, views)))
-        self._inline[like.dtype, like.size, count] = plan
-        return plan
+    def _open(self, reducing: Reducing, planned: Planned) -> OpeningLink:
+        """Begin to reduce as if all ranks had as many contributions, up to the first messages that leave this host."""
+        link = OpeningLink(self.link, self._exchange.away)
+        flow = self._new_flow(reducing, planned, 0, None, link)
+        self._opened = flow
 
-    def _inline_views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
-        start, step = _HEADER_BYTES, like.nbytes
-        return [
-            self._buffers[parity][rank][start + number * step : start + (number + 1) * step].view(like.dtype)
-            for rank, count in enumerate(counts)
-            for number in range(count)
-        ]
+        def has_opened() -> bool:
+            flow.advance(planned.opens_in + 1)
+            return flow.has_entered(planned.opens_in)
+
+        self._watch.wait(has_opened, flow.waits_for)
+        return link
+
+    def _give_up(self) -> None:
+        """What was begun is of no use: wait until it needs its memory no longer."""
+        flow, self._opened = self._opened, None
+        if flow is not None:
+            self._watch.wait(flow.has_sent, flow.waits_for)
 
     def _complete(self, transfers: Sequence[Transfer], ranks: Sequence[int]) -> None:
         """Wait until all transfers, each with the rank of the same place, are done."""
@@ -149,77 +102,50 @@ class RingTransport(Transport):
         parts: Parts,
         is_shared: bool = False,
     ) -> None:
-        arrays = Arrays(contributions, out, 0, reduction, parts.total)
-        self._flow(arrays, self._programs_for(reduction, parts.counts, out.size, scatters=False))
+        self._flow(Reducing(contributions, out, reduction, False), parts.counts)
 
     def reduce_scatter(
         self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
     ) -> None:
-        arrays = Arrays(contributions, out, self.rank * out.size, reduction, parts.total)
-        self._flow(arrays, self._programs_for(reduction, parts.counts, out.size, scatters=True))
+        self._flow(Reducing(contributions, out, reduction, True), parts.counts)
 
-    def _programs_for(
-        self, reduction: Reduction, counts: tuple[int, ...], size: int, scatters: bool
-    ) -> list[tuple[int, Program]]:
-        """What this rank does for each piece of an array, with the first element of the piece.
-
-        Args:
-            reduction: the arithmetic.
-            counts: how many arrays each rank contributes.
-            size: the elements of the result on this rank.
-            scatters: whether that is one of equal blocks.
-        """
-        key = reduction.dtype, reduction.accumulator, counts, size, scatters
-        found = self._programs.get(key)
-        if found is None:
-            if len(self._programs) > _PLANS:
-                self._programs.clear()
-            found = self._programs[key] = self._plan_programs(reduction, counts, size, scatters)
-        return found
-
-    def _plan_programs(
-        self, reduction: Reduction, counts: tuple[int, ...], size: int, scatters: bool
-    ) -> list[tuple[int, Program]]:
-        spread = Spread(counts, self._hosts)
-        width = Width(reduction.dtype.itemsize, reduction.accumulator.itemsize)
-        elements = size * self.size if scatters else size
-        is_whole = elements * width.partial <= self._sizes.whole_bytes
-        ways = list(possible_ways(spread) if is_whole else ("direct",))
-        if "doubling" in ways and (scatters or elements * width.partial > self._sizes.chunk_bytes):
-            ways.remove("doubling")
-        plan = quickest(spread, elements, width, self.link.costs, tuple(ways))
-        if scatters:
-            plan = plan.scattering
-        in_slice = -(-elements // plan.slices)
-        widest = width.leaf if max(counts) == 1 else width.partial
-        longest = in_slice if is_whole else max(1, self._sizes.chunk_of(in_slice * widest) // widest)
-        pieces = pieces_of_blocks(plan, size, longest) if scatters else pieces_of(plan, size, longest * plan.slices)
-        programs = {piece.table: program_of(plan, self.rank, piece.table) for piece in pieces}
-        return [(piece.offset, programs[piece.table]) for piece in pieces]
+    def _planned_for(self, reducing: Reducing, counts: tuple[int, ...]) -> Planned:
+        return self._planner.planned(reducing.reduction, counts, reducing.out.size, reducing.scatters)
 
     def _complete_all(self, transfers: Sequence[tuple[Transfer, int]]) -> None:
         """Wait until all transfers, each named with its rank, are done."""
         pending = deque(transfers)
         self._watch.wait(lambda: drain(pending), lambda: sorted({rank for _, rank in pending}))
 
-    def _flow(self, arrays: Arrays, programs: Sequence[tuple[int, Program]]) -> None:
-        """Go through the pieces, several at the same time."""
-        itemsize, depth = arrays.reduction.accumulator.itemsize, min(DEPTH, len(programs))
-        rooms = self._memory.rows(0, depth, itemsize * max(program.room for _, program in programs))
-        added = self._memory.rows(1, depth, itemsize * max(program.added for _, program in programs))
+    def _flow(self, reducing: Reducing, counts: tuple[int, ...]) -> None:
+        """Go through the pieces, several at the same time, from where it was begun."""
+        planned = self._planned_for(reducing, counts)
         flows: deque[PieceFlow] = deque()
-        last: PieceFlow | None = None
-        waiting = deque(enumerate(programs))
+        last, self._opened = self._opened, None
+        if last is not None:
+            flows.append(last)
+        waiting = deque(range(len(flows), len(planned.programs)))
         while flows or waiting:
-            while waiting and len(flows) < depth:
-                number, (offset, program) = waiting.popleft()
-                row = number % depth
-                last = PieceFlow(self.link, program, arrays, offset, rooms[row], added[row], last)
+            while waiting and len(flows) < DEPTH:
+                last = self._new_flow(reducing, planned, waiting.popleft(), last, self.link)
                 flows.append(last)
             if not _advance(flows):
                 self._watch.wait(partial(_advance, flows), partial(_awaited, flows))
             while flows and flows[0].is_over:
                 flows.popleft()
+
+    def _new_flow(
+        self, reducing: Reducing, planned: Planned, number: int, before: PieceFlow | None, link: Link
+    ) -> PieceFlow:
+        """A piece that begins now."""
+        contributions, out, reduction, scatters = reducing
+        begins = self.rank * out.size if scatters else 0
+        arrays = Arrays(contributions, out, begins, reduction, planned.replicas)
+        itemsize, depth = reduction.accumulator.itemsize, min(DEPTH, len(planned.programs))
+        room = self._memory.rows(0, depth, itemsize * planned.room)[number % depth]
+        added = self._memory.rows(1, depth, itemsize * planned.added)[number % depth]
+        offset, program = planned.programs[number]
+        return PieceFlow(link, program, arrays, offset, room, added, before)
 
     # ---- copies
 

@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from collectives.agreement import exchange_bytes
@@ -51,21 +52,30 @@ def open_segment(path: Path, nbytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def share_segment(transport: Transport, nbytes: int, directory: Path = SHARED_MEMORY_DIR) -> mmap.mmap | None:
-    """Make one segment for all ranks of `transport`; a collective call.
+def share_segment(
+    transport: Transport, nbytes: int, directory: Path = SHARED_MEMORY_DIR, hosts: Sequence[int] = ()
+) -> mmap.mmap | None:
+    """Make one segment for all ranks of `transport`, or one for each host; a collective call.
+
+    Args:
+        transport: between the ranks.
+        nbytes: the size of this rank's segment.
+        directory: where it is made.
+        hosts: the number of the host of each rank; default: all are on one.
 
     Returns:
         The segment, or `None` on all ranks where one of them cannot have it.
     """
     segment: mmap.mmap | None = None
     path: Path | None = None
-    if transport.rank == 0:
+    leader = hosts.index(hosts[transport.rank]) if hosts else 0
+    if transport.rank == leader:
         try:
             segment, path = create_segment(nbytes, directory)
         except OSError as error:
             logger.info("no shared memory of %d bytes in %s: %s", nbytes, directory, error)
     try:
-        announced = exchange_bytes(transport, os.fsencode(path) if path else b"")[0]
+        announced = exchange_bytes(transport, os.fsencode(path) if path else b"")[leader]
         if segment is None and announced:
             try:
                 segment = open_segment(Path(os.fsdecode(announced)), nbytes)

@@ -1,6 +1,6 @@
 """One rank of an MPI job that runs all statements: `conformance_job.py MECHANISM REPORT TIER`.
 
-The mechanism is one of the MPI backend, or "horovod".
+The mechanism is one of `conformance_plan`.
 
 The report has one line of JSON per statement: its name, and what failed on which rank.
 """
@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from conformance_plan import HOROVOD, statements_for
+from conformance_plan import HOROVOD, hosts_of, setting_of, statements_for
 from mpi4py import MPI
 from statements import LIMITS, failure_of
 
@@ -23,7 +23,9 @@ from collectives import Communicator
 def connect(mechanism: str) -> Communicator:
     if mechanism == HOROVOD:
         return collectives.connect("horovod", collectives.Settings(limits=LIMITS))
-    return collectives.connect("mpi", collectives.Settings(mechanism=mechanism, limits=LIMITS))
+    settings = collectives.Settings(mechanism=setting_of(mechanism), limits=LIMITS)
+    hosts = hosts_of(mechanism, MPI.COMM_WORLD.size)
+    return collectives.connect("mpi", settings, host=hosts[MPI.COMM_WORLD.rank] if hosts else "")
 
 
 def main(mechanism: str, report: Path, tier: str) -> None:

@@ -13,6 +13,8 @@ from statements import About, Statement
 
 SINGLE, RING, WINDOW, GRPC, HOROVOD = "single", "ring", "window", "grpc", "horovod"
 MECHANISMS = (RING, WINDOW)
+HOSTS = "window and ring"
+"""Ranks on two hosts, of which the last one has one: messages through shared memory, and others."""
 SUITES = (conformance.suite, conformance_checks.suite, conformance_grouped.suite, conformance_named.suite)
 
 DTYPES_ON_NETWORKS = ("int8", "int16", "float16", "bfloat16", "float32", "float64")
@@ -21,7 +23,7 @@ DTYPES_ON_NETWORKS = ("int8", "int16", "float16", "bfloat16", "float32", "float6
 ADDS_BY_ITSELF = (HOROVOD,)
 """Transports with an arithmetic of their own, in which every dtype may be another case."""
 
-USUAL_SIZES = {RING: 3, WINDOW: 3, GRPC: 3, HOROVOD: 2}
+USUAL_SIZES = {RING: 3, WINDOW: 3, HOSTS: 3, GRPC: 3, HOROVOD: 2}
 """How many processes the default tier has: enough for all that a transport may do in its own way."""
 
 
@@ -50,9 +52,19 @@ def groups_of_threads(statement: Statement, *, complete: bool) -> Sequence[tuple
     if statement.about is About.ARGUMENTS:
         groups = [(RING, 3)]
     elif complete and statement.about is not About.DTYPES:
-        groups = [(mechanism, size) for mechanism in MECHANISMS for size in (1, 2, 3, 4)]
+        groups = [(mechanism, size) for mechanism in MECHANISMS for size in (1, 2, 3, 4)] + [(HOSTS, 3), (HOSTS, 4)]
     elif complete or statement.about is About.TRANSPORT:
-        groups = [(mechanism, size) for mechanism in MECHANISMS for size in (2, 3)]
+        groups = [(mechanism, size) for mechanism in MECHANISMS for size in (2, 3)] + [(HOSTS, 3)]
     else:
         groups = [(RING, 3), (WINDOW, 2)]
     return [(mechanism, size) for mechanism, size in groups if size >= statement.at_least]
+
+
+def hosts_of(mechanism: str, size: int) -> Sequence[str]:
+    """The host of each rank, where they are not all on one."""
+    return ["here"] * (size - 1) + ["there"] if mechanism == HOSTS else ()
+
+
+def setting_of(mechanism: str) -> str:
+    """What makes a communicator have it."""
+    return WINDOW if mechanism == HOSTS else mechanism

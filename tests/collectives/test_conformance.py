@@ -12,7 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance_plan import GRPC, HOROVOD, MECHANISMS, SUITES, USUAL_SIZES, groups_of_threads, statements_for
+from conformance_plan import (
+    GRPC,
+    HOROVOD,
+    HOSTS,
+    MECHANISMS,
+    SUITES,
+    USUAL_SIZES,
+    groups_of_threads,
+    hosts_of,
+    setting_of,
+    statements_for,
+)
 from grpc_jobs import end_of, socket_addresses, start_worker
 from horovod_installed import needs_horovod
 from mpi_jobs import HERE, mpirun_command, run_job
@@ -53,7 +64,8 @@ def test_on_threads(topic: str, subtests: pytest.Subtests, complete: bool) -> No
     for statement in TOPICS[topic]:
         for mechanism, size in groups_of_threads(statement, complete=complete):
             with subtests.test(statement=statement.name, mechanism=mechanism, size=size):
-                run_on_threads(size, statement.check, Settings(limits=LIMITS, mechanism=mechanism))
+                settings = Settings(limits=LIMITS, mechanism=setting_of(mechanism))
+                run_on_threads(size, statement.check, settings, hosts_of(mechanism, size))
 
 
 # ---- jobs: each tells what all its statements came to
@@ -72,6 +84,14 @@ def over_sizes(*transports: str) -> pytest.MarkDecorator:
 @over_sizes(*MECHANISMS)
 def test_over_mpi(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
     _check_mpi_job(transport, size, tmp_path, subtests, complete)
+
+
+@pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.complete
+@pytest.mark.timeout(JOB_LIMIT_S + 20)
+def test_over_mpi_between_hosts(tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+    _check_mpi_job(HOSTS, USUAL_SIZES[HOSTS], tmp_path, subtests, complete)
 
 
 @pytest.mark.job

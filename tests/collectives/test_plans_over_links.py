@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -26,7 +27,7 @@ IN_PIECES = Sizes(0, 0, 512, 512, 2)
 LENGTH = 5040
 
 
-def on_links(hosts: Sequence[int], costs: Costs, sizes: Sizes, program):
+def on_links(hosts: Sequence[int], costs: Costs, sizes: Sizes, program, share_memory: bool = False):
     hub = ThreadHub(len(hosts))
 
     def no_subgroup(ranks) -> Communicator:
@@ -37,13 +38,15 @@ def on_links(hosts: Sequence[int], costs: Costs, sizes: Sizes, program):
         for link in links:
             link.hosts, link.costs, link.sizes = tuple(hosts), costs, sizes
         group = Group(outer.rank, [f"rank {rank}" for rank in range(len(hosts))], range(len(hosts)))
-        with assemble(Settings(spins=0), group, (links[0], links[1]), False, no_subgroup) as communicator:
+        with assemble(Settings(spins=0), group, (links[0], links[1]), share_memory, no_subgroup) as communicator:
             return program(communicator)
 
     return run_on_threads(len(hosts), run)
 
 
-def assert_reduces(counts: Sequence[int], hosts: Sequence[int], costs: Costs, sizes: Sizes, dtype: str) -> None:
+def assert_reduces(
+    counts: Sequence[int], hosts: Sequence[int], costs: Costs, sizes: Sizes, dtype: str, share_memory: bool = False
+) -> None:
     bounds = [0, *accumulate(counts)]
     everything = contributions(dtype, LENGTH, range(bounds[-1]))
     expected = reduced(everything, "mean")
@@ -58,7 +61,7 @@ def assert_reduces(counts: Sequence[int], hosts: Sequence[int], costs: Costs, si
         copies = [array.copy() for array in mine]
         assert_same_bits(communicator.ordered_all_reduce(copies, copies[-1], "mean"), expected)
 
-    on_links(hosts, costs, sizes, program)
+    on_links(hosts, costs, sizes, program, share_memory)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -91,6 +94,25 @@ def test_every_spread_over_hosts_has_the_bits_of_the_tree(
     counts: tuple[int, ...], hosts: tuple[int, ...], sizes: Sizes, dtype: str
 ) -> None:
     assert_reduces(counts, hosts, FEW_MESSAGES, sizes, dtype)
+
+
+@pytest.mark.parametrize("sizes", [WHOLE, IN_PIECES])
+@pytest.mark.parametrize(
+    ("counts", "hosts"),
+    [
+        ((2, 2, 2, 2), (0, 0, 1, 1)),
+        ((3, 3, 2), (0, 0, 1)),
+        ((1, 1, 1, 1, 1), (0, 1, 1, 1, 2)),
+        ((2, 1, 1, 2), (0, 1, 0, 1)),
+        ((1, 1, 1, 1, 1, 1, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3)),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "one_column_bytes"), [("float32", 0), ("float16", 0), ("float32", 1 << 18)])
+def test_ranks_of_a_host_that_share_memory_have_the_same_bits(
+    counts: tuple[int, ...], hosts: tuple[int, ...], sizes: Sizes, dtype: str, one_column_bytes: int
+) -> None:
+    sizes = replace(sizes, inline_bytes=512, one_column_bytes=one_column_bytes)
+    assert_reduces(counts, hosts, FEW_MESSAGES, sizes, dtype, share_memory=True)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])

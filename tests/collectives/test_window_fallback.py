@@ -26,8 +26,8 @@ def lines_of(command: list[str]) -> list[str]:
     return [line for line in job.stdout.splitlines() if line.startswith("rank: ")]
 
 
-def job(mechanism: str, directory: Path, scarcity: str) -> list[str]:
-    return mpirun_command(RANKS, HERE / "window_job.py", mechanism, str(directory), scarcity)
+def job(mechanism: str, directory: Path, scarcity: str, *hosts: str) -> list[str]:
+    return mpirun_command(RANKS, HERE / "window_job.py", mechanism, str(directory), scarcity, *hosts)
 
 
 def on_a_file_system_of_one_megabyte(command: list[str], directory: Path) -> list[str]:
@@ -42,7 +42,7 @@ def on_a_file_system_of_one_megabyte(command: list[str], directory: Path) -> lis
 def assert_refused(lines: list[str], directory: Path) -> None:
     assert len(lines) == RANKS
     assert len(set(lines)) == 1
-    assert f"RuntimeError: mechanism 'window' needs all ranks on one host and room in {directory}" in lines[0]
+    assert f"RuntimeError: mechanism 'window' needs ranks that share a host and room in {directory}" in lines[0]
 
 
 def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
@@ -56,6 +56,37 @@ def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
 def test_ranks_of_one_host_use_the_window(tmp_path: Path) -> None:
     assert lines_of(job("auto", tmp_path, "plenty")) == ["rank: window"] * RANKS
     assert list(tmp_path.iterdir()) == []
+
+
+@in_a_job
+def test_ranks_of_each_of_several_hosts_use_a_window_and_nothing_is_left_of_it(tmp_path: Path) -> None:
+    assert lines_of(job("auto", tmp_path, "plenty", "here", "there", "here")) == ["rank: window and ring"] * RANKS
+    assert list(tmp_path.iterdir()) == []
+
+
+@in_a_job
+@pytest.mark.complete
+def test_where_one_of_several_hosts_has_no_room_all_ranks_use_the_ring(tmp_path: Path) -> None:
+    assert lines_of(job("auto", tmp_path, "no file on one rank", "here", "there", "there")) == RING
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_share_no_host_have_no_window_to_insist_on(tmp_path: Path) -> None:
+    """Whoever is left after a loss, or in a part of the group, goes on without it."""
+    settings = Settings(mechanism="window", shared_memory_dir=tmp_path)
+
+    def program(communicator: Communicator) -> tuple[str, str]:
+        apart = [0, 1] if communicator.rank < 2 else [2]
+        return communicator.mechanism, communicator.subgroup(apart).mechanism
+
+    both, one = ("window and ring", "ring"), ("window and ring", "window")
+    assert run_on_threads(3, program, settings, ["here", "there", "here"]) == [both, both, one]
+
+
+def test_threads_on_several_hosts_without_room_are_told_as_well(tmp_path: Path) -> None:
+    settings = Settings(mechanism="window", shared_memory_dir=tmp_path / "missing")
+    with pytest.raises(RuntimeError, match="use 'auto' or 'ring'"):
+        run_on_threads(3, lambda _: None, settings, ["here", "there", "here"])
 
 
 @in_a_job

@@ -1,4 +1,6 @@
-"""One rank of an MPI job in which shared memory is scarce: `window_job.py MECHANISM DIRECTORY SCARCITY`.
+"""One rank of an MPI job in which shared memory is scarce: `window_job.py MECHANISM DIRECTORY SCARCITY [HOST...]`.
+
+What the host of each rank is called may follow; they are all on one, whose name they take, if nothing does.
 
 Prints one line per rank: the mechanism in use, or the error.
 """
@@ -36,12 +38,12 @@ SCARCITY = {
 }
 
 
-def main(mechanism: str, directory: Path, scarcity: str) -> str:
+def main(mechanism: str, directory: Path, scarcity: str, *hosts: str) -> str:
     MPI.COMM_WORLD.Barrier()
     SCARCITY[scarcity]()
     settings = collectives.Settings(mechanism=mechanism, shared_memory_dir=directory)
     try:
-        communicator = collectives.connect("mpi", settings)
+        communicator = collectives.connect("mpi", settings, host=hosts[MPI.COMM_WORLD.rank] if hosts else "")
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -63,5 +65,5 @@ def main(mechanism: str, directory: Path, scarcity: str) -> str:
 
 
 if __name__ == "__main__":
-    line = main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    line = main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
     sys.stdout.write(f"rank: {line}\n")

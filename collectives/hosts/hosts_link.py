@@ -1,0 +1,57 @@
+"""The link of ranks on several hosts: what stays on a host goes through its memory, all else over the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.hosts.near import NearLink
+from collectives.ring.link import Fetch, Link, Transfer
+
+
+class HostsLink(Link):
+    """A link to all ranks that takes the shorter way to those of this rank's host.
+
+    Args:
+        far: to all ranks.
+        near: to those of this host, in their order.
+    """
+
+    def __init__(self, far: Link, near: NearLink) -> None:
+        self.rank = far.rank
+        self.size = far.size
+        self.hosts = self.nearby = far.hosts
+        self.sizes = far.sizes
+        self.costs = far.costs
+        self._far = far
+        self._near = near
+        self._number = {rank: number for number, rank in enumerate(ranks_beside(far))}
+
+    def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
+        if to in self._number:
+            return self._near.send(data, self._number[to], lane)
+        return self._far.send(data, to, lane)
+
+    def send_all(self, data: np.ndarray, to: Sequence[int], lane: int) -> list[Transfer]:
+        here = [self._number[each] for each in to if each in self._number]
+        near = iter(self._near.send_all(data, here, lane) if here else ())
+        return [next(near) if each in self._number else self._far.send(data, each, lane) for each in to]
+
+    def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
+        if source in self._number:
+            return self._near.receive(into, self._number[source], lane)
+        return self._far.receive(into, source, lane)
+
+    def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
+        if source in self._number:
+            return self._near.fetch(room, self._number[source], lane)
+        return self._far.fetch(room, source, lane)
+
+    def close(self) -> None:
+        self._far.close()
+
+
+def ranks_beside(link: Link) -> list[int]:
+    """The ranks of this rank's host, with this one."""
+    return [rank for rank, host in enumerate(link.hosts) if host == link.hosts[link.rank]]

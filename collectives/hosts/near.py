@@ -1,0 +1,223 @@
+"""Messages between the ranks of one host, through memory that all of them see.
+
+A sender copies what it sends into a pool of its own, once for all ranks that it is for, and tells each of them where it
+lies; who receives it copies it to where it is needed. Pools are small and used again and again, so they stay in the
+cache. Every word of the memory has one writer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.hosts.layout import (
+    ANNOUNCED,
+    FRAGMENT_WORDS,
+    FRAGMENTS,
+    LINE_BYTES,
+    POOL_BYTES,
+    QUEUE_WORDS,
+    QUEUED,
+    TAKEN,
+    fragments,
+    pool_start,
+    queue_start,
+    words_of,
+)
+from collectives.ring.link import LANES, Link, Transfer
+from collectives.window.words import FENCE
+
+
+class NearLink(Link):
+    """Ranks that share memory, numbered among themselves.
+
+    Args:
+        memory: at least `memory_bytes(size)` bytes, zeroed, the same for all ranks.
+        rank: this rank.
+        size: the number of ranks.
+    """
+
+    def __init__(self, memory: memoryview, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._memory = memory
+        self._words = memory[: 8 * words_of(size)].cast("Q")
+        self._outboxes = [_Outbox(self, lane) for lane in range(LANES)]
+        self._inboxes: dict[tuple[int, int], _Inbox] = {}
+        self._expected: dict[_Inbox, None] = {}  # those in which something is waited for
+
+    def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
+        return self._outboxes[lane].put(data, (to,))
+
+    def send_all(self, data: np.ndarray, to: Sequence[int], lane: int) -> list[Transfer]:
+        return [self._outboxes[lane].put(data, tuple(to))] * len(to)
+
+    def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
+        inbox = self._inboxes.get((source, lane))
+        if inbox is None:
+            inbox = self._inboxes[source, lane] = _Inbox(self, source, lane)
+        received = _Received(self, into)
+        inbox.awaited.append(received)
+        self._expected[inbox] = None
+        return received
+
+    def take(self) -> None:
+        """Take whatever has come of that which is awaited: who asks for one message must not hold up another one."""
+        for inbox in [inbox for inbox in self._expected if inbox.take()]:
+            del self._expected[inbox]
+
+    def channel(self, source: int, to: int, lane: int) -> memoryview:
+        """The words of a lane from one rank to another one."""
+        start = queue_start(self.size, source, to, lane)
+        return self._words[start : start + QUEUE_WORDS]
+
+    def pool(self, source: int, lane: int) -> np.ndarray:
+        """The pool of a rank."""
+        return np.frombuffer(self._memory, np.uint8, POOL_BYTES[lane], pool_start(self.size, source, lane))
+
+
+class _Sent:
+    """A message of which fragments may still have to be copied."""
+
+    __slots__ = ("_outbox", "data", "left", "to")
+    received = None
+
+    def __init__(self, outbox: _Outbox, data: np.ndarray, to: tuple[int, ...]) -> None:
+        self._outbox = outbox
+        self.data = data
+        self.to = to
+        self.left = deque(fragments(data.size))
+
+    def done(self) -> bool:
+        if self.left:
+            self._outbox.fill()
+        return not self.left
+
+
+class _Received:
+    """A message of which fragments may still have to come."""
+
+    __slots__ = ("_link", "come", "into", "is_whole", "received")
+
+    def __init__(self, link: NearLink, into: np.ndarray) -> None:
+        self._link = link
+        self.into = into
+        self.come = 0
+        self.is_whole = False
+        self.received: int | None = None
+
+    def done(self) -> bool:
+        if not self.is_whole:
+            self._link.take()
+        return self.is_whole
+
+    def add(self, fragment: np.ndarray, is_last: bool) -> None:
+        """Copy one more fragment."""
+        self.into[self.come : self.come + fragment.size] = fragment
+        self.come += fragment.size
+        if is_last:
+            self.received = self.come
+            self.is_whole = True
+
+
+class _Outbox:
+    """What this rank sends in one lane: fragments lie in a pool, one behind the other, until all have taken them."""
+
+    def __init__(self, link: NearLink, lane: int) -> None:
+        self._pool = link.pool(link.rank, lane)
+        self._channels = [link.channel(link.rank, to, lane) for to in range(link.size)]
+        self._announced = [0] * link.size
+        self._waiting: deque[_Sent] = deque()
+        self._lying: deque[tuple[int, Sequence[tuple[int, int]]]] = deque()  # ends; receivers, with their fragments
+        self._begins = 0  # of what lies in the pool, counted in bytes from the very first one on
+        self._ends = 0
+
+    def put(self, data: np.ndarray, to: tuple[int, ...]) -> _Sent:
+        """Send as much at once as there is room for."""
+        sent = _Sent(self, data, to)
+        self._waiting.append(sent)
+        self.fill()
+        return sent
+
+    def fill(self) -> None:
+        """Copy what waits, in its order, as far as there is room."""
+        while self._waiting:
+            sent = self._waiting[0]
+            while sent.left:
+                if not self._copy(sent, sent.left[0], len(sent.left) == 1):
+                    return
+                sent.left.popleft()
+            self._waiting.popleft()
+
+    def _copy(self, sent: _Sent, part: slice, is_last: bool) -> bool:
+        """Whether there was room for a fragment."""
+        nbytes = part.stop - part.start
+        if any(self._announced[to] - self._channels[to][TAKEN] >= QUEUED for to in sent.to):
+            return False
+        self._forget()
+        start = self._room(nbytes)
+        if not self._lying:
+            self._begins = start
+        elif start + _aligned(nbytes) - self._begins > self._pool.size:
+            return False
+        place = start % self._pool.size
+        self._pool[place : place + nbytes] = sent.data[part]
+        if FENCE:
+            FENCE()
+        receivers = [(to, self._announce(to, (place, nbytes, is_last))) for to in sent.to]
+        self._ends = start + _aligned(nbytes)
+        self._lying.append((self._ends, receivers))
+        return True
+
+    def _announce(self, to: int, facts: tuple[int, int, bool]) -> int:
+        """The number of a receiver's fragments with this one."""
+        channel, number = self._channels[to], self._announced[to]
+        first = FRAGMENTS + number % QUEUED * FRAGMENT_WORDS
+        channel[first], channel[first + 1], channel[first + 2] = facts
+        if FENCE:
+            FENCE()
+        self._announced[to] = channel[ANNOUNCED] = number + 1
+        return number + 1
+
+    def _forget(self) -> None:
+        """Fragments that all have taken leave their room to others."""
+        while self._lying and all(self._channels[to][TAKEN] >= number for to, number in self._lying[0][1]):
+            self._begins = self._lying.popleft()[0]
+
+    def _room(self, nbytes: int) -> int:
+        """Where so many bytes lie in one part behind all others, counted as `_ends` is."""
+        size = self._pool.size
+        return self._ends if self._ends % size + nbytes <= size else -(-self._ends // size) * size
+
+
+class _Inbox:
+    """What one rank sends to this one in one lane."""
+
+    def __init__(self, link: NearLink, source: int, lane: int) -> None:
+        self._pool = link.pool(source, lane)
+        self._channel = link.channel(source, link.rank, lane)
+        self._taken = 0
+        self.awaited: deque[_Received] = deque()
+
+    def take(self) -> bool:
+        """Take all fragments that are there of messages that are awaited; whether none of these is left."""
+        while self.awaited and self._channel[ANNOUNCED] > self._taken:
+            if FENCE:
+                FENCE()
+            message = self.awaited[0]
+            first = FRAGMENTS + self._taken % QUEUED * FRAGMENT_WORDS
+            place, nbytes, is_last = self._channel[first : first + FRAGMENT_WORDS]
+            message.add(self._pool[place : place + nbytes], bool(is_last))
+            if FENCE:
+                FENCE()
+            self._taken += 1
+            self._channel[TAKEN] = self._taken
+            if message.is_whole:
+                self.awaited.popleft()
+        return not self.awaited
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // LINE_BYTES) * LINE_BYTES

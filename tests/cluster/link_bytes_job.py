@@ -1,0 +1,40 @@
+"""One instance of a job that adds up arrays: `link_bytes_job.py ELEMENTS`.
+
+Prints what the link of its host has sent and received meanwhile, by the kernel's counters, how it is connected, and
+whether the sum is right. Counters are read between two barriers of MPI; what these send counts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import collectives
+
+COUNTERS = Path("/sys/class/net/eth0/statistics")
+
+
+def carried() -> list[int]:
+    MPI.COMM_WORLD.Barrier()
+    found = [int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes")]
+    MPI.COMM_WORLD.Barrier()
+    return found
+
+
+def main(elements: int) -> None:
+    with collectives.connect("mpi", collectives.Settings(spins=0)) as communicator:
+        mine = np.full(elements, communicator.rank + 1, np.float32)
+        out = communicator.ordered_all_reduce([mine])
+        before = carried()
+        communicator.ordered_all_reduce([mine], out)
+        sent, received = (now - then for now, then in zip(carried(), before, strict=True))
+        is_right = bool((out == communicator.size * (communicator.size + 1) / 2).all())
+        print(json.dumps([sent, received, communicator.mechanism, is_right]), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

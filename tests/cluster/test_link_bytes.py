@@ -1,0 +1,51 @@
+"""What the links of hosts carry for an all-reduce, by the kernel's counters."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from beds import Bed, open_bed
+from test_launch import run
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.long,
+    pytest.mark.complete,
+    pytest.mark.cores(2),
+    pytest.mark.timeout(170),
+]
+
+PROGRAM = str(Path(__file__).with_name("link_bytes_job.py"))
+ELEMENTS = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    with open_bed(tmp_path_factory.mktemp("eight"), 8) as hosts:
+        yield hosts
+
+
+def assert_carries_what_is_least(bed: Bed, hosts: int, instances: int, mechanism: str) -> None:
+    """2 (h - 1) / h of the array each way, and 3 % for headers, comparisons, and barriers."""
+    done = run(bed, bed.names[:hosts], instances, sys.executable, PROGRAM, str(ELEMENTS))
+    assert done.returncode == 0, done.stderr
+    lines = (line.rpartition("<stdout>:")[2] for line in done.stdout.splitlines())
+    found = [json.loads(line) for line in lines if line.startswith("[")]
+    assert [each[2:] for each in found] == [[mechanism, True]] * instances
+    least = 2 * (hosts - 1) / hosts * 4 * ELEMENTS
+    busiest = max(max(sent, received) for sent, received, *_ in found)
+    assert least <= busiest <= 1.03 * least, busiest / least
+
+
+@pytest.mark.parametrize("hosts", [3, 4, 8])
+def test_the_busiest_link_carries_what_is_least(eight: Bed, hosts: int) -> None:
+    assert_carries_what_is_least(eight, hosts, hosts, "ring")
+
+
+@pytest.mark.parametrize(("hosts", "instances"), [(2, 4), (4, 8)])
+def test_it_carries_no_more_where_hosts_have_several_instances(eight: Bed, hosts: int, instances: int) -> None:
+    assert_carries_what_is_least(eight, hosts, instances, "window and ring")

@@ -1,0 +1,101 @@
+"""A rank is lost where some share the memory of a host: at any message that leaves the host, or between calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from losing import LIMITS, Lost, OnMessage, run_members
+from reference import contributions, reduced
+from statements import assert_same_bits
+
+from collectives import CollectiveError, Communicator, PeerLostError, Settings, ThreadHub
+from collectives.backends.thread import connect, connect_survivors
+
+HOSTS = ("a", "a", "b", "b")
+SETTINGS = Settings(mechanism="window", limits=LIMITS)
+LENGTH = 80_000
+GRADIENTS = contributions("float32", LENGTH, range(4))
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def assert_adds_up(communicator: Communicator, length: int = LENGTH) -> None:
+    """As many ranks as are left have all contributions, spread anew."""
+    borders = [4 * number // communicator.size for number in range(communicator.size + 1)]
+    gradients = [array[:length] for array in GRADIENTS]
+    mine = gradients[borders[communicator.rank] : borders[communicator.rank + 1]]
+    assert_same_bits(communicator.ordered_all_reduce(mine), reduced(gradients, "sum"))
+
+
+def lost_at(number: int, lost: int, length: int) -> tuple[bool, list[list[int] | None]]:
+    """Whether a rank had so many messages to send; whom those that are left are left with."""
+    fault = OnMessage(lost, number)
+    hub = ThreadHub(4, fault, HOSTS)
+
+    def member(rank: int) -> list[int]:
+        communicator = connect(SETTINGS, hub, rank)
+        assert communicator.mechanism == "window and ring"
+        assert_adds_up(communicator)
+        if rank == lost:
+            fault.begin()
+        try:
+            for _ in range(2):
+                assert_adds_up(communicator, length)
+            if rank == lost:
+                fault.end()
+            communicator.barrier()  # who has all that it needs learns here that another one has not
+        except CollectiveError:
+            communicator.abandon()
+            communicator = connect_survivors(SETTINGS, hub, rank)
+            assert_adds_up(communicator)
+        communicator.close()
+        return hub.survivors()
+
+    found = run_members(hub, member)
+    return fault.has_struck, found
+
+
+@pytest.mark.parametrize(
+    ("lost", "length", "messages"),
+    [
+        (0, LENGTH, 6),  # it speaks for its host: two reductions with a comparison and two rounds
+        (3, LENGTH, 4),
+        (2, LENGTH // 4, 2),  # what begins with the comparison
+    ],
+)
+def test_whichever_message_is_its_last_the_others_go_on_to_the_same_bits(lost: int, length: int, messages: int) -> None:
+    left = [rank for rank in range(4) if rank != lost]
+    number, strikes = 0, True
+    while strikes:
+        strikes, found = lost_at(number, lost, length)
+        everybody = [left if rank != lost else None for rank in range(4)] if strikes else [[0, 1, 2, 3]] * 4
+        assert found == everybody
+        number += 1
+    assert number == messages + 1
+
+
+@pytest.mark.parametrize("lost", [[1], [0, 1], [0, 2, 3]])
+def test_who_does_not_come_is_lost_for_those_beside_it_too(lost: list[int]) -> None:
+    hub = ThreadHub(4, hosts=HOSTS)
+    left = [rank for rank in range(4) if rank not in lost]
+
+    def member(rank: int) -> str:
+        communicator = connect(SETTINGS, hub, rank)
+        communicator.barrier()
+        if rank in lost:
+            raise Lost
+        with pytest.raises(PeerLostError) as caught:
+            communicator.all_reduce(np.ones(LENGTH, np.float32))
+        communicator.abandon()
+        hub.revoke()
+        again = connect_survivors(SETTINGS, hub, rank)
+        assert_adds_up(again)
+        return f"{again.mechanism}: {caught.value}"
+
+    for rank, text in enumerate(run_members(hub, member)):
+        if rank in lost:
+            assert text is None
+        else:
+            mechanism, _, why = str(text).partition(":")
+            assert "is lost" in why
+            assert mechanism == ("window and ring" if len(left) == 3 else "window")

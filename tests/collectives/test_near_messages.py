@@ -1,0 +1,108 @@
+"""Messages between the ranks of a host, through memory that they share."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from collectives.hosts.layout import FRAGMENT_BYTES, POOL_BYTES, QUEUED, memory_bytes
+from collectives.hosts.near import NearLink
+from collectives.ring.link import EXCHANGE, LANES, PARTIALS, RESULTS
+
+
+def links(size: int) -> list[NearLink]:
+    memory = memoryview(bytearray(memory_bytes(size)))
+    return [NearLink(memory, rank, size) for rank in range(size)]
+
+
+def message(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 64, FRAGMENT_BYTES, FRAGMENT_BYTES + 1, 3 * POOL_BYTES[EXCHANGE] + 5])
+@pytest.mark.parametrize("lane", range(LANES))
+def test_a_message_arrives_as_it_was_sent_however_long_it_is(lane: int, nbytes: int) -> None:
+    one, other = links(2)
+    sent_data, into = message(nbytes), np.zeros(nbytes + 3, np.uint8)
+    sent, received = one.send(sent_data, 1, lane), other.receive(into, 0, lane)
+    while not received.done():
+        sent.done()
+    assert sent.done()
+    assert received.received == nbytes
+    assert (into[:nbytes] == sent_data).all()
+    assert not into[nbytes:].any()
+
+
+def test_what_is_sent_may_be_overwritten_when_the_transfer_is_done() -> None:
+    one, other = links(2)
+    data, into = message(100), np.empty(100, np.uint8)
+    before = data.copy()
+    assert one.send(data, 1, PARTIALS).done()
+    data[:] = 0
+    assert other.receive(into, 0, PARTIALS).done()
+    assert (into == before).all()
+
+
+def test_who_has_no_room_waits_without_holding_up_other_lanes() -> None:
+    one, other = links(2)
+    many = [one.send(message(1), 1, PARTIALS) for _ in range(QUEUED + 1)]
+    assert [each.done() for each in many] == [True] * QUEUED + [False]
+    assert one.send(message(1), 1, RESULTS).done()
+    other.receive(np.empty(1, np.uint8), 0, PARTIALS).done()
+    assert many[-1].done()
+
+
+def test_a_message_that_nobody_asks_for_yet_holds_up_no_other() -> None:
+    """Rank 1 asks for what comes from rank 2 first, and that is behind what goes to rank 0."""
+    first, second, third = links(3)
+    nbytes = 2 * POOL_BYTES[PARTIALS]
+    to_first, to_second = third.send(message(nbytes), 0, PARTIALS), third.send(message(nbytes), 1, PARTIALS)
+    from_second = second.send(message(nbytes), 0, PARTIALS)
+    at_first = [first.receive(np.empty(nbytes, np.uint8), source, PARTIALS) for source in (1, 2)]
+    at_second = second.receive(np.empty(nbytes, np.uint8), 2, PARTIALS)
+    for _ in range(200):
+        at_first[0].done()
+        at_second.done()
+        for sent in (from_second, to_second, to_first):
+            sent.done()
+    assert all(each.done() for each in (*at_first, at_second))
+
+
+def test_what_several_receive_lies_in_the_pool_once() -> None:
+    ranks = links(5)
+    data = message(POOL_BYTES[RESULTS] // 8)
+    for _ in range(6):  # 24 copies would not fit
+        assert all(each.done() for each in ranks[0].send_all(data, [1, 2, 3, 4], RESULTS))
+    for link in ranks[1:]:
+        for _ in range(6):
+            into = np.empty_like(data)
+            assert link.receive(into, 0, RESULTS).done()
+            assert (into == data).all()
+
+
+def test_messages_keep_their_order_whatever_happens_when(seed: int) -> None:
+    drawn = random.Random(seed)
+    ranks = links(3)
+    lengths = [0, 1, 100, FRAGMENT_BYTES - 1, FRAGMENT_BYTES + 7, POOL_BYTES[EXCHANGE] + 1]
+    ways = [(source, to, lane) for source in range(3) for to in range(3) for lane in range(LANES) if source != to]
+    acts = [(is_sent, *way) for is_sent in (True, False) for way in ways for _ in range(12)]
+    drawn.shuffle(acts)
+    sent: dict[tuple[int, int, int], list[np.ndarray]] = {way: [] for way in ways}
+    come: dict[tuple[int, int, int], list[np.ndarray]] = {way: [] for way in ways}
+    under_way = []
+    for number, (is_sent, source, to, lane) in enumerate(acts):
+        if is_sent:
+            sent[source, to, lane].append(message(drawn.choice(lengths), number))
+            under_way.append(ranks[source].send(sent[source, to, lane][-1], to, lane))
+        else:
+            come[source, to, lane].append(np.zeros(max(lengths), np.uint8))
+            under_way.append(ranks[to].receive(come[source, to, lane][-1], source, lane))
+        drawn.choice(under_way).done()
+    while under_way:
+        under_way = [each for each in under_way if not each.done()]
+    for way in ways:
+        for data, into in zip(sent[way], come[way], strict=True):
+            assert (into[: data.size] == data).all()
+            assert not into[data.size :].any()

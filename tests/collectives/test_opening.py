@@ -1,0 +1,106 @@
+"""Short reductions begin with the comparison of calls: how many messages that saves, and what it must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from losing import LIMITS, run_members
+from reference import contributions, reduced
+from statements import assert_same_bits
+
+from collectives import Communicator, LayoutMismatchError, Settings, ThreadHub, run_on_threads
+from collectives.backends.thread import connect
+
+SETTINGS = Settings(mechanism="window", limits=LIMITS)
+TWO_HOSTS, FOUR_HOSTS = (0, 0, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3)
+SHORT = 24_000  # elements: too many to travel along, few enough to begin at once
+
+
+def messages_of(hosts: Sequence[int], collective: Callable[[Communicator], object]) -> list[int]:
+    """How many messages the ranks of each host send over links, which those to ranks of their host are not."""
+    sent = [0] * len(hosts)
+
+    def count(source: int, to: int) -> None:
+        sent[source] += 1
+
+    hub = ThreadHub(len(hosts), count, hosts)
+
+    def member(rank: int) -> int:
+        with connect(SETTINGS, hub, rank) as communicator:
+            collective(communicator)
+            before = sent[rank]
+            collective(communicator)
+            return sent[rank] - before
+
+    of_ranks = run_members(hub, member)
+    return [
+        sum(of_ranks[rank] or 0 for rank in range(len(hosts)) if hosts[rank] == host) for host in sorted(set(hosts))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "elements", "messages"),
+    [
+        (TWO_HOSTS, 100, 1),  # all of it travels with the comparison
+        (TWO_HOSTS, 15_000, 1),  # the first round of a plan goes with it too, and by doubling there is no other
+        (FOUR_HOSTS, 50_000, 3 + 3),  # the second one has the results; one rank of each host sends them
+        (TWO_HOSTS, 1 << 17, 1 + 2 * 2),  # the comparison, and two rounds with a message of each rank
+        (FOUR_HOSTS, 1 << 18, 3 + 2 * 2 * 3),
+        (range(5), 70_000, 4 + 4),  # the first round goes with the comparison; the second has the results
+    ],
+)
+def test_a_host_sends_few_messages(hosts: Sequence[int], elements: int, messages: int) -> None:
+    def add_up(communicator: Communicator) -> np.ndarray:
+        return communicator.ordered_all_reduce([np.ones(elements, np.float32)])
+
+    assert messages_of(hosts, add_up) == [messages] * len(set(hosts))
+
+
+def test_a_reduction_of_which_each_rank_keeps_its_block_begins_with_the_comparison_too() -> None:
+    def scatter(communicator: Communicator) -> np.ndarray:
+        return communicator.ordered_reduce_scatter([np.ones(70_000, np.float32)])
+
+    assert messages_of(range(5), scatter) == [4] * 5
+
+
+def test_ranks_on_more_than_eight_hosts_compare_in_as_many_messages_as_their_number_has_bits() -> None:
+    assert messages_of(range(8), lambda communicator: communicator.barrier()) == [7] * 8
+    assert messages_of(range(9), lambda communicator: communicator.barrier()) == [4] * 9
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2)])
+def test_who_has_expected_others_to_contribute_as_much_begins_again(counts: tuple[int, ...]) -> None:
+    everything = contributions("float32", SHORT, range(sum(counts)))
+    expected = reduced(everything, "mean")
+
+    def program(communicator: Communicator) -> None:
+        first = sum(counts[: communicator.rank])
+        mine = everything[first : first + counts[communicator.rank]]
+        for _ in range(3):
+            assert_same_bits(communicator.ordered_all_reduce(mine, op="mean"), expected)
+
+    run_on_threads(4, program, SETTINGS, TWO_HOSTS)
+
+
+@pytest.mark.parametrize("others", [{2, 3}, {1}, {0, 3}])
+@pytest.mark.parametrize("length", [SHORT, 5 * SHORT])
+def test_who_calls_something_else_spoils_nothing_that_has_begun(others: set[int], length: int) -> None:
+    everything = contributions("float32", length, range(4))
+
+    def program(communicator: Communicator) -> None:
+        rank = communicator.rank
+        mine = everything[rank].copy()
+        with pytest.raises(LayoutMismatchError, match="'kernel'.*'bias'|'bias'.*'kernel'"):
+            communicator.all_reduce(mine, name="bias" if rank in others else "kernel")
+        assert_same_bits(mine, everything[rank])
+        if rank in others:
+            with pytest.raises(LayoutMismatchError):
+                communicator.barrier()
+        else:
+            with pytest.raises(LayoutMismatchError):
+                communicator.all_reduce(mine)
+        assert_same_bits(communicator.all_reduce(mine), reduced(everything, "sum"))
+
+    run_on_threads(4, program, SETTINGS, TWO_HOSTS)
