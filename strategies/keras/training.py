@@ -102,7 +102,7 @@ class TrainFunction:
         assert self.trainer is not None
         for each in itertools.chain([batch], itertools.islice(iterator, self._steps - 1)):
             begun, metrics = self.trainer.step(begun, each)
-        return self._ended(own, begun, {name: metrics[name] for name in metrics})
+        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # others are not waited for
 
     def _begun(self, state: State, batch: Batch) -> tuple[Sequence[Any], TrainState]:
         """The variables of the optimizer that are none of the step's, and the state of the `Trainer`."""
@@ -119,7 +119,9 @@ class TrainFunction:
             self.trainer = self._trainer(begun, batch)
         if not self._is_adopted:
             self._is_adopted = True
-            return own, self.trainer.adopt(replace(begun, step=self._optimizer.step_of(inner)))
+            begun = replace(begun, step=self._optimizer.step_of(inner))
+            is_all_here = self._strategy.replicas.communicator.size == 1 and not self._options.step
+            return own, self._placed(begun) if is_all_here else self.trainer.adopt(begun)
         if self._parts is not None:  # Keras knows, and callbacks change, what is whole before the first part
             count = self._optimizer.num_whole
             begun = replace(begun, optimizer_state=[*inner[:count], *self._parts[count:]])
@@ -128,11 +130,11 @@ class TrainFunction:
     def _placed(self, state: TrainState) -> TrainState:
         """The state where programs expect it: a callback may have assigned to variables since the last step."""
         device = self._strategy.replicas.variables_device
-        variables, optimizer_state = jax.tree.map(
+        variables, optimizer_state, model_state = jax.tree.map(
             lambda leaf: leaf if _is_placed(leaf) else jax.device_put(leaf, device),
-            (state.variables, state.optimizer_state),
+            (state.variables, state.optimizer_state, state.model_state),
         )
-        return replace(state, variables=variables, optimizer_state=optimizer_state)
+        return replace(state, variables=variables, optimizer_state=optimizer_state, model_state=model_state)
 
     def _ended(self, own: Sequence[Any], state: TrainState, metrics: dict[str, float]) -> tuple[dict[str, Any], State]:
         self._step = state.step
@@ -140,7 +142,7 @@ class TrainFunction:
             self._skipped = state.loss_scale.skipped
         others, of_metrics = state.model_state[VARIABLES], state.model_state[METRICS]
         logs = dict(self._results(of_metrics))
-        logs |= {name: metrics[name] for name in self._names}
+        logs |= metrics
         inner = state.optimizer_state
         if self.trainer is not None and self.trainer.is_sharded:
             self._parts, inner = inner, inner[: self._optimizer.num_whole]

@@ -19,13 +19,15 @@ class Metrics(Mapping[str, float]):
 
     def __init__(self, names: tuple[str, ...], means: np.ndarray | jax.Array) -> None:
         self.names = names
-        self.means = means
+        self.means: np.ndarray | jax.Array = means
 
     def __getitem__(self, name: str) -> float:
         try:
             position = self.names.index(name)
         except ValueError:
             raise KeyError(name) from None
+        if not isinstance(self.means, np.ndarray):  # an element of an array of JAX's is a program of its own
+            self.means = np.asarray(self.means)
         return float(self.means[position])
 
     def __iter__(self) -> Iterator[str]:

@@ -21,6 +21,7 @@ from strategies.replicas.devices import borrow
 from strategies.replicas.membership import LOSSES, Meeting, meet, repeated
 from strategies.replicas.replicas import Replicas
 from strategies.step.engine import Prepared, StepEngine, control_of
+from strategies.step.in_one_program import InOneProgram, StepProgram
 from strategies.step.metrics import Metrics
 from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
@@ -60,6 +61,7 @@ class SingleStep:
         self._options = options
         self._notice = notice
         self._recorder = recorder
+        self._in_one = InOneProgram(update, options.seed, replicas.devices.executables)
 
     @property
     def is_recorded(self) -> bool:
@@ -115,6 +117,32 @@ class SingleStep:
         if self.metrics is None:
             self.metrics = _metrics_of(step, np.zeros_like(step.gradients.tail), state.loss_scale)
         control = control_of(state, self._notice.is_given)
+        run = self._in_one_program(step, state, batch, control) if self._may_be_one else None
+        if run is None:
+            return self._in_parts(step, state, batch, control)
+        with self._replicas.instruments.during[FORWARD_BACKWARD]:
+            after, tail = run(state, batch, control)
+        self.take_over(_metrics_of(step, tail, None))
+        assert self.metrics is not None
+        return after, self.metrics
+
+    def _in_one_program(self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray) -> StepProgram | None:
+        def in_parts(state: TrainState, batch: Any) -> TrainState:
+            return self._in_parts(step, state, batch, control)[0]
+
+        return self._in_one.found(step, state, batch, control, in_parts)
+
+    @property
+    def _may_be_one(self) -> bool:
+        """Whether there is one replica, and nobody looks at what happens in a step."""
+        is_looked_at = self._replicas.faults.is_armed or self._recorder.is_on
+        is_plain = self._options.may_fuse and not self._options.own_part
+        return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
+
+    def _in_parts(
+        self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray
+    ) -> tuple[TrainState, Metrics]:
+        """Gradients, their means, and the update, one after another."""
         instruments = self._replicas.instruments
         with instruments.during[FORWARD_BACKWARD]:
             self._engine.begin(step, state, batch, control)
@@ -238,7 +266,7 @@ class SingleStep:
         )
 
 
-def _metrics_of(step: Prepared, tail: np.ndarray, scale: LossScale | None) -> Metrics:
+def _metrics_of(step: Prepared, tail: np.ndarray | jax.Array, scale: LossScale | None) -> Metrics:
     names = step.program.names
     if scale is None:
         return Metrics(names, tail)

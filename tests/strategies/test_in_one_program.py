@@ -1,0 +1,73 @@
+"""A step of the only replica becomes one program where that changes no bit."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies.step.in_one_program import WORTH_AFTER
+
+STEPS = WORTH_AFTER + 6
+IN_ONE, IN_PARTS = "in one program from step", "in parts"
+
+
+def loss_with_state(variables, batch, key, model_state):
+    """Of a network with dropout, a moving mean, a counter and a sum; a variable of it may be frozen."""
+    hidden = jnp.tanh(batch @ variables["kernel"] + variables["bias"])
+    mean = hidden.mean(0)
+    hidden *= jax.random.bernoulli(key, 0.8, hidden.shape)
+    after = {
+        "mean": model_state["mean"] * 0.9 + mean * 0.1,
+        "count": model_state["count"] + 1,
+        "sum": model_state["sum"] + batch.sum(),
+    }
+    return strategies.Outcome((hidden**2).mean(), {"mean": mean.mean()}, after)
+
+
+def trained(num_replicas=1, loss_fn=loss_with_state, **options):
+    """What a training of small batches ends with."""
+    trainer = strategies.Trainer(
+        strategies.IPUStrategy(num_replicas=num_replicas),
+        loss_fn,
+        optax.adamw(1e-2),
+        model_state_aggregation={"mean": "mean", "count": "first", "sum": "sum"},
+        **options,
+    )
+    rng = np.random.default_rng(0)
+    variables = {"kernel": rng.standard_normal((6, 5)).astype(np.float32), "bias": np.ones(5, np.float32)}
+    state = trainer.init(variables, {"mean": np.zeros(5, np.float32), "count": np.int32(0), "sum": np.float32(0)})
+    for _ in range(STEPS):
+        state, metrics = trainer.step(state, rng.standard_normal((4, 6)).astype(np.float32))
+    return strategies.fingerprint((state.variables, state.optimizer_state, state.model_state)), dict(metrics)
+
+
+@pytest.mark.parametrize("options", [{}, {"trainable": lambda name, variable: "bias" not in name}], ids=["", "frozen"])
+def test_it_has_the_bits_of_the_parts(caplog, options):
+    with caplog.at_level(logging.INFO, "strategies.step"):
+        in_one = trained(**options)
+        assert IN_ONE in caplog.text and IN_PARTS not in caplog.text
+        caplog.clear()
+        assert trained(**options, check_numerics=True) == in_one
+        assert IN_ONE not in caplog.text
+
+
+def test_what_calls_back_into_python_stays_in_parts(caplog):
+    def loss_fn(*arguments):
+        jax.debug.callback(lambda: None)
+        return loss_with_state(*arguments)
+
+    with caplog.at_level(logging.INFO, "strategies.step"):
+        trained(loss_fn=loss_fn)
+    assert "in parts: the loss function calls back" in caplog.text and IN_ONE not in caplog.text
+
+
+def test_several_replicas_know_nothing_of_each_other(caplog):
+    with caplog.at_level(logging.INFO, "strategies.step"):
+        trained(num_replicas=2)
+    assert IN_ONE not in caplog.text and IN_PARTS not in caplog.text
