@@ -64,6 +64,11 @@ class Timeline:
         """The instrument."""
         return self._recording.recorder
 
+    @property
+    def writing_s(self) -> float:
+        """How much time of a core writing has taken so far."""
+        return self._recording.writing_s
+
     def meet(self, communicator: Communicator) -> None:
         """Find out whose clocks are others, and have the hosts compare them; a collective call of all instances."""
         answering = None

@@ -15,6 +15,7 @@ from popdist.timeline.events import EVENT
 RECORD = struct.Struct("<QqHHIq")
 """The number of the record, which is 0 where there never was one, and an event."""
 _SHIFT = 5  # records are 32 bytes long
+_WINDOW = 256
 _SLOT = np.dtype([("number", "<u8"), *((name, EVENT[name]) for name in EVENT.names or ())])
 assert RECORD.size == _SLOT.itemsize == 1 << _SHIFT
 
@@ -57,12 +58,14 @@ class Ring:
         Returns:
             An array of `EVENT`, and a number.
         """
-        size = len(self._slots)
-        first = self._taken + 1
-        order = (first + np.arange(size, dtype=np.uint64)) & np.uint64(size - 1)
-        slots = self._slots[order]
+        size, first = len(self._slots), self._taken + 1
+        window = min(_WINDOW, size)
+        slots = self._following(first, window)
+        while window < size and slots[-1]["number"] >= first:
+            window *= 2
+            slots = self._following(first, window)
         has_come = slots["number"] >= np.uint64(first)
-        slots = slots[: size if has_come.all() else int(np.argmin(has_come))]
+        slots = slots[: window if has_come.all() else int(np.argmin(has_come))]
         if not len(slots):
             return np.empty(0, EVENT), 0
         numbers = slots["number"]
@@ -74,6 +77,10 @@ class Ring:
         lost = int(slots["number"][-1]) - self._taken - len(slots)
         self._taken = int(slots["number"][-1])
         return _events(slots), lost
+
+    def _following(self, first: int, count: int) -> np.ndarray:
+        """A copy of so many slots, from that of the record with this number on."""
+        return self._slots[np.arange(first, first + count) & (len(self._slots) - 1)]
 
 
 def _events(slots: np.ndarray) -> np.ndarray:

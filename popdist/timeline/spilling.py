@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, final
@@ -47,12 +48,14 @@ class Recording:
     Attributes:
         recorder: the instrument whose events are written.
         written_bytes: so many are in the file.
+        writing_s: so much time of a core its thread has taken.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], limit_bytes: int) -> None:
         self._ring = Ring()
         self._limit_bytes = limit_bytes
         self.written_bytes = 0
+        self.writing_s = 0.0
         self.recorder = Recorder(self._ring, self._stride)
         self._take_exchanges: Callable[[], Sequence[Exchange]] = list
         self._lock = threading.Lock()
@@ -113,6 +116,7 @@ class Recording:
                 self._measure()
             rounds += 1
             self.spill()
+            self.writing_s = time.thread_time()
 
     def _measure(self) -> None:
         for name, number in read_gauges().items():
