@@ -5,9 +5,9 @@ Usage:
     python benchmarks/timeline.py [--events 10000000] [--repeats 200] [--json PATH]
 
 An event is appended to the ring as an instrument does; the least of many short repeats counts. The step of the MLP
-784-1024-1024-10 (batch 64, one replica, one instance) is made as often as an event is measured, recorded; its cost is the
-number of its events times what one costs, and the CPU time of the thread that writes them. Recordings of two instances
-with so many events together are merged into a trace (JSON, not compressed) in a temporary folder.
+784-1024-1024-10 (batch 64, one replica, one instance) is made as often as an event is measured, and recorded; its cost
+is the number of its events times what one costs, and the CPU time of the thread that writes them. Recordings of two
+instances with so many events together are merged into a trace (JSON, not compressed) in a temporary folder.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def read_options() -> argparse.Namespace:
 
 
 def cost_of_events(repeats: int) -> float:
-    """ns for an event: the mean of a phase's two and a collective's three."""
+    """Ns for an event: the mean of a phase's two and a collective's three."""
     instruments, call = Instruments(Recorder(Ring())), Call("all_reduce", "gradients")
     statement = "with phase: pass\nbegins(1, call); moves(8); ends()"
     names = {

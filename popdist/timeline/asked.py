@@ -15,6 +15,12 @@ LIMIT_VARIABLE = "POPDIST_TIMELINE_LIMIT"
 SUFFIX = ".timeline"
 """Of the files."""
 USUAL_LIMIT_MB = 256
+_BESIDE = ".parts"
+
+
+def folder_beside(trace: str) -> Path:
+    """Where the files go from which this trace is made."""
+    return Path(f"{trace}{_BESIDE}").absolute()
 
 
 @dataclass(frozen=True)

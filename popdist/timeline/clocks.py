@@ -2,7 +2,8 @@
 
 Two messages that cross, one there and one back, bound the difference from both sides, because nothing arrives before
 it was sent; how long each of them took does not matter (Cristian, "Probabilistic clock synchronization", 1989, and
-NTP, RFC 5905, take the middle and half the round trip too). Between two exchanges the difference changes by no more than clocks can drift.
+NTP, RFC 5905, take the middle and half the round trip too). Between two exchanges the difference changes by no more
+than clocks can drift.
 """
 
 from __future__ import annotations

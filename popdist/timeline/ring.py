@@ -80,7 +80,8 @@ class Ring:
 
     def _following(self, first: int, count: int) -> np.ndarray:
         """A copy of so many slots, from that of the record with this number on."""
-        return self._slots[np.arange(first, first + count) & (len(self._slots) - 1)]
+        slots: np.ndarray = self._slots[np.arange(first, first + count) & (len(self._slots) - 1)]
+        return slots
 
 
 def _events(slots: np.ndarray) -> np.ndarray:

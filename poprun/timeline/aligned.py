@@ -81,8 +81,8 @@ def doubts(aligned: Sequence[Aligned], shortest_ns: float) -> list[str]:
     for each in aligned:
         if not each.is_measured:
             warnings.append(
-                f"{each.recording.title}: its host has not compared its clock with that of instance 0, so its times are "
-                "those of the clock on the wall, and may be off by any amount; let UDP datagrams pass between the hosts"
+                f"{each.recording.title}: its host has not compared its clock with that of instance 0, so its times "
+                "are those of the clock on the wall, and may be off by any amount; let UDP pass between the hosts"
             )
         elif each.uncertainty_ns > shortest_ns:
             warnings.append(

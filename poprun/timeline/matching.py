@@ -38,13 +38,15 @@ class Meetings:
     @property
     def last(self) -> np.ndarray:
         """Who came last to each: a column."""
-        return np.argmax(np.where(self.took_part, self.came_ns, -_NEVER), axis=1)
+        last: np.ndarray = np.argmax(np.where(self.took_part, self.came_ns, -_NEVER), axis=1)
+        return last
 
     @property
     def late_ns(self) -> np.ndarray:
         """How long after the last but one the last one came: so much sooner all could have gone on."""
         came = np.sort(np.where(self.took_part, self.came_ns, -_NEVER), axis=1)
-        return came[:, -1] - came[:, -2]
+        late: np.ndarray = came[:, -1] - came[:, -2]
+        return late
 
 
 def match(recordings: Sequence[Recording], spans: Sequence[Spans]) -> Meetings:

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from popdist.timeline.asked import SUFFIX
-from popdist.timeline.blocks import CLOCKS, END, EVENTS, HEADER, JOINED, NAMES, read_blocks, unpack_events, unpack_exchanges
+from popdist.timeline.blocks import (
+    CLOCKS,
+    END,
+    EVENTS,
+    HEADER,
+    JOINED,
+    NAMES,
+    read_blocks,
+    unpack_events,
+    unpack_exchanges,
+)
 from popdist.timeline.events import EVENT
 from poprun.errors import PopRunError
 
@@ -136,7 +146,7 @@ def read_recordings(folder: Path) -> list[Recording]:
     recordings = of_newest_job(each for each in found if each is not None)
     if not recordings:
         raise PopRunError(
-            f"there are no recordings in {folder}; name the folder that poprun --timeline or POPDIST_TIMELINE has filled"
+            f"there are no recordings in {folder}; name what poprun --timeline or POPDIST_TIMELINE has filled"
         )
     return recordings
 
@@ -149,6 +159,12 @@ def what_is_missing(recordings: Sequence[Recording]) -> list[str]:
         absent = sorted(set(range(there[0].instances)) - {each.instance for each in there})
         if absent:
             listed = ", ".join(map(str, absent))
-            warnings.append(f"instances {listed} have no recording here; if they ran elsewhere, copy theirs into the folder")
-        warnings += [f"{each.title} did not come to its end: what it did last may be missing" for each in there if not each.is_complete]
+            warnings.append(
+                f"instances {listed} have no recording here; if they ran elsewhere, copy theirs into the folder"
+            )
+        warnings += [
+            f"{each.title} did not come to its end: what it did last may be missing"
+            for each in there
+            if not each.is_complete
+        ]
     return warnings

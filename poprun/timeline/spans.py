@@ -106,7 +106,8 @@ def _step_of_each(events: np.ndarray) -> np.ndarray:
     """In which step each event is; -1 before the first."""
     begins = np.flatnonzero(events["kind"] == Kind.STEP_BEGINS)
     known = np.append(np.int64(-1), events["value"][begins])
-    return known[np.searchsorted(begins, np.arange(len(events)), side="right")]
+    steps: np.ndarray = known[np.searchsorted(begins, np.arange(len(events)), side="right")]
+    return steps
 
 
 def _empty(count: int) -> np.ndarray:

@@ -47,7 +47,7 @@ def write_trace(path: Path, aligned: Sequence[Aligned], spans: Sequence[Spans], 
     Raises:
         OSError: it cannot be written.
     """
-    began = min((int(each.recording.events["when_ns"].min(initial=np.iinfo(np.int64).max)) for each in aligned))
+    began = min(int(each.recording.events["when_ns"].min(initial=np.iinfo(np.int64).max)) for each in aligned)
     with _opened(path) as file:
         file.write(b'{"displayTimeUnit":"ns","otherData":')
         file.write(json.dumps(_facts(aligned)).encode() + b',"traceEvents":[\n')

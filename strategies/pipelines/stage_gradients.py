@@ -245,7 +245,7 @@ class _Run:
     def _perform(self, device: int, action: Action) -> None:
         self._instruments.replica_begins(self._number, action.stage)
         self._carry_out(device, action)
-        self._instruments.replica_ends(self._number, action.stage, action.micro_batch)
+        self._instruments.replica_ends(self._number, action.stage, action.micro_batch or 0)
 
     def _carry_out(self, device: int, action: Action) -> None:
         if action.kind is not Kind.UPDATE:
