@@ -119,7 +119,7 @@ class Supervisor(Protocol):
         """So many instances of the job are lost, and the others carry on without them."""
 
 
-def _unseen(first: object = None, second: object = None) -> None:
+def _unseen(first: object = None, second: object = None, third: object = None) -> None:
     """Nobody looks, whatever the arguments are."""
 
 

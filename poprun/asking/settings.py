@@ -195,8 +195,6 @@ class Settings:
             raise UsageError(
                 "--no-tags and --tag-host are both given, and the host is a part of the tag; give one of them"
             )
-        if self.timeline_limit is not None and self.timeline is None:
-            raise UsageError("--timeline-limit is given without --timeline, so nothing is recorded; give both")
         if self.json and not self.dry_run:
             raise UsageError("--json is given without --dry-run, and a job has no JSON form; give both")
 
