@@ -118,4 +118,18 @@ def _merge(wanted: Wanted) -> int:
 
 
 def _report(wanted: Wanted, columns: int | None) -> int:
-    raise PopRunError("poprun timeline report is not there yet")
+    from poprun.timeline.merging import put_together
+    from poprun.timeline.recordings import read_recordings
+    from poprun.timeline.report_page import report_page
+    from poprun.timeline.report_text import report_text
+    from poprun.timeline.verdict import judge
+
+    job = put_together(read_recordings(wanted.folder))
+    try:
+        verdict = judge(job)
+    except ValueError as error:
+        raise PopRunError(f"there is nothing to report: {error}; record a program that trains") from None
+    show(report_text(job, verdict, columns))
+    if wanted.to is not None:
+        wanted.to.write_text(report_page(job, verdict), encoding="utf-8")
+    return 0

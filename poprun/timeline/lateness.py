@@ -1,0 +1,64 @@
+"""Who is late, and why, as far as the numbers say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from popdist.timeline.gauges import CORE_WAIT
+from poprun.timeline.findings import LEAST_GAIN, LEAST_SHARE, Cause, Culprit
+from poprun.timeline.spans import Spans
+from poprun.timeline.step_table import INPUT, StepTable
+
+_SURPRISE = 4.0
+"""How many standard deviations oftener than by chance somebody has to be the last one."""
+_EXPLAINED = 0.5
+"""So much of the lateness a cause has to explain to be named."""
+
+
+def culprit_of(
+    table: StepTable, spans: Sequence[Spans], last: np.ndarray, late: np.ndarray, settled_ns: float
+) -> Culprit | None:
+    """Whoever is late so often, and by so much, that it is no chance."""
+    instances = len(spans)
+    if not len(last) or not late.sum():
+        return None
+    sums = np.bincount(last, late, instances)
+    row = int(np.argmax(sums))
+    own = last == row
+    expected = len(last) / instances
+    deviation = np.sqrt(expected * (1 - 1 / instances))
+    gain = float(sums[row] / settled_ns)
+    is_chance = np.count_nonzero(own) - expected < _SURPRISE * deviation
+    if is_chance or gain < LEAST_GAIN or sums[row] < LEAST_SHARE * sums.sum():
+        return None
+    cause, explained = _cause(table, spans, row, float(sums[row]))
+    return Culprit(row, cause, explained, float(own.mean()), float(np.median(late[own])) / 1e9, gain)
+
+
+def _cause(table: StepTable, spans: Sequence[Spans], row: int, late_ns: float) -> tuple[Cause, float]:
+    """What an instance does longer than the others, in the middle, and how much of its lateness that explains."""
+    settled = table.is_settled
+    others = [each for each in range(len(spans)) if each != row]
+
+    def longer(category_ns: np.ndarray) -> float:
+        difference = category_ns[row] - np.median(category_ns[others], axis=0)
+        return float(difference[settled].sum()) / late_ns
+
+    own_work, own_input = longer(table.own_work_ns()), longer(table.of[INPUT])
+    cause, explained = max(((Cause.COMPUTE, own_work), (Cause.INPUT, own_input)), key=lambda pair: pair[1])
+    if explained < _EXPLAINED:
+        return Cause.UNCLEAR, min(max(explained, 0.0), 1.0)
+    if cause is Cause.COMPUTE:
+        waited = [_core_wait_ns(own) for own in spans]
+        of_cores = (waited[row] - float(np.median([waited[each] for each in others]))) / late_ns
+        if of_cores >= _EXPLAINED * explained:
+            return Cause.HOST, min(of_cores, 1.0)
+    return cause, min(explained, 1.0)
+
+
+def _core_wait_ns(spans: Spans) -> float:
+    """How long the program was ready to run and had no core."""
+    _, values = spans.measured.get(CORE_WAIT, (np.zeros(0), np.zeros(0)))
+    return 1e9 * float(values[-1] - values[0]) if len(values) > 1 else 0.0
