@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,11 +18,30 @@ _EXPLAINED = 0.5
 """So much of the lateness a cause has to explain to be named."""
 
 
-def culprit_of(
-    table: StepTable, spans: Sequence[Spans], last: np.ndarray, late: np.ndarray, settled_ns: float
-) -> Culprit | None:
+@dataclass(frozen=True, eq=False)
+class Lateness:
+    """What is known of who came late.
+
+    Attributes:
+        table: the times of steps.
+        usual: which of them are like most.
+        spans: of each instance.
+        last: of each collective of a usual step the instance that came last.
+        late_ns: how much later than the last but one.
+        settled_ns: how long all settled steps took.
+    """
+
+    table: StepTable
+    usual: np.ndarray
+    spans: Sequence[Spans]
+    last: np.ndarray
+    late_ns: np.ndarray
+    settled_ns: float
+
+
+def culprit_of(known: Lateness) -> Culprit | None:
     """Whoever is late so often, and by so much, that it is no chance."""
-    instances = len(spans)
+    last, late, instances = known.last, known.late_ns, len(known.spans)
     if not len(last) or not late.sum():
         return None
     sums = np.bincount(last, late, instances)
@@ -29,22 +49,22 @@ def culprit_of(
     own = last == row
     expected = len(last) / instances
     deviation = np.sqrt(expected * (1 - 1 / instances))
-    gain = float(sums[row] / settled_ns)
+    gain = float(sums[row] / known.settled_ns)
     is_chance = np.count_nonzero(own) - expected < _SURPRISE * deviation
     if is_chance or gain < LEAST_GAIN or sums[row] < LEAST_SHARE * sums.sum():
         return None
-    cause, explained = _cause(table, spans, row, float(sums[row]))
+    cause, explained = _cause(known, row, float(sums[row]))
     return Culprit(row, cause, explained, float(own.mean()), float(np.median(late[own])) / 1e9, gain)
 
 
-def _cause(table: StepTable, spans: Sequence[Spans], row: int, late_ns: float) -> tuple[Cause, float]:
+def _cause(known: Lateness, row: int, late_ns: float) -> tuple[Cause, float]:
     """What an instance does longer than the others, in the middle, and how much of its lateness that explains."""
-    settled = table.is_settled
+    table, spans = known.table, known.spans
     others = [each for each in range(len(spans)) if each != row]
 
     def longer(category_ns: np.ndarray) -> float:
         difference = category_ns[row] - np.median(category_ns[others], axis=0)
-        return float(difference[settled].sum()) / late_ns
+        return float(difference[known.usual].sum()) / late_ns
 
     own_work, own_input = longer(table.own_work_ns()), longer(table.of[INPUT])
     cause, explained = max(((Cause.COMPUTE, own_work), (Cause.INPUT, own_input)), key=lambda pair: pair[1])

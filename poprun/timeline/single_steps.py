@@ -14,16 +14,25 @@ _OF_MEDIAN, _DEVIATIONS, _OF_ALL = 0.5, 5.0, 0.005
 _MOST_OUTLIERS = 5
 
 
+def are_outliers(table: StepTable) -> np.ndarray:
+    """Which settled steps took far longer than the median."""
+    settled = table.is_settled
+    lasted = np.where(settled, table.lasted_ns.max(axis=0), 0).astype(np.float64)
+    usual = float(np.median(lasted[settled]))
+    deviation = 1.4826 * float(np.median(np.abs(lasted[settled] - usual)))
+    longer: np.ndarray = lasted - usual > max(
+        _OF_MEDIAN * usual, _DEVIATIONS * deviation, _OF_ALL * float(lasted.sum())
+    )
+    return longer
+
+
 def outliers_of(table: StepTable) -> list[Outlier]:
-    """Steps that took far longer than the median, the worst first."""
-    lasted = np.where(table.is_settled, table.lasted_ns.max(axis=0), 0).astype(np.float64)
+    """The steps that took far longer than the median, the worst first."""
+    lasted = table.lasted_ns.max(axis=0).astype(np.float64)
     usual = float(np.median(lasted[table.is_settled]))
-    deviation = 1.4826 * float(np.median(np.abs(lasted[table.is_settled] - usual)))
-    limit = usual + max(_OF_MEDIAN * usual, _DEVIATIONS * deviation, _OF_ALL * float(lasted.sum()))
+    columns = np.flatnonzero(are_outliers(table))
     found = []
-    for column in np.argsort(-lasted, kind="stable")[:_MOST_OUTLIERS].tolist():
-        if lasted[column] <= limit:
-            break
+    for column in columns[np.argsort(-lasted[columns], kind="stable")][:_MOST_OUTLIERS].tolist():
         longer = {
             (row, category): float(times[row, column] - np.median(times[row]))
             for category, times in table.of.items()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from poprun.timeline.findings import LEAST_GAIN, Cause, Change, Culprit, Outlier, Segment, SlowLink
-from poprun.timeline.lateness import culprit_of
+from poprun.timeline.lateness import Lateness, culprit_of
 from poprun.timeline.matching import Meetings
 from poprun.timeline.merging import Job
 from poprun.timeline.overlap import Overlap, overlap_of
-from poprun.timeline.single_steps import outliers_of, path_of
+from poprun.timeline.single_steps import are_outliers, outliers_of, path_of
 from poprun.timeline.slow_links import slow_link_of
 from poprun.timeline.spans import COMPILE
 from poprun.timeline.step_table import (
@@ -97,7 +97,9 @@ def judge(job: Job) -> Verdict:
     count = max(len(last), 1)
     last_shares = [float(np.count_nonzero(last == row) / count) for row in range(len(places))]
     late_s = [float(late[last == row].sum()) / 1e9 for row in range(len(places))]
-    culprit = culprit_of(table, spans, last, late, settled_ns)
+    usual = settled & ~are_outliers(table)
+    in_usual = np.isin(meetings.step, table.steps[usual])
+    culprit = culprit_of(Lateness(table, usual, spans, last[in_usual], late[in_usual], settled_ns))
     link = slow_link_of(spans, meetings, settled_ns)
     input_bound = _input_share(table)
     overlap = [overlap_of(own) for own in spans]
