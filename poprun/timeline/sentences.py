@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from popdist.timeline.gauges import MEMORY
 from poprun.timeline.findings import Cause, Segment
 from poprun.timeline.merging import Job
@@ -82,8 +84,8 @@ def instance_rows(job: Job, verdict: Verdict) -> list[list[str]]:
     rows = [["", "came last", "late in all", "computed during exchange", "bubbles", "memory, MB: first, most, last"]]
     for row, (place, title) in enumerate(zip(last_attempt(job), verdict.titles, strict=True)):
         overlap = verdict.overlap[row]
-        _, memory = job.spans[place].measured.get(MEMORY, (None, ()))
-        sizes = (memory[0], max(memory), memory[-1]) if len(memory) else ()
+        _, memory = job.spans[place].measured.get(MEMORY, (np.zeros(0), np.zeros(0)))
+        sizes = [memory[0], memory.max(), memory[-1]] if len(memory) else []
         rows.append(
             [
                 title,

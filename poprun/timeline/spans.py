@@ -63,7 +63,8 @@ class Spans:
 
     def of(self, *sorts: Sort) -> np.ndarray:
         """Those of these sorts."""
-        return self.spans[np.isin(self.spans["sort"], sorts)]
+        found: np.ndarray = self.spans[np.isin(self.spans["sort"], sorts)]
+        return found
 
 
 def spans_of(recording: Recording) -> Spans:
@@ -94,7 +95,8 @@ def spans_of(recording: Recording) -> Spans:
 
 
 def _of_kind(events: np.ndarray, kind: Kind) -> np.ndarray:
-    return events[events["kind"] == kind]
+    found: np.ndarray = events[events["kind"] == kind]
+    return found
 
 
 def _among(events: np.ndarray, *kinds: Kind) -> np.ndarray:

@@ -132,8 +132,9 @@ def _settled(meetings: Meetings, places: Sequence[int], table: StepTable) -> Mee
     took_part = meetings.took_part[:, places]
     chosen = np.isin(meetings.step, table.steps[table.is_settled]) & took_part.all(axis=1)
     chosen &= len(places) > 1
-    columns = [each[chosen][:, places] for each in (meetings.came_ns, meetings.moved_ns, meetings.left_ns)]
-    return Meetings(meetings.step[chosen], meetings.name[chosen], meetings.names, *columns, took_part[chosen])
+    came, moved, left = (each[chosen][:, places] for each in (meetings.came_ns, meetings.moved_ns, meetings.left_ns))
+    step, name = meetings.step[chosen], meetings.name[chosen]
+    return Meetings(step, name, meetings.names, came, moved, left, took_part[chosen])
 
 
 def _input_share(table: StepTable) -> float:
