@@ -38,9 +38,8 @@ def read(index):
 def loss_fn(variables, batch, key):
     hidden = batch["x"]
     for number, kernel in enumerate(variables):
-        hidden = jnp.tanh(hidden @ kernel)
-        if number == 1:
-            hidden = strategies.pipeline_stage(hidden) if "pipeline" in sys.argv else hidden
+        with strategies.pipeline_stage(number // 2):
+            hidden = jnp.tanh(hidden @ kernel)
     return jnp.mean(hidden**2), {}
 
 class Rows:
@@ -61,6 +60,7 @@ JOBS = {"healthy": [], "late": LATE, "input": [], "pipeline": []}
 
 
 def main() -> None:
+    """Run the jobs that are named, or all of them."""
     for name in sys.argv[1:] or JOBS:
         with tempfile.TemporaryDirectory() as folder:
             job = record(name, Path(folder))

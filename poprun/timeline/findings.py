@@ -28,8 +28,8 @@ class Culprit:
         instance: which.
         cause: why.
         explained: which part of its lateness the cause explains, 0 to 1.
-        last_share: in which part of all collectives it came last.
-        late_s: how much later than the last but one, when it did; the median.
+        last_share: in which part of all steps it held the others up most.
+        late_s: for how long, when it did; the median. Others wait for the last one from when the last but one has come.
         gain: which part of the time would be saved if it were never later than the last but one.
     """
 

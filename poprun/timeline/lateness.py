@@ -26,35 +26,33 @@ class Lateness:
         table: the times of steps.
         usual: which of them are like most.
         spans: of each instance.
-        last: of each collective of a usual step the instance that came last.
-        late_ns: how much later than the last but one.
+        late_ns: for each usual step and instance how long it has held the others up, by being the last one.
         settled_ns: how long all settled steps took.
     """
 
     table: StepTable
     usual: np.ndarray
     spans: Sequence[Spans]
-    last: np.ndarray
     late_ns: np.ndarray
     settled_ns: float
 
 
 def culprit_of(known: Lateness) -> Culprit | None:
     """Whoever is late so often, and by so much, that it is no chance."""
-    last, late, instances = known.last, known.late_ns, len(known.spans)
-    if not len(last) or not late.sum():
+    late, instances = known.late_ns, len(known.spans)
+    if not late.size or not late.sum():
         return None
-    sums = np.bincount(last, late, instances)
+    sums = late.sum(axis=0)
     row = int(np.argmax(sums))
-    own = last == row
-    expected = len(last) / instances
+    own = late.argmax(axis=1) == row
+    expected = len(late) / instances
     deviation = np.sqrt(expected * (1 - 1 / instances))
     gain = float(sums[row] / known.settled_ns)
     is_chance = np.count_nonzero(own) - expected < _SURPRISE * deviation
     if is_chance or gain < LEAST_GAIN or sums[row] < LEAST_SHARE * sums.sum():
         return None
     cause, explained = _cause(known, row, float(sums[row]))
-    return Culprit(row, cause, explained, float(own.mean()), float(np.median(late[own])) / 1e9, gain)
+    return Culprit(row, cause, explained, float(own.mean()), float(np.median(late[own, row])) / 1e9, gain)
 
 
 def _cause(known: Lateness, row: int, late_ns: float) -> tuple[Cause, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from poprun.timeline.step_table import CATEGORIES, last_attempt
 from poprun.timeline.verdict import Verdict
 
 _MB = 1e6
+_LEAST_PART = 0.02
 
 
 def time_text(seconds: float) -> str:
@@ -52,8 +54,8 @@ def _of_culprit(verdict: Verdict) -> list[str]:
     if culprit is None:
         return []
     text = (
-        f"{verdict.titles[culprit.instance]} is late: it came last to {culprit.last_share:.0%} of the collectives, "
-        f"{time_text(culprit.late_s)} after the last but one (median), which costs {culprit.gain:.0%} of the time. "
+        f"{verdict.titles[culprit.instance]} is late: it holds the others up in {culprit.last_share:.0%} of the steps, "
+        f"for {time_text(culprit.late_s)} (median), which costs {culprit.gain:.0%} of the time. "
     )
     if culprit.cause is Cause.UNCLEAR:
         return [text + "The numbers do not show why."]
@@ -81,7 +83,9 @@ def share_rows(verdict: Verdict) -> list[list[str]]:
 
 def instance_rows(job: Job, verdict: Verdict) -> list[list[str]]:
     """A table: how late each instance was, what it computed meanwhile, and its memory."""
-    rows = [["", "came last", "late in all", "computed during exchange", "bubbles", "memory, MB: first, most, last"]]
+    rows = [
+        ["", "holds others up", "in all for", "computed during exchange", "bubbles", "memory, MB: first, most, last"]
+    ]
     for row, (place, title) in enumerate(zip(last_attempt(job), verdict.titles, strict=True)):
         overlap = verdict.overlap[row]
         _, memory = job.spans[place].measured.get(MEMORY, (np.zeros(0), np.zeros(0)))
@@ -100,11 +104,17 @@ def instance_rows(job: Job, verdict: Verdict) -> list[list[str]]:
 
 
 def path_text(verdict: Verdict, path: Sequence[Segment]) -> str:
-    """A critical path on one line."""
+    """A critical path on one line; what hardly matters counts with what was before it."""
+    total = sum(each.lasted_s for each in path)
+    shown: list[Segment] = []
+    for each in path:
+        if shown and each.lasted_s < _LEAST_PART * total:
+            shown[-1] = replace(shown[-1], lasted_s=shown[-1].lasted_s + each.lasted_s)
+        else:
+            shown.append(each)
     return " > ".join(
         f"{each.what} on {verdict.titles[each.instance].partition(' (')[0]} {time_text(each.lasted_s)}"
-        for each in path
-        if each.lasted_s >= 1e-6
+        for each in shown
     )
 
 

@@ -9,7 +9,7 @@ from poprun.timeline.matching import Meetings
 from poprun.timeline.spans import COMPILE
 from poprun.timeline.step_table import CHECKPOINT, COMPUTE, INPUT, REST, WAITING, StepTable
 
-_OF_MEDIAN, _DEVIATIONS, _OF_ALL = 0.5, 5.0, 0.005
+_OF_MEDIAN, _DEVIATIONS, _OF_ALL = 1.0, 5.0, 0.01
 """By how much an outlier is longer at least: in parts of the median, in standard deviations, in parts of all steps."""
 _MOST_OUTLIERS = 5
 

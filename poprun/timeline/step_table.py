@@ -50,10 +50,9 @@ class StepTable:
 
     @property
     def is_settled(self) -> np.ndarray:
-        """Which steps are like most: all but the first one and those in which something was compiled or recovered."""
+        """Which steps are like most: all but the first two and those in which something was compiled or recovered."""
         rare = (self.of[COMPILE] + self.of[RECOVERY]).sum(axis=0) > 0
-        if len(rare):
-            rare[0] = True
+        rare[:2] = True
         settled: np.ndarray = ~rare if (~rare).any() else np.ones(len(rare), bool)
         return settled
 

@@ -40,8 +40,8 @@ class Verdict:
         wall_s: from the first begin to the last end of a recorded step.
         steps_per_second: in settled steps.
         shares: for each instance the share of the time by category.
-        last_shares: for each instance in which part of the collectives it came last.
-        late_s: for each instance the sum of what it was later than the last but one.
+        last_shares: for each instance in which part of the settled steps it held the others up most.
+        late_s: for each instance for how long it did, in all of them.
         culprit: None where the numbers support none.
         link: None where there is none.
         input_bound: the part of the time in which even the instance that waits least for data waits for them, if much.
@@ -93,14 +93,14 @@ def judge(job: Job) -> Verdict:
         {category: float(table.of[category][row].sum() / max(total[row], 1)) for category in CATEGORIES}
         for row in range(len(places))
     ]
-    last, late = meetings.last, np.maximum(meetings.late_ns, 0) if len(meetings.step) else np.zeros(0)
-    count = max(len(last), 1)
-    last_shares = [float(np.count_nonzero(last == row) / count) for row in range(len(places))]
-    late_s = [float(late[last == row].sum()) / 1e9 for row in range(len(places))]
+    late = _late_ns(meetings, table, len(places))
+    most = np.where(late.any(axis=1), late.argmax(axis=1), -1)
+    last_shares = [float(np.mean(most[settled] == row)) for row in range(len(places))]
+    late_s = [float(late[:, row].sum()) / 1e9 for row in range(len(places))]
     usual = settled & ~are_outliers(table)
-    in_usual = np.isin(meetings.step, table.steps[usual])
-    culprit = culprit_of(Lateness(table, usual, spans, last[in_usual], late[in_usual], settled_ns))
-    link = slow_link_of(spans, meetings, settled_ns)
+    culprit = culprit_of(Lateness(table, usual, spans, late[usual], settled_ns))
+    rows = {job.aligned[place].recording.instance: row for row, place in enumerate(places)}
+    link = slow_link_of(spans, rows, table.steps[usual], settled_ns)
     input_bound = _input_share(table)
     overlap = [overlap_of(own) for own in spans]
     changes = _changes(table, culprit, link, input_bound, overlap)
@@ -137,6 +137,14 @@ def _settled(meetings: Meetings, places: Sequence[int], table: StepTable) -> Mee
     return Meetings(step, name, meetings.names, came, moved, left, took_part[chosen])
 
 
+def _late_ns(meetings: Meetings, table: StepTable, instances: int) -> np.ndarray:
+    """For each step and instance how long it has held the others up: from when the last but one had come."""
+    late = np.zeros((len(table.steps), instances))
+    if len(meetings.step):
+        np.add.at(late, (np.searchsorted(table.steps, meetings.step), meetings.last), np.maximum(meetings.late_ns, 0))
+    return late
+
+
 def _input_share(table: StepTable) -> float:
     """The part of settled steps in which even those wait for data who wait least."""
     settled = table.is_settled
@@ -156,7 +164,8 @@ def _changes(
     if culprit is not None:
         advice = {
             Cause.COMPUTE: "let it compute as fast as the others: an equal core, no other program on it",
-            Cause.INPUT: "let it read its data as fast as the others: a local copy, or reading ahead",
+            Cause.INPUT: "let it read its data as fast as the others: a local copy, or reading ahead "
+            "(they may read as slowly, while they wait for it)",
             Cause.HOST: "take the other programs off its host, or give it a core of its own",
             Cause.UNCLEAR: "look at it in the trace",
         }[culprit.cause]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from timeline_jobs import Made
 
+from popdist.timeline.events import Kind
 from poprun.errors import PopRunError
 from poprun.timeline.command import main
 from poprun.timeline.findings import Cause
@@ -96,6 +97,16 @@ def test_a_slow_link_is_named(seed, instances):
     assert (verdict.link.source, verdict.link.target) == (instances - 1, 0)
     assert verdict.culprit is None
     assert "mend or avoid the link" in verdict.changes[0].what
+
+
+@pytest.mark.parametrize("held_up", [1, 10])
+def test_a_link_that_held_few_exchanges_up_is_not_named(held_up):
+    """Only some of the steps have a wait in the middle."""
+    recordings = Made(2, slow_link=(1, 0), link_ms=30).recordings()
+    events = recordings[0].events
+    waits = np.flatnonzero(events["kind"] == Kind.WAITS_FOR)
+    few = replace(recordings[0], events=np.delete(events, waits[held_up:]))
+    assert judge(put_together([few, recordings[1]])).link is None
 
 
 @pytest.mark.parametrize("instances", [1, *SIZES])
