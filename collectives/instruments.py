@@ -26,7 +26,9 @@ UPDATE = "update"
 """Beginning to apply the mean gradients."""
 CHECKPOINT = "checkpoint"
 """What saving a checkpoint keeps the training from; files are written beside it."""
-PHASES = (DATA, COMPILE, FORWARD_BACKWARD, EXCHANGE, UPDATE, CHECKPOINT)
+RECOVERY = "recovery"
+"""Finding those who are left when others are lost, and what they have done meanwhile."""
+PHASES = (DATA, COMPILE, FORWARD_BACKWARD, EXCHANGE, UPDATE, CHECKPOINT, RECOVERY)
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")
@@ -74,6 +76,25 @@ class SeesSteps(Protocol):
 
 
 @runtime_checkable
+class SeesStepEnds(Protocol):
+    """Sees what has come of them."""
+
+    def step_ends(self, rows: int, loss: float) -> None:
+        """The step has ended well; this instance had so many rows of data, and all replicas this mean loss."""
+
+
+@runtime_checkable
+class SeesReplicas(Protocol):
+    """Sees local replicas at work, each in its own thread, where an instance has several."""
+
+    def replica_begins(self, replica: int, stage: int) -> None:
+        """The program of the replica with this index begins; in a pipeline this stage begins with a micro-batch."""
+
+    def replica_ends(self, replica: int, stage: int, part: int) -> None:
+        """A part of its gradients is finished, and it goes on with the next one; or in a pipeline a micro-batch."""
+
+
+@runtime_checkable
 class SeesPhases(Protocol):
     """Sees the phases of a step, one of `PHASES` at a time; but compiling may be inside of another one."""
 
@@ -84,7 +105,7 @@ class SeesPhases(Protocol):
         """It has ended well."""
 
 
-Instrument = SeesOperations | SeesEnds | SeesWaits | SeesData | SeesSteps | SeesPhases
+Instrument = SeesOperations | SeesEnds | SeesWaits | SeesData | SeesSteps | SeesStepEnds | SeesReplicas | SeesPhases
 
 
 class Supervisor(Protocol):
@@ -98,7 +119,7 @@ class Supervisor(Protocol):
         """So many instances of the job are lost, and the others carry on without them."""
 
 
-def _unseen(first: object = None, second: object = None) -> None:
+def _unseen(first: object = None, second: object = None, third: object = None) -> None:
     """Nobody looks, whatever the arguments are."""
 
 
@@ -117,6 +138,9 @@ class Instruments:
         waiting_for: see there.
         data_moves: see there.
         step_begins: see there.
+        step_ends: see there.
+        replica_begins: see there; called by several threads, as the next one.
+        replica_ends: see there.
         during: for each of `PHASES` what a `with` statement enters while the phase lasts, any number of times.
     """
 
@@ -127,7 +151,10 @@ class Instruments:
         "during",
         "operation_begins",
         "operation_ends",
+        "replica_begins",
+        "replica_ends",
         "step_begins",
+        "step_ends",
         "waiting_for",
     )
 
@@ -140,6 +167,10 @@ class Instruments:
         self.waiting_for = _told_to([each.waiting_for for each in attached if isinstance(each, SeesWaits)])
         self.data_moves = _told_to([each.data_moves for each in attached if isinstance(each, SeesData)])
         self.step_begins = _told_to([each.step_begins for each in attached if isinstance(each, SeesSteps)])
+        self.step_ends = _told_to([each.step_ends for each in attached if isinstance(each, SeesStepEnds)])
+        of_replicas = [each for each in attached if isinstance(each, SeesReplicas)]
+        self.replica_begins = _told_to([each.replica_begins for each in of_replicas])
+        self.replica_ends = _told_to([each.replica_ends for each in of_replicas])
         seers = [each for each in attached if isinstance(each, SeesPhases)]
         begins = _told_to([each.phase_begins for each in seers])
         ends = _told_to([each.phase_ends for each in seers])

@@ -116,6 +116,8 @@ def initializeBackend() -> None:
     _check_packages(instance)
     process.communicator = process.connect(process.settings(), instance)
     process.progress.joined()
+    if process.timeline is not None:
+        process.timeline.meet(process.communicator)
     process.instance = instance
     watch_exit()
 

@@ -56,6 +56,8 @@ def carry_on() -> Instance:
     for forget in _at_renumbering:
         forget()
     process.instance = process.instance.renumbered(process.communicator.rank, process.communicator.size)
+    if process.timeline is not None:
+        process.timeline.renumbered(process.instance)
     return process.instance
 
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from popdist.environments import Cluster, detect_instance
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, ProgressPage, due_faults
+from popdist.timeline.asked import Asked
 
 if TYPE_CHECKING:
     from collectives import Communicator, Settings
     from collectives.instruments import Instrument
+    from popdist.timeline.attaching import Timeline
 
 ConnectBackend = Callable[["Settings", Instance], "Communicator"]
 
@@ -47,6 +49,7 @@ class Process:
     at_failure: Callable[[], None] | None = None  # has this process end without it
     progress: Progress = NoProgress()
     attached: Sequence[Instrument] = ()  # see what this instance does
+    timeline: Timeline | None = None  # where the job is recorded
     was_finalized: bool = False
     failed_at: int | None = None  # how many collectives had been called when the program began to fail
     watches_exit: bool = False
@@ -74,8 +77,17 @@ class Process:
         return detect_instance(os.environ, self.num_replicas)
 
     def attach(self, progress: ProgressPage | NoProgress, instance: Instance) -> None:
-        """Have the supervisor and the faults that the user has asked for see what this instance does, in this order."""
+        """Have others see what this instance does: the supervisor, then what records it, then faults that are wanted.
+
+        Raises:
+            EnvironmentMismatchError: a variable for one of them cannot be read.
+        """
         attached: list[Instrument] = [progress] if isinstance(progress, ProgressPage) else []
+        if asked := Asked.from_environ(os.environ):
+            from popdist.timeline.attaching import Timeline  # loads numpy
+
+            self.timeline = Timeline(asked, instance, os.environ)
+            attached.append(self.timeline.recorder)
         if faults := due_faults(os.environ, instance.index):
             attached.append(FaultInjector(faults, progress.cut_off))
         self.progress, self.attached = progress, attached

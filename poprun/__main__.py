@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from poprun.verify.command import main as verify
 
             return verify(words[1:])
+        if list(words[:1]) == ["timeline"]:
+            from poprun.timeline.command import main as look
+
+            return look(words[1:])
         return _run(words, os.environ)
     except PopRunError as error:
         Log().error(str(error))
@@ -90,7 +94,16 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         show(draw_topology(launch.places, columns_of(environ)))
     from poprun.job import run_job
 
-    return run_job(launch, environ, log).exit_status
+    if settings.timeline is not None:
+        from poprun.timeline.of_job import make_room
+
+        make_room(settings.timeline)
+    exit_status = run_job(launch, environ, log).exit_status
+    if settings.timeline is not None:
+        from poprun.timeline.of_job import write_timeline
+
+        write_timeline(settings.timeline, log)
+    return exit_status
 
 
 def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log: Log) -> None:

@@ -46,9 +46,9 @@ TRANSPORTS = {
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
     "strategies/data/grain_source.py": {"absl", "grain"},
 }
-LIBRARIES = {"strategies/keras": {"keras"}, "strategies/torch": {"torch"}}
+LIBRARIES = {"poprun/timeline": {"numpy"}, "strategies/keras": {"keras"}, "strategies/torch": {"torch"}}
 POPRUN_MAY_KNOW = tuple(
-    f"popdist.{name}" for name in ("environments", "errors", "instance", "records", "version", "xla")
+    f"popdist.{name}" for name in ("environments", "errors", "instance", "records", "timeline", "version", "xla")
 )
 OF_TORCH = {"popdist.poptorch", "strategies.torch", "strategies.torch.poptorch"}
 PUBLIC = {"popdist", "strategies", "strategies.keras", "collectives", *OF_TORCH}

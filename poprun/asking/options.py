@@ -110,7 +110,14 @@ _ONCE = frozenset(
 _RARE = frozenset(
     (
         *("version-format", "overwrite-config", "json", "ipus-per-replica", "num-ilds", "sync-type", "numa-aware"),
-        *("instance-mpi-local-args", "synchronise-poplar-sdk", "distribute-ssh-key", "restart-backoff-s", "debug"),
+        *(
+            "timeline-limit",
+            "instance-mpi-local-args",
+            "synchronise-poplar-sdk",
+            "distribute-ssh-key",
+            "restart-backoff-s",
+            "debug",
+        ),
     )
 )
 
@@ -244,6 +251,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("tag-host", Kind.FLAG, "show the host in front of each line too", OUTPUT),
     Option("timestamps", Kind.FLAG, "show the time in front of each line", OUTPUT),
     Option("output-dir", Kind.PATH, "also write each instance's output to files in this directory", OUTPUT),
+    Option("timeline", Kind.PATH, "record what instances do, and write it to this file, for Perfetto", OUTPUT),
+    Option("timeline-limit", Kind.NUMBER, "MB that one instance may record", OUTPUT, default="256", at_most=_MOST),
     Option("debug", Kind.FLAG, "say everything: as -vv, and every setting in force", DEBUG),
 )
 
@@ -267,13 +276,15 @@ _USAGE = """\
 usage: poprun [options] program [program arguments]
        poprun doctor [--host HOSTS] [--json]
        poprun verify [options] program [program arguments]
+       poprun timeline merge|report FOLDER [options]
 
 example, 8 replicas in 2 processes:
        poprun -n 2 --num-replicas 8 python train.py"""
 
 _WORDS = (
     "Options end at the first other word. doctor examines the hosts, and starts nothing. verify proves that the "
-    "program has the same bits however its replicas are spread; see poprun verify --help."
+    "program has the same bits however its replicas are spread; see poprun verify --help. "
+    "timeline shows what a job did that was recorded; see poprun timeline --help."
 )
 _MORE = "poprun --help-all lists the other options, those for partitions and those without effect among them."
 

@@ -51,6 +51,8 @@ class Settings:
         tag_host: show the host in front of each line.
         timestamps: show the time in front of each line.
         output_dir: directory that gets each instance's output too.
+        timeline: the file that gets what instances did; None: nothing is recorded.
+        timeline_limit: MB that one of them may record; None: the usual.
         executable_cache_path: what programs find in POPDIST_EXECUTABLE_CACHE_PATH.
         mpi_global_args: options for mpirun.
         mpi_local_args: options for mpirun, for each instance.
@@ -94,6 +96,8 @@ class Settings:
     tag_host: bool = False
     timestamps: bool = False
     output_dir: str | None = None
+    timeline: str | None = None
+    timeline_limit: int | None = None
     executable_cache_path: str | None = None
     mpi_global_args: tuple[str, ...] = ()
     mpi_local_args: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from popdist.environments.poprun import DEVICE, IPUS, LOCAL, LOCAL_INSTANCE, OFFSET, SHRINKS_VARIABLE, TOTAL, UNIFORM
 from popdist.records.faults import VARIABLE as FAULTS_VARIABLE
+from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, folder_beside
 from poprun.asking.settings import Settings
 from poprun.asking.vipu import PARTITION_VARIABLE
 from poprun.hosts.hosts import Host
@@ -114,7 +115,16 @@ def instance_variables(launch: Launch, place: Place) -> dict[str, str]:
     own = {name: value for name, value in launch.extra.items() if name not in exported}
     injected = {FAULTS_VARIABLE: ";".join(launch.settings.inject)} if launch.settings.inject else {}
     shrinks = {SHRINKS_VARIABLE: "1"} if launch.settings.on_failure == "shrink" else {}
-    return popdist_variables(launch.settings, place) | own | injected | shrinks
+    recorded = _recording_variables(launch.settings)
+    return popdist_variables(launch.settings, place) | own | injected | shrinks | recorded
+
+
+def _recording_variables(settings: Settings) -> dict[str, str]:
+    """Where instances record what they do, if they are to."""
+    if settings.timeline is None:
+        return {}
+    limit = {} if settings.timeline_limit is None else {LIMIT_VARIABLE: str(settings.timeline_limit)}
+    return {FOLDER_VARIABLE: str(folder_beside(settings.timeline))} | limit
 
 
 def extra_variables(settings: Settings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -314,9 +314,12 @@ class _Run:
 
     def compute(self) -> None:
         """Compute all segments, in this thread."""
+        instruments, replica = self._devices.instruments, self._devices.replicas[self._position]
+        instruments.replica_begins(replica, 0)
         try:
             for action, results in self._carry_out():
                 jax.block_until_ready(results)
+                instruments.replica_ends(replica, 0, action.segment)
                 self.finished[action.segment].set()
         except BaseException:
             self.is_broken = True

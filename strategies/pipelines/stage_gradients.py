@@ -203,6 +203,8 @@ class _Run:
         self._at_once = at_once
         self._is_cpu = grid.column(0).is_cpu
         self._devices = [column.device_of(position) for column in grid.columns]
+        self._instruments = grid.column(0).instruments
+        self._number = grid.replicas[position]
         self._of_segment = {bucket.segment: (number, bucket) for number, bucket in enumerate(plan.buckets)}
         self.buffers: list[Sequence[jax.Array]] = []
         self.finished = [threading.Event() for _ in plan.buckets]
@@ -256,6 +258,11 @@ class _Run:
             raise
 
     def _perform(self, device: int, action: Action) -> None:
+        self._instruments.replica_begins(self._number, action.stage)
+        self._carry_out(device, action)
+        self._instruments.replica_ends(self._number, action.stage, action.micro_batch or 0)
+
+    def _carry_out(self, device: int, action: Action) -> None:
         if action.kind is not Kind.UPDATE:
             self._replica.perform(device, action)
             return

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from collectives.instruments import COMPILE, Instruments
 from popdist.xla import thread_pool_setting, thread_pool_size
 from popdist.xla.threads import VARIABLE as POOL_VARIABLE
 from strategies.config.configured import in_force
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 THREADS = "replica"
 """The names of threads that run replicas begin with it."""
-_UNSEEN = nullcontext()
+_UNSEEN = Instruments()
 _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 
@@ -48,13 +48,13 @@ class ReplicaDevices:
         devices: one for each replica of a wave; on CPUs the same one for all.
         replicas: the global indices of the local replicas.
         executables: the folder where compiled programs are kept; None to compile them at every start.
-        compiling: entered while a program is compiled.
+        instruments: see programs being compiled, and replicas at work.
     """
 
     devices: tuple[jax.Device, ...]
     replicas: range
     executables: Path | None = None
-    compiling: AbstractContextManager[None] = field(default=_UNSEEN, repr=False, compare=False)
+    instruments: Instruments = field(default_factory=Instruments, repr=False, compare=False)
 
     @property
     def width(self) -> int:
@@ -93,7 +93,7 @@ class ReplicaDevices:
             function: what a replica computes.
             donated: the arguments whose memory the results may take over.
         """
-        return Program(in_order(function), self.executables, donated, self.compiling)
+        return Program(in_order(function), self.executables, donated, self.instruments.during[COMPILE])
 
     def begin(
         self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None
@@ -255,7 +255,7 @@ def claim_devices(
     total_replicas: int,
     local_index: int = 0,
     ipus_per_replica: int = 1,
-    compiling: AbstractContextManager[None] = _UNSEEN,
+    instruments: Instruments = _UNSEEN,
 ) -> DeviceGrid:
     """Find devices for each local replica, and have JAX compute what is the same wherever they run.
 
@@ -268,7 +268,7 @@ def claim_devices(
             the same bits wherever they run.
         local_index: this instance's place on its host; with accelerators, whose turn begins there.
         ipus_per_replica: the devices that each replica spans.
-        compiling: entered while a program for them is compiled.
+        instruments: see programs for them being compiled, and replicas at work.
 
     Raises:
         DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
@@ -282,7 +282,7 @@ def claim_devices(
             jax.config.update("jax_num_cpu_devices", len(replicas))
         except RuntimeError:
             logger.debug("JAX has started already, with %d devices", jax.local_device_count())
-    found = choose_grid(replicas, local_index, executables, ipus_per_replica, compiling)
+    found = choose_grid(replicas, local_index, executables, ipus_per_replica, instruments)
     if found.columns[0].is_cpu:
         insist_on_right_sums(os.environ)
         if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
@@ -295,7 +295,7 @@ def choose_grid(
     local_index: int = 0,
     executables: Path | None = None,
     ipus_per_replica: int = 1,
-    compiling: AbstractContextManager[None] = _UNSEEN,
+    instruments: Instruments = _UNSEEN,
 ) -> DeviceGrid:
     """Those of JAX's devices that `claim_devices` gives to local replicas, once JAX has started; changes nothing.
 
@@ -306,12 +306,12 @@ def choose_grid(
         local_index: see `claim_devices`.
         executables: the folder where compiled programs are kept.
         ipus_per_replica: see `claim_devices`.
-        compiling: see `claim_devices`.
+        instruments: see `claim_devices`.
     """
     devices = jax.local_devices()
     local = len(replicas)
     if devices[0].platform == "cpu":
-        column = ReplicaDevices((devices[0],) * local, replicas, executables, compiling)
+        column = ReplicaDevices((devices[0],) * local, replicas, executables, instruments)
         return DeviceGrid(tuple(replace(column) for _ in range(ipus_per_replica)))
     possible = (width for width in range(1, local + 1) if local % width == 0)
     width = max(width for width in possible if width == 1 or width * ipus_per_replica <= len(devices))
@@ -320,7 +320,7 @@ def choose_grid(
     for number in range(ipus_per_replica):
         places = (start + replica * ipus_per_replica + number for replica in range(width))
         of_column = tuple(devices[place % len(devices)] for place in places)
-        columns.append(ReplicaDevices(of_column, replicas, executables, compiling))
+        columns.append(ReplicaDevices(of_column, replicas, executables, instruments))
     return DeviceGrid(tuple(columns))
 
 

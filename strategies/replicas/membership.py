@@ -12,6 +12,7 @@ from typing import NoReturn, Protocol, TypeVar, final
 import numpy as np
 
 from collectives import BrokenError, Communicator, PeerLostError
+from collectives.instruments import RECOVERY
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.leaving import is_to_carry_on
@@ -220,9 +221,11 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
     """
     while members.can_carry_on:
         logger.info("an instance is lost: %s", loss)
-        members.carry_on()  # itself begins again for whoever is lost meanwhile; what it raises is final
+        with members.communicator.instruments.during[RECOVERY]:
+            members.carry_on()  # itself begins again for whoever is lost meanwhile; what it raises is final
         try:
-            done = catch_up()
+            with members.communicator.instruments.during[RECOVERY]:
+                done = catch_up()
             return attempt() if done is None else done
         except LOSSES as another:
             loss = another

@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.buffers import refuse_masked
-from collectives.instruments import COMPILE, Instruments
+from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress
@@ -85,7 +85,7 @@ class Replicas:
             instance.total_replicas,
             instance.local_index,
             instance.ipus_per_replica,
-            self.instruments.during[COMPILE],
+            self.instruments,
         )
         self.devices = self.grid.column(0)
         self.reducer = CrossReplicaReducer(

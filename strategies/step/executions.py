@@ -21,7 +21,7 @@ from strategies.roles import Batch
 from strategies.step.engine import Prepared
 from strategies.step.fused_steps import FusedSteps
 from strategies.step.jax_engine import JaxEngine
-from strategies.step.metrics import Metrics
+from strategies.step.metrics import Metrics, tell_end
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
 from strategies.updates.update import Update
@@ -133,7 +133,11 @@ class Executions:
             self._programs[key] = fused if is_same else None
             return single, metrics
         found = self._programs[key]
-        return self._singly(state, batches) if found is None else self._make(found, program, state, batches)
+        if found is None:
+            return self._singly(state, batches)
+        state, metrics = self._make(found, program, state, batches)
+        tell_end(self._replicas.instruments, batches[0], metrics, len(batches))
+        return state, metrics
 
     def _why_not(self, fused: FusedSteps, state: TrainState, batches: Sequence[Batch]) -> str:
         """Why steps cannot be made in one program, in words; empty if they can."""

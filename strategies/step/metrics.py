@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
+
+from collectives.instruments import Instruments, is_seen
 
 
 class Metrics(Mapping[str, float]):
@@ -38,3 +41,17 @@ class Metrics(Mapping[str, float]):
 
     def __repr__(self) -> str:
         return f"Metrics({dict(self)})"
+
+
+def tell_end(instruments: Instruments, batch: Any, metrics: Metrics, steps: int = 1) -> None:
+    """Tell who looks that a step has ended well.
+
+    Args:
+        instruments: see it.
+        batch: of the local replicas.
+        metrics: of the step.
+        steps: how many were made in one program, each with such a batch.
+    """
+    if is_seen(instruments.step_ends):
+        rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())]
+        instruments.step_ends(steps * max(rows, default=0), float(metrics.means[0]) if metrics.names else float("nan"))

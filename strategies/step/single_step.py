@@ -22,7 +22,7 @@ from strategies.replicas.membership import LOSSES, Meeting, meet, repeated
 from strategies.replicas.replicas import Replicas
 from strategies.step.engine import Prepared, StepEngine, control_of
 from strategies.step.in_one_program import InOneProgram, StepProgram
-from strategies.step.metrics import Metrics
+from strategies.step.metrics import Metrics, tell_end
 from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
 from strategies.step.step_record import Recorder
@@ -80,6 +80,7 @@ class SingleStep:
             if self._options.own_part:
                 raise
             made = self._repeated(loss, state, batch)
+        tell_end(self._replicas.instruments, batch, made[1])
         can_share = self._replicas.can_carry_on and not self._options.own_part
         self._replicas.place.complete(partial(self.share, made[0]) if can_share else None)
         return made

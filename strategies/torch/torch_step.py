@@ -20,7 +20,7 @@ from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree
-from strategies.step.metrics import Metrics
+from strategies.step.metrics import Metrics, tell_end
 from strategies.step.notice import Notice
 from strategies.step.step_record import Recorder
 from strategies.torch.gradient_exchange import GradientExchange, Tail
@@ -108,8 +108,11 @@ class TorchStep:
             return training.metrics
 
         if training.own_part:
-            return self._make(batch)
-        return surviving(replicas, lambda: self._make(batch), catch_up, lambda _, root: self._share(root))
+            metrics = self._make(batch)
+        else:
+            metrics = surviving(replicas, lambda: self._make(batch), catch_up, lambda _, root: self._share(root))
+        tell_end(replicas.instruments, batch, metrics)
+        return metrics
 
     def _share(self, root: int) -> None:
         """Take over the state, and the metrics, of instance `root`; a collective call."""

@@ -1,0 +1,193 @@
+"""What a timeline costs: to record an event, of a step of the MLP, and to merge many.
+
+Usage:
+
+    python benchmarks/timeline.py [--events 10000000] [--repeats 200] [--json PATH]
+
+An event is appended to the ring as an instrument does; the least of many short repeats counts. The step of the MLP
+784-1024-1024-10 (batch 64, one replica, one instance) is made as often as an event is measured, and recorded; its cost
+is the number of its events times what one costs, and the CPU time of the thread that writes them. Recordings of two
+instances with so many events together are merged into a trace (JSON, not compressed) in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+import timeit
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import training_task
+from timing import OtherLoad, describe_machine, write_figures  # finds the project, too
+
+from collectives.calls import Call
+from collectives.instruments import UPDATE, Instruments
+from popdist.timeline.asked import FOLDER_VARIABLE
+from popdist.timeline.blocks import EVENTS, HEADER, MAGIC, block, json_block, names_block, pack_events
+from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.recorder import Recorder
+from popdist.timeline.ring import Ring
+from poprun.timeline.merging import merge
+from poprun.timeline.recordings import read_recordings
+from poprun.timeline.spans import Sort, spans_of
+
+SETTINGS = ("events", "repeats")
+CALLS = 500
+PROMISED_MERGE_S, PROMISED_SHARE = 20.0, 0.01
+_OF_A_STEP = (
+    (Kind.PHASE_BEGINS, 0),
+    (Kind.PHASE_ENDS, 0),
+    (Kind.STEP_BEGINS, 0),
+    (Kind.PHASE_BEGINS, 1),
+    (Kind.PHASE_ENDS, 1),
+    *((Kind.PHASE_BEGINS, 2), (Kind.OPERATION_BEGINS, 4), (Kind.DATA_MOVES, 0), (Kind.OPERATION_ENDS, 0)) * 2,
+    (Kind.PHASE_ENDS, 2),
+    (Kind.PHASE_BEGINS, 3),
+    (Kind.PHASE_ENDS, 3),
+    (Kind.STEP_ENDS, 0),
+    (Kind.MEASURED, 5),
+)
+_NAMES = ("data", "forward and backward", "exchange", "update", "all_reduce 'gradients'", "loss")
+
+
+def main() -> None:
+    options = read_options()
+    load = OtherLoad()
+    event_ns = cost_of_events(options.repeats)
+    print(f"{'an event is recorded in':<40}{event_ns:>10.0f} ns")
+    with tempfile.TemporaryDirectory() as folder:
+        step = measure_step(Path(folder), options.repeats)
+    share = step["events"] * event_ns * 1e-9 / step["step_s"] + step["writing_share"]
+    print(f"{'a step of the MLP has':<40}{step['events']:>10.1f} events, and takes {1e3 * step['step_s']:.2f} ms")
+    print(f"{'to write them takes':<40}{step['writing_share']:>10.2%} of a core")
+    print(f"{'together, of the step':<40}{share:>10.2%}; promised {PROMISED_SHARE:.0%}")
+    with tempfile.TemporaryDirectory() as folder:
+        merged = merge_many(Path(folder), options.events)
+    print(
+        f"{options.events:,} events are merged in {merged['wall_s']:.1f} s ({merged['cpu_s']:.1f} s of CPU time) ",
+        end="",
+    )
+    print(
+        f"into {merged['trace_MB']:.0f} MB; promised {PROMISED_MERGE_S:.0f} s. They were {merged['recorded_MB']:.0f} MB"
+    )
+    load.warn()
+    write_figures(
+        options,
+        SETTINGS,
+        describe_machine(),
+        load,
+        event_ns=event_ns,
+        step=step,
+        share=share,
+        merge=merged,
+    )
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=10_000_000, metavar="N", help="to be merged (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=200, metavar="N", help="of a measurement (%(default)s)")
+    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
+    return parser.parse_args()
+
+
+def cost_of_events(repeats: int) -> float:
+    """Ns for an event: the mean of a phase's two and a collective's three."""
+    instruments, call = Instruments(Recorder(Ring())), Call("all_reduce", "gradients")
+    statement = "with phase: pass\nbegins(1, call); moves(8); ends()"
+    names = {
+        "phase": instruments.during[UPDATE],
+        "begins": instruments.operation_begins,
+        "moves": instruments.data_moves,
+        "ends": instruments.operation_ends,
+        "call": call,
+    }
+    of_loop = min(timeit.repeat("pass", number=CALLS, repeat=repeats))
+    return 1e9 * (min(timeit.repeat(statement, globals=names, number=CALLS, repeat=repeats)) - of_loop) / CALLS / 5
+
+
+def measure_step(folder: Path, steps: int) -> dict[str, float]:
+    """What a run of the MLP says of itself: the median step, its events, and what writing them took."""
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import popdist
+    import strategies
+    from popdist.process import process
+
+    def loss_fn(variables: Any, batch: Any, key: Any) -> Any:
+        hidden = batch["image"].reshape(len(batch["image"]), -1)
+        for layer in ("hidden1", "hidden2"):
+            hidden = jax.nn.relu(hidden @ variables[layer]["kernel"] + variables[layer]["bias"])
+        logits = hidden @ variables["logits"]["kernel"] + variables["logits"]["bias"]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])), {}
+
+    popdist.init()
+    trainer = strategies.Trainer(strategies.PopDistStrategy(), loss_fn, optax.adam(1e-3))
+    state = trainer.init(training_task.first_variables("mlp"))
+    batch = training_task.batches_of(0, 64, 1)[0]
+    for _ in range(steps):
+        state, _ = trainer.step(state, batch)
+    assert process.timeline is not None
+    writing_s = process.timeline.writing_s
+    process.timeline.close()
+    (recording,) = read_recordings(folder)
+    found = spans_of(recording).of(Sort.STEP)
+    times = found["end_ns"] - found["begin_ns"]
+    first = int(found["begin_ns"][steps // 2])
+    events = np.count_nonzero(recording.events["when_ns"] >= first) / (steps - steps // 2)
+    return {
+        "step_s": float(np.median(times[steps // 2 :])) / 1e9,
+        "events": events,
+        "writing_share": writing_s / (float(found["end_ns"][-1] - found["begin_ns"][0]) / 1e9),
+    }
+
+
+def merge_many(folder: Path, count: int) -> dict[str, float]:
+    """Merge recordings of two instances that have so many events together."""
+    recorded = sum(write_recording(folder, instance, count // 2) for instance in range(2))
+    began, began_cpu = time.perf_counter(), time.process_time()
+    merge(folder, folder / "trace.json")
+    return {
+        "wall_s": time.perf_counter() - began,
+        "cpu_s": time.process_time() - began_cpu,
+        "recorded_MB": recorded / 1e6,
+        "trace_MB": (folder / "trace.json").stat().st_size / 1e6,
+    }
+
+
+def write_recording(folder: Path, instance: int, count: int) -> int:
+    """A recording of many like steps; its bytes."""
+    random = np.random.default_rng(instance)
+    steps = -(-count // len(_OF_A_STEP))
+    events = np.zeros((steps, len(_OF_A_STEP)), EVENT)
+    events["kind"], events["name"] = np.array(_OF_A_STEP).T
+    events["value"][events["kind"] == Kind.STEP_BEGINS] = np.arange(steps)
+    events = events.reshape(-1)[:count]
+    events["when_ns"] = np.cumsum(random.integers(500, 200_000, len(events)))
+    header = {
+        "instance": instance,
+        "instances": 2,
+        "host": "here",
+        "attempt": 0,
+        "clock": "one",
+        "began_ns": 0,
+        "began_at_s": 0.0,
+    }
+    said = {number: {"name": name} for number, name in enumerate(_NAMES)}
+    said[4] |= {"call": "all_reduce"}
+    with (folder / f"instance-{instance}.timeline").open("wb") as file:
+        file.write(MAGIC + json_block(HEADER, header) + names_block(said))
+        for start in range(0, len(events), 5000):
+            file.write(block(EVENTS, pack_events(events[start : start + 5000])))
+        return file.tell()
+
+
+if __name__ == "__main__":
+    main()

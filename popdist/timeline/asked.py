@@ -1,0 +1,52 @@
+"""Whether this job is to be recorded, and where; loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from popdist.errors import EnvironmentMismatchError
+
+FOLDER_VARIABLE = "POPDIST_TIMELINE"
+"""The folder that gets a file from each instance; every instance of a job has to have it."""
+LIMIT_VARIABLE = "POPDIST_TIMELINE_LIMIT"
+"""How many MB the file of an instance may have."""
+SUFFIX = ".timeline"
+"""Of the files."""
+USUAL_LIMIT_MB = 256
+_BESIDE = ".parts"
+
+
+def folder_beside(trace: str) -> Path:
+    """Where the files go from which this trace is made."""
+    return Path(f"{trace}{_BESIDE}").absolute()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be recorded.
+
+    Attributes:
+        folder: where the files go.
+        limit_bytes: how large one may be.
+    """
+
+    folder: Path
+    limit_bytes: int = USUAL_LIMIT_MB * 10**6
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Asked | None:
+        """What the environment asks for; None if nothing.
+
+        Raises:
+            EnvironmentMismatchError: the limit is no positive whole number.
+        """
+        if not environ.get(FOLDER_VARIABLE):
+            return None
+        limit = environ.get(LIMIT_VARIABLE) or str(USUAL_LIMIT_MB)
+        if not limit.isdecimal() or not int(limit):
+            raise EnvironmentMismatchError(
+                f"{LIMIT_VARIABLE}={limit!r} is not a positive whole number of MB; correct or unset it"
+            )
+        return cls(Path(environ[FOLDER_VARIABLE]).absolute(), int(limit) * 10**6)

@@ -1,0 +1,110 @@
+"""Recording one instance from its start to its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from popdist.instance import Instance
+from popdist.records.faults import ATTEMPT_VARIABLE
+from popdist.timeline.asked import SUFFIX, Asked
+from popdist.timeline.blocks import JOINED
+from popdist.timeline.clocks import Exchange
+from popdist.timeline.events import MAIN_TRACK, Kind
+from popdist.timeline.meeting import CARD_BYTES, Answering, Asking, Card, answers, asks, own_addresses, this_clock
+from popdist.timeline.spilling import Recording
+
+if TYPE_CHECKING:
+    from collectives import Communicator
+    from popdist.timeline.recorder import Recorder
+
+
+@final
+class Timeline:
+    """What records this instance.
+
+    Args:
+        asked: where, and how much.
+        instance: this one.
+        environ: says which attempt this is.
+    """
+
+    def __init__(self, asked: Asked, instance: Instance, environ: Mapping[str, str]) -> None:
+        attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
+        self._clock = this_clock()
+        header = {
+            "instance": instance.index,
+            "instances": instance.count,
+            "replicas": [instance.replica_offset, instance.local_replicas, instance.total_replicas],
+            "host": instance.host,
+            "pid": os.getpid(),
+            "program": sys.argv[:1],
+            "attempt": attempt,
+            "clock": self._clock,
+            "began_ns": time.monotonic_ns(),
+            "began_at_s": time.time(),
+        }
+        name = f"instance-{instance.index}{f'.{attempt}' if attempt else ''}{SUFFIX}"
+        self._recording = Recording(asked.folder / name, header, asked.limit_bytes)
+        self._instance = instance
+        self._answering: Answering | None = None
+        self._asking: Asking | None = None
+        self._recording.start()
+        atexit.register(self.close)  # before what waits for the others at exit is registered, so it comes after that
+
+    @property
+    def recorder(self) -> Recorder:
+        """The instrument."""
+        return self._recording.recorder
+
+    @property
+    def writing_s(self) -> float:
+        """How much time of a core writing has taken so far."""
+        return self._recording.writing_s
+
+    def meet(self, communicator: Communicator) -> None:
+        """Find out whose clocks are others, and have the hosts compare them; a collective call of all instances."""
+        answering = None
+        if communicator.rank == 0 and communicator.size > 1:
+            answering = Answering()
+            card = Card(self._clock, answering.token, answering.port, own_addresses())
+        else:
+            card = Card(self._clock, secrets.token_bytes(16))
+        packed = np.frombuffer(card.pack(), np.uint8)
+        gathered = communicator.all_gather(packed, name="whose clocks are others (POPDIST_TIMELINE)")
+        cards = [Card.unpack(row.tobytes()) for row in gathered.reshape(communicator.size, CARD_BYTES)]
+        self._recording.add(JOINED, {"job": cards[0].token.hex(), "clocks": [each.clock for each in cards]})
+        if answering is not None and answers(cards):
+            self._answering = answering
+            answering.start()
+        elif answering is not None:
+            answering.close()
+        if asks(cards, communicator.rank):
+            self._asking = Asking(cards[0])
+            self._recording.align_by(self._take_exchanges)
+            self._asking.start()
+
+    def renumbered(self, instance: Instance) -> None:
+        """Note that others are lost, and what this instance is now."""
+        self._recording.recorder.note(int(Kind.RENUMBERED), MAIN_TRACK, (instance.index << 32) + instance.count)
+
+    def close(self) -> None:
+        """Write what is left; may be called again."""
+        if self._asking is not None:
+            self._asking.close()
+        self._recording.close()
+        if self._answering is not None:
+            self._answering.close()
+
+    def _take_exchanges(self) -> list[Exchange]:
+        taken: list[Exchange] = []
+        while self._asking is not None and self._asking.exchanges:
+            taken.append(self._asking.exchanges.popleft())
+        return taken

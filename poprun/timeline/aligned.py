@@ -1,0 +1,92 @@
+"""The recordings of a job on one clock: that of instance 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from popdist.timeline.clocks import Alignment
+from poprun.timeline.recordings import Recording
+
+_WALL_NS = 1e9
+"""What is taken for the uncertainty where clocks on walls have to do, which are seldom set better than to a second."""
+
+
+@dataclass(frozen=True, eq=False)
+class Aligned:
+    """A recording whose events have the times of instance 0.
+
+    Attributes:
+        recording: the events of which are in order of that time, as far as they were.
+        uncertainty_ns: the times are wrong by no more than that; 0 for those of instance 0's clock.
+        is_measured: whether hosts have compared their clocks; if not, those on their walls had to do.
+        ahead_ns: by how much instance 0's clock is ahead, on the average.
+        drift: how much faster it runs, in parts of one.
+        drift_uncertainty: that is wrong by no more than this.
+    """
+
+    recording: Recording
+    uncertainty_ns: float = 0.0
+    is_measured: bool = True
+    ahead_ns: float = 0.0
+    drift: float = 0.0
+    drift_uncertainty: float = 0.0
+
+
+def align(recordings: Sequence[Recording]) -> list[Aligned]:
+    """All of them on the clock of the first one.
+
+    Args:
+        recordings: of one job, instance 0 first where it is there.
+    """
+    reference = recordings[0]
+    exchanges: dict[str, list[np.ndarray]] = {}
+    for each in recordings:
+        exchanges.setdefault(each.clock, []).append(each.exchanges)
+    known = {clock: Alignment.of(np.concatenate(parts)) for clock, parts in exchanges.items()}
+    return [_align(each, reference, known[each.clock]) for each in recordings]
+
+
+def _align(recording: Recording, reference: Recording, alignment: Alignment) -> Aligned:
+    if recording.clock == reference.clock:
+        return Aligned(recording)
+    events = recording.events.copy()
+    if not alignment.is_known:
+        ahead = (recording.began_at_s - reference.began_at_s) * 1e9 - (recording.began_ns - reference.began_ns)
+        events["when_ns"] += round(ahead)
+        return Aligned(replace(recording, events=events), _WALL_NS, False, ahead)
+    difference = alignment.at(events["when_ns"])
+    events["when_ns"] += np.rint(difference.middle_ns).astype(np.int64)
+    drift, drift_uncertainty = alignment.drift
+    return Aligned(
+        replace(recording, events=events),
+        float(difference.uncertainty_ns.max(initial=0.0)) + 1,
+        True,
+        float(difference.middle_ns.mean()) if len(events) else 0.0,
+        drift,
+        drift_uncertainty,
+    )
+
+
+def doubts(aligned: Sequence[Aligned], shortest_ns: float) -> list[str]:
+    """Warnings where clocks are not known well enough for what is shown.
+
+    Args:
+        aligned: the recordings.
+        shortest_ns: how long what is compared between instances takes.
+    """
+    warnings = []
+    for each in aligned:
+        if not each.is_measured:
+            warnings.append(
+                f"{each.recording.title}: its host has not compared its clock with that of instance 0, so its times "
+                "are those of the clock on the wall, and may be off by any amount; let UDP pass between the hosts"
+            )
+        elif each.uncertainty_ns > shortest_ns:
+            warnings.append(
+                f"{each.recording.title}: its clock is known to {each.uncertainty_ns / 1e3:.0f} us only, half of the "
+                f"exchanges took less than {shortest_ns / 1e3:.0f} us; do not trust their order between hosts"
+            )
+    return warnings

@@ -1,0 +1,53 @@
+"""From a folder of recordings to what can be drawn or judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from poprun.timeline.aligned import Aligned, align, doubts
+from poprun.timeline.matching import Meetings, match
+from poprun.timeline.recordings import Recording, read_recordings, what_is_missing
+from poprun.timeline.spans import Spans, spans_of
+from poprun.timeline.trace import Counts, write_trace
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What the instances of a job did, on one clock.
+
+    Attributes:
+        aligned: the recordings, by attempt and instance.
+        spans: of each of them.
+        meetings: the collectives that they have in common.
+        warnings: what is missing, or not to be trusted.
+    """
+
+    aligned: Sequence[Aligned]
+    spans: Sequence[Spans]
+    meetings: Meetings
+    warnings: Sequence[str]
+
+
+def put_together(recordings: Sequence[Recording]) -> Job:
+    """The recordings of one job, on the clock of the first."""
+    aligned = align(recordings)
+    spans = [spans_of(each.recording) for each in aligned]
+    meetings = match([each.recording for each in aligned], spans)
+    exchanges = (meetings.left_ns - meetings.moved_ns)[meetings.took_part]
+    shortest = float(np.median(exchanges)) if len(exchanges) else 0.0
+    return Job(aligned, spans, meetings, [*what_is_missing(recordings), *doubts(aligned, shortest)])
+
+
+def merge(folder: Path, to: Path) -> tuple[Job, Counts]:
+    """Merge the recordings in a folder into one trace.
+
+    Raises:
+        PopRunError: there are none.
+        OSError: the trace cannot be written.
+    """
+    job = put_together(read_recordings(folder))
+    return job, write_trace(to, job.aligned, job.spans, job.meetings)

@@ -1,0 +1,44 @@
+"""What `poprun --timeline FILE` does before a job and after it; loads what is heavy only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from popdist.timeline.asked import SUFFIX, folder_beside
+from poprun.errors import PopRunError, UsageError
+from poprun.log import Log
+
+
+def make_room(trace: str) -> None:
+    """Make the folder for recordings, or take those of an earlier job out of it.
+
+    Raises:
+        UsageError: that is impossible.
+    """
+    folder = folder_beside(trace)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob(f"*{SUFFIX}"):
+            old.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"--timeline {trace}: recordings go to {folder}, which cannot be made: {error.strerror}; name another file"
+        ) from None
+
+
+def write_timeline(trace: str, log: Log) -> None:
+    """Merge what was recorded; where that fails the job has still ended as it has."""
+    from poprun.timeline.merging import merge
+
+    folder = folder_beside(trace)
+    try:
+        job, counts = merge(folder, Path(trace))
+    except PopRunError as error:
+        log.warn(f"there is no timeline: {error}")
+        return
+    except OSError as error:
+        log.warn(f"the timeline cannot be written to {trace}: {error.strerror}; poprun timeline merge {folder} -o FILE")
+        return
+    for warning in job.warnings:
+        log.warn(f"timeline: {warning}")
+    log.info(f"wrote {counts.spans} spans to {trace}; poprun timeline report {trace} says what held the job up")

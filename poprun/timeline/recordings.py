@@ -1,0 +1,170 @@
+"""Reading what the instances of a job have recorded, also what is cut off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from popdist.timeline.asked import SUFFIX
+from popdist.timeline.blocks import (
+    CLOCKS,
+    END,
+    EVENTS,
+    HEADER,
+    JOINED,
+    NAMES,
+    read_blocks,
+    unpack_events,
+    unpack_exchanges,
+)
+from popdist.timeline.events import EVENT
+from poprun.errors import PopRunError
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What one instance has recorded, in one attempt at the job.
+
+    Attributes:
+        instance: its index when the job began.
+        instances: how many there were then.
+        host: where it ran.
+        attempt: how often the job had been started again before.
+        clock: names the clock of its times.
+        began_ns: when it began, by that clock.
+        began_at_s: the same by the clock on the wall.
+        job: the same for all instances that have met; empty where this one has met none.
+        names: what the names of events stand for, by number.
+        events: an array of `popdist.timeline.events.EVENT`.
+        exchanges: int64, four of each exchange with the clock of instance 0; see `popdist.timeline.clocks`.
+        is_complete: whether the instance came to its end.
+    """
+
+    instance: int = 0
+    instances: int = 1
+    host: str = ""
+    attempt: int = 0
+    clock: str = ""
+    began_ns: int = 0
+    began_at_s: float = 0.0
+    job: str = ""
+    names: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    events: np.ndarray = field(default_factory=lambda: np.empty(0, EVENT))
+    exchanges: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int64))
+    is_complete: bool = False
+
+    @property
+    def title(self) -> str:
+        """What it is called where there are several."""
+        again = f", attempt {self.attempt}" if self.attempt else ""
+        return f"instance {self.instance} ({self.host}{again})"
+
+
+_FROM_HEADER = ("instance", "instances", "host", "attempt", "clock", "began_ns", "began_at_s")
+
+
+def parse_recording(data: bytes) -> Recording | None:
+    """The recording in a file; None where it is cut off before there is anything.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    facts: dict[str, Any] = {}
+    names: dict[int, Mapping[str, Any]] = {}
+    events: list[np.ndarray] = []
+    exchanges: list[np.ndarray] = []
+    is_complete = False
+    for found in read_blocks(data):
+        if found.kind == HEADER:
+            header = json.loads(found.content)
+            facts |= {name: header[name] for name in _FROM_HEADER}
+        elif found.kind == NAMES:
+            names.update(json.loads(found.content))
+        elif found.kind == EVENTS:
+            events.append(unpack_events(found.content))
+        elif found.kind == CLOCKS:
+            exchanges.append(unpack_exchanges(found.content))
+        elif found.kind == JOINED:
+            facts["job"] = json.loads(found.content)["job"]
+        is_complete = found.kind == END
+    if not facts:
+        return None
+    return Recording(
+        **facts,
+        names=names,
+        events=np.concatenate(events) if events else np.empty(0, EVENT),
+        exchanges=np.concatenate(exchanges) if exchanges else np.zeros((0, 4), np.int64),
+        is_complete=is_complete,
+    )
+
+
+def of_newest_job(recordings: Iterable[Recording]) -> list[Recording]:
+    """Those of one job with all of its attempts, by attempt and instance.
+
+    A folder may have files of jobs before, where those had more instances or attempts. An attempt before the last one
+    belongs to the same job if no other one began between.
+    """
+    every = sorted(recordings, key=lambda each: each.began_at_s)
+    if not every:
+        return []
+    wanted: list[Recording] = []
+    attempt = max((each for each in every if each.instance == 0), key=_began, default=every[-1]).attempt
+    newest = every
+    while attempt >= 0:
+        of_attempt = [each for each in newest if each.attempt == attempt]
+        if of_attempt:
+            last = max((each for each in of_attempt if each.job), key=_began, default=of_attempt[-1])
+            wanted += [each for each in of_attempt if each.job == last.job or not each.job]
+        attempt -= 1
+    return sorted(wanted, key=lambda each: (each.attempt, each.instance))
+
+
+def _began(recording: Recording) -> float:
+    return recording.began_at_s
+
+
+def read_recordings(folder: Path) -> list[Recording]:
+    """The recordings of the newest job in a folder.
+
+    Raises:
+        PopRunError: there are none.
+    """
+    files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    found = []
+    for file in files:
+        try:
+            found.append(parse_recording(file.read_bytes()))
+        except ValueError as error:
+            raise PopRunError(f"{file} is no recording: {error}; remove it, or name another folder") from None
+        except OSError as error:
+            raise PopRunError(f"{file} cannot be read: {error.strerror}; name a folder that can") from None
+    recordings = of_newest_job(each for each in found if each is not None)
+    if not recordings:
+        raise PopRunError(
+            f"there are no recordings in {folder}; name what poprun --timeline or POPDIST_TIMELINE has filled"
+        )
+    return recordings
+
+
+def what_is_missing(recordings: Sequence[Recording]) -> list[str]:
+    """Warnings: whose recording is not there, or ends before its instance did."""
+    warnings = []
+    for attempt in sorted({each.attempt for each in recordings}):
+        there = [each for each in recordings if each.attempt == attempt]
+        absent = sorted(set(range(there[0].instances)) - {each.instance for each in there})
+        if absent:
+            listed = ", ".join(map(str, absent))
+            warnings.append(
+                f"instances {listed} have no recording here; if they ran elsewhere, copy theirs into the folder"
+            )
+        warnings += [
+            f"{each.title} did not come to its end: what it did last may be missing"
+            for each in there
+            if not each.is_complete
+        ]
+    return warnings

@@ -1,0 +1,55 @@
+"""A job that is recorded while one of its instances is slow, and then lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from poprun_jobs import start
+from strict_trace import read_strictly
+
+from poprun.timeline.findings import Cause
+from poprun.timeline.merging import put_together
+from poprun.timeline.recordings import read_recordings
+from poprun.timeline.spans import Sort
+from poprun.timeline.verdict import judge
+
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(150)]
+
+PROGRAM = """\
+import popdist
+popdist.init()
+communicator = popdist.context.communicator()
+instruments = communicator.instruments
+for step in range(30):
+    instruments.step_begins(step)
+    with instruments.during["forward and backward"]:
+        pass
+    with instruments.during["exchange"]:
+        communicator.barrier(name="gradients")
+    instruments.step_ends(1, 0.5)
+"""
+SLOW, LOST = range(2, 20), 22
+
+
+def test_a_slow_instance_is_named_and_all_that_it_did_is_there_until_it_was_lost(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json.gz"
+    faults = [f"--inject=delay:instance=1,step={step},seconds=0.05" for step in SLOW]
+    faults.append(f"--inject=kill:instance=1,step={LOST}")
+    finished = start(
+        "-n=2", f"--timeline={trace}", *faults, sys.executable, "-c", PROGRAM, environ={"POPRUN_LOG_LEVEL": "INFO"}
+    ).finish()
+    assert finished.status == 128 + 9
+    assert "instance 1 (" in finished.stderr
+    assert "did not come to its end" in finished.stderr
+    assert f"poprun timeline report {trace}" in finished.stderr
+    names = [event["name"] for event in read_strictly(trace) if event["ph"] == "X"]
+    assert names.count("barrier 'gradients': exchange") >= 2 * (SLOW.stop - 1)
+    job = put_together(read_recordings(trace.with_name("trace.json.gz.parts")))
+    for spans in job.spans:
+        assert set(range(SLOW.stop - 1)) <= set(np.unique(spans.of(Sort.STEP)["step"]).tolist())
+    culprit = judge(job).culprit
+    assert culprit is not None
+    assert (culprit.instance, culprit.cause) == (1, Cause.COMPUTE)

@@ -1,0 +1,246 @@
+"""Recording an instance: the ring, the file and the instrument."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from collectives.calls import Call
+from collectives.instruments import CHECKPOINT, DATA, UPDATE, Instruments
+from popdist.errors import EnvironmentMismatchError
+from popdist.timeline import blocks
+from popdist.timeline.asked import Asked
+from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.recorder import Recorder
+from popdist.timeline.ring import Ring
+from popdist.timeline.sampling import stride_of
+from popdist.timeline.spilling import Recording
+
+
+def kinds_of(events):
+    return [Kind(kind) for kind in events["kind"].tolist()]
+
+
+class TestTheRing:
+    def test_gives_back_what_was_appended_once_and_in_order(self):
+        ring = Ring(8, itertools.count(100).__next__)
+        for value in range(3):
+            ring.append(1, 2, 3, value)
+        events, lost = ring.take()
+        assert events.tolist() == [(100 + value, 1, 2, 3, value) for value in range(3)]
+        assert lost == 0
+        assert len(ring.take()[0]) == 0
+
+    @pytest.mark.parametrize("size", [1, 8, 512, 1024])
+    def test_goes_round(self, size):
+        ring = Ring(size)
+        taken = []
+        for value in range(5 * size + 3):
+            ring.append(1, 0, 0, value)
+            if value % size == size - 1:
+                taken += ring.take()[0]["value"].tolist()
+        taken += ring.take()[0]["value"].tolist()
+        assert taken == list(range(5 * size + 3))
+
+    @pytest.mark.parametrize("much", [1, 3, 8, 20])
+    def test_counts_what_is_lost_where_nobody_takes_it_in_time(self, much):
+        ring = Ring(8)
+        for value in range(8 + much):
+            ring.append(1, 0, 0, value)
+        events, lost = ring.take()
+        assert (lost, events["value"].tolist()) == (much, list(range(much, 8 + much)))
+        ring.append(1, 0, 0, 7)
+        events, lost = ring.take()
+        assert (lost, events["value"].tolist()) == (0, [7])
+
+    def test_has_all_that_several_threads_append_each_in_its_order(self):
+        ring = Ring(1 << 14)
+        begin = threading.Barrier(4)
+
+        def append(track):
+            begin.wait()
+            for value in range(1000):
+                ring.append(1, track, 0, value)
+
+        threads = [threading.Thread(target=append, args=(track,)) for track in range(4)]
+        for thread in threads:
+            thread.start()
+        taken = [ring.take()[0] for _ in range(5)]
+        for thread in threads:
+            thread.join()
+        events = np.concatenate([*taken, ring.take()[0]])
+        for track in range(4):
+            assert events["value"][events["track"] == track].tolist() == list(range(1000))
+
+    def test_has_a_power_of_two_slots(self):
+        with pytest.raises(ValueError, match="7 slots; use a power of two"):
+            Ring(7)
+
+
+def some_events(seed, count=50):
+    random = np.random.default_rng(seed)
+    events = np.zeros(count, EVENT)
+    for name in EVENT.names:
+        limits = np.iinfo(EVENT[name])
+        events[name] = random.integers(limits.min // 4, limits.max // 4, count)
+    return events
+
+
+class TestAFile:
+    @pytest.mark.parametrize("count", [0, 1, 50])
+    def test_holds_events_as_they_were(self, seed, count):
+        events = some_events(seed, count)
+        assert blocks.unpack_events(blocks.pack_events(events)).tolist() == events.tolist()
+
+    def test_that_is_cut_at_any_byte_is_read_up_to_there(self, seed):
+        written = [
+            blocks.json_block(blocks.HEADER, {"instance": 1}),
+            blocks.names_block({0: {"name": "data"}}),
+            blocks.block(blocks.EVENTS, blocks.pack_events(some_events(seed))),
+            blocks.block(blocks.CLOCKS, blocks.pack_exchanges([(1, 2, 3, 4)])),
+            blocks.block(blocks.END, b""),
+        ]
+        data = blocks.MAGIC + b"".join(written)
+        ends = np.cumsum([len(blocks.MAGIC), *map(len, written)])
+        for length in range(len(data) + 1):
+            found = list(blocks.read_blocks(data[:length]))
+            assert len(found) == max(0, np.searchsorted(ends, length, side="right") - 1)
+
+    def test_that_is_damaged_is_read_up_to_there(self):
+        first = blocks.MAGIC + blocks.json_block(blocks.HEADER, {})
+        data = bytearray(first + blocks.json_block(blocks.JOINED, {"job": "a"}) + blocks.block(blocks.END, b""))
+        data[len(first) + 14] ^= 1
+        assert [each.kind for each in blocks.read_blocks(bytes(data))] == [blocks.HEADER]
+
+    def test_of_another_kind_is_refused(self):
+        with pytest.raises(ValueError, match="does not begin as a recording"):
+            list(blocks.read_blocks(b"[{}]"))
+
+
+class TestSampling:
+    def test_leaves_nothing_out_until_half_of_the_room_is_taken(self):
+        assert {stride_of(written, 1000) for written in range(470)} == {1}
+        assert stride_of(480, 1000) == 2
+
+    def test_takes_powers_of_two_so_that_instances_have_steps_in_common(self):
+        strides = [stride_of(written, 10**6) for written in range(0, 10**6, 100)]
+        assert strides == [*sorted(stride for stride in strides if stride), *(0 for s in strides if not s)]
+        assert all(stride & (stride - 1) == 0 for stride in strides)
+
+    def test_records_a_run_of_any_length_within_its_limit(self):
+        """Ten thousand times as long as all of its steps would have room for."""
+        written, limit = 0, 10_000
+        for step in range(1_000_000):
+            stride = stride_of(written, limit)
+            written += 100 if stride and step % stride == 0 else 0
+        assert 0.9 * limit < written <= limit
+
+
+class TestTheInstrument:
+    def test_records_what_it_sees_in_its_order(self):
+        ring = Ring(64)
+        recorder = Recorder(ring)
+        instruments = Instruments(recorder)
+        call = Call("all_reduce", "gradients", "sum", "float32", (4,))
+        with instruments.during[DATA]:
+            pass
+        instruments.step_begins(7)
+        instruments.operation_begins(3, call)
+        instruments.data_moves(16)
+        instruments.operation_ends()
+        instruments.waiting_for([2])
+        instruments.replica_begins(5, 1)
+        instruments.replica_ends(5, 1, 9)
+        instruments.step_ends(32, 0.5)
+        events, _ = ring.take()
+        names = recorder.take_new_names()
+        assert [(Kind(kind).name, track, value) for _, kind, track, _, value in events.tolist()[:-1]] == [
+            ("PHASE_BEGINS", 0, 0),
+            ("PHASE_ENDS", 0, 0),
+            ("STEP_BEGINS", 0, 7),
+            ("OPERATION_BEGINS", 0, 3),
+            ("DATA_MOVES", 0, 16),
+            ("OPERATION_ENDS", 0, 0),
+            ("WAITS_FOR", 0, 2),
+            ("REPLICA_BEGINS", 2, 0),
+            ("REPLICA_ENDS", 2, 9),
+            ("STEP_ENDS", 0, 32),
+        ]
+        assert names[events["name"][3]]["call"] == str(call)
+        assert names[events["name"][-1]]["name"] == "loss"
+        assert events["value"][-1:].view(np.float64)[0] == 0.5
+        assert recorder.take_new_names() == {}
+
+    def test_leaves_whole_steps_out_with_the_data_that_are_read_for_them(self):
+        ring, stride = Ring(64), [1]
+        instruments = Instruments(Recorder(ring, lambda: stride[0]))
+        stride[0] = 2
+        for step in range(3):
+            for phase in (DATA, CHECKPOINT):
+                with instruments.during[phase]:
+                    pass
+            instruments.step_begins(step)
+            with instruments.during[UPDATE]:
+                pass
+        kinds = kinds_of(ring.take()[0])
+        recorded = [Kind.PHASE_BEGINS, Kind.PHASE_ENDS] * 2 + [Kind.STEP_BEGINS, Kind.PHASE_BEGINS, Kind.PHASE_ENDS]
+        assert kinds == [*recorded, Kind.PHASE_BEGINS, Kind.PHASE_ENDS, Kind.STEP_BEGINS, *recorded]
+
+    def test_records_nothing_but_that_there_are_steps_where_there_is_no_room(self):
+        ring = Ring(64)
+        instruments = Instruments(Recorder(ring, lambda: 0))
+        instruments.step_begins(0)
+        with instruments.during[UPDATE]:
+            instruments.operation_begins(1, Call("barrier"))
+        instruments.step_ends(1, 0.0)
+        assert kinds_of(ring.take()[0]) == [Kind.STEP_BEGINS, Kind.STEP_ENDS]
+
+
+class TestARecording:
+    def test_has_everything_when_it_is_closed(self, tmp_path):
+        recording = Recording(tmp_path / "folder" / "a", {"instance": 0}, 10**6)
+        recording.start()
+        recording.recorder.step_begins(1)
+        recording.align_by(lambda: [(1, 2, 3, 4)])
+        recording.close()
+        recording.close()
+        found = list(blocks.read_blocks((tmp_path / "folder" / "a").read_bytes()))
+        kinds = [each.kind for each in found]
+        assert (kinds[0], kinds[-1]) == (blocks.HEADER, blocks.END)
+        events = [blocks.unpack_events(each.content) for each in found if each.kind == blocks.EVENTS]
+        assert Kind.STEP_BEGINS in np.concatenate(events)["kind"]
+        assert kinds.index(blocks.NAMES) < kinds.index(blocks.EVENTS)
+
+    def test_never_disturbs_the_program(self, tmp_path, caplog):
+        (tmp_path / "folder").write_text("a file")
+        recording = Recording(tmp_path / "folder" / "a", {}, 10**6)
+        recording.start()
+        recording.recorder.step_begins(1)
+        recording.close()
+        assert "the program goes on without" in caplog.text
+
+    def test_goes_on_without_a_disk_that_is_full(self, caplog, tmp_path):
+        (tmp_path / "full").symlink_to("/dev/full")
+        recording = Recording(tmp_path / "full", {}, 10**6)
+        recording.spill()
+        recording.close()
+        assert caplog.text.count("No space left on device") == 1
+
+
+class TestWhatIsAsked:
+    def test_is_nothing_unless_a_folder_is_named(self):
+        assert Asked.from_environ({"POPDIST_TIMELINE": ""}) is None
+
+    def test_is_a_folder_and_a_limit(self):
+        asked = Asked.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_TIMELINE_LIMIT": "3"})
+        assert (str(asked.folder), asked.limit_bytes) == ("/a", 3_000_000)
+
+    @pytest.mark.parametrize("limit", ["0", "-1", "3MB"])
+    def test_is_refused_with_an_impossible_limit(self, limit):
+        with pytest.raises(
+            EnvironmentMismatchError, match="POPDIST_TIMELINE_LIMIT='.*' is not a positive whole number"
+        ):
+            Asked.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_TIMELINE_LIMIT": limit})

@@ -1,0 +1,225 @@
+"""Merging recordings: what is paired, matched and written."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from strict_trace import read_strictly
+from timeline_jobs import MS, Made
+
+from collectives.calls import Call
+from collectives.instruments import DATA, EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
+from popdist.timeline import blocks
+from popdist.timeline.events import Kind
+from popdist.timeline.spilling import Recording as Recorded
+from poprun.errors import PopRunError, UsageError
+from poprun.timeline.aligned import align
+from poprun.timeline.command import describe, folder_of, read_words
+from poprun.timeline.merging import merge, put_together
+from poprun.timeline.recordings import of_newest_job, parse_recording, read_recordings, what_is_missing
+from poprun.timeline.spans import Sort, spans_of
+from poprun.timeline.trace import write_trace
+
+
+def header(**facts):
+    usual = {"instance": 0, "instances": 1, "host": "h", "attempt": 0, "clock": "c", "began_ns": 0, "began_at_s": 0.0}
+    return usual | facts
+
+
+def record_steps(folder, instance, steps=3):
+    """What an instrument has recorded in some steps, as a file."""
+    recorded = Recorded(folder / f"instance-{instance}.timeline", header(instance=instance, instances=2), 10**6)
+    instruments = Instruments(recorded.recorder)
+    call = Call("all_reduce", 'gradients "%s"', "sum", "float32", (4,))
+    for step in range(steps):
+        with instruments.during[DATA]:
+            pass
+        instruments.step_begins(step)
+        with instruments.during[FORWARD_BACKWARD]:
+            for part in range(2):
+                instruments.replica_begins(2 * instance, 0)
+                instruments.replica_ends(2 * instance, 0, part)
+        with instruments.during[EXCHANGE]:
+            instruments.operation_begins(step + 1, call)
+            instruments.data_moves(16)
+            instruments.operation_ends()
+        with instruments.during[UPDATE]:
+            pass
+        instruments.step_ends(8, 1.0)
+    recorded.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("recordings")
+    for instance in range(2):
+        record_steps(made, instance)
+    return made
+
+
+class TestATrace:
+    @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+    def test_has_what_was_recorded(self, folder, tmp_path, name):
+        job, counts = merge(folder, tmp_path / name)
+        assert job.warnings == []
+        events = read_strictly(tmp_path / name)
+        kinds = Counter(event["ph"] for event in events)
+        assert (kinds["X"], kinds["s"], kinds["f"], kinds["C"]) == (counts.spans, 3, 3, counts.counters)
+        names = Counter(event["name"] for event in events if event["ph"] == "X")
+        assert names == {
+            "step": 6,
+            **dict.fromkeys((DATA, FORWARD_BACKWARD, EXCHANGE, UPDATE), 6),
+            "compute": 12,
+            "all_reduce 'gradients \"%s\"': waiting for others": 6,
+            "all_reduce 'gradients \"%s\"': exchange": 6,
+        }
+        said = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
+        assert {"instance 0 (h)", "instance 1 (h)", "replica 0", "replica 2", "communication"} <= said
+        assert {event["name"] for event in events if event["ph"] == "C"} >= {"loss", "memory", "exchanged bytes"}
+
+    def test_has_the_step_of_the_data_that_are_read_for_it(self, folder, tmp_path):
+        merge(folder, tmp_path / "trace.json")
+        events = read_strictly(tmp_path / "trace.json")
+        steps = [event["args"]["step"] for event in events if event["name"] == DATA and event["pid"] == 0]
+        assert steps == [0, 1, 2]
+
+    def test_leads_from_who_came_last_to_those_who_waited(self, tmp_path):
+        job = put_together(Made(3, steps=5, compute_ms={1: 30}).recordings())
+        write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
+        events = read_strictly(tmp_path / "trace.json")
+        assert {event["pid"] for event in events if event["ph"] == "s"} == {1}
+        assert Counter(event["pid"] for event in events if event["ph"] == "f") == {0: 5, 2: 5}
+
+
+class TestWhatWasCutOff:
+    def test_is_merged_up_to_there_whatever_the_byte(self, folder, tmp_path):
+        whole = (folder / "instance-0.timeline").read_bytes()
+        steps = set()
+        for length in range(0, len(whole), 7):
+            recording = parse_recording(whole[:length])
+            if recording is not None:
+                assert not recording.is_complete
+                steps.add(len(spans_of(recording).of(Sort.STEP)))
+        assert steps == {0, 3}
+
+    def test_is_said(self, tmp_path, folder):
+        whole = (folder / "instance-0.timeline").read_bytes()
+        (tmp_path / "instance-0.timeline").write_bytes(whole[:-12])
+        job, _ = merge(tmp_path, tmp_path / "trace.json")
+        assert len(read_strictly(tmp_path / "trace.json")) > 20
+        absent, cut = job.warnings
+        assert absent.startswith("instances 1 have no recording here")
+        assert cut.startswith("instance 0 (h) did not come to its end")
+
+    def test_lasts_until_the_end_of_what_is_known(self):
+        (recording,) = Made(1, steps=2).recordings()
+        cut = replace(recording, events=recording.events[:6])
+        spans = spans_of(cut).of(Sort.WAIT, Sort.PHASE, Sort.OPERATION)
+        assert spans["failed"].any()
+        assert np.all(spans["end_ns"] <= cut.events["when_ns"][-1])
+
+
+class TestTheNewestJob:
+    def test_is_meant_where_others_have_left_files(self):
+        (one,) = Made(1).recordings()
+        old = [replace(one, job="old", instance=number, began_at_s=number) for number in range(3)]
+        new = [replace(one, job="new", instance=number, began_at_s=10 + number) for number in range(2)]
+        assert of_newest_job([*old, *new]) == new
+
+    def test_has_the_attempts_before_the_last_one(self):
+        (one,) = Made(1).recordings()
+        attempts = [replace(one, job=f"job {number}", attempt=number, began_at_s=number) for number in range(3)]
+        assert of_newest_job(attempts[::-1]) == attempts
+
+    def test_has_to_be_there(self, tmp_path):
+        with pytest.raises(PopRunError, match="there are no recordings in"):
+            read_recordings(tmp_path)
+        (tmp_path / "a.timeline").write_text("anything")
+        with pytest.raises(PopRunError, match="is no recording"):
+            read_recordings(tmp_path)
+
+
+class TestClocks:
+    def recordings(self, exchanges):
+        first, second = Made(2, steps=4).recordings()
+        events = second.events.copy()
+        events["when_ns"] -= 5 * 10**9
+        return [first, replace(second, clock="two", events=events, exchanges=np.array(exchanges).reshape(-1, 4))]
+
+    def test_are_aligned_by_exchanges(self):
+        ahead, sent = 5 * 10**9, -5 * 10**9
+        job = put_together(self.recordings([[sent, sent + ahead + 40_000, sent + ahead + 50_000, sent + 90_000]]))
+        assert abs(job.aligned[1].ahead_ns - ahead) < 46_000
+        assert job.warnings == []
+        assert job.meetings.late_ns.max() < 3 * MS
+
+    def test_that_are_not_known_well_enough_are_said(self):
+        ahead, sent = 5 * 10**9, -5 * 10**9
+        job = put_together(self.recordings([[sent, sent + ahead + 20 * MS, sent + ahead + 20 * MS, sent + 40 * MS]]))
+        assert "its clock is known to 20" in job.warnings[0]
+
+    def test_that_nobody_has_compared_are_said(self):
+        job = put_together(self.recordings([]))
+        assert "has not compared its clock" in job.warnings[0]
+
+    def test_of_one_host_are_the_same(self):
+        recordings = Made(2).recordings()
+        assert [each.uncertainty_ns for each in align(recordings)] == [0, 0]
+
+
+def test_only_what_was_sampled_by_both_is_matched():
+    first, second = Made(2, steps=8).recordings()
+    kinds = second.events["kind"]
+    steps = np.cumsum(kinds == Kind.STEP_BEGINS)
+    always = np.isin(kinds, (Kind.STEP_BEGINS, Kind.STEP_ENDS, Kind.MEASURED))
+    kept = replace(second, events=second.events[always | (steps % 2 == 1)])
+    assert put_together([first, kept]).meetings.step.tolist() == [0, 2, 4, 6]
+
+
+def test_missing_instances_are_named():
+    recordings = Made(4).recordings()
+    assert what_is_missing(recordings) == []
+    assert "instances 1, 2 have no recording" in what_is_missing([recordings[0], recordings[3]])[0]
+
+
+class TestWords:
+    def test_name_a_folder_or_the_trace_beside_it(self, tmp_path):
+        (tmp_path / "a.json.parts").mkdir()
+        assert folder_of(str(tmp_path / "a.json")) == tmp_path / "a.json.parts"
+        assert folder_of(str(tmp_path)) == tmp_path
+        wanted = read_words(["merge", str(tmp_path), "-o", "x.json"])
+        assert (wanted.folder, str(wanted.to)) == (tmp_path, "x.json")
+        assert read_words(["merge", "--output=x.json", str(tmp_path)]) == wanted
+
+    @pytest.mark.parametrize("words", [[], ["--help"], ["merge", "-h"], ["report", "--help"]])
+    def test_ask_for_help(self, words):
+        assert read_words(words) is None
+        assert "poprun timeline merge FOLDER" in describe()
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["show"], "cannot 'show'; use merge or report"),
+            (["merge", "a"], "name it with -o FILE"),
+            (["merge", "a", "b", "-o", "c"], "needs one folder, 2 are named"),
+            (["report", "-o", "c"], "unknown option -o"),
+        ],
+    )
+    def test_that_cannot_be_are_refused(self, words, message):
+        with pytest.raises(UsageError, match=message):
+            read_words(words)
+
+
+def test_a_block_of_names_comes_before_events_that_have_them(folder):
+    known = set()
+    for found in blocks.read_blocks((folder / "instance-1.timeline").read_bytes()):
+        if found.kind == blocks.NAMES:
+            known |= {number for number, _ in json.loads(found.content)}
+        elif found.kind == blocks.EVENTS:
+            events = blocks.unpack_events(found.content)
+            named = events[np.isin(events["kind"], (Kind.PHASE_BEGINS, Kind.OPERATION_BEGINS, Kind.MEASURED))]
+            assert set(named["name"].tolist()) <= known

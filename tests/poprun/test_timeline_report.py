@@ -1,0 +1,224 @@
+"""The report about a timeline: who is named for what, and what the page has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from timeline_jobs import Made
+
+from popdist.timeline.events import Kind
+from poprun.errors import PopRunError
+from poprun.timeline.command import main
+from poprun.timeline.findings import Cause
+from poprun.timeline.merging import put_together
+from poprun.timeline.overlap import bubbles_of, common_ns
+from poprun.timeline.pictures import draw_curves
+from poprun.timeline.report_page import report_page
+from poprun.timeline.report_text import report_text
+from poprun.timeline.sentences import findings, time_text
+from poprun.timeline.spans import SPAN
+from poprun.timeline.step_table import table_of
+from poprun.timeline.verdict import judge
+
+SIZES = [2, 3, 4]
+
+
+def verdict_of(made):
+    return judge(put_together(made.recordings()))
+
+
+class TestALateInstance:
+    @pytest.mark.parametrize("instances", SIZES)
+    @pytest.mark.parametrize(
+        ("wrong", "cause"),
+        [
+            ({"compute_ms": {1: 14}}, Cause.COMPUTE),
+            ({"input_ms": {1: 5}}, Cause.INPUT),
+            ({"compute_ms": {1: 14}, "core_wait_ms": {1: 3.8}}, Cause.HOST),
+        ],
+        ids=lambda value: value.name if isinstance(value, Cause) else "",
+    )
+    def test_is_named_with_the_cause(self, seed, instances, wrong, cause):
+        verdict = verdict_of(Made(instances, seed=seed, **wrong))
+        culprit = verdict.culprit
+        assert (culprit.instance, culprit.cause) == (1, cause)
+        assert culprit.last_share > 0.9
+        assert culprit.explained > 0.9
+        assert verdict.changes[0].what.startswith("instance 1 is late")
+        assert verdict.link is None
+
+    @pytest.mark.parametrize("slower", [1.5, 2, 3])
+    def test_costs_what_it_is_later_than_the_last_but_one(self, slower):
+        made = Made(3, compute_ms={2: 10 * slower}, jitter=0.0)
+        culprit = verdict_of(made).culprit
+        lasted_ms = 10 * slower + 0.2 + 1 + 1.02 + 0.03
+        assert culprit.gain == pytest.approx(10 * (slower - 1) / lasted_ms, rel=0.05)
+        assert culprit.late_s == pytest.approx(0.01 * (slower - 1), rel=0.02)
+
+    def test_has_no_cause_where_the_numbers_show_none(self):
+        """It comes late, and nothing that was recorded takes it longer: its events of the phase are missing."""
+        recordings = Made(2, compute_ms={1: 20}).recordings()
+        table = table_of(put_together(recordings))
+        hidden = replace(recordings[1], names={**recordings[1].names, 1: {"name": "something else"}})
+        assert table.of["compute"][1].min() > table.of["compute"][0].max()
+        culprit = judge(put_together([recordings[0], hidden])).culprit
+        assert culprit.cause is Cause.COMPUTE, "what is in no phase is its own work too"
+
+    @pytest.mark.parametrize("instances", SIZES)
+    def test_is_not_one_that_was_late_once(self, instances):
+        verdict = verdict_of(Made(instances, delays_ms={(1, 20): 300}))
+        assert verdict.culprit is None
+        (outlier,) = verdict.outliers
+        assert (outlier.step, outlier.instance, outlier.category) == (20, 1, "compute")
+        assert outlier.longer_s == pytest.approx(0.3, rel=0.05)
+        assert "Step 20 took" in findings(verdict)[0]
+
+
+class TestAHealthyJob:
+    @pytest.mark.parametrize("instances", [1, *SIZES, 8])
+    @pytest.mark.parametrize("jitter", [0.0, 0.05, 0.2])
+    def test_has_no_culprit(self, seed, instances, jitter):
+        verdict = verdict_of(Made(instances, seed=seed, jitter=jitter))
+        assert (verdict.culprit, verdict.link, verdict.input_bound) == (None, None, 0)
+        assert verdict.outliers == []
+        assert findings(verdict) == ["No instance, link or input holds the job up."]
+
+    def test_has_shares_that_add_up_to_all_of_the_time(self):
+        for shares in verdict_of(Made(3)).shares:
+            assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("instances", SIZES)
+def test_a_slow_link_is_named(seed, instances):
+    verdict = verdict_of(Made(instances, slow_link=(instances - 1, 0), link_ms=30, seed=seed))
+    assert (verdict.link.source, verdict.link.target) == (instances - 1, 0)
+    assert verdict.culprit is None
+    assert "mend or avoid the link" in verdict.changes[0].what
+
+
+@pytest.mark.parametrize("held_up", [1, 10])
+def test_a_link_that_held_few_exchanges_up_is_not_named(held_up):
+    """Only some of the steps have a wait in the middle."""
+    recordings = Made(2, slow_link=(1, 0), link_ms=30).recordings()
+    events = recordings[0].events
+    waits = np.flatnonzero(events["kind"] == Kind.WAITS_FOR)
+    few = replace(recordings[0], events=np.delete(events, waits[held_up:]))
+    assert judge(put_together([few, recordings[1]])).link is None
+
+
+@pytest.mark.parametrize("instances", [1, *SIZES])
+def test_slow_input_of_all_is_named(seed, instances):
+    verdict = verdict_of(Made(instances, all_input_ms=20, seed=seed))
+    assert verdict.input_bound == pytest.approx(20 / 32.2, abs=0.05)
+    assert verdict.culprit is None
+    assert verdict.changes[0].what.startswith("read data ahead")
+
+
+def test_the_critical_path_is_that_of_whoever_came_last():
+    verdict = verdict_of(Made(3, compute_ms={2: 20}))
+    _, path = verdict.median_path
+    assert [(each.instance, each.what) for each in path[:2]] == [
+        (2, "compute"),
+        (2, "exchange of all_reduce 'gradients'"),
+    ]
+    lasted = np.median(verdict.table.lasted_ns.max(axis=0)) / 1e9
+    assert sum(each.lasted_s for each in path) == pytest.approx(lasted, rel=0.05)
+
+
+def replica_spans(*rows):
+    spans = np.zeros(len(rows), SPAN)
+    for place, (begin, end, step, track) in enumerate(rows):
+        spans[place] = (begin, end, step, 0, 0, track, 6, False)
+    return spans
+
+
+class TestOverlap:
+    def test_counts_what_lies_within_any_of_the_others_once(self):
+        others = replica_spans((0, 10, 0, 1), (5, 20, 0, 1), (6, 7, 0, 1), (30, 40, 0, 1))
+        assert common_ns(replica_spans((8, 35, 0, 1)), others) == 17
+        assert common_ns(replica_spans((20, 30, 0, 1), (50, 60, 0, 1)), others) == 0
+        assert common_ns(replica_spans((0, 1, 0, 1), (6, 7, 0, 1)), others) == 2
+
+    def test_of_a_pipeline_leaves_bubbles(self):
+        spans = replica_spans((0, 10, 0, 1), (10, 20, 0, 2), (100, 120, 1, 1), (100, 120, 1, 2))
+        assert bubbles_of(spans) == pytest.approx(1 - 60 / 80)
+
+
+class Page(HTMLParser):
+    """What is in a page: tags that are open, those there were, links, text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.links, self.texts = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("href", "src")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def job():
+    return put_together(Made(4, compute_ms={2: 14}, delays_ms={(1, 30): 400}).recordings())
+
+
+class TestThePage:
+    def test_is_whole_without_scripts_and_network(self, job):
+        page = Page(report_page(job, judge(job)))
+        assert page.open == []
+        assert page.links == []
+        assert "script" not in page.tags
+        assert page.tags.count("svg") == 5
+        assert "prefers-color-scheme:dark" in "".join(page.texts)
+
+    def test_says_what_the_text_says(self, job):
+        verdict = judge(job)
+        page = " ".join("".join(Page(report_page(job, verdict)).texts).split())
+        text = " ".join(report_text(job, verdict).split())
+        for sentence in findings(verdict):
+            assert sentence in page
+            assert sentence in text
+        assert len(findings(verdict)) == 2
+
+    def test_has_names_that_are_no_markup(self):
+        recordings = [replace(each, host="<b>") for each in Made(2, compute_ms={1: 20}).recordings()]
+        job = put_together(recordings)
+        assert "<b>" not in report_page(job, judge(job))
+
+    def test_has_no_curve_of_nothing(self):
+        assert draw_curves({"a": (np.zeros(0), np.zeros(0))}, "MB", "s") == ""
+
+    def test_thins_long_curves_out_by_their_largest(self):
+        values = np.zeros(10_000)
+        values[7003] = 5
+        drawn = draw_curves({"a": (np.arange(10_000.0), values)}, "ms", "step")
+        assert len(drawn) < 10_000
+        assert "5 ms" in drawn
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1234.5, "1234 s"), (1.5, "1.5 s"), (0.0123, "12.3 ms"), (3e-5, "30 us")]
+)
+def test_times_are_told_in_a_unit_that_fits(seconds, text):
+    assert time_text(seconds) == text
+
+
+def test_the_command_refuses_where_nothing_was_trained(tmp_path):
+    with pytest.raises(PopRunError, match="there are no recordings"):
+        main(["report", str(tmp_path)])
+    with pytest.raises(ValueError, match="no step was recorded"):
+        judge(put_together(Made(2, steps=0).recordings()))

@@ -1,0 +1,125 @@
+"""Jobs that never ran: what their instances would have recorded, with what is wrong with them."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from popdist.timeline.events import EVENT, Kind
+from poprun.timeline.recordings import Recording
+
+MS = 10**6
+NAMES = (
+    *("data", "forward and backward", "exchange", "update", "checkpoint", "compile"),
+    *("loss", "memory", "wait for cores", "all_reduce 'gradients'"),
+)
+_NUMBERS = {name: number for number, name in enumerate(NAMES)}
+_SAID = {number: {"name": name} for name, number in _NUMBERS.items()}
+_SAID[_NUMBERS["all_reduce 'gradients'"]] |= {"call": "all_reduce 'gradients' (sum)", "operation": "all_reduce"}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A job.
+
+    Attributes:
+        instances: how many.
+        steps: how many each has made.
+        input_ms: of each step, by instances that differ.
+        compute_ms: the same.
+        transfer_ms: of the gradients, for all.
+        slow_link: from which instance to which other one the gradients need `link_ms` longer.
+        link_ms: see there.
+        core_wait_ms: of each step, by instances that differ.
+        delays_ms: what else is computed in a step: (instance, step): ms.
+        jitter: by which part times vary.
+        seed: of that.
+    """
+
+    instances: int
+    steps: int = 60
+    input_ms: dict[int, float] = field(default_factory=dict)
+    compute_ms: dict[int, float] = field(default_factory=dict)
+    transfer_ms: float = 1.0
+    slow_link: tuple[int, int] | None = None
+    link_ms: float = 0.0
+    core_wait_ms: dict[int, float] = field(default_factory=dict)
+    delays_ms: dict[tuple[int, int], float] = field(default_factory=dict)
+    all_input_ms: float = 0.2
+    jitter: float = 0.05
+    seed: int = 0
+
+    def recordings(self) -> list[Recording]:
+        """What its instances have recorded."""
+        random = np.random.default_rng(self.seed)
+        pages = [_Page() for _ in range(self.instances)]
+        for step in range(self.steps):
+            for instance, page in enumerate(pages):
+                self._before_the_exchange(random, instance, step, page)
+            came = max(page.now for page in pages)
+            for instance, page in enumerate(pages):
+                self._exchange(instance, page, came)
+                page.phase("update", MS * random.uniform(0.9, 1.1))
+                page.note(Kind.STEP_ENDS, value=64)
+                page.measured("loss", 1 / (1 + step))
+                page.measured("memory", 1e8 + 1e5 * step)
+                page.waited += self.core_wait_ms.get(instance, 0.1) / 1e3
+                page.measured("wait for cores", page.waited)
+        return [
+            Recording(
+                instance=instance,
+                instances=self.instances,
+                host=f"host{instance // 2}",
+                clock="one",
+                job="a",
+                names=_SAID,
+                events=np.array(page.events, EVENT),
+                is_complete=True,
+            )
+            for instance, page in enumerate(pages)
+        ]
+
+    def _before_the_exchange(self, random, instance, step, page):
+        page.phase("data", MS * self._varied(random, self.input_ms.get(instance, self.all_input_ms)))
+        page.note(Kind.STEP_BEGINS, value=step)
+        compute = self._varied(random, self.compute_ms.get(instance, 10.0)) + self.delays_ms.get((instance, step), 0)
+        page.phase("forward and backward", MS * compute)
+        page.note(Kind.PHASE_BEGINS, "exchange")
+        page.note(Kind.OPERATION_BEGINS, "all_reduce 'gradients'", step + 1)
+
+    def _exchange(self, instance, page, came):
+        page.now = came + 20_000
+        page.note(Kind.DATA_MOVES, value=4096)
+        if self.slow_link is not None:
+            if instance == self.slow_link[1]:
+                page.now += MS // 10
+                page.note(Kind.WAITS_FOR, value=self.slow_link[0])
+                page.now -= MS // 10
+            page.now += self.link_ms * MS
+        page.now += self.transfer_ms * MS
+        page.note(Kind.OPERATION_ENDS)
+        page.note(Kind.PHASE_ENDS, "exchange")
+
+    def _varied(self, random, ms):
+        return ms * random.uniform(1 - self.jitter, 1 + self.jitter)
+
+
+class _Page:
+    def __init__(self):
+        self.now = 1000.0
+        self.waited = 0.0
+        self.events = []
+
+    def note(self, kind, name="data", value=0):
+        self.events.append((int(self.now), int(kind), 0, _NUMBERS[name], value))
+        self.now += 1000
+
+    def measured(self, name, number):
+        self.note(Kind.MEASURED, name, struct.unpack("<q", struct.pack("<d", number))[0])
+
+    def phase(self, name, lasts_ns):
+        self.note(Kind.PHASE_BEGINS, name)
+        self.now += lasts_ns
+        self.note(Kind.PHASE_ENDS, name)
