@@ -20,6 +20,8 @@ from strategies.step.engine import control_of
 
 REPLICAS = 4
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module", autouse=True)
 def executables(tmp_path_factory):
