@@ -37,7 +37,7 @@ import strategies
 TEST_BATCH_SIZE = 512
 
 # Reach 95 % of the test set with 1 to 8 replicas; measured over ten seeds.
-DEFAULT_EPOCHS = {"cnn": 40, "mlp": 10}
+DEFAULT_EPOCHS = {"cnn": 50, "mlp": 10}
 DEFAULT_LEARNING_RATE = {"cnn": 0.01, "mlp": 0.001}
 DEFAULT_CHECKPOINT_EVERY = 100
 

@@ -59,15 +59,12 @@ def finish(*words: str) -> Finished:
 
 @pytest.fixture(scope="module")
 def train(directory):
-    """What a job of n instances found; n = 0 is one process without a launcher."""
+    """What a job of n instances found."""
 
     def run(replicas: int, instances: int, how: str, *models: str) -> dict[str, str]:
         output = directory / f"{instances}-of-{replicas}-{how}-{'-'.join(models)}.json"
-        program = python("digits_everywhere.py", output, how if instances else replicas, *models)
-        if instances == 0:
-            finish_alone(program)
-        else:
-            finish(f"--num-replicas={replicas}", f"--num-instances={instances}", *compiled_once(), *program)
+        program = python("digits_everywhere.py", output, how, *models)
+        finish(f"--num-replicas={replicas}", f"--num-instances={instances}", *compiled_once(), *program)
         return json.loads(output.read_text())
 
     return run
@@ -89,16 +86,13 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
         assert found == {model: alone(replicas, model) for model in models} | {"mechanism": MECHANISMS[how]}
 
     @pytest.mark.complete
-    @pytest.mark.parametrize(
-        ("replicas", "instances", "how"),
-        [(8, 0, ""), (8, 4, "auto"), (8, 4, "ring"), (6, 2, "auto")],
-    )
+    @pytest.mark.parametrize(("replicas", "instances", "how"), [(8, 4, "auto"), (8, 4, "ring"), (6, 2, "auto")])
     def test_however_many_there_are(self, train, replicas, instances, how):
         found = train(replicas, instances, how, *MODELS[replicas])
         assert {model: found[model] for model in MODELS[replicas]} == {
             model: alone(replicas, model) for model in MODELS[replicas]
         }
-        assert instances < 2 or found["mechanism"] == MECHANISMS[how]
+        assert found["mechanism"] == MECHANISMS[how]
 
     @pytest.mark.complete
     def test_also_where_the_shared_memory_is_too_small_for_the_window(self, train, directory):

@@ -77,9 +77,8 @@ SINGLE = [
 ]
 FEW = (1, 4, 6, 8, 10, 12, 15, 17)  # numbers of those of the default tier: each kind twice
 EVERY = [
-    (kind, phase, instances, lost)
-    for kind, phase, instances in itertools.product(KINDS, PHASES, (2, 3, 4))
-    for lost in range(1 if phase == "checkpoint" else instances)
+    (kind, phase, instances, 0 if phase == "checkpoint" else number // 3 % instances)
+    for number, (kind, phase, instances) in enumerate(itertools.product(KINDS, PHASES, (2, 3, 4)))
 ]
 SEVERAL = {
     3: [["kill:instance=0,step=0", "raise:instance=2,step=2,phase=all_reduce"]],

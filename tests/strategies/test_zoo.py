@@ -84,7 +84,7 @@ def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["clipped_adamw", "adafactor"])  # which look at more than one element
 def test_an_optimizer_of_several_layers_is_the_same_too(on_instances, optimizer):
     def on_one(strategy):
         is_sharded = optimizer in ELEMENTWISE

@@ -1,8 +1,8 @@
 """Trains the models of the main job, and one that draws random numbers, and writes their fingerprints.
 
-    digits_everywhere.py OUTPUT auto|ring|REPLICAS MODEL...
+    digits_everywhere.py OUTPUT auto|ring MODEL...
 
-Writes {model: fingerprint, "mechanism": ...} as JSON on instance 0. A number of replicas is run in this process alone.
+Writes {model: fingerprint, "mechanism": ...} as JSON on instance 0.
 """
 
 import json
@@ -28,9 +28,7 @@ STEPS = 8
 
 
 def make_strategy(how):
-    """The strategy that programs use, the same over the ring, or all replicas in this process."""
-    if how.isdecimal():
-        return strategies.IPUStrategy(int(how))
+    """The strategy that programs use, or the same over the ring."""
     popdist.init()
     if how == "auto":
         return strategies.PopDistStrategy()

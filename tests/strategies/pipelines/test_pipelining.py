@@ -21,6 +21,8 @@ from strategies.step.engine import control_of
 
 REPLICAS = 4
 
+pytestmark = pytest.mark.long
+
 
 def one_instance(devices):
     return strategies.IPUStrategy(num_replicas=REPLICAS, ipus_per_replica=devices)
