@@ -231,7 +231,7 @@ ACROSS_ELEMENTS = {
     ),
 }
 FEW_ACROSS = ("lamb", "noise", "places", "first", "size", "random state")
-"""What looks at norms, keys, places, single elements, sizes, and has a state of another shape; the others do so in other words."""
+"""What looks at norms, keys, places, single elements and sizes, and has a state of another shape."""
 
 
 @pytest.mark.parametrize(
