@@ -51,9 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Have Python's garbage collector leave alone what is there as long as the tests are: all of them, and JAX."""
+    """Have Python's garbage collector leave alone what is there as long as the tests are: all of them, and JAX.
+
+    And look less often at what comes: tracing makes many small objects, and few cycles of them.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -44,10 +44,10 @@ def poprun(*options):
 @pytest.mark.cores(2)
 def test_digits_are_learnt_to_the_same_bits_on_one_instance_and_on_two():
     script = SCRIPTS / "keras_digits.py"
-    alone = lines_of(sys.executable, script, "--strategy=ipu", "--replicas=2", "--epochs=2")[-1]
-    last = [line for line in lines_of(*poprun("--num-replicas=2"), script, "--epochs=2") if "variables" in line]
+    alone = lines_of(sys.executable, script, "--strategy=ipu", "--replicas=2", "--epochs=1")[-1]
+    last = [line for line in lines_of(*poprun("--num-replicas=2"), script, "--epochs=1") if "variables" in line]
     assert [line.partition(":")[2] for line in last] == [alone] * 2
-    assert float(alone.split()[0]) > 0.5
+    assert float(alone.split()[0]) > 0.3  # by chance: 0.1
 
 
 @pytest.mark.parametrize("name", ["keras_quick_start.py", "keras_pipelined.py"])

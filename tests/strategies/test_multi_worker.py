@@ -26,7 +26,7 @@ import strategies
 ROOT = Path(__file__).parents[2]
 OURS = [sys.executable, program.__file__, "multi-worker"]
 MAIN_JOB = [sys.executable, str(ROOT / "launch_scripts" / "train_digits.py"), "--strategy", "multi-worker"]
-FOREIGN = ("PJRT_", "XLA_", "JAX_", "POPDIST_", "OMPI_", "PMIX_", "TF_CONFIG")
+FOREIGN = ("PJRT_", "XLA_", "POPDIST_", "OMPI_", "PMIX_", "TF_CONFIG")
 END_LIMIT_S = 170.0
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
