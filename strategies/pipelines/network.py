@@ -157,7 +157,7 @@ class Pipeline:
             RuntimeError: before `init`.
             EndOfDataError: if the infeed has too few elements.
         """
-        if self._learning is not None and self._trainer is None:
+        if not isinstance(state, TrainState) or (self._learning is not None and self._trainer is None):
             raise RuntimeError("a pipeline was called before init; begin with state = net.init(variables)")
         for _ in range(self._repeat_count):
             elements = self._elements()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from faults_in_collectives import IN_COLLECTIVES
+from faults_in_pipelines import IN_PIPELINES
 from faults_in_popdist import IN_POPDIST
 from faults_in_poprun import IN_POPRUN
 from faults_in_strategies import IN_STRATEGIES
 
-FAULTS = (*IN_COLLECTIVES, *IN_STRATEGIES, *IN_POPDIST, *IN_POPRUN)
+FAULTS = (*IN_COLLECTIVES, *IN_STRATEGIES, *IN_PIPELINES, *IN_POPDIST, *IN_POPRUN)

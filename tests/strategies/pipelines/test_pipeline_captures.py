@@ -103,13 +103,25 @@ def narrow(variables, y):
     return jnp.sum(jnp.tanh(y) ** 2)
 
 
+def noting(shapes):
+    """Adam, and the shapes of the captured gradients that it gets."""
+    adam = optax.adam(0.1)
+
+    def update(gradients, state, variables=None, *, captured_grads, **extra):
+        shapes.append(captured_grads["wide"].shape)
+        return adam.update(gradients, state, variables)
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)
+
+
 def test_they_are_whole_where_the_optimizer_state_is_in_parts(on_instances):
-    """As instances do not know each other's: the same on all of them, and no other bits."""
+    """For the optimizer and in the context, on all instances; and no bit is another one."""
+    shapes = []
 
     def program(strategy, **options):
         context = GradientCaptureContext()
         state = trained(
-            optax.adam(0.1),
+            noting(shapes),
             context=context,
             stages=(wide, narrow),
             variables={"w": np.linspace(-1, 1, WIDTH, dtype=np.float32)},
@@ -125,6 +137,7 @@ def test_they_are_whole_where_the_optimizer_state_is_in_parts(on_instances):
         2, 2, lambda strategy: program(strategy, replicated_optimizer_state_sharding=True), ipus_per_replica=2
     )
     assert sharded == [alone] * 2
+    assert set(shapes) == {(WIDTH,)}
 
 
 def test_nothing_is_captured_without_a_context():
