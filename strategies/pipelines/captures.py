@@ -18,8 +18,10 @@ import optax
 from strategies.gradients.accumulation import AccumulationDtype, accumulator_dtypes
 from strategies.pipelines.micro_batch import get_current_iteration_counter
 from strategies.programs.gradient_capture import with_handles
+from strategies.replicas.shards import PartOfArray
 from strategies.roles import Variables
 from strategies.train_state import TrainState
+from strategies.updates.optimizers import AnyOptimizer, OptaxOptimizer
 
 
 class _Nameless:
@@ -100,8 +102,11 @@ class Captures:
 
         return extended
 
-    def optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """That of what is trained: `optimizer` of the variables, which gets `captured_grads` if it takes arguments."""
+    def optimizer(self, optimizer: optax.GradientTransformation) -> AnyOptimizer:
+        """That of what is trained: `optimizer` of the variables, which gets `captured_grads` if it takes arguments.
+
+        These have other shapes than the variables, so parts of both would not belong together.
+        """
         if not self.shapes:
             return optimizer
         own = optax.with_extra_args_support(optimizer)
@@ -123,15 +128,21 @@ class Captures:
             still = jax.tree.map(jnp.zeros_like, gradients.handles)
             return Extended(changes, still), CapturingState(new, captured)
 
-        return optax.GradientTransformationExtraArgs(init, update)
+        return OptaxOptimizer(optax.GradientTransformationExtraArgs(init, update), needs_whole=True)
 
     def shown(self, state: TrainState) -> TrainState:
         """A state with the variables only, as the program of the user knows them."""
         return replace(state, variables=state.variables.variables) if self.shapes else state
 
     def of(self, state: TrainState) -> dict[str, np.ndarray]:
-        """What was captured for the last update."""
-        if not self.shapes:
-            return {}
-        captured = state.optimizer_state.captured
-        return {tag: np.array(gradient) for tag, gradient in captured.items()}
+        """What was captured for the last update; a collective call where the optimizer state is sharded.
+
+        Args:
+            state: with a `PartOfArray` wherever this instance has only a part of an array.
+        """
+        captured = state.optimizer_state.captured if self.shapes else {}
+        return {tag: _all_of(captured[tag], f"the captured gradient {tag}") for tag in sorted(captured)}
+
+
+def _all_of(array: Any, name: str) -> np.ndarray:
+    return array.gather(name) if isinstance(array, PartOfArray) else np.array(array)

@@ -63,18 +63,9 @@ class Learning:
         return found
 
     def captures(self, output: OptimizerFunctionOutput, closed: Any, count: int) -> Captures:
-        """What is captured in a traced program.
-
-        Raises:
-            ValueError: where the optimizer state is sharded.
-        """
+        """What is captured in a traced program."""
         if output.gradient_capture_context is None:
             return Captures()
-        if self.options["replicated_optimizer_state_sharding"]:
-            raise ValueError(
-                "there is a gradient_capture_context, and replicated_optimizer_state_sharding is True, with which an "
-                "optimizer gets parts of gradients; use one of them"
-            )
         dtype = self.options["gradient_accumulation_dtype"]
         return Captures(shapes_by_tag(closed), count, self.accumulates_captured, self.is_sum, dtype)
 
@@ -166,7 +157,7 @@ class Pipeline:
             RuntimeError: before `init`.
             EndOfDataError: if the infeed has too few elements.
         """
-        if self._learning is not None and self._trainer is None:
+        if not isinstance(state, TrainState) or (self._learning is not None and self._trainer is None):
             raise RuntimeError("a pipeline was called before init; begin with state = net.init(variables)")
         for _ in range(self._repeat_count):
             elements = self._elements()
@@ -239,7 +230,7 @@ class Pipeline:
     def _updated(self, trainer: Trainer, state: TrainState, elements: Sequence[Any]) -> TrainState:
         trained = replace(state, variables=self._captures.extended(state.variables))
         trained, self.metrics = trainer.step(trained, self._batch(elements))
-        self._note_captured(trained)
+        self._note_captured(trainer, trained)
         return self._captures.shown(trained)
 
     def _inferred(self, state: TrainState, elements: Sequence[Any]) -> Mapping[int, Sequence[Any]]:
@@ -288,11 +279,11 @@ class Pipeline:
         for values in zip(*of_each, strict=True):
             self._enqueue(queue, values)
 
-    def _note_captured(self, state: TrainState) -> None:
+    def _note_captured(self, trainer: Trainer, state: TrainState) -> None:
         assert self._output is not None
         if self._output.gradient_capture_context is None:
             return
-        captured = self._captures.of(state)
+        captured = self._captures.of(trainer.whole(state))
         self._output.gradient_capture_context.take(captured)
         queue = self._output.captured_gradient_outfeed
         if queue is not None and captured:

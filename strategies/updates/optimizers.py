@@ -37,6 +37,11 @@ AS_WRITTEN = Arithmetic(rounded=_as_it_is)
 class Optimizer(ABC):
     """Makes new variables of mean gradients; traceable, and without a state of its own."""
 
+    @property
+    def needs_whole(self) -> bool:
+        """Whether it has to get whole arrays, also where the state is sharded."""
+        return False
+
     @abstractmethod
     def init(self, variables: Any) -> Any:
         """The optimizer state before the first step, a pytree of arrays."""
@@ -60,8 +65,14 @@ class Optimizer(ABC):
 class OptaxOptimizer(Optimizer):
     """A gradient transformation of optax. One that takes extra arguments gets `gradient_norm`."""
 
-    def __init__(self, transformation: optax.GradientTransformation) -> None:
+    def __init__(self, transformation: optax.GradientTransformation, needs_whole: bool = False) -> None:
         self._transformation = optax.with_extra_args_support(transformation)
+        self._needs_whole = needs_whole
+
+    @property
+    def needs_whole(self) -> bool:
+        """See `Optimizer`."""
+        return self._needs_whole
 
     def init(self, variables: Any) -> Any:
         """See `Optimizer`."""

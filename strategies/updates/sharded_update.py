@@ -211,6 +211,8 @@ class ShardedUpdate(Update):
         Raises:
             AcrossElementsError: if the optimizer looks across elements.
         """
+        if self._optimizer.needs_whole:
+            raise AcrossElementsError("the optimizer asks for whole arrays")
         whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
         parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
         divides = [self._shards.divides(leaf) for leaf in jax.tree.leaves(whole)]

@@ -29,7 +29,11 @@ def serialized(mapping: Places, num_micro_batches: int, training: bool, iteratio
             "device 0, or leave batch_serialization_iterations at 1"
         )
     if num_micro_batches % iterations:
-        raise ValueError(f"{num_micro_batches} micro-batches must be a multiple of {iterations} iterations of a stage")
+        below = num_micro_batches - num_micro_batches % iterations
+        raise ValueError(
+            f"there are {num_micro_batches} micro-batches, and batch_serialization_iterations is {iterations}; use a "
+            f"multiple of it, such as {below or iterations}"
+        )
     order = _order(mapping, num_micro_batches, iterations, training)
     return from_order(order, mapping, num_micro_batches, training)
 

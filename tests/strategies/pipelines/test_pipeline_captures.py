@@ -10,6 +10,7 @@ import strategies
 from strategies import (
     GradientAccumulationReductionMethod,
     GradientCaptureContext,
+    InfeedMode,
     InfeedQueue,
     OutfeedQueue,
     capture_upstream_gradients,
@@ -39,10 +40,20 @@ def keeping():
     return optax.GradientTransformationExtraArgs(lambda variables: zeros, update)
 
 
-def trained(optimizer=None, replicas=1, context=None, queue=None, stages=(stage_0, stage_1), variables=None, **options):
-    with strategies.IPUStrategy(replicas, ipus_per_replica=2).scope():
+def trained(
+    optimizer=None,
+    replicas=1,
+    context=None,
+    queue=None,
+    stages=(stage_0, stage_1),
+    variables=None,
+    strategy=None,
+    **options,
+):
+    with (strategy or strategies.IPUStrategy(replicas, ipus_per_replica=2)).scope():
         net = pipelining_ops.pipeline(
-            list(stages), COUNT, infeed_queue=InfeedQueue(NUMBERS), outfeed_queue=OutfeedQueue(), outfeed_loss=True,
+            list(stages), COUNT, infeed_queue=InfeedQueue(NUMBERS, mode=InfeedMode.WHOLE),
+            outfeed_queue=OutfeedQueue(), outfeed_loss=True,
             optimizer_function=lambda loss: pipelining_ops.OptimizerFunctionOutput(
                 optimizer or optax.sgd(0.1), loss, gradient_capture_context=context, captured_gradient_outfeed=queue
             ),
@@ -81,6 +92,54 @@ def test_without_accumulation_the_optimizer_gets_those_of_each_micro_batch(metho
         np.testing.assert_allclose(context.captured_gradients[f"tanh_grad_stage_{number}"], expected, rtol=1e-6)
 
 
+WIDTH = 300  # so that its state is cut
+
+
+def wide(variables, x):
+    return capture_upstream_gradients(variables["w"] * x, tag="wide")
+
+
+def narrow(variables, y):
+    return jnp.sum(jnp.tanh(y) ** 2)
+
+
+def noting(shapes):
+    """Adam, and the shapes of the captured gradients that it gets."""
+    adam = optax.adam(0.1)
+
+    def update(gradients, state, variables=None, *, captured_grads, **extra):
+        shapes.append(captured_grads["wide"].shape)
+        return adam.update(gradients, state, variables)
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)
+
+
+def test_they_are_whole_where_the_optimizer_state_is_in_parts(on_instances):
+    """For the optimizer and in the context, on all instances; and no bit is another one."""
+    shapes = []
+
+    def program(strategy, **options):
+        context = GradientCaptureContext()
+        state = trained(
+            noting(shapes),
+            context=context,
+            stages=(wide, narrow),
+            variables={"w": np.linspace(-1, 1, WIDTH, dtype=np.float32)},
+            strategy=strategy,
+            **options,
+        )
+        captured = context.captured_gradients["wide"]
+        assert captured.shape == (WIDTH,)
+        return strategies.fingerprint(state.variables), strategies.fingerprint(captured)
+
+    alone = program(strategies.IPUStrategy(2, ipus_per_replica=2))
+    sharded = on_instances(
+        2, 2, lambda strategy: program(strategy, replicated_optimizer_state_sharding=True), ipus_per_replica=2
+    )
+    assert sharded == [alone] * 2
+    assert set(shapes) == {(WIDTH,)}
+
+
 def test_nothing_is_captured_without_a_context():
     state = trained(optax.sgd(0.1))
     assert not hasattr(state.optimizer_state, "captured")
@@ -117,7 +176,6 @@ def test_variables_keep_their_names(trainable):
         ({"queue": OutfeedQueue()}, ValueError, "no gradient_capture_context that captures"),
         ({"context": 1}, TypeError, "use a GradientCaptureContext"),
         ({"context": GradientCaptureContext(), "queue": 1}, TypeError, "use an OutfeedQueue"),
-        ({"context": GradientCaptureContext(), "replicated_optimizer_state_sharding": True}, ValueError, "use one of"),
         ({"context": GradientCaptureContext(), "stages": [stage_0, stage_0]}, ValueError, "marks two arrays"),
     ],
 )

@@ -602,8 +602,9 @@ def test_masks_are_as_long_as_outputs_and_optimizer_functions_return_what_they_m
     net = pipeline(TWO, 4, **LEARNS | {"optimizer_function": lambda loss: loss})
     with pytest.raises(TypeError, match="must return an OptimizerFunctionOutput"):
         net.init(START)
-    with pytest.raises(RuntimeError, match="before init"):
-        net(START)
+    for early in (net, pipeline(TWO, 4, **ONLY_RUN)):
+        with pytest.raises(RuntimeError, match="before init"):
+            early(START)
 
 
 def test_options_of_stages_are_dictionaries():
