@@ -81,7 +81,7 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
 def _cut(leaf: Any, count: int) -> Sequence[Any]:
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * count
-    return [_aligned(part) for part in torch.tensor_split(leaf, count)]
+    return [_aligned(leaf)] if count == 1 else [_aligned(part) for part in torch.tensor_split(leaf, count)]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

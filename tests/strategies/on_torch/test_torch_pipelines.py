@@ -316,7 +316,7 @@ class Two(nn.Module):
 
     def forward(self, x):
         with poptorch.Block(self.names[0]):
-            x = self.first(x) * self.scale
+            x = self.first(x) * (self.scale if self.wrong != "changed" else self.scale.clone())
             if self.wrong == "changed":
                 self.scale *= 1.1
             if self.wrong == "buffer":
