@@ -1,7 +1,7 @@
 """The simulated network against the test bed: all-reduces of some sizes over some instances, measured and simulated.
 
 As root: the hosts are namespaces of this machine (the bed of tests/cluster) with shaped links. What messages cost is
-measured first, between two of the hosts and inside of one. Usage:
+measured first, between as many instances at once, and inside of a host. Usage:
 
     python benchmarks/simulated.py [--instances 2 3 4 6 8] [--sizes 64K 1M 16M] [--rate 200mbit] [--delay 1ms]
         [--rounds 5] [--json PATH]
@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,13 +30,15 @@ from timing import OtherLoad, describe_machine
 
 from collectives.backends.mpi import _sizes_between_hosts
 from collectives.plans.choice import Width
-from collectives.plans.planning import plan_for
-from collectives.plans.spread import Spread
-from simulator import Network, Traffic, of_plan, simulate
-from simulator.traffic import Wave
+from collectives.plans.comparing import relays
+from collectives.reduction import Reduction
+from collectives.ring.link import Link, Sizes, Transfer
+from collectives.ring.planned import Planner
+from simulator import Network, of_comparison, of_plan, steady_s
 
 HOSTS = {2: (2, 1), 3: (3, 1), 4: (4, 1), 6: (3, 2), 8: (4, 2)}  # hosts, instances on each
 HEADER_BYTES = 64
+BURST_BYTES = 128 << 10  # of the links of the bed (netns_link.sh)
 SIZES = [1 << 16, 1 << 20, 1 << 24]
 
 
@@ -69,7 +72,8 @@ def compare(instances: int, options: argparse.Namespace) -> Iterator[dict[str, A
     hosts, on_each = HOSTS[instances]
     with on_hosts.hosts(hosts) as bed:
         bed.link("all", f"rate={options.rate}", f"delay={options.delay}")
-        network = measured_network(bed)
+        network = measured_network(bed, on_each)
+        print(network)
         with Coordinator(bed.shared, on_hosts.ANSWER_S) as coordinator:
             group = on_hosts.start(coordinator, bed, on_each, "ours", on_hosts.HERE.parent)
             for nbytes in options.sizes:
@@ -89,31 +93,47 @@ def measured_s(group: Any, nbytes: int, options: argparse.Namespace) -> float:
     return median(on_hosts.turn(groups, "ordered", repeats)["seconds"] for _ in range(options.rounds))
 
 
-def measured_network(bed: Any) -> Network:
-    """What messages cost between the first two hosts, and inside of the first one."""
+def measured_network(bed: Any, on_each: int) -> Network:
+    """What messages cost between as many instances as there are, and inside of a host."""
     path = Path(bed.shared) / "network.json"
-    simulator = [sys.executable, "-m", "simulator", "measure", "--over", "mpi"]
-    simulator += ["--network", str(path), "--output", str(path)]
+    simulator = [sys.executable, "-m", "simulator", "measure", "--network", str(path), "--output", str(path)]
     Network().write(path)
-    for hosts, extra in (("h0", ["--local"]), ("h0,h1", [])):
-        job = ["--host", hosts, "--num-instances", "2", "--num-replicas", "2", "--process-placement", "disabled"]
-        poprun = [sys.executable, "-m", "poprun", *job, "--allow-run-as-root", "yes"]
-        subprocess.run(bed.command("h0", *poprun, *simulator, *extra), check=True, env=bed.environ, timeout=120)
-    return Network.read(path)
+    limits = {"check": True, "env": bed.environ, "timeout": 120}
+    subprocess.run(bed.command("h0", *simulator, "--over", "memory", "--local"), **limits)
+    poprun = on_hosts.hosts_launch.poprun_command(bed, on_each)
+    subprocess.run(bed.command("h0", *poprun, *simulator, "--over", "mpi"), **limits)
+    return replace(Network.read(path), burst_bytes=BURST_BYTES)
 
 
 def simulated_s(hosts: int, on_each: int, nbytes: int, network: Network) -> float:
-    """The comparison of calls, and the plan in the pieces into which the transport cuts it."""
+    """The comparison of calls, and the plan in the pieces into which the transport cuts it, again and again."""
     places = np.repeat(np.arange(hosts), on_each)
-    sizes = _sizes_between_hosts(places.size, on_each)
-    source, to = (each.ravel() for each in np.meshgrid(np.arange(places.size), np.arange(places.size)))
-    others = source != to
-    exchange = Wave(source[others], to[others], np.full(int(others.sum()), float(HEADER_BYTES)))
-    compared = simulate(Traffic("comparison", places, 1, lambda: [exchange]), network).seconds
-    plan = plan_for(Spread((1,) * places.size, tuple(places.tolist())), "direct")
-    in_slice = nbytes / plan.slices
-    pieces = 1 if nbytes <= sizes.whole_bytes else max(1, round(in_slice / sizes.chunk_of(int(in_slice))))
-    return compared + simulate(of_plan(plan, nbytes // 4, Width(4, 4), pieces), network).seconds
+    link = Places(tuple(places.tolist()), _sizes_between_hosts(places.size, on_each))
+    rounds = relays(link.hosts)
+    leaving = [each for each in rounds if link.hosts[each[0].source] != link.hosts[each[0].to]]
+    pairs = {(source, to) for source, to, _ in leaving[0]} if len(leaving) == 1 else set()
+    planner = Planner(link, pairs)
+    planned = planner.planned(Reduction("sum", np.dtype(np.float32)), (1,) * places.size, nbytes // 4, False)
+    told = [each for each in rounds if planned.opens_in < 0 or each not in leaving]  # else it goes with the plan
+    reduction = of_plan(planned.plan, nbytes // 4, Width(4, 4), len(planned.programs))
+    return steady_s([*[of_comparison(places, told, HEADER_BYTES)] * bool(told), reduction], network)
+
+
+class Places(Link):
+    """Where ranks are; nothing is sent."""
+
+    def __init__(self, hosts: tuple[int, ...], sizes: Sizes) -> None:
+        self.rank, self.size = 0, len(hosts)
+        self.hosts, self.sizes = hosts, sizes
+        self.nearby = hosts if len(set(hosts)) < len(hosts) else ()
+
+    def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
+        """As said, no."""
+        raise NotImplementedError
+
+    def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
+        """As said, no."""
+        raise NotImplementedError
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulator.network import Network
-from simulator.run import Outcome, simulate
-from simulator.traffic import Traffic, chain, of_plan, ring
+from simulator.run import Outcome, simulate, steady_s
+from simulator.traffic import Traffic, chain, of_comparison, of_plan, ring
 
-__all__ = ["Network", "Outcome", "Traffic", "chain", "of_plan", "ring", "simulate"]
+__all__ = ["Network", "Outcome", "Traffic", "chain", "of_comparison", "of_plan", "ring", "simulate", "steady_s"]

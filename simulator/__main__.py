@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("--output", type=Path, required=True, help="without .png and .svg")
     plot.set_defaults(run=_plot)
     measure = commands.add_parser("measure", help="what messages and sums cost here, into a file")
-    measure.add_argument("--over", choices=("loopback", "grpc", "mpi"), default="loopback")
+    measure.add_argument("--over", choices=("loopback", "grpc", "mpi", "memory"), default="loopback")
     measure.add_argument("--local", action="store_true", help="what is measured is inside of a host, not between hosts")
     measure.add_argument("--network", type=Path, help="where the other numbers come from")
     measure.add_argument("--output", type=Path, required=True)

@@ -1,18 +1,25 @@
-"""Measures what messages and sums cost on this machine, or between the two ranks of a job that mpirun has started."""
+"""Measures what messages and sums cost on this machine, or between the ranks of a job that mpirun has started."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import socket
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-from collectives import Settings, connect
+from collectives import Limits, Settings, connect
+from collectives.hosts.layout import memory_bytes
+from collectives.hosts.near import NearLink
+from collectives.instruments import Instruments
 from collectives.ring.link import Link, Transfer
+from collectives.waiting import Watch
+from collectives.window.shared_memory import create_segment, open_segment
 from simulator.network import Network
 
 _SMALL_BYTES, _LARGE_BYTES = 64, 1 << 20
@@ -26,16 +33,17 @@ def measured(network: Network, over: str, local: bool) -> Network | None:
 
     Args:
         network: that one.
-        over: "loopback" (TCP), "grpc" (two workers on this machine), or "mpi" (the two ranks of this job).
+        over: "loopback" (TCP), "grpc" (two workers on this machine), "memory" (two processes as ranks of a host among
+            others), or "mpi" (pairs of ranks of this job, all at once).
         local: whether what is measured is inside of a host.
 
     Returns:
         The network; None on the rank of a job that only helps.
 
     Raises:
-        ValueError: for a job that has not two ranks.
+        ValueError: for a job of one rank.
     """
-    found = {"loopback": _loopback, "grpc": _grpc, "mpi": _mpi}[over]()
+    found = {"loopback": _loopback, "grpc": _grpc, "mpi": _mpi, "memory": _memory}[over]()
     if found is None:
         return None
     latency, message, rate = found
@@ -58,8 +66,22 @@ def memory_bytes_per_s() -> float:
     return 2 * one.nbytes / statistics.median(seconds)
 
 
-def _costs(send: Callable[[int], None], receive: Callable[[int], None], leads: bool) -> tuple[float, float, float]:
-    """Latency, the cost of a message, and bytes per second, as one of two sees it who do the same."""
+def _costs(
+    send: Callable[[int], None],
+    receive: Callable[[int], None],
+    leads: bool,
+    streams: bool = True,
+    meet: Callable[[], None] = lambda: None,
+) -> tuple[float, float, float]:
+    """Latency, the cost of a message, and bytes per second, as one of two sees it who do the same.
+
+    Args:
+        send: so many bytes to the other one.
+        receive: so many bytes.
+        leads: which of the two this is.
+        streams: whether bytes per second are measured: where several pairs share a link one of them does it alone.
+        meet: returns when all pairs have called it.
+    """
 
     def there_and_back(nbytes: int) -> float:
         begun = time.perf_counter()
@@ -74,10 +96,13 @@ def _costs(send: Callable[[int], None], receive: Callable[[int], None], leads: b
         (receive if leads else send)(_SMALL_BYTES)
         return time.perf_counter() - begun
 
+    meet()
     there_and_back(_SMALL_BYTES)
     trip = statistics.median(there_and_back(_SMALL_BYTES) for _ in range(_ROUNDS)) / 2
     message = statistics.median(all_there(_SMALL_BYTES, _BURST) for _ in range(9)) / _BURST
-    stream = statistics.median(all_there(_LARGE_BYTES, _STREAM) for _ in range(5))
+    meet()
+    stream = statistics.median(all_there(_LARGE_BYTES, _STREAM) for _ in range(5)) if streams else math.inf
+    meet()
     return max(0.0, trip - 2 * message), message, _LARGE_BYTES * _STREAM / stream
 
 
@@ -125,29 +150,57 @@ def _grpc() -> tuple[float, float, float]:
 
 def _over_grpc(addresses: list[str], rank: int) -> tuple[float, float, float]:
     with connect("grpc", addresses=addresses, rank=rank) as communicator:
-        return _over_link(communicator.link)
+        return _over_link(communicator.link, 1 - rank)
 
 
 def _mpi() -> tuple[float, float, float] | None:
-    with connect("mpi", Settings(mechanism="ring")) as communicator:
-        if communicator.size != 2:
-            raise ValueError(f"this job has {communicator.size} ranks; measure with two: mpirun -np 2")
-        found = _over_link(communicator.link)
+    """Half of the ranks have one of the other half each; all pairs at once, since ranks may share cores."""
+    with connect("mpi", Settings(mechanism="ring", spins=0)) as communicator:
+        pairs = communicator.size // 2
+        if not pairs:
+            raise ValueError(f"this job has {communicator.size} ranks; measure with two or more: mpirun -np 2")
+        if communicator.rank >= 2 * pairs:
+            for _ in range(3):
+                communicator.barrier()
+            return None
+        other = (communicator.rank + pairs) % (2 * pairs)
+        found = _over_link(communicator.link, other, other % pairs == 0, communicator.barrier)
         return found if communicator.rank == 0 else None
 
 
-def _over_link(link: Link | None) -> tuple[float, float, float]:
+def _memory() -> tuple[float, float, float]:
+    """Two processes of this machine, as ranks of one host among others."""
+    nbytes = memory_bytes(2)
+    segment, path = create_segment(nbytes)
+    helper = multiprocessing.get_context("spawn").Process(target=_help_memory, args=(path, nbytes))
+    helper.start()
+    found = _over_link(NearLink(memoryview(segment), 0, 2), 1)
+    helper.join()
+    path.unlink()
+    return found
+
+
+def _help_memory(path: Path, nbytes: int) -> None:
+    _over_link(NearLink(memoryview(open_segment(path, nbytes)), 1, 2), 0)
+
+
+def _over_link(
+    link: Link | None, other: int, streams: bool = True, meet: Callable[[], None] = lambda: None
+) -> tuple[float, float, float]:
     assert link is not None, "ranks that share memory have no link"
-    other = 1 - link.rank
     data, room = np.zeros(_LARGE_BYTES, np.uint8), np.empty(_LARGE_BYTES, np.uint8)
+    watch = Watch(
+        link.rank, [f"rank {rank}" for rank in range(link.size)], range(link.size), Limits(), Instruments(), 0
+    )
+    watch.pause = link.pause
 
     def wait(transfer: Transfer) -> None:
-        while not transfer.done():
-            if link.pause is not None:
-                link.pause(0.001)
+        watch.wait(transfer.done, lambda: [other])
 
     return _costs(
         lambda nbytes: wait(link.send(data[:nbytes], other, _LANE)),
         lambda nbytes: wait(link.receive(room[:nbytes], other, _LANE)),
-        link.rank == 0,
+        link.rank < other,
+        streams,
+        meet,
     )

@@ -19,9 +19,10 @@ class Network:
         local_message_s: as `message_s`, inside of a host.
         local_bytes_per_s: that a rank gives to others of its host.
         memory_bytes_per_s: that a rank reads while it adds.
+        burst_bytes: that a link carries at once after a pause, where it is shaped by a bucket of tokens.
 
     Raises:
-        ValueError: for a number that is not positive; latencies and costs of messages may be 0.
+        ValueError: for a number that is not positive; latencies, costs of messages and bursts may be 0.
     """
 
     latency_s: float = 10e-6
@@ -31,10 +32,11 @@ class Network:
     local_message_s: float = 1e-6
     local_bytes_per_s: float = 8e9
     memory_bytes_per_s: float = 10e9
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 0 or (value == 0 and "bytes" in name):
+            if value < 0 or (value == 0 and "bytes_per_s" in name):
                 raise ValueError(f"{name} of a network is {value}; it is a positive number")
 
     @classmethod

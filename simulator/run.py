@@ -39,12 +39,24 @@ class Outcome:
 def simulate(traffic: Traffic, network: Network) -> Outcome:
     """Let all pieces flow."""
     run = _Run(traffic, network)
-    if traffic.pieces == 1:
-        for wave in traffic.waves():
-            run.repeat(wave)
-    else:
-        run.overlap(list(traffic.waves()))
+    run.flow_all(traffic)
     return run.outcome()
+
+
+def steady_s(calls: Sequence[Traffic], network: Network, times: int = 12) -> float:
+    """What calls that follow each other take together, when they have been repeated for a while.
+
+    A rank begins the next one as soon as it has ended the one before.
+    """
+    run = _Run(calls[0], network)
+    ends = []
+    for _ in range(times):
+        for traffic in calls:
+            run.begin(traffic)
+            run.flow_all(traffic)
+        ends.append(run.outcome().seconds)
+    first = times // 2
+    return (ends[-1] - ends[first - 1]) / (times - first)
 
 
 class _Run:
@@ -59,6 +71,20 @@ class _Run:
         self._out = np.zeros(hosts)  # until when links carry something
         self._into = np.zeros(hosts)
         self._link_bytes = np.zeros(hosts)
+
+    def begin(self, traffic: Traffic) -> None:
+        """Go on with something else on the same ranks, each when it has ended what was before."""
+        ended = self._ready.max(0)
+        self._ready = np.tile(ended, (traffic.pieces, 1))
+        self._spent = np.zeros((traffic.pieces, traffic.ranks, len(PARTS)))
+
+    def flow_all(self, traffic: Traffic) -> None:
+        """Let all waves flow, for all pieces."""
+        if traffic.pieces == 1:
+            for wave in traffic.waves():
+                self.repeat(wave)
+        else:
+            self.overlap(list(traffic.waves()))
 
     def repeat(self, wave: Wave) -> None:
         """Let equal waves flow; from when on they take equally long, only the first ones are looked at."""
@@ -113,9 +139,11 @@ class _Run:
         carried = np.where(is_local, 0, wave.nbytes / network.bytes_per_s)
         remote = np.flatnonzero(~is_local)
         if remote.size:
+            saved = network.burst_bytes / network.bytes_per_s  # tokens of a pause; without them links take their time
             gone = _served(from_host[remote], left[remote], carried[remote], self._out)
-            begun = gone - carried[remote] + network.latency_s
-            arrived[remote] = _served(to_host[remote], begun, carried[remote], self._into)
+            begun = np.maximum(left[remote], gone - carried[remote] - saved) + network.latency_s
+            come = _served(to_host[remote], begun, carried[remote], self._into)
+            arrived[remote] = np.maximum(begun, come - saved)
             np.add.at(self._link_bytes, from_host[remote], wave.nbytes[remote])
         done = _served(wave.to, arrived, handling, self._receiving)
         self._hand_over(wave, ready, spent, done, (2 * handling, latency, carried + copying))

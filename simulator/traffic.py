@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from collectives.plans.choice import Width
+from collectives.plans.comparing import Relay
 from collectives.plans.plan import Plan, Round
 
 
@@ -75,6 +76,22 @@ def _wave(each: Round, plan: Plan, elements_of_slice: float, width: Width) -> Wa
         added[rank] += (stop - first) * elements_of_slice * sum(width.of(node, replicas) for node in nodes)
     source, to, slices = columns.T.astype(int)
     return Wave(source, to, slices * elements_of_slice * widths, added)
+
+
+def of_comparison(hosts: np.ndarray, rounds: Sequence[Sequence[Relay]], block_bytes: int) -> Traffic:
+    """What ranks tell each other before data move.
+
+    Args:
+        hosts: the host of each rank.
+        rounds: who tells whom what whom has said.
+        block_bytes: what one rank says.
+    """
+    made = []
+    for each in rounds:
+        columns = np.array([(message.source, message.to, len(message.ranks)) for message in each])
+        source, to, ranks = columns.T
+        made.append(Wave(source, to, ranks * float(block_bytes)))
+    return Traffic("comparison", hosts, 1, lambda: made)
 
 
 def ring(hosts: np.ndarray, nbytes: float) -> Traffic:

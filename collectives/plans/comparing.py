@@ -1,9 +1,9 @@
 """Who tells whom what before data move: at the end every rank knows what each of the others calls.
 
 First the ranks of a host tell each other. Then one rank of each host tells one of each other host what all of its ranks
-have said: in one round where hosts are few, else in as many as their number has bits (Bruck et al., Efficient algorithms
-for all-to-all communications in multiport message-passing systems, 1997). At last these tell the others of their
-host.
+have said: in one round where hosts are few, else in as many as their number has bits (Bruck et al., Efficient
+algorithms for all-to-all communications in multiport message-passing systems, 1997). At last these tell the others of
+their host.
 """
 
 from __future__ import annotations

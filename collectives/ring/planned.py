@@ -25,13 +25,13 @@ class Planned:
     """What one rank does.
 
     Attributes:
+        plan: of what all do.
         programs: for each piece its first element, and what is done for it.
-        replicas: the contributions of all ranks.
         opens_in: the turn of the first piece whose messages may travel with the comparison of calls; -1 for none.
     """
 
+    plan: Plan
     programs: tuple[tuple[int, Program], ...]
-    replicas: int
     opens_in: int
 
     @cached_property
@@ -98,7 +98,7 @@ class Planner:
         programs = {piece.table: program_of(plan, self._link.rank, piece.table) for piece in pieces}
         opens_in = opening_round(plan) if self._opens(plan, pieces[0], width) else -1
         of_pieces = tuple((piece.offset, programs[piece.table]) for piece in pieces)
-        return Planned(of_pieces, spread.replicas, opens_in)
+        return Planned(plan, of_pieces, opens_in)
 
     def _opens(self, plan: Plan, piece: Piece, width: Width) -> bool:
         """Whether the first messages that leave hosts are between those who compare their calls, and short enough."""

@@ -140,7 +140,7 @@ class RingTransport(Transport):
         """A piece that begins now."""
         contributions, out, reduction, scatters = reducing
         begins = self.rank * out.size if scatters else 0
-        arrays = Arrays(contributions, out, begins, reduction, planned.replicas)
+        arrays = Arrays(contributions, out, begins, reduction, planned.plan.spread.replicas)
         itemsize, depth = reduction.accumulator.itemsize, min(DEPTH, len(planned.programs))
         room = self._memory.rows(0, depth, itemsize * planned.room)[number % depth]
         added = self._memory.rows(1, depth, itemsize * planned.added)[number % depth]

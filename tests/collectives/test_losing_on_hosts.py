@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from losing import LIMITS, Lost, OnMessage, run_members
@@ -11,7 +13,7 @@ from statements import assert_same_bits
 from collectives import CollectiveError, Communicator, PeerLostError, Settings, ThreadHub
 from collectives.backends.thread import connect, connect_survivors
 
-HOSTS = ("a", "a", "b", "b")
+HOSTS, THREE_HOSTS = ("a", "a", "b", "b"), ("a", "a", "b", "c")
 SETTINGS = Settings(mechanism="window", limits=LIMITS)
 LENGTH = 80_000
 GRADIENTS = contributions("float32", LENGTH, range(4))
@@ -27,10 +29,10 @@ def assert_adds_up(communicator: Communicator, length: int = LENGTH) -> None:
     assert_same_bits(communicator.ordered_all_reduce(mine), reduced(gradients, "sum"))
 
 
-def lost_at(number: int, lost: int, length: int) -> tuple[bool, list[list[int] | None]]:
+def lost_at(number: int, lost: int, length: int, hosts: Sequence[str]) -> tuple[bool, list[list[int] | None]]:
     """Whether a rank had so many messages to send; whom those that are left are left with."""
     fault = OnMessage(lost, number)
-    hub = ThreadHub(4, fault, HOSTS)
+    hub = ThreadHub(4, fault, hosts)
 
     def member(rank: int) -> list[int]:
         communicator = connect(SETTINGS, hub, rank)
@@ -60,14 +62,14 @@ def lost_at(number: int, lost: int, length: int) -> tuple[bool, list[list[int] |
     [
         (0, LENGTH, 6),  # it speaks for its host: two reductions with a comparison and two rounds
         (3, LENGTH, 4),
-        (2, LENGTH // 4, 2),  # what begins with the comparison
+        (3, 40_000, 8),  # alone on one of three hosts: the first round goes with the comparison
     ],
 )
 def test_whichever_message_is_its_last_the_others_go_on_to_the_same_bits(lost: int, length: int, messages: int) -> None:
     left = [rank for rank in range(4) if rank != lost]
     number, strikes = 0, True
     while strikes:
-        strikes, found = lost_at(number, lost, length)
+        strikes, found = lost_at(number, lost, length, HOSTS if length == LENGTH else THREE_HOSTS)
         everybody = [left if rank != lost else None for rank in range(4)] if strikes else [[0, 1, 2, 3]] * 4
         assert found == everybody
         number += 1

@@ -15,7 +15,7 @@ from collectives.backends.thread import connect
 
 SETTINGS = Settings(mechanism="window", limits=LIMITS)
 TWO_HOSTS, FOUR_HOSTS = (0, 0, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3)
-SHORT = 24_000  # elements: too many to travel along, few enough to begin at once
+SHORT = 50_000  # elements: too many to travel along, few enough to begin at once
 
 
 def messages_of(hosts: Sequence[int], collective: Callable[[Communicator], object]) -> list[int]:
@@ -44,11 +44,14 @@ def messages_of(hosts: Sequence[int], collective: Callable[[Communicator], objec
     ("hosts", "elements", "messages"),
     [
         (TWO_HOSTS, 100, 1),  # all of it travels with the comparison
-        (TWO_HOSTS, 15_000, 1),  # the first round of a plan goes with it too, and by doubling there is no other
-        (FOUR_HOSTS, 50_000, 3 + 3),  # the second one has the results; one rank of each host sends them
+        (
+            FOUR_HOSTS,
+            SHORT,
+            3 + 3,
+        ),  # so does the first round; the second has the results; one rank of each host sends them
         (TWO_HOSTS, 1 << 17, 1 + 2 * 2),  # the comparison, and two rounds with a message of each rank
         (FOUR_HOSTS, 1 << 18, 3 + 2 * 2 * 3),
-        (range(5), 70_000, 4 + 4),  # the first round goes with the comparison; the second has the results
+        (range(5), 70_000, 4 + 4),
     ],
 )
 def test_a_host_sends_few_messages(hosts: Sequence[int], elements: int, messages: int) -> None:
@@ -70,7 +73,7 @@ def test_ranks_on_more_than_eight_hosts_compare_in_as_many_messages_as_their_num
     assert messages_of(range(9), lambda communicator: communicator.barrier()) == [4] * 9
 
 
-@pytest.mark.parametrize("counts", [(2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2)])
+@pytest.mark.parametrize("counts", [(2, 2, 1, 1, 1, 1, 1, 1), (1, 2, 2, 1, 1, 2, 2, 1), (1, 1, 1, 1, 1, 1, 1, 2)])
 def test_who_has_expected_others_to_contribute_as_much_begins_again(counts: tuple[int, ...]) -> None:
     everything = contributions("float32", SHORT, range(sum(counts)))
     expected = reduced(everything, "mean")
@@ -81,13 +84,13 @@ def test_who_has_expected_others_to_contribute_as_much_begins_again(counts: tupl
         for _ in range(3):
             assert_same_bits(communicator.ordered_all_reduce(mine, op="mean"), expected)
 
-    run_on_threads(4, program, SETTINGS, TWO_HOSTS)
+    run_on_threads(8, program, SETTINGS, FOUR_HOSTS)
 
 
-@pytest.mark.parametrize("others", [{2, 3}, {1}, {0, 3}])
+@pytest.mark.parametrize("others", [{2, 3}, {1}, {0, 7}, {0, 1, 2, 3}])
 @pytest.mark.parametrize("length", [SHORT, 5 * SHORT])
 def test_who_calls_something_else_spoils_nothing_that_has_begun(others: set[int], length: int) -> None:
-    everything = contributions("float32", length, range(4))
+    everything = contributions("float32", length, range(8))
 
     def program(communicator: Communicator) -> None:
         rank = communicator.rank
@@ -103,4 +106,4 @@ def test_who_calls_something_else_spoils_nothing_that_has_begun(others: set[int]
                 communicator.all_reduce(mine)
         assert_same_bits(communicator.all_reduce(mine), reduced(everything, "sum"))
 
-    run_on_threads(4, program, SETTINGS, TWO_HOSTS)
+    run_on_threads(8, program, SETTINGS, FOUR_HOSTS)

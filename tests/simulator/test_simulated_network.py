@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from collectives.plans.choice import Width
+from collectives.plans.comparing import relays
 from collectives.plans.planning import plan_for
 from collectives.plans.spread import Spread
-from simulator import Network, Traffic, chain, of_plan, ring, simulate
+from simulator import Network, Traffic, chain, of_comparison, of_plan, ring, simulate, steady_s
 from simulator.__main__ import bytes_of, main
 from simulator.comparing import Job, compared
 from simulator.traffic import Wave
@@ -64,6 +66,31 @@ def test_a_rank_adds_before_it_sends() -> None:
     wave = Wave(np.array([0]), np.array([1]), np.array([0.0]), np.array([1e9, 0]))
     traffic = Traffic("adds", np.array([0, 1]), 1, lambda: [wave])
     assert simulate(traffic, GIGABIT).seconds == pytest.approx(0.1 + 120e-6)
+
+
+def test_a_bucket_of_tokens_is_full_after_a_pause_and_empty_when_calls_follow_each_other() -> None:
+    shaped = replace(IDEAL, latency_s=1e-4, burst_bytes=MEGABYTE)
+    traffic = alone([0, 1], [1, 0], MEGABYTE, [0, 1])
+    assert simulate(traffic, shaped).seconds == pytest.approx(1e-4)
+    assert steady_s([traffic], shaped) == pytest.approx(1e-3)
+    slow = replace(shaped, latency_s=5e-3)  # so many tokens come meanwhile
+    assert steady_s([traffic], slow) == pytest.approx(5e-3)
+
+
+def test_calls_that_follow_each_other_take_as_long_as_each_alone_where_nothing_is_left_over() -> None:
+    traffic = alone([0, 1], [1, 0], MEGABYTE, [0, 1])
+    alone_s = simulate(traffic, GIGABIT).seconds
+    assert steady_s([traffic, traffic], GIGABIT) == pytest.approx(2 * alone_s)
+
+
+def test_the_comparison_of_calls_has_its_rounds() -> None:
+    hosts = np.repeat(np.arange(4), 2)
+    inside, between, news = relays(tuple(hosts.tolist()))
+    traffic = of_comparison(hosts, [inside, between, news], 64)
+    assert [wave.nbytes.tolist() for wave in traffic.waves()] == [[64.0] * 8, [128.0] * 12, [6 * 64.0] * 4]
+    outcome = simulate(traffic, replace(IDEAL, latency_s=1e-3))
+    assert outcome.seconds == pytest.approx(1e-3, rel=1e-2)
+    assert outcome.link_bytes.tolist() == [3 * 128] * 4
 
 
 # ---- reductions
@@ -163,12 +190,14 @@ def test_a_plot_is_a_picture_in_two_formats(tmp_path: Path) -> None:
     assert len(np.unique(rows[:, 1:].reshape(-1, 3), axis=0)) > 5
 
 
-def test_the_loopback_network_is_measured_into_a_file(tmp_path: Path) -> None:
+def test_a_network_is_measured_into_a_file(tmp_path: Path) -> None:
+    """TCP over loopback, then what ranks of a host give each other through its memory."""
     path = tmp_path / "net.json"
     assert main(["measure", "--output", str(path)]) == 0
+    assert main(["measure", "--over", "memory", "--local", "--network", str(path), "--output", str(path)]) == 0
     network = Network.read(path)
-    assert network.bytes_per_s > 1e6
-    assert network.message_s > 0
+    assert min(network.bytes_per_s, network.local_bytes_per_s) > 1e6
+    assert min(network.message_s, network.local_message_s) > 0
 
 
 @pytest.mark.parametrize(
