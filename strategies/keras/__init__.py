@@ -1,6 +1,7 @@
 """Models of Keras on the replicas of a strategy; loaded when a scope is entered and Keras is there."""
 
 from strategies.keras.callbacks import OnChief
+from strategies.keras.checkpointing import Checkpoints
 from strategies.keras.stages import (
     FunctionalLayerPipelineStageAssignment,
     FunctionalNestedModelPipelineStageAssignment,
@@ -10,6 +11,7 @@ from strategies.keras.stages import (
 )
 
 __all__ = [
+    "Checkpoints",
     "FunctionalLayerPipelineStageAssignment",
     "FunctionalNestedModelPipelineStageAssignment",
     "OnChief",

@@ -122,8 +122,10 @@ class Running:
         strategy: connects the instances.
         begin_epoch: called with the number of each epoch that begins.
         unite: has Keras know the whole state; a collective call.
+        resume: called when a training has begun.
 
     Attributes:
+        resume: see above.
         model: see above.
         strategy: see above.
         begin_epoch: see above.
@@ -136,7 +138,9 @@ class Running:
         strategy: Strategy,
         begin_epoch: Callable[[int], object] = lambda epoch: None,
         unite: Callable[[], object] = lambda: None,
+        resume: Callable[[], object] = lambda: None,
     ) -> None:
+        self.resume = resume
         self.model = model
         self.strategy = strategy
         self.begin_epoch = begin_epoch
@@ -182,6 +186,7 @@ class _Last(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._running.agree_on_begin()
+        self._running.resume()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._looks_at_batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 from strategies.errors import StrategyError
 from strategies.keras.agreement import number_of_leader, refuse_other_rows
 from strategies.keras.callbacks import Running, listed
+from strategies.keras.checkpointing import Checkpoints, SavedFit, given_in, shape_of_step
 from strategies.keras.classes import EXTENSIONS, NAME, class_of
 from strategies.keras.data import Feed, Given, Pass, open_feed
 from strategies.keras.evaluating import PredictFunction, TestFunction
@@ -118,7 +119,13 @@ class ReplicatedModel:
             )
         batch_size = self._rows_of_replica(batch_size, global_batch_size, self.options.micro_batches)
         given = Given(x, y, sample_weight, class_weight, batch_size, steps_per_epoch)
-        feed = self._feed(given, trains=True, shuffle=shuffle)
+        checkpoints = given_in(callbacks)
+        if checkpoints is not None and steps_per_epoch is not None:
+            raise ValueError(
+                "there are strategies.keras.Checkpoints, which keep the position in an epoch, and steps_per_epoch, "
+                "which cuts epochs elsewhere; leave steps_per_epoch out"
+            )
+        feed = self._feed(given, trains=True, shuffle=shuffle, seed=None if checkpoints is None else checkpoints.seed)
         validation: Feed | None = None
         if validation_data is not None:
             size = validation_batch_size or batch_size
@@ -126,9 +133,15 @@ class ReplicatedModel:
             validation = self._feed(Given(x, y, sample_weight, None, size, validation_steps), trains=False)
         steps = steps_per_epoch or feed.num_batches
         self._say_batch_size(feed)
-        running = Running(self._model, self.strategy, lambda epoch: feed.begin_with(epoch), self.unite)
+        stack = ExitStack()
+
+        def resume() -> None:
+            if checkpoints is not None:
+                stack.enter_context(self._resumed(checkpoints, feed))
+
+        running = Running(self._model, self.strategy, lambda epoch: feed.begin_with(epoch), self.unite, resume)
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
-        with self._while(running, train=feed, test=validation), self._executing(training=True):
+        with self._while(running, train=feed, test=validation), self._executing(training=True), stack:
             return self.stock.fit(
                 self._model,
                 feed,
@@ -271,13 +284,29 @@ class ReplicatedModel:
         if is_compiled:
             self._model._assert_compile_called(called)
 
-    def _feed(self, given: Given, *, trains: bool, shuffle: Any = False) -> Feed:
+    @contextmanager
+    def _resumed(self, checkpoints: Checkpoints, feed: Feed) -> Iterator[None]:
+        """While `fit` has checkpoints, from the newest of which it goes on; a collective call."""
+        function = self._model.train_function.function
+        rows = feed.batch_size // self.strategy.num_replicas_in_sync * len(self.strategy.replicas.local_replicas)
+        shapes = shape_of_step(feed.example, rows)
+        dataset = feed.dataset
+        saved = function.resume(shapes, lambda trainer: SavedFit(checkpoints.open(trainer, dataset), dataset))
+        self._model._initial_epoch = saved.first_epoch or self._model._initial_epoch
+        function.saved = saved
+        try:
+            with saved:
+                yield
+        finally:
+            function.saved = None
+
+    def _feed(self, given: Given, *, trains: bool, shuffle: Any = False, seed: int | None = None) -> Feed:
         feed = open_feed(
             given,
             self.strategy,
             trains=trains,
             shuffle=shuffle,
-            seed=self._agreed_seed() if trains and shuffle else 0,
+            seed=(self._agreed_seed() if seed is None else seed) if trains and shuffle else 0,
             accumulated=self.options.micro_batches if trains else 1,
             prefetch=self.options.prefetch,
         )

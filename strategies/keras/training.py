@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from strategies.keras.checkpointing import SavedFit
 from strategies.keras.optimizer import KerasOptimizer
 from strategies.keras.options import ModelOptions
 from strategies.keras.programs import ModelFunctions, TrainLoss
@@ -41,6 +42,7 @@ class TrainFunction:
 
     Attributes:
         trainer: makes the steps; None before the first one.
+        saved: has checkpoints of them, while a `fit` that has any runs.
         words: how replicas agree on what is not trained, once there is a trainer.
     """
 
@@ -53,6 +55,7 @@ class TrainFunction:
         staged: StagedModel | None = None,
     ) -> None:
         self.trainer: Trainer | None = None
+        self.saved: SavedFit | None = None
         self._model = model
         self._strategy = strategy
         self._options = options
@@ -65,6 +68,7 @@ class TrainFunction:
         self._is_adopted = False
         self._step = 0
         self._skipped: Any = 0
+        self._then: tuple[Sequence[Any], TrainState] | None = None  # in the midst of the epoch that begins
         self._parts: list[Any] | None = None  # the optimizer state, of which this instance has only its own
 
     def unite(self) -> None:
@@ -97,12 +101,50 @@ class TrainFunction:
         Raises:
             StopIteration: if there is no batch.
         """
+        skipped = 0 if self.saved is None else self.saved.skip(self._steps)
+        then, self._then = self._then, None
+        if skipped == self._steps:
+            return self._ended(*then, {}) if then else (dict(self._results(state[-1])), state)
         batch = next(iterator)
-        own, begun = self._begun(state, batch)
+        own, begun = then or self._begun(state, batch)
         assert self.trainer is not None
-        for each in itertools.chain([batch], itertools.islice(iterator, self._steps - 1)):
+        for each in itertools.chain([batch], itertools.islice(iterator, self._steps - skipped - 1)):
             begun, metrics = self.trainer.step(begun, each)
+            if self.saved is not None:
+                self.saved.after_step(begun)
         return self._ended(own, begun, {name: metrics[name] for name in self._names})  # others are not waited for
+
+    def resume(self, batch: Batch, open_saved: Callable[[Trainer], SavedFit]) -> SavedFit:
+        """Go on from the newest checkpoint, which Keras then knows; a collective call.
+
+        Args:
+            batch: the shapes and dtypes of a step's.
+            open_saved: opens the checkpoints.
+        """
+        model, optimizer = self._model, self._optimizer
+        trained, others = model.trainable_variables, model.non_trainable_variables
+        all_of = [trained, others, model.optimizer.variables, model.metrics_variables]
+        own, begun = self._begun([[one.value for one in variables] for variables in all_of], batch)
+        assert self.trainer is not None
+        saved = open_saved(self.trainer)
+        state = saved.restored(begun)
+        if state is begun:
+            return saved
+        of_state = state.model_state
+        if state.loss_scale is not None:
+            self._skipped = state.loss_scale.skipped
+        inner = state.optimizer_state
+        if self.trainer.is_sharded:
+            self._parts, inner = inner, inner[: optimizer.num_whole]
+            self.unite()
+        values = [state.variables, of_state[VARIABLES], [*optimizer.with_scale(own, state.loss_scale), *inner]]
+        for variables, found in zip(all_of, values, strict=False):
+            for variable, value in zip(variables, found, strict=False):
+                variable.assign(value)
+        self.begin()
+        if saved.skipped:
+            self._then, self._is_adopted = (own, state), True
+        return saved
 
     def _begun(self, state: State, batch: Batch) -> tuple[Sequence[Any], TrainState]:
         """The variables of the optimizer that are none of the step's, and the state of the `Trainer`."""

@@ -51,7 +51,8 @@ def trained(num_replicas=1, loss_fn=loss_with_state, **options):
 def test_it_has_the_bits_of_the_parts(caplog, options):
     with caplog.at_level(logging.INFO, "strategies.step"):
         in_one = trained(**options)
-        assert IN_ONE in caplog.text and IN_PARTS not in caplog.text
+        assert IN_ONE in caplog.text
+        assert IN_PARTS not in caplog.text
         caplog.clear()
         assert trained(**options, check_numerics=True) == in_one
         assert IN_ONE not in caplog.text
@@ -64,10 +65,12 @@ def test_what_calls_back_into_python_stays_in_parts(caplog):
 
     with caplog.at_level(logging.INFO, "strategies.step"):
         trained(loss_fn=loss_fn)
-    assert "in parts: the loss function calls back" in caplog.text and IN_ONE not in caplog.text
+    assert "in parts: the loss function calls back" in caplog.text
+    assert IN_ONE not in caplog.text
 
 
 def test_several_replicas_know_nothing_of_each_other(caplog):
     with caplog.at_level(logging.INFO, "strategies.step"):
         trained(num_replicas=2)
-    assert IN_ONE not in caplog.text and IN_PARTS not in caplog.text
+    assert IN_ONE not in caplog.text
+    assert IN_PARTS not in caplog.text

@@ -1,0 +1,72 @@
+"""Checkpoints of a strategy under `fit`: resumed on another number of instances, the bits of one that never stopped."""
+
+import keras
+import pytest
+from keras import layers
+from small_models import TARGETS, X, bits_of, dense
+
+import strategies
+
+SETTINGS = {"batch_size": 4, "epochs": 3, "verbose": 0}  # 4 replicas, 52 rows: four steps an epoch
+pytest.importorskip("orbax.checkpoint")
+
+
+def with_dropout(mixed=False):
+    """A model with random states, moving statistics, a metric, and a learning rate that a callback changes."""
+    model = keras.Sequential(
+        [keras.Input((6,)), dense(4, 1), layers.BatchNormalization(), layers.Dropout(0.3, seed=3), dense(1, 2)]
+    )
+    optimizer = keras.optimizers.Adam(0.05)
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0) if mixed else optimizer
+    model.compile(optimizer, "mse", metrics=["mae"], steps_per_execution=3)
+    return model
+
+
+class Interrupts(keras.callbacks.Callback):
+    """Ends a training behind an execution in the midst of the second epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == 1:
+            raise InterruptedError
+
+
+def fitted(model, *callbacks):
+    """The metrics of a training, and what the model becomes."""
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    history = model.fit(X, TARGETS, **SETTINGS, callbacks=[schedule, *callbacks])
+    return bits_of(model), history.history
+
+
+@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.complete)], ids=["", "loss scaling"])
+def test_what_is_resumed_on_other_instances_is_what_never_stopped(in_scopes, tmp_path, mixed):
+    def whole(strategy):
+        return fitted(with_dropout(mixed), strategies.keras.Checkpoints(tmp_path / "whole", every=100))
+
+    def interrupted(strategy):
+        saved = strategies.keras.Checkpoints(tmp_path / "folder", every=6)
+        with pytest.raises(InterruptedError):
+            fitted(with_dropout(mixed), saved, Interrupts())
+
+    def resumed(strategy):
+        again = fitted(with_dropout(mixed), strategies.keras.Checkpoints(tmp_path / "folder", every=6))
+        done = fitted(with_dropout(mixed), strategies.keras.Checkpoints(tmp_path / "folder", every=6))
+        return again, done[0]
+
+    [(bits, history)] = in_scopes(1, whole)
+    in_scopes(1, interrupted)
+    for (found, told), done in in_scopes(2, resumed):
+        assert found == done == bits
+        assert told == {name: values[1:] for name, values in history.items()}
+
+
+def test_the_position_in_an_epoch_needs_whole_epochs(alone, tmp_path):
+    def program(strategy):
+        with_dropout().fit(
+            X, TARGETS, steps_per_epoch=2, callbacks=[strategies.keras.Checkpoints(tmp_path)], batch_size=4
+        )
+
+    with pytest.raises(ValueError, match="leave steps_per_epoch out"):
+        alone(program)
