@@ -77,6 +77,13 @@ class TestALateInstance:
         assert "Step 20 took" in findings(verdict)[0]
 
 
+def test_a_long_step_without_one_reason_is_told_without_one():
+    verdict = verdict_of(Made(3, delays_ms={(1, 20): 300}))
+    (outlier,) = verdict.outliers
+    shared = replace(verdict, outliers=[replace(outlier, longer_s=0.1)])
+    assert findings(shared) == ["Step 20 took 312 ms instead of 12.7 ms, for no one reason that was recorded."]
+
+
 class TestAHealthyJob:
     @pytest.mark.parametrize("instances", [1, *SIZES, 8])
     @pytest.mark.parametrize("jitter", [0.0, 0.05, 0.2])
