@@ -19,8 +19,8 @@ from popdist.timeline import blocks
 from popdist.timeline.events import Kind
 from popdist.timeline.spilling import Recording as Recorded
 from poprun.errors import PopRunError, UsageError
-from poprun.timeline.aligned import align
 from poprun.log import Log
+from poprun.timeline.aligned import align
 from poprun.timeline.command import describe, folder_of, main, read_words
 from poprun.timeline.merging import merge, put_together
 from poprun.timeline.of_job import make_room, write_timeline
@@ -193,7 +193,7 @@ def test_missing_instances_are_named():
 class TestTheCommand:
     def test_merges_and_reports(self, folder, tmp_path, capfd):
         assert main(["merge", str(folder), "-o", str(tmp_path / "a.json")]) == 0
-        assert re.match(r"wrote 48 spans, 3 arrows and \d+ values to ", capfd.readouterr().out)
+        assert re.match(r"wrote 54 spans, 3 arrows and \d+ values to ", capfd.readouterr().out)
         assert main(["report", str(folder), "--html", str(tmp_path / "a.html")]) == 0
         assert capfd.readouterr().out.startswith("3 steps of 2 instances in ")
         assert (tmp_path / "a.html").read_text().endswith("</html>\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -81,7 +82,8 @@ def test_a_long_step_without_one_reason_is_told_without_one():
     verdict = verdict_of(Made(3, delays_ms={(1, 20): 300}))
     (outlier,) = verdict.outliers
     shared = replace(verdict, outliers=[replace(outlier, longer_s=0.1)])
-    assert findings(shared) == ["Step 20 took 312 ms instead of 12.7 ms, for no one reason that was recorded."]
+    (said,) = findings(shared)
+    assert re.fullmatch(r"Step 20 took 31\d ms instead of 1\d(\.\d)? ms, for no one reason that was recorded\.", said)
 
 
 class TestAHealthyJob:
