@@ -68,6 +68,11 @@ class TestALateInstance:
         culprit = judge(put_together([recordings[0], hidden])).culprit
         assert culprit.cause is Cause.COMPUTE, "what is in no phase is its own work too"
 
+    @pytest.mark.parametrize(("steps", "is_named"), [(10, False), (60, True)])
+    def test_is_named_only_where_that_is_no_chance(self, steps, is_named):
+        """In eight steps that count, one of two is the last one every time with a probability of 1/128."""
+        assert bool(verdict_of(Made(2, steps=steps, compute_ms={1: 14})).culprit) == is_named
+
     @pytest.mark.parametrize("instances", SIZES)
     def test_is_not_one_that_was_late_once(self, instances):
         verdict = verdict_of(Made(instances, delays_ms={(1, 20): 300}))
