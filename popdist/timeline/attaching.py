@@ -18,7 +18,17 @@ from popdist.timeline.asked import SUFFIX, Asked
 from popdist.timeline.blocks import JOINED
 from popdist.timeline.clocks import Exchange
 from popdist.timeline.events import MAIN_TRACK, Kind
-from popdist.timeline.meeting import CARD_BYTES, Answering, Asking, Card, answers, asks, own_addresses, this_clock
+from popdist.timeline.meeting import (
+    CARD_BYTES,
+    Answering,
+    Asking,
+    Card,
+    HostClock,
+    answers,
+    asks,
+    own_addresses,
+    this_clock,
+)
 from popdist.timeline.spilling import Recording
 
 if TYPE_CHECKING:
@@ -34,11 +44,14 @@ class Timeline:
         asked: where, and how much.
         instance: this one.
         environ: says which attempt this is.
+        clock: of this host; None: the one that this process reads.
     """
 
-    def __init__(self, asked: Asked, instance: Instance, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, asked: Asked, instance: Instance, environ: Mapping[str, str], clock: HostClock | None = None
+    ) -> None:
         attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
-        self._clock = this_clock()
+        self._clock = clock or this_clock()
         header = {
             "instance": instance.index,
             "instances": instance.count,
@@ -47,12 +60,12 @@ class Timeline:
             "pid": os.getpid(),
             "program": sys.argv[:1],
             "attempt": attempt,
-            "clock": self._clock,
-            "began_ns": time.monotonic_ns(),
+            "clock": self._clock.name,
+            "began_ns": self._clock.now_ns(),
             "began_at_s": time.time(),
         }
         name = f"instance-{instance.index}{f'.{attempt}' if attempt else ''}{SUFFIX}"
-        self._recording = Recording(asked.folder / name, header, asked.limit_bytes)
+        self._recording = Recording(asked.folder / name, header, asked.limit_bytes, self._clock.now_ns)
         self._instance = instance
         self._answering: Answering | None = None
         self._asking: Asking | None = None
@@ -73,10 +86,10 @@ class Timeline:
         """Find out whose clocks are others, and have the hosts compare them; a collective call of all instances."""
         answering = None
         if communicator.rank == 0 and communicator.size > 1:
-            answering = Answering()
-            card = Card(self._clock, answering.token, answering.port, own_addresses())
+            answering = Answering(self._clock.now_ns)
+            card = Card(self._clock.name, answering.token, answering.port, own_addresses())
         else:
-            card = Card(self._clock, secrets.token_bytes(16))
+            card = Card(self._clock.name, secrets.token_bytes(16))
         packed = np.frombuffer(card.pack(), np.uint8)
         gathered = communicator.all_gather(packed, name="whose clocks are others (POPDIST_TIMELINE)")
         cards = [Card.unpack(row.tobytes()) for row in gathered.reshape(communicator.size, CARD_BYTES)]
@@ -87,7 +100,7 @@ class Timeline:
         elif answering is not None:
             answering.close()
         if asks(cards, communicator.rank):
-            self._asking = Asking(cards[0])
+            self._asking = Asking(cards[0], self._clock.now_ns)
             self._recording.align_by(self._take_exchanges)
             self._asking.start()
 
@@ -102,6 +115,7 @@ class Timeline:
         self._recording.close()
         if self._answering is not None:
             self._answering.close()
+        atexit.unregister(self.close)
 
     def _take_exchanges(self) -> list[Exchange]:
         taken: list[Exchange] = []

@@ -64,12 +64,25 @@ class Card:
         return cls(clock.rstrip(b"\0").decode(), token, port, known)
 
 
-def this_clock() -> str:
-    """Names the monotonic clock of this process: processes of one boot and one time namespace share it."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:20]
+@dataclass(frozen=True)
+class HostClock:
+    """A clock that all processes of a host read.
+
+    Attributes:
+        name: the same in all that read it, and no other clock's.
+        now_ns: reads it.
+    """
+
+    name: str
+    now_ns: Callable[[], int] = time.monotonic_ns
+
+
+def this_clock() -> HostClock:
+    """The monotonic clock of this process: processes of one boot and one time namespace share it."""
+    name = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:20]
     with suppress(OSError):
-        return f"{boot}.{os.stat('/proc/self/ns/time').st_ino}"
-    return boot
+        name = f"{name}.{os.stat('/proc/self/ns/time').st_ino}"
+    return HostClock(name)
 
 
 def asks(cards: Sequence[Card], index: int) -> bool:
@@ -185,11 +198,12 @@ class Asking:
             self._round(mine, _EACH_ROUND)
 
     def _round(self, mine: socket.socket, questions: int) -> None:
+        """Ask so often; not again in this round where no answer came, so that nobody waits long at the end."""
         for _ in range(questions):
-            for address in self._addresses:
-                if self._exchange(mine, address):
-                    self._addresses = (address,)
-                    break
+            answering = next((each for each in self._addresses if self._exchange(mine, each)), None)
+            if answering is None:
+                return
+            self._addresses = (answering,)
 
     def _exchange(self, mine: socket.socket, address: str) -> bool:
         sent = self._now_ns()

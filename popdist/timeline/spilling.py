@@ -44,6 +44,7 @@ class Recording:
         path: of the file; one that is there is replaced.
         header: what it says first.
         limit_bytes: how large it may be; steps are left out, so that it does not become larger.
+        now_ns: the clock of events.
 
     Attributes:
         recorder: the instrument whose events are written.
@@ -51,8 +52,14 @@ class Recording:
         writing_s: so much time of a core its thread has taken.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any], limit_bytes: int) -> None:
-        self._ring = Ring()
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, Any],
+        limit_bytes: int,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._ring = Ring(now_ns=now_ns)
         self._limit_bytes = limit_bytes
         self.written_bytes = 0
         self.writing_s = 0.0

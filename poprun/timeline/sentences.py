@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
-from poprun.timeline.findings import Cause, Segment
+from poprun.timeline.findings import Cause, Outlier, Segment
 from poprun.timeline.merging import Job
 from poprun.timeline.step_table import CATEGORIES, last_attempt
 from poprun.timeline.verdict import Verdict
 
 _MB = 1e6
 _LEAST_PART = 0.02
+_EXPLAINED = 0.5
 
 
 def time_text(seconds: float) -> str:
@@ -41,12 +42,16 @@ def findings(verdict: Verdict) -> list[str]:
         found.append(
             f"The job is bound by its input: every instance waits {verdict.input_bound:.0%} of the time for data."
         )
-    for each in verdict.outliers:
-        found.append(
-            f"Step {each.step} took {time_text(each.lasted_s)} instead of {time_text(each.usual_s)}: "
-            f"{verdict.titles[each.instance]} needed {time_text(each.longer_s)} longer for {each.category}."
-        )
+    found += [_of_outlier(verdict, each) for each in verdict.outliers]
     return found or ["No instance, link or input holds the job up."]
+
+
+def _of_outlier(verdict: Verdict, outlier: Outlier) -> str:
+    took = f"Step {outlier.step} took {time_text(outlier.lasted_s)} instead of {time_text(outlier.usual_s)}"
+    if outlier.longer_s < _EXPLAINED * (outlier.lasted_s - outlier.usual_s):
+        return f"{took}, for no one reason that was recorded."
+    who = verdict.titles[outlier.instance]
+    return f"{took}: {who} needed {time_text(outlier.longer_s)} longer for {outlier.category}."
 
 
 def _of_culprit(verdict: Verdict) -> list[str]:

@@ -9,7 +9,6 @@ import numpy as np
 from poprun.timeline.findings import LEAST_GAIN, LEAST_SHARE, SlowLink
 from poprun.timeline.spans import Sort, Spans
 
-
 _LEAST_STEPS = 0.25
 """In so many of the steps an exchange has to be held up there: one that was held up once shows no slow link."""
 

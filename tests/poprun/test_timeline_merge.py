@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -17,9 +19,11 @@ from popdist.timeline import blocks
 from popdist.timeline.events import Kind
 from popdist.timeline.spilling import Recording as Recorded
 from poprun.errors import PopRunError, UsageError
+from poprun.log import Log
 from poprun.timeline.aligned import align
-from poprun.timeline.command import describe, folder_of, read_words
+from poprun.timeline.command import describe, folder_of, main, read_words
 from poprun.timeline.merging import merge, put_together
+from poprun.timeline.of_job import make_room, write_timeline
 from poprun.timeline.recordings import of_newest_job, parse_recording, read_recordings, what_is_missing
 from poprun.timeline.spans import Sort, spans_of
 from poprun.timeline.trace import write_trace
@@ -184,6 +188,48 @@ def test_missing_instances_are_named():
     recordings = Made(4).recordings()
     assert what_is_missing(recordings) == []
     assert "instances 1, 2 have no recording" in what_is_missing([recordings[0], recordings[3]])[0]
+
+
+class TestTheCommand:
+    def test_merges_and_reports(self, folder, tmp_path, capfd):
+        assert main(["merge", str(folder), "-o", str(tmp_path / "a.json")]) == 0
+        assert re.match(r"wrote 54 spans, 3 arrows and \d+ values to ", capfd.readouterr().out)
+        assert main(["report", str(folder), "--html", str(tmp_path / "a.html")]) == 0
+        assert capfd.readouterr().out.startswith("3 steps of 2 instances in ")
+        assert (tmp_path / "a.html").read_text().endswith("</html>\n")
+
+    def test_says_where_it_cannot_write(self, folder, tmp_path):
+        with pytest.raises(PopRunError, match="cannot be written: No such file"):
+            main(["merge", str(folder), "-o", str(tmp_path / "no" / "a.json")])
+
+    def test_warns(self, tmp_path, folder, capfd):
+        (tmp_path / "instance-0.timeline").write_bytes((folder / "instance-0.timeline").read_bytes())
+        main(["merge", str(tmp_path), "-o", str(tmp_path / "a.json")])
+        assert capfd.readouterr().err.startswith("warning: instances 1 have no recording here")
+
+
+class TestAroundAJob:
+    def test_room_is_made_for_recordings(self, tmp_path):
+        make_room(str(tmp_path / "a.json"))
+        old = tmp_path / "a.json.parts" / "instance-7.timeline"
+        old.touch()
+        make_room(str(tmp_path / "a.json"))
+        assert not old.exists()
+
+    def test_a_place_without_room_is_refused(self, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(UsageError, match="recordings go to .*, which cannot be made"):
+            make_room(str(tmp_path / "file" / "a.json"))
+
+    @pytest.mark.parametrize(
+        ("trace", "said"), [("a.json", "there is no timeline"), ("no/a.json", "cannot be written")]
+    )
+    def test_a_timeline_that_cannot_be_written_changes_nothing(self, tmp_path, folder, capfd, trace, said):
+        if said == "cannot be written":
+            shutil.copytree(folder, f"{tmp_path / trace}.parts")
+            (tmp_path / trace).mkdir()
+        write_timeline(str(tmp_path / trace), Log())
+        assert said in capfd.readouterr().err
 
 
 class TestWords:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -67,6 +68,11 @@ class TestALateInstance:
         culprit = judge(put_together([recordings[0], hidden])).culprit
         assert culprit.cause is Cause.COMPUTE, "what is in no phase is its own work too"
 
+    @pytest.mark.parametrize(("steps", "is_named"), [(10, False), (60, True)])
+    def test_is_named_only_where_that_is_no_chance(self, steps, is_named):
+        """In eight steps that count, one of two is the last one every time with a probability of 1/128."""
+        assert bool(verdict_of(Made(2, steps=steps, compute_ms={1: 14})).culprit) == is_named
+
     @pytest.mark.parametrize("instances", SIZES)
     def test_is_not_one_that_was_late_once(self, instances):
         verdict = verdict_of(Made(instances, delays_ms={(1, 20): 300}))
@@ -75,6 +81,14 @@ class TestALateInstance:
         assert (outlier.step, outlier.instance, outlier.category) == (20, 1, "compute")
         assert outlier.longer_s == pytest.approx(0.3, rel=0.05)
         assert "Step 20 took" in findings(verdict)[0]
+
+
+def test_a_long_step_without_one_reason_is_told_without_one():
+    verdict = verdict_of(Made(3, delays_ms={(1, 20): 300}))
+    (outlier,) = verdict.outliers
+    shared = replace(verdict, outliers=[replace(outlier, longer_s=0.1)])
+    (said,) = findings(shared)
+    assert re.fullmatch(r"Step 20 took 31\d ms instead of 1\d(\.\d)? ms, for no one reason that was recorded\.", said)
 
 
 class TestAHealthyJob:

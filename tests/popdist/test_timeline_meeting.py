@@ -1,0 +1,76 @@
+"""Instances whose hosts have clocks of their own find out how far these are apart while they work."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from collectives.backends.thread import run_on_threads
+from collectives.calls import Call
+from popdist import Instance
+from popdist.timeline.asked import Asked
+from popdist.timeline.attaching import Timeline
+from popdist.timeline.meeting import HostClock
+from poprun.timeline.merging import put_together
+from poprun.timeline.recordings import read_recordings
+
+SECOND = 10**9
+AHEAD_NS = {0: 0, 1: 0, 2: 5 * SECOND, 3: -400 * SECOND}
+"""Instances 0 and 1 are on one host, 2 and 3 on others."""
+CALL = Call("barrier", "meeting")
+
+
+def clock_of(rank):
+    ahead = AHEAD_NS[rank]
+    return HostClock(f"host {ahead}", lambda: time.monotonic_ns() + ahead)
+
+
+def record(folder):
+    """What four instances, each in a thread, record of some barriers."""
+
+    def work(communicator):
+        rank = communicator.rank
+        timeline = Timeline(Asked(folder), Instance(rank, 4, 1, rank, 4, 0), {}, clock_of(rank))
+        timeline.meet(communicator)
+        recorder = timeline.recorder
+        for step in range(20):
+            recorder.step_begins(step)
+            recorder.operation_begins(step + 1, CALL)
+            communicator.barrier(name="meeting")
+            recorder.data_moves(0)
+            recorder.operation_ends()
+            recorder.step_ends(1, 0.0)
+        communicator.barrier(name="all have asked")
+        timeline.close()
+
+    run_on_threads(4, work)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recordings")
+    record(folder)
+    return put_together(read_recordings(folder))
+
+
+def test_the_difference_is_known_within_what_is_reported(job):
+    for rank, aligned in enumerate(job.aligned):
+        assert aligned.is_measured
+        assert abs(aligned.ahead_ns + AHEAD_NS[rank]) <= aligned.uncertainty_ns
+    assert [aligned.uncertainty_ns for aligned in job.aligned[:2]] == [0, 0]
+
+
+def test_nobody_sees_the_others_come_before_they_have(job):
+    uncertain = np.array([aligned.uncertainty_ns for aligned in job.aligned])
+    meetings = job.meetings
+    assert len(meetings.step) == 20
+    for sender in range(4):
+        early = meetings.came_ns[:, [sender]] - meetings.moved_ns
+        assert np.all(early <= uncertain + uncertain[sender])
+
+
+def test_one_job_is_recognised(job):
+    assert len({aligned.recording.job for aligned in job.aligned}) == 1
+    assert all(aligned.recording.is_complete for aligned in job.aligned)
