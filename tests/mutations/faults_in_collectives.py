@@ -73,8 +73,8 @@ IN_COLLECTIVES = (
     Fault(
         name="a mean over links is divided by the number of ranks, not of contributions",
         path="collectives/ring/transport.py",
-        old="Arrays(contributions, out, 0, reduction, parts.total)",
-        new="Arrays(contributions, out, 0, reduction, self.size)",
+        old="Arrays(contributions, out, begins, reduction, planned.plan.spread.replicas)",
+        new="Arrays(contributions, out, begins, reduction, self.size)",
         caught_by=("tests/collectives/test_long_arrays.py::test_every_rank_gets_the_ordered_mean",),
     ),
     Fault(
@@ -100,7 +100,7 @@ IN_COLLECTIVES = (
     ),
     Fault(
         name="layouts are not compared",
-        path="collectives/ring/transport.py",
+        path="collectives/ring/exchange.py",
         old="if theirs[_FINGERPRINT] != fingerprint:",
         new="if theirs[_FINGERPRINT] == 0:",
         caught_by=(

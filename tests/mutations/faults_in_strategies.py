@@ -148,7 +148,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="batches of an evaluation that an instance has not got are skipped after a loss",
-        path="strategies/evaluation/evaluator.py",
+        path="strategies/evaluation/data_pass.py",
         old="int(np.where(meeting.passes == own, meeting.batches, 0).min())",
         new="int(np.where(meeting.passes == own, meeting.batches, 0).max())",
         caught_by=(
