@@ -36,9 +36,13 @@ class Evaluator:
         training: of the module.
         loss_fn: of the `Trainer`, for where no other function is given.
         options: of the step.
+        is_recorded: whether every step is recorded, to be compared otherwise.
     """
 
-    def __init__(self, replicas: Replicas, training: Training, loss_fn: Function, options: TorchOptions) -> None:
+    def __init__(
+        self, replicas: Replicas, training: Training, loss_fn: Function, options: TorchOptions, is_recorded: bool
+    ) -> None:
+        self._is_recorded = is_recorded
         self._replicas = replicas
         self._training = training
         self._loss_fn = loss_fn
@@ -91,7 +95,7 @@ class Evaluator:
             lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), as_array(leaf).dtype), tensors_of(batch.values)
         )
         key = title, function, replicas.communicator, str(shapes)
-        if key in self._agreed:
+        if key in self._agreed or self._is_recorded:
             return
         self._agreed.add(key)
         programs = {

@@ -82,7 +82,7 @@ class Trainer:
         self._training = Training(replicas, module, optimizer, update, settings)
         recorder = recorder_for(replicas, StepOptions(seed))
         self._step = TorchStep(replicas, self._training, loss_fn, settings, self.notice, recorder)
-        self._evaluator = Evaluator(replicas, self._training, loss_fn, settings)
+        self._evaluator = Evaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
         self._step.start()
 
     @property

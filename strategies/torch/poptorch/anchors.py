@@ -43,11 +43,16 @@ def names_of(module: torch.nn.Module) -> list[str]:
     return [*names, *(f"{kind}{name}" for kind in (GRADIENT, UPDATED) for name in names)]
 
 
-def refuse_unknown(anchors: Mapping[str, Anchor], module: torch.nn.Module) -> None:
+def refuse_unknown(anchors: Mapping[str, Anchor], module: torch.nn.Module, is_sharded: bool) -> None:
     """Look for the tensors in a module.
 
+    Args:
+        anchors: by their short names.
+        module: of which they are.
+        is_sharded: whether this instance has parts only of mean gradients.
+
     Raises:
-        StrategyError: if there is none of a name.
+        StrategyError: if there is none of a name, or not the whole of it.
     """
     known = names_of(module)
     for anchor in anchors.values():
@@ -55,6 +60,11 @@ def refuse_unknown(anchors: Mapping[str, Anchor], module: torch.nn.Module) -> No
             raise StrategyError(
                 f"there is no tensor {anchor.name!r} to anchor; there are parameters, and {GRADIENT} and {UPDATED} of "
                 f"them: {', '.join(known)}"
+            )
+        if is_sharded and anchor.name.startswith(GRADIENT):
+            raise StrategyError(
+                f"{anchor.name} is anchored, and with a sharded optimizer an instance has a part of it only; anchor "
+                f"{UPDATED}{anchor.name.removeprefix(GRADIENT)}, or do not shard"
             )
 
 

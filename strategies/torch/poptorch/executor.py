@@ -57,7 +57,7 @@ class PoplarExecutor:
         self._inference: InferenceReplicas | None = None
         self._calls = 0  # of an inference
         self._seconds: list[float] = []  # of the updates of the last call, or of an inference
-        refuse_unknown(options.anchors, model)
+        refuse_unknown(options.anchors, model, training and options.TensorLocations.shards_optimizer)
         self._anchored = Anchored(options.anchors, model)
         if training:
             self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
@@ -169,7 +169,7 @@ class PoplarExecutor:
             else LossScaling(scale, 1.0)
             if scale != 1
             else None,
-            replicated_optimizer_state_sharding=bool(of_optimizer.get("useReplicatedTensorSharding")),
+            replicated_optimizer_state_sharding=options.TensorLocations.shards_optimizer,
             min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
             before_update=None if limit is None else clipping(limit),
             pipeline=self._pipeline(),

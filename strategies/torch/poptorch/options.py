@@ -221,6 +221,11 @@ class TensorLocationOptions(_Group):
         location = self._values.get("setOptimizerLocation")
         return location.toDict() if isinstance(location, TensorLocationSettings) else {}
 
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether every replica keeps a part of the optimizer state."""
+        return bool(self.of_optimizer.get("useReplicatedTensorSharding"))
+
 
 class DistributedOptions(_Group):
     """Several processes, `Options.Distributed`: poprun knows them, and `popdist.poptorch.Options` asks it."""

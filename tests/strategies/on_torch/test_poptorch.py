@@ -479,6 +479,10 @@ class TestAnchors:
             training.getLatency()
         with pytest.raises(StrategyError, match=r"no tensor 'bias' to anchor; .*Gradient___first\.weight"):
             poptorch.trainingModel(copy.deepcopy(model), new_options().anchorTensor("b", "bias"))
+        options = new_options().anchorTensor("b", "Gradient___last.bias")
+        options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useReplicatedTensorSharding())
+        with pytest.raises(StrategyError, match="anchor UpdatedVar___last.bias, or do not shard"):
+            poptorch.trainingModel(copy.deepcopy(model), options)
 
 
 def test_operators_that_mean_nothing_return_what_they_got(capsys):

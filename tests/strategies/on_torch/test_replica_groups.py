@@ -40,8 +40,12 @@ def batch(replicas=REPLICAS):
 
 
 def new_grouped(count):
-    torch.manual_seed(1)
-    return Grouped(count)
+    """Always the same; without the generator of the process, which instances on threads share."""
+    module = Grouped(count)
+    with torch.no_grad():
+        module.layer.weight.copy_(torch.tensor([[0.3, -0.5]]))
+        module.layer.bias.fill_(0.1)
+    return module
 
 
 def trained(strategy, groups, count, **options):
@@ -96,7 +100,7 @@ def test_also_where_the_state_of_the_optimizer_is_sharded_or_gradients_travel_in
     for each in on_instances(2, REPLICAS, lambda s: trained(s, ReplicaGroups(), 4, **options)):
         assert torch.equal(each.table, whole.table)
     short = trained(strategies.IPUStrategy(REPLICAS), ReplicaGroups(), 4, gradient_transfer_dtype="bfloat16")
-    torch.testing.assert_close(short.table, whole.table, rtol=0, atol=0.05)
+    torch.testing.assert_close(short.table, whole.table, rtol=0.05, atol=0.05)
 
 
 def test_what_a_group_cannot_have_is_refused():
@@ -156,7 +160,7 @@ class TestPopTorch:
 
 class TestBuffersOfEachReplica:
     def run(self, strategy, steps=2):
-        module = copy.deepcopy(new_grouped(1))
+        module = new_grouped(1)
         group_replicas(module.table, ReplicaGroups(None))
         trainer = strategies.torch.Trainer(
             strategy,
@@ -182,12 +186,13 @@ class TestBuffersOfEachReplica:
             assert torch.equal(shown, expected[0]), "the module has those of replica 0"
 
     def test_are_those_of_the_module_where_each_instance_is_a_replica(self, on_instances):
+        module = new_module("convolutions")
+
         def run(strategy):
-            own = new_module("convolutions")
+            own = copy.deepcopy(module)
             model = strategies.torch.DistributedModel(own, strategy, model_state_aggregation="per_replica")
             model(torch.full((2, 8, 8), 1.0 + strategy.instance_index)).sum().backward()
             return own.norm.running_mean
 
-        torch.manual_seed(0)
         one, other = on_instances(2, 2, run)
         assert not torch.equal(one, other)
