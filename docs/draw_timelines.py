@@ -16,10 +16,10 @@ sys.path.insert(0, str(ROOT))
 
 from popdist.timeline.asked import folder_beside  # noqa: E402
 from poprun.timeline.merging import Job, put_together  # noqa: E402
-from poprun.timeline.pictures import draw_shares, style  # noqa: E402
 from poprun.timeline.recordings import read_recordings  # noqa: E402
-from poprun.timeline.report_text import report_text  # noqa: E402
-from poprun.timeline.verdict import judge  # noqa: E402
+from poprun.timeline.report.pictures import draw_shares, style  # noqa: E402
+from poprun.timeline.report.text import report_text  # noqa: E402
+from poprun.timeline.report.verdict import judge  # noqa: E402
 
 PROGRAM = """\
 import sys, time

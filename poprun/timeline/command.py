@@ -120,9 +120,9 @@ def _merge(wanted: Wanted) -> int:
 def _report(wanted: Wanted, columns: int | None) -> int:
     from poprun.timeline.merging import put_together
     from poprun.timeline.recordings import read_recordings
-    from poprun.timeline.report_page import report_page
-    from poprun.timeline.report_text import report_text
-    from poprun.timeline.verdict import judge
+    from poprun.timeline.report.page import report_page
+    from poprun.timeline.report.text import report_text
+    from poprun.timeline.report.verdict import judge
 
     job = put_together(read_recordings(wanted.folder))
     try:

@@ -10,11 +10,11 @@ import pytest
 from poprun_jobs import start
 from strict_trace import read_strictly
 
-from poprun.timeline.findings import Cause
 from poprun.timeline.merging import put_together
 from poprun.timeline.recordings import read_recordings
+from poprun.timeline.report.findings import Cause
+from poprun.timeline.report.verdict import judge
 from poprun.timeline.spans import Sort
-from poprun.timeline.verdict import judge
 
 pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(150)]
 

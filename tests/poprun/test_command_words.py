@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from poprun.asking.settings import Settings
 from poprun.hosts.hosts import Host
@@ -74,3 +75,11 @@ def test_each_shim_is_told_the_name_of_the_host_for_which_it_is_meant() -> None:
     ]
     for known in ({}, {"h": "h.east"}):  # mpirun gives all what the first context exports
         assert not [word for word in command(BOTH, replace(REMOTE, names=known)) if "POPRUN_HOST" in word]
+
+
+def test_what_is_recorded_for_a_timeline_goes_into_a_folder_beside_it() -> None:
+    folder = f"POPDIST_TIMELINE={Path('a.json.parts').absolute()}"
+    words = command(timeline="a.json", timeline_limit=3)
+    assert [word for word in words if "TIMELINE" in word] == [folder, "POPDIST_TIMELINE_LIMIT=3"] * 2
+    assert [word for word in command(timeline="a.json") if "TIMELINE" in word] == [folder] * 2
+    assert not [word for word in command(timeline_limit=3) if "TIMELINE" in word]

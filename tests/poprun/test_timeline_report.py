@@ -13,16 +13,16 @@ from timeline_jobs import Made
 from popdist.timeline.events import Kind
 from poprun.errors import PopRunError
 from poprun.timeline.command import main
-from poprun.timeline.findings import Cause
 from poprun.timeline.merging import put_together
-from poprun.timeline.overlap import bubbles_of, common_ns
-from poprun.timeline.pictures import draw_curves
-from poprun.timeline.report_page import report_page
-from poprun.timeline.report_text import report_text
-from poprun.timeline.sentences import findings, time_text
+from poprun.timeline.report.findings import Cause
+from poprun.timeline.report.overlap import bubbles_of, common_ns
+from poprun.timeline.report.page import report_page
+from poprun.timeline.report.pictures import draw_curves
+from poprun.timeline.report.sentences import findings, time_text
+from poprun.timeline.report.step_table import table_of
+from poprun.timeline.report.text import report_text
+from poprun.timeline.report.verdict import judge
 from poprun.timeline.spans import SPAN
-from poprun.timeline.step_table import table_of
-from poprun.timeline.verdict import judge
 
 SIZES = [2, 3, 4]
 

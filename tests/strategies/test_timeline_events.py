@@ -19,8 +19,8 @@ from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring import Ring
 from poprun.timeline.merging import put_together
 from poprun.timeline.recordings import Recording
+from poprun.timeline.report.verdict import judge
 from poprun.timeline.spans import Sort
-from poprun.timeline.verdict import judge
 from strategies import Trainer, fingerprint
 
 STEPS, REPLICAS = 4, 4

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from poprun.timeline.findings import LEAST_GAIN, LEAST_SHARE, SlowLink
+from poprun.timeline.report.findings import LEAST_GAIN, LEAST_SHARE, SlowLink
 from poprun.timeline.spans import Sort, Spans
 
 _LEAST_STEPS = 0.25

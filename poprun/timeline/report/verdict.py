@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poprun.timeline.findings import LEAST_GAIN, Cause, Change, Culprit, Outlier, Segment, SlowLink
-from poprun.timeline.lateness import Lateness, culprit_of
 from poprun.timeline.matching import Meetings
 from poprun.timeline.merging import Job
-from poprun.timeline.overlap import Overlap, overlap_of
-from poprun.timeline.single_steps import are_outliers, outliers_of, path_of
-from poprun.timeline.slow_links import slow_link_of
-from poprun.timeline.spans import COMPILE
-from poprun.timeline.step_table import (
+from poprun.timeline.report.findings import LEAST_GAIN, Cause, Change, Culprit, Outlier, Segment, SlowLink
+from poprun.timeline.report.lateness import Lateness, culprit_of
+from poprun.timeline.report.overlap import Overlap, overlap_of
+from poprun.timeline.report.single_steps import are_outliers, outliers_of, path_of
+from poprun.timeline.report.slow_links import slow_link_of
+from poprun.timeline.report.step_table import (
     CATEGORIES,
     CHECKPOINT,
     COMPUTE,
@@ -26,6 +25,7 @@ from poprun.timeline.step_table import (
     last_attempt,
     table_of,
 )
+from poprun.timeline.spans import COMPILE
 
 _MUCH_INPUT = 0.1
 

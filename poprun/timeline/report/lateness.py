@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from popdist.timeline.gauges import CORE_WAIT
-from poprun.timeline.findings import LEAST_GAIN, LEAST_SHARE, Cause, Culprit
+from poprun.timeline.report.findings import LEAST_GAIN, LEAST_SHARE, Cause, Culprit
+from poprun.timeline.report.step_table import INPUT, StepTable
 from poprun.timeline.spans import Spans
-from poprun.timeline.step_table import INPUT, StepTable
 
 _SURPRISE = 4.0
 """How many standard deviations oftener than by chance somebody has to be the last one."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
-from poprun.timeline.findings import Cause, Outlier, Segment
 from poprun.timeline.merging import Job
-from poprun.timeline.step_table import CATEGORIES, last_attempt
-from poprun.timeline.verdict import Verdict
+from poprun.timeline.report.findings import Cause, Outlier, Segment
+from poprun.timeline.report.step_table import CATEGORIES, last_attempt
+from poprun.timeline.report.verdict import Verdict
 
 _MB = 1e6
 _LEAST_PART = 0.02

@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from poprun.timeline.step_table import CATEGORIES
+from poprun.timeline.report.step_table import CATEGORIES
 
 _WIDTH, _LEFT, _ROW, _BAR = 900, 200, 30, 20
 _MOST_POINTS = 400

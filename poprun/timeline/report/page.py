@@ -8,12 +8,12 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
-from poprun.timeline.findings import Segment
 from poprun.timeline.merging import Job
-from poprun.timeline.pictures import COLOURS, draw_curves, draw_path, draw_shares, style
-from poprun.timeline.sentences import changes, findings, headline, instance_rows, paths, share_rows
-from poprun.timeline.step_table import last_attempt
-from poprun.timeline.verdict import Verdict
+from poprun.timeline.report.findings import Segment
+from poprun.timeline.report.pictures import COLOURS, draw_curves, draw_path, draw_shares, style
+from poprun.timeline.report.sentences import changes, findings, headline, instance_rows, paths, share_rows
+from poprun.timeline.report.step_table import last_attempt
+from poprun.timeline.report.verdict import Verdict
 
 _STYLE = (
     ":root{color-scheme:light dark}"

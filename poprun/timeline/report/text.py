@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from poprun.pages import USUAL_COLUMNS, draw_rows, wrap
 from poprun.timeline.merging import Job
-from poprun.timeline.sentences import changes, findings, headline, instance_rows, paths, share_rows
-from poprun.timeline.verdict import Verdict
+from poprun.timeline.report.sentences import changes, findings, headline, instance_rows, paths, share_rows
+from poprun.timeline.report.verdict import Verdict
 
 
 def report_text(job: Job, verdict: Verdict, columns: int | None = None) -> str:

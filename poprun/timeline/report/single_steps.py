@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from poprun.timeline.findings import Outlier, Segment
 from poprun.timeline.matching import Meetings
+from poprun.timeline.report.findings import Outlier, Segment
+from poprun.timeline.report.step_table import CHECKPOINT, COMPUTE, INPUT, REST, WAITING, StepTable
 from poprun.timeline.spans import COMPILE
-from poprun.timeline.step_table import CHECKPOINT, COMPUTE, INPUT, REST, WAITING, StepTable
 
 _OF_MEDIAN, _DEVIATIONS, _OF_ALL = 1.0, 5.0, 0.01
 """By how much an outlier is longer at least: in parts of the median, in standard deviations, in parts of all steps."""

@@ -1,0 +1,1 @@
+"""What held a job up, as numbers, sentences and pictures."""

@@ -1,0 +1,15 @@
+"""The benchmark of timelines measures what it says; what that costs is not tested."""
+
+import pytest
+from benchmark_runs import run_benchmark
+
+
+@pytest.mark.job
+@pytest.mark.complete
+def test_events_a_step_and_a_merge_are_measured(tmp_path):
+    figures, table = run_benchmark("timeline.py", tmp_path, "--repeats", "4", "--events", "2000")
+    assert figures["event_ns"] > 0
+    assert figures["step"]["events"] > 10
+    assert figures["share"] > 0
+    assert figures["merge"]["trace_MB"] > figures["merge"]["recorded_MB"] > 0
+    assert "2,000 events are merged" in table
