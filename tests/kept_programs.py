@@ -28,11 +28,11 @@ def kept_programs(environ: Mapping[str, str]) -> Path:
 
 
 def remove_unused(environ: Mapping[str, str], now_s: float | None = None) -> None:
-    """Remove what has not been read for long, also of other versions."""
+    """Remove what has not been read for long, also of other versions, and what was killed before it had written."""
     oldest_s = (time.time() if now_s is None else now_s) - UNUSED_S
     for path in _root(environ).rglob("*"):
         with suppress(OSError):  # another run removes it too
-            if path.is_file() and path.stat().st_atime < oldest_s:
+            if path.is_file() and (path.stat().st_atime < oldest_s or not path.stat().st_size):
                 path.unlink()
 
 

@@ -21,13 +21,15 @@ def test_the_same_machine_has_the_same_folder(tmp_path):
     assert kept_programs(environ) == kept_programs(environ)
 
 
-def test_what_nobody_has_read_for_long_is_removed_and_the_others_stay(tmp_path):
+def test_what_nobody_has_read_for_long_is_removed_and_what_is_empty_and_the_others_stay(tmp_path):
     environ = {"POPDIST_CACHE": str(tmp_path)}
-    old, new = (kept_programs(environ) / name for name in ("old", "new"))
+    old, new, empty = (kept_programs(environ) / name for name in ("old", "new", "empty"))
+    empty.touch()
     now_s = 1e9
     for path, read_s in ((old, now_s - UNUSED_S - 1), (new, now_s - UNUSED_S + 1)):
         path.write_bytes(b"program")
         os.utime(path, (read_s, now_s))
     remove_unused(environ, now_s)
     assert not old.exists()
+    assert not empty.exists()
     assert new.exists()

@@ -26,8 +26,8 @@ def longest(times, sizes):
     return max(sum(times[before:after]) for before, after in itertools.pairwise(ends))
 
 
-def test_no_cut_has_a_shorter_longest_group():
-    rng = random.Random(3)
+def test_no_cut_has_a_shorter_longest_group(seed):
+    rng = random.Random(seed)
     for _ in range(60):
         times = [rng.choice([0, 1, 2, rng.uniform(0, 9)]) for _ in range(rng.randint(1, 9))]
         stages = rng.randint(1, len(times))
@@ -104,8 +104,8 @@ def test_where_nothing_is_gained_it_says_so():
     assert in_turn.sizes == (6, 2), "stages that never run at the same time are as fast however they are cut"
 
 
-def test_no_cut_that_is_found_is_worse_than_the_one_there_is():
-    rng = random.Random(5)
+def test_no_cut_that_is_found_is_worse_than_the_one_there_is(seed):
+    rng = random.Random(seed)
     for _ in range(15):
         number, stages = rng.randint(3, 9), 3
         parts = StageTimes(*(tuple(rng.uniform(0, 5) for _ in range(number)) for _ in range(2)))
@@ -117,8 +117,8 @@ def test_no_cut_that_is_found_is_worse_than_the_one_there_is():
         assert found.length_s <= found.before_s == pytest.approx(made.length(parts.joined(sizes).durations()))
 
 
-def test_with_a_device_for_each_stage_the_slowest_is_as_fast_as_can_be():
-    rng = random.Random(11)
+def test_with_a_device_for_each_stage_the_slowest_is_as_fast_as_can_be(seed):
+    rng = random.Random(seed)
     made = timetable("one_forward_one_backward", range(4), 6)
     changed = 0
     for _ in range(25):
