@@ -122,6 +122,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if SERVER_VARIABLE not in os.environ:  # or a worker of pytest-xdist, which inherits it
         os.environ[SERVER_VARIABLE] = TokenServer(3 * len(os.sched_getaffinity(0))).address  # jobs mostly wait
     take_signals_as_in_a_terminal()
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # whichever test is the first to load it
     os.environ.pop("COLUMNS", None)  # pytest-xdist tells its workers how wide its own page is
     config.stash[LOOKOUT] = Lookout()
     share_compiled_programs(config)

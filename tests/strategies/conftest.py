@@ -15,7 +15,6 @@ import strategies
 from collectives.backends.thread import run_on_threads
 from popdist import Instance
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
 compile_one_after_another()
 compile_what_calls_python_once()
 ALL = strategies.IPUStrategy(num_replicas=8)  # the size of the pool is fixed when JAX starts
