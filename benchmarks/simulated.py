@@ -110,6 +110,8 @@ def simulated_s(hosts: int, on_each: int, nbytes: int, network: Network) -> floa
     places = np.repeat(np.arange(hosts), on_each)
     link = Places(tuple(places.tolist()), _sizes_between_hosts(places.size, on_each))
     rounds = relays(link.hosts)
+    if nbytes <= link.sizes.inline_bytes:
+        return steady_s([of_comparison(places, rounds, HEADER_BYTES + nbytes)], network)
     leaving = [each for each in rounds if link.hosts[each[0].source] != link.hosts[each[0].to]]
     pairs = {(source, to) for source, to, _ in leaving[0]} if len(leaving) == 1 else set()
     planner = Planner(link, pairs)

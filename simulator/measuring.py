@@ -173,10 +173,12 @@ def _memory() -> tuple[float, float, float]:
     nbytes = memory_bytes(2)
     segment, path = create_segment(nbytes)
     helper = multiprocessing.get_context("spawn").Process(target=_help_memory, args=(path, nbytes))
-    helper.start()
-    found = _over_link(NearLink(memoryview(segment), 0, 2), 1)
-    helper.join()
-    path.unlink()
+    try:
+        helper.start()
+        found = _over_link(NearLink(memoryview(segment), 0, 2), 1)
+        helper.join()
+    finally:
+        path.unlink()
     return found
 
 

@@ -210,7 +210,7 @@ def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
     """
     copies = ranks - of_one_host  # of everything inline that leave a host
     return Sizes(
-        inline_bytes=max(LEAST_INLINE_BYTES, min(Sizes.inline_bytes, _INLINE_BYTES_OF_HOST // copies)),
+        inline_bytes=max(LEAST_INLINE_BYTES, min(_CHUNK_BYTES, _INLINE_BYTES_OF_HOST // copies)),
         whole_bytes=_WHOLE_BYTES,
         chunk_bytes=_CHUNK_BYTES,
         smallest_chunk_bytes=_SMALLEST_CHUNK_BYTES,

@@ -94,6 +94,7 @@ class Planner:
         in_slice = -(-elements // plan.slices)
         widest = width.leaf if max(counts) == 1 else width.partial
         longest = in_slice if is_whole else max(1, self._sizes.chunk_of(in_slice * widest) // widest)
+        longest = -(-in_slice // -(-in_slice // longest))  # pieces are equal: a short one costs as much as a long one
         pieces = pieces_of_blocks(plan, size, longest) if scatters else pieces_of(plan, size, longest * plan.slices)
         programs = {piece.table: program_of(plan, self._link.rank, piece.table) for piece in pieces}
         opens_in = opening_round(plan) if self._opens(plan, pieces[0], width) else -1
