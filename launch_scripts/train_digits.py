@@ -36,7 +36,7 @@ import strategies
 
 TEST_BATCH_SIZE = 512
 
-# Reach 95 % of the test set with 1 to 8 replicas; measured over ten seeds.
+# 95.0 to 97.5 % of the test set for ten seeds of the CNN with 4 replicas; 92.8 to 98.3 % for three with 1 and with 8.
 DEFAULT_EPOCHS = {"cnn": 50, "mlp": 10}
 DEFAULT_LEARNING_RATE = {"cnn": 0.01, "mlp": 0.001}
 DEFAULT_CHECKPOINT_EVERY = 100
