@@ -16,10 +16,12 @@ def test_kr_06_replicas_have_the_same_weights_after_every_update_in_16_bits(in_s
         )
         model.compile(keras.optimizers.SGD(0.01), "mse")
         seen = []
-        told = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: seen.append([np.asarray(one) for one in model.get_weights()])
-        )
-        model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0, callbacks=[told])
+
+        class Looks(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                seen.append(self.model.get_weights())
+
+        model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0, callbacks=[Looks()])
         return seen
 
     one, other = in_scopes(2, program)
