@@ -8,7 +8,7 @@ The MLP 784-1024-1024-10 with Adam, batch 64 for each replica, one core for each
 model, and the same steps of `Trainer` with the same network in JAX alternate in one process; a step in milliseconds.
 
 "two": two instances with one replica each, under poprun. An epoch of `fit` on both alternates with one of stock Keras
-on instance 0, which the other one waits for in a barrier; rows per second.
+on instance 0, which the other one waits for in a barrier; rows per second. By CPU time: what instance 0 takes.
 
 "parallel": Keras's own `keras.distribution.DataParallel` over two devices of one process with two cores; a process of
 its own, so that it is not paired with the others. TensorFlow's MultiWorkerMirroredStrategy is measured where it is
@@ -39,6 +39,8 @@ from timing import (
 )
 
 BATCH_SIZE = 64
+CPU = "_cpu"
+NOT_COUNTED = 3  # a step of one replica is compiled anew after 32 of them
 LIMIT_S = 600.0
 
 
@@ -63,14 +65,20 @@ def data(rows: int) -> tuple[Any, Any]:
 
 
 def timed(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, one after another; the first round, which compiles, does not count."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
+    """Seconds of each way in each round, one after another, and of CPU time, but for the first rounds."""
+    times: dict[str, list[float]] = {name + kind: [] for name in ways for kind in ("", CPU)}
+    for _ in range(rounds + NOT_COUNTED):
         for name, way in ways.items():
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             way()
             times[name].append(time.perf_counter() - start)
-    return {name: each[1:] for name, each in times.items()}
+            times[name + CPU].append(time.process_time() - start_cpu)
+    return {name: each[NOT_COUNTED:] for name, each in times.items()}
+
+
+def ratio(times: dict[str, list[float]], one: str, other: str) -> float:
+    """The median of the ratios in one round."""
+    return median(a / b for a, b in zip(times[one], times[other], strict=True))
 
 
 def measure_one(rounds: int, steps: int) -> dict[str, list[float]]:
@@ -190,13 +198,15 @@ def main() -> None:
     poprun = [sys.executable, "-m", "poprun", "--num-instances=2", "--num-replicas=2", "--allow-run-as-root=yes"]
     two = told_by([*poprun, sys.executable, *measure, "two"])
     rows = BATCH_SIZE * arguments.steps
-    pairs = zip(two["stock"], two["fit"], strict=True)
     figures = {
         "one_ms": {name: each * 1e3 / arguments.steps for name, each in medians(one).items()},
-        "one_fit_by_stock": median(a / b for a, b in zip(one["fit"], one["stock"], strict=True)),
-        "one_fit_by_trainer": median(a / b for a, b in zip(one["fit"], one["trainer"], strict=True)),
+        "one_fit_by_stock": ratio(one, "fit", "stock"),
+        "one_fit_by_trainer": ratio(one, "fit", "trainer"),
+        "one_fit_by_stock_cpu": ratio(one, "fit_cpu", "stock_cpu"),
+        "one_fit_by_trainer_cpu": ratio(one, "fit_cpu", "trainer_cpu"),
         "two_rows_per_s": {"fit": 2 * rows / median(two["fit"]), "stock": rows / median(two["stock"])},
-        "two_fit_by_stock": median(2 * stock / fit for stock, fit in pairs),
+        "two_fit_by_stock": 2 * ratio(two, "stock", "fit"),
+        "two_fit_by_stock_cpu": 2 * ratio(two, "stock_cpu", "fit_cpu"),
         "parallel_rows_per_s": 2 * rows / median(parallel["parallel"]),
     }
     print(json.dumps(figures, indent=2))

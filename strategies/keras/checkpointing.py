@@ -101,11 +101,19 @@ class SavedFit:
         self.first_epoch, self.skipped = position.epoch, position.step
         return found
 
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the last execution of an epoch, which may be shorter, is the one that was made before."""
+        try:
+            return not self.skipped and self._dataset.position().step == len(self._dataset)
+        except TypeError:  # a stream: nobody knows
+            return False
+
     def skip(self, steps: int) -> int:
-        """How many of the next steps were made before."""
+        """How many of the next steps were made before; all of them behind the last one of an epoch."""
         skipped = min(self.skipped, steps)
         self.skipped -= skipped
-        return skipped
+        return steps if skipped and self._is_at_end else skipped
 
     def after_step(self, state: TrainState) -> None:
         """Save where it is time; raises `SystemExit` where the job was told to end."""

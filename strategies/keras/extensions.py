@@ -46,6 +46,7 @@ _OF_PIPELINE = {
     "offload_weight_update_variables": None,
     "replicated_optimizer_state_sharding": None,
     "gradient_accumulation_dtype": None,
+    "accumulate_outfeed_dtype": None,  # metrics are float32, as Keras has them
     "schedule": "schedule",
     "recompute": "recompute",
     "watch": "watch",

@@ -162,8 +162,8 @@ class TrainFunction:
         if not self._is_adopted:
             self._is_adopted = True
             begun = replace(begun, step=self._optimizer.step_of(inner))
-            is_all_here = self._strategy.replicas.communicator.size == 1 and not self._options.step
-            return own, self._placed(begun) if is_all_here else self.trainer.adopt(begun)
+            is_alone = self._strategy.replicas.communicator.size == 1 and not self._options.step
+            return own, self._placed(begun) if is_alone and _may_be_used_up(begun) else self.trainer.adopt(begun)
         if self._parts is not None:  # Keras knows, and callbacks change, what is whole before the first part
             count = self._optimizer.num_whole
             begun = replace(begun, optimizer_state=[*inner[:count], *self._parts[count:]])
@@ -262,3 +262,11 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _is_placed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(leaf.committed)
+
+
+def _may_be_used_up(state: TrainState) -> bool:
+    """Whether a step may take over the memory of a state: each of its arrays has its own."""
+    leaves = jax.tree.leaves((state.variables, state.optimizer_state))
+    if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        return False
+    return len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)

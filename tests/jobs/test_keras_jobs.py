@@ -51,3 +51,10 @@ def test_when_an_instance_is_killed_the_other_one_goes_on_to_the_same_bits(alone
 def test_a_job_that_is_started_again_goes_on_from_a_backup_to_the_same_bits(alone: dict, tmp_path: Path) -> None:
     options = ("--on-failure=restart", "--inject=kill:instance=1,step=8")
     assert train(*options, words=(str(tmp_path / "backups"),)) == [alone] * 2
+
+
+@pytest.mark.complete
+def test_a_job_that_is_started_again_goes_on_from_a_checkpoint_to_the_same_bits(alone: dict, tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    options = ("--on-failure=restart", "--inject=kill:instance=1,step=8")
+    assert train(*options, words=(str(tmp_path / "folder"), "checkpoints")) == [alone] * 2

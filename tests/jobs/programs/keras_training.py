@@ -1,6 +1,6 @@
 """Trains a small model of Keras and prints what every instance has found at the end.
 
-usage: keras_training.py [FOLDER_OF_BACKUPS]
+usage: keras_training.py [FOLDER [backups|checkpoints]]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import popdist
 import strategies
 
 
-def train(strategy: strategies.Strategy, backups: str = "") -> dict[str, object]:
+def train(strategy: strategies.Strategy, folder: str = "", kind: str = "backups") -> dict[str, object]:
     """What it finds on this instance."""
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((70, 8)).astype(np.float32), rng.integers(0, 3, 70)
@@ -35,7 +35,8 @@ def train(strategy: strategies.Strategy, backups: str = "") -> dict[str, object]
             ]
         )
         model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-        callbacks = [keras.callbacks.BackupAndRestore(backups)] if backups else []
+        saved = keras.callbacks.BackupAndRestore if kind == "backups" else strategies.keras.Checkpoints
+        callbacks = [saved(folder)] if folder else []
         held_out = (x[:21], y[:21])
         history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, validation_data=held_out, callbacks=callbacks)
     return {
