@@ -46,7 +46,7 @@ class Sums(nn.Module):
 def test_a_bucket_is_ready_when_its_last_gradient_has_come():
     ready = []
     module = Sums(lambda: ready.append(run.finished[0].is_set()))
-    run = ReplicaRun(0, module, lambda module, batch: module(batch.sum()), TorchOptions(stream_gradients=True))
+    run = ReplicaRun(0, module, lambda module, batch: module(batch.sum()), TorchOptions(stream_gradients=True), 1)
     parameters = tuple(
         Parameter(name, tuple(each.shape), np.dtype(np.float32)) for name, each in module.named_parameters()
     )
