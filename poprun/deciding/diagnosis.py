@@ -329,7 +329,10 @@ def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
 def _describe_blamed(blamed: Facts, facts: Sequence[Facts]) -> str:
     how = "left the program" if blamed.ending is None else blamed.ending.describe()
     if not blamed.is_gone:
-        return f"{blamed.name} {how}{_describe_place(blamed)}"
+        place = _describe_place(blamed)
+        if place and blamed.ending is not None and blamed.ending.kind is EndKind.LOST:
+            place = f"; last heard of {place.lstrip(', ')}"  # it may have been further
+        return f"{blamed.name} {how}{place}"
     waiting = [each.index for each in facts if each.index != blamed.index and _needs(each, blamed)]
     return f"{blamed.name} {how} too early: {list_instances(waiting)} still needed it"
 
@@ -354,8 +357,8 @@ def _describe_place(each: Facts) -> str:
     record = each.record
     if not record.since_s:
         return ""
-    if record.is_joining:  # of one that is lost that is what it said last, and it may have been further
-        return "" if each.ending is not None and each.ending.kind is EndKind.LOST else " in popdist.init"
+    if record.is_joining:
+        return " in popdist.init"
     step = f" in step {record.step}" if record.step else ""
     if record.is_inside:
         return f"{step}, inside collective {record.number}, {record.label}"

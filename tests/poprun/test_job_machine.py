@@ -958,8 +958,8 @@ class TestHosts:
         script.run()
         assert script.exit_status == 137
         assert script.said() == [
-            "instance 1 on host node0 (pid 101) was lost: its supervisor process was killed or cut off "
-            "in step 3, after collective 4, barrier"
+            "instance 1 on host node0 (pid 101) was lost: its supervisor process was killed or cut off; "
+            "last heard of in step 3, after collective 4, barrier"
         ]
         assert script.over_s < 1.0 + SOON_S
 
