@@ -22,7 +22,7 @@ from collectives import Communicator
 from strategies.train_state import TrainState
 
 Gradients = Sequence[Sequence[np.ndarray]]
-"""Those of each local replica."""
+"""Of each local replica, with the loss and the metrics before them, and what it keeps behind."""
 ComputeGradients = Callable[[TrainState, Any], Gradients]
 
 

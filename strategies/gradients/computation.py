@@ -55,7 +55,7 @@ class ReplicaGradients(ABC):
 
     @abstractmethod
     def leaves(self) -> list[list[np.ndarray]]:
-        """The gradients that were begun last, and what is kept, for each local replica."""
+        """What was begun last, for each local replica: the tail (loss and metrics), gradients, and what is kept."""
 
 
 class ReplicaPlan(ABC):

@@ -249,6 +249,8 @@ class GradientPrograms(ReplicaGradients):
         for of_bucket, (bucket, contributions) in zip(self._parts, self.collect(), strict=True):
             for parts, buffers in zip(found, zip(*contributions, strict=True), strict=True):
                 parts.update(zip(of_bucket, bucket.layout.views(buffers), strict=True))
+                if bucket is self.buckets[-1]:
+                    parts[Part(TAIL)] = bucket.layout.tail_view(buffers)
         kept = [
             [np.asarray(jax.random.key_data(one) if is_key(one) else one) for one in run.kept] for run in self._runs
         ]

@@ -17,7 +17,7 @@ from jax.extend import core
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.gradients.computation import Allocate, ReplicaGradients, ReplicaPlan
-from strategies.gradients.leaving import MeansMemory
+from strategies.gradients.leaving import TAIL, MeansMemory
 from strategies.pipelines.driver import AbandonedError, Drive
 from strategies.pipelines.replica_run import ReplicaRun, back_on
 from strategies.pipelines.stage_plan import StageBucket, StagePlan
@@ -170,6 +170,8 @@ class StageGradients(ReplicaGradients):
             for leaves, buffers in zip(found, zip(*contributions, strict=True), strict=True):
                 views = bucket.layout.views(buffers)
                 leaves.update({part.result: view.reshape(-1) for part, view in zip(own, views, strict=True)})
+                if bucket is self.buckets[-1]:
+                    leaves[TAIL] = bucket.layout.tail_view(buffers)
         kept = [
             [np.asarray(jax.random.key_data(one) if is_key(one) else one) for one in run.kept] for run in self._runs
         ]

@@ -60,7 +60,7 @@ class FusedSteps:
         return bool(traced.effects)
 
     def last_gradients(self, variables: Any, batches: Sequence[Any], step: int) -> list[np.ndarray]:
-        """The gradients for the last of the batches, computed in such a loop; for comparison.
+        """The tail and the gradients for the last of the batches, computed in such a loop; for comparison.
 
         The variables stay as they are.
         """
@@ -72,9 +72,10 @@ class FusedSteps:
         self, variables: Any, batches: Sequence[Any], index: jax.Array, control: jax.Array
     ) -> Sequence[jax.Array]:
         def step(_: Any, batch: Any) -> tuple[Any, None]:
-            return jax.lax.optimization_barrier(self._program(variables, batch, index, control)[1:]), None
+            return jax.lax.optimization_barrier(self._program(variables, batch, index, control)), None
 
-        zeros = tuple(jnp.zeros(result.shape, result.dtype) for result in self._program.results)
+        of_gradients = [jnp.zeros(result.shape, result.dtype) for result in self._program.results]
+        zeros = (jnp.zeros(self._program.tail_size, jnp.float32), *of_gradients)
         last: Sequence[jax.Array] = jax.lax.scan(step, zeros, _stacked(batches))[0]
         return last
 

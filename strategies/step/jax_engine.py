@@ -225,7 +225,7 @@ class JaxEngine(StepEngine):
         communicator = self._replicas.communicator
         if is_so_everywhere(is_exact, communicator, "streamed gradients have the same bits"):
             return replace(plan, gradients=cut)
-        logger.info("gradients are not streamed: computed in parts they would have other bits")
+        logger.info("gradients are not streamed: in parts they, the loss or metrics would have other bits")
         return plan
 
     def _programs(self, plan: ReplicaPlan, allocate: Allocate) -> ReplicaGradients:

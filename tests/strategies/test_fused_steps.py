@@ -116,7 +116,7 @@ class TestGradientsForComparison:
             return (batch["x"] @ variables["w"]).sum() ** 2 / 2
 
         variables, rows = start(), BATCHES[-1]["x"].sum(0)
-        [gradient] = Steps(alone, loss).fused.last_gradients(variables, BATCHES, FIRST_STEP)
+        [_, gradient] = Steps(alone, loss).fused.last_gradients(variables, BATCHES, FIRST_STEP)
         assert gradient.tolist() == (rows @ [1, 2] * rows).tolist() == [8, -2]
         assert not variables["w"].is_deleted()
 
@@ -124,7 +124,7 @@ class TestGradientsForComparison:
         def loss(variables, batch, key):
             return variables["w"][0] * jax.random.uniform(key)
 
-        [gradient] = Steps(alone, loss).fused.last_gradients(start(), BATCHES, FIRST_STEP)
+        [_, gradient] = Steps(alone, loss).fused.last_gradients(start(), BATCHES, FIRST_STEP)
         assert gradient.tolist() == [drawn(FIRST_STEP), 0]
 
 
