@@ -115,7 +115,12 @@ class RingTransport(Transport):
     def _complete_all(self, transfers: Sequence[tuple[Transfer, int]]) -> None:
         """Wait until all transfers, each named with its rank, are done."""
         pending = deque(transfers)
-        self._watch.wait(lambda: drain(pending), lambda: sorted({rank for _, rank in pending}))
+
+        def missing() -> list[int]:
+            """What comes behind the first one may be there: whoever is lost since then is not waited for."""
+            return sorted({rank for transfer, rank in pending if not transfer.done()})
+
+        self._watch.wait(lambda: drain(pending), missing)
 
     def _flow(self, reducing: Reducing, counts: tuple[int, ...]) -> None:
         """Go through the pieces, several at the same time, from where it was begun."""

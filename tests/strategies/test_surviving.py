@@ -174,7 +174,7 @@ def lose_at_message(number, training=TRAINING):
 
 
 def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
-    """What instance 1 contributes goes to instance 0 first, which can complete the step then, and instance 2 cannot."""
+    """What instance 1 contributes goes to instance 2 first, which can complete the step then, and instance 0 cannot."""
     assert [lose_at_message(number) for number in range(3)] == [(True, False), (True, True), (False, False)]
 
 
