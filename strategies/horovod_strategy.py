@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import ClassVar, final
 
 import popdist
 from collectives import Communicator
@@ -17,6 +17,8 @@ from strategies.strategy import Strategy
 @final
 class Horovod(Membership):
     """The instances of the job, connected by Horovod; who is lost ends the job of all."""
+
+    adds_in_order: ClassVar[bool] = False
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; calls `popdist.init` and `horovod.init`."""

@@ -40,8 +40,8 @@ def compile_what_calls_python_once() -> None:
     its own. Where JAX has no such functions, all programs are compiled.
     """
     compile_and_load = getattr(compiler, "backend_compile_and_load", None)
-    canonical = getattr(cache_key, "_canonicalize_ir", None)
-    if compile_and_load is None or canonical is None:
+    canonical, ignored = getattr(cache_key, "_canonicalize_ir", None), getattr(cache_key, "IgnoreCallbacks", None)
+    if compile_and_load is None or canonical is None or ignored is None:
         return
     kept = Kept()
 
@@ -49,7 +49,7 @@ def compile_what_calls_python_once() -> None:
     def load_or_compile(backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
         if not host_callbacks:
             return compile_and_load(backend, module, devices, options, host_callbacks)
-        text = canonical(module, cache_key.IgnoreCallbacks.NO)  # without the lines of the source
+        text = canonical(module, ignored.NO)  # without the lines of the source
         flags = os.environ.get("XLA_FLAGS", "").encode()
         key = hashlib.sha256(b"%d" % len(backend.devices()) + text + options.SerializeAsString() + flags).hexdigest()
         if (found := kept.get(key)) is not None:

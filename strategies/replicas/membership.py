@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar, final
+from typing import ClassVar, NoReturn, Protocol, TypeVar, final
 
 import numpy as np
 
@@ -39,10 +39,13 @@ class Membership(ABC):
     Attributes:
         instance: which replicas this process drives, as the instances are numbered now.
         communicator: connects those that are left.
+        adds_in_order: whether sums over replicas have the same bits however these are spread.
 
     Raises:
         TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
     """
+
+    adds_in_order: ClassVar[bool] = True
 
     def __init__(self, ipus_per_replica: int | None = None) -> None:
         self._ipus_per_replica = None if ipus_per_replica is None else positive("ipus_per_replica", ipus_per_replica)

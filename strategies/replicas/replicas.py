@@ -167,6 +167,11 @@ class Replicas:
         """Whether a step sends gradients to the other instances while it computes the rest of them."""
         return self.variables_on_host and self.num_instances > 1
 
+    @property
+    def adds_in_order(self) -> bool:
+        """Whether sums over replicas have the same bits however these are spread."""
+        return self._membership.adds_in_order
+
     # ---- instances that are lost
 
     @property

@@ -32,7 +32,7 @@ def test_ours_has_the_bits_of_the_sequential_sum_and_all_ways_are_right(run):
     figures, _ = run
     assert [row["bytes"] for row in figures["rows"]] == [SHORT, LONG]
     for row in figures["rows"]:
-        assert row["ways"].keys() == WAYS.keys()
+        assert row["ways"].keys() == WAYS.keys() - {"chain"}  # that one is of another commit, which has to be named
         assert row["ways"]["ordered"]["has_same_bits"]
         assert all(way["is_close"] for way in row["ways"].values())
 
@@ -44,10 +44,10 @@ def test_no_link_carries_a_long_array_more_than_twice(run):
     assert 1 <= ours["received"] <= 2.1
 
 
-def test_the_bound_is_the_time_of_two_arrays_at_the_rate_of_the_link(run):
+def test_the_bound_is_the_time_of_what_each_of_two_hosts_has_to_send_at_the_rate_of_the_link(run):
     figures, table = run
     for row in figures["rows"]:
-        assert row["bound_ms"] == pytest.approx(1e3 * 2 * row["bytes"] / 125e6)
+        assert row["bound_ms"] == pytest.approx(1e3 * 2 * (2 - 1) / 2 * row["bytes"] / 125e6)
         for way in row["ways"].values():
             assert way["over_bound"] == pytest.approx(way["ms"] / row["bound_ms"])
             assert len(way["rounds_ms"]) == figures["rounds"] == 1
