@@ -21,7 +21,8 @@ import os, signal, sys
 from poprun.watching.tether import start_tethered
 def note(pid): open(sys.argv[1], "w").write(str(pid))
 farewell = [(signal.SIGHUP, float(limit_s)) for limit_s in sys.argv[2].split(",")]
-print(*start_tethered(sys.argv[3:], dict(os.environ), lambda: None, farewell, note), flush=True)
+started = start_tethered(sys.argv[3:], dict(os.environ), lambda: None, farewell, note)
+os.write(1, "{} {}\\n".format(*started).encode())  # at once: the program writes there too
 signal.pause()
 """
 STUBBORN = "trap '' HUP TERM; setsid sleep 1000 & sh -c 'setsid sleep 1000 & wait' & echo up; wait"
