@@ -128,8 +128,8 @@ class SingleStep:
         return after, self.metrics
 
     def _in_one_program(self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray) -> StepProgram | None:
-        def in_parts(state: TrainState, batch: Any) -> TrainState:
-            return self._in_parts(step, state, batch, control)[0]
+        def in_parts(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+            return self._in_parts(step, state, batch, control)
 
         return self._in_one.found(step, state, batch, control, in_parts)
 

@@ -30,8 +30,8 @@ def loss_with_state(variables, batch, key, model_state):
     return strategies.Outcome((hidden**2).mean(), {"mean": mean.mean()}, after)
 
 
-def trained(num_replicas=1, loss_fn=loss_with_state, **options):
-    """What a training of small batches ends with."""
+def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None, **options):
+    """What a training of small batches ends with; the trainer may be changed before it begins."""
     trainer = strategies.Trainer(
         strategies.IPUStrategy(num_replicas=num_replicas),
         loss_fn,
@@ -39,6 +39,7 @@ def trained(num_replicas=1, loss_fn=loss_with_state, **options):
         model_state_aggregation={"mean": "mean", "count": "first", "sum": "sum"},
         **options,
     )
+    change(trainer)
     rng = np.random.default_rng(0)
     variables = {"kernel": rng.standard_normal((6, 5)).astype(np.float32), "bias": np.ones(5, np.float32)}
     state = trainer.init(variables, {"mean": np.zeros(5, np.float32), "count": np.int32(0), "sum": np.float32(0)})
@@ -56,6 +57,24 @@ def test_it_has_the_bits_of_the_parts(caplog, options):
         caplog.clear()
         assert trained(**options, check_numerics=True) == in_one
         assert IN_ONE not in caplog.text
+
+
+@pytest.mark.parametrize("name", [0, 1], ids=["loss", "metric"])
+def test_another_last_bit_of_what_it_tells_keeps_it_in_parts(caplog, monkeypatch, name):
+    def tell_more(trainer):
+        made = trainer._single._in_parts
+
+        def in_parts(*arguments):
+            state, metrics = made(*arguments)
+            metrics.means[name] = np.nextafter(metrics.means[name], np.float32(np.inf))
+            return state, metrics
+
+        monkeypatch.setattr(trainer._single, "_in_parts", in_parts)
+
+    with caplog.at_level(logging.INFO, "strategies.step"):
+        trained(change=tell_more)
+    assert "in parts: in one program they would have other bits" in caplog.text
+    assert IN_ONE not in caplog.text
 
 
 def test_what_calls_back_into_python_stays_in_parts(caplog):
