@@ -11,16 +11,17 @@ from pathlib import Path
 
 import leftovers
 import pytest
-from leftovers import Lookout
+from leftovers import SHARED_MEMORY, Lookout
 
 BEGUN = "import os; print(os.getpid(), flush=True); input()"
 """Says that it has begun: a process has no environment yet when the one that starts it hears that it is there."""
 
 
 @pytest.fixture
-def lookout(monkeypatch: pytest.MonkeyPatch):
-    """One that does not wait; the environment is as before afterwards."""
+def lookout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """One that does not wait, nor sees the windows of tests beside it; the environment is as before afterwards."""
     monkeypatch.setattr(leftovers, "GUARD_S", 0.0)
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)
     for name in (leftovers.MARK, "TMPDIR", "PYTEST_DEBUG_TEMPROOT"):
         monkeypatch.setenv(name, str(os.environ.get(name, tempfile.gettempdir())))
@@ -74,9 +75,10 @@ def test_folders_without_files_are_none(lookout: Lookout):
     assert lookout.left_since(before) == [str(folder.parent)]
 
 
-def test_shared_memory_is_found_when_nobody_uses_it_any_more(lookout: Lookout):
+def test_shared_memory_is_found_when_nobody_uses_it_any_more(lookout: Lookout, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", SHARED_MEMORY)
     before = lookout.present()
-    path = Path(f"{leftovers.SHARED_MEMORY}/left-by-a-test-of-{os.getpid()}")
+    path = SHARED_MEMORY / f"left-by-a-test-of-{os.getpid()}"
     memory = SharedMemory(create=True, size=1)
     try:
         assert not any(memory.name in line for line in lookout.left_since(before))
