@@ -7,7 +7,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -291,21 +291,20 @@ def run_on_threads(
         hosts: as for `ThreadHub`.
     """
     hub = ThreadHub(size, hosts=hosts)
+    errors: list[BaseException] = []  # as they came: all but the first may follow from it
 
     def run(rank: int) -> Result:
         try:
             with connect(settings or Settings(), hub, rank) as communicator:
                 return function(communicator)
         except BaseException as error:
+            errors.append(error)
             hub.lose(rank, f"rank {rank} has failed: {type(error).__name__}: {error}")
             hub.revoke()
             raise
 
     with ThreadPoolExecutor(size, thread_name_prefix="rank") as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        failed = [future for future in futures if future.done() and future.exception()]
-        own = [future for future in failed if not isinstance(future.exception(), PeerLostError)]
-        for future in own or failed:
-            future.result()
-        return [future.result() for future in futures]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

@@ -48,6 +48,15 @@ class OnMessage:
             raise Lost
 
 
+def meeting_point(count: int) -> threading.Barrier:
+    """Where so many ranks wait for each other beside their hub: whoever has come through may be lost, or move a clock.
+
+    A collective lets some go while others are still inside of it, a barrier too. If one that is through is lost, and
+    another one notices it and revokes the hub, those inside wait in vain though nobody whom they wait for is lost.
+    """
+    return threading.Barrier(count, timeout=LIMITS.timeout_s)
+
+
 def thread_name(rank: int) -> str:
     return f"member-{rank}"
 

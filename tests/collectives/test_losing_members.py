@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from itertools import combinations
 
 import numpy as np
 import pytest
-from losing import LIMITS, Lost, OnMessage, run_members
+from losing import LIMITS, Lost, OnMessage, meeting_point, run_members
 
 import collectives
 from collectives import BrokenError, CollectiveError, CollectiveTimeoutError, PeerLostError, Settings, ThreadHub
@@ -47,10 +46,11 @@ def raised_by(function, *arguments):
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_those_who_wait_for_it_get_an_error_that_names_it(settings, operation):
     hub = ThreadHub(3)
+    all_are_connected = meeting_point(3)
 
     def member(rank):
         communicator = connect(settings, hub, rank)
-        communicator.barrier()
+        all_are_connected.wait()
         if rank == 1:
             raise Lost
         error = raised_by(operation, communicator)
@@ -137,11 +137,11 @@ def go_on(settings, hub, rank):
 def test_they_meet_again_in_the_same_order_whoever_is_lost(settings, size):
     for count in range(1, size):
         for lost in combinations(range(size), count):
-            hub = ThreadHub(size)
+            hub, all_are_connected = ThreadHub(size), meeting_point(size)
 
-            def member(rank, hub=hub, lost=lost):
+            def member(rank, hub=hub, lost=lost, all_are_connected=all_are_connected):
                 communicator = connect(settings, hub, rank)
-                communicator.barrier()
+                all_are_connected.wait()
                 if rank in lost:
                     raise Lost
                 raised_by(communicator.barrier)
@@ -154,11 +154,12 @@ def test_they_meet_again_in_the_same_order_whoever_is_lost(settings, size):
 
 def test_one_after_another_may_be_lost(settings):
     hub = ThreadHub(4)
+    all_are_connected = {2: meeting_point(4), 0: meeting_point(3), 3: meeting_point(2)}
 
     def member(rank):
         communicator = connect(settings, hub, rank)
         for lost in (2, 0, 3):
-            communicator.barrier()
+            all_are_connected[lost].wait()
             if rank == lost:
                 raise Lost
             raised_by(communicator.barrier)
@@ -176,11 +177,11 @@ def test_one_may_be_lost_at_any_message_while_they_meet():
     strikes, number = True, 0
     while strikes:
         fault = OnMessage(1, number)
-        hub = ThreadHub(4, fault)
+        hub, all_are_connected = ThreadHub(4, fault), meeting_point(4)
 
-        def member(rank, hub=hub, fault=fault):
+        def member(rank, hub=hub, fault=fault, all_are_connected=all_are_connected):
             communicator = connect(settings, hub, rank)
-            communicator.barrier()
+            all_are_connected.wait()
             if rank == 3:
                 raise Lost
             raised_by(communicator.barrier)
@@ -214,18 +215,18 @@ def two_barriers(communicator):
 def test_one_that_lives_on_though_the_others_have_lost_it_is_told(settings):
     """As an instance that was cut off, or that stood still for so long that the others gave it up."""
     hub = ThreadHub(3)
-    have_gone_on = threading.Barrier(3)
+    all_are_connected, have_gone_on = meeting_point(3), meeting_point(3)
 
     def member(rank):
         communicator = connect(settings, hub, rank)
-        communicator.barrier()
+        all_are_connected.wait()
         if rank != 1:
             raised_by(communicator.barrier)
             found = go_on(settings, hub, rank)
-            have_gone_on.wait(GUARD_S)
+            have_gone_on.wait()
             return found
         hub.lose(1, "rank 1 was cut off")
-        have_gone_on.wait(GUARD_S)
+        have_gone_on.wait()
         errors = [raised_by(two_barriers, communicator), raised_by(connect_survivors, settings, hub, rank)]
         assert all(isinstance(error, PeerLostError) for error in errors)
         return [str(error) for error in errors]

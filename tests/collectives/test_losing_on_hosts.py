@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from losing import LIMITS, Lost, OnMessage, run_members
+from losing import LIMITS, Lost, OnMessage, meeting_point, run_members
 from reference import contributions, reduced
 from statements import assert_same_bits
 
@@ -34,11 +33,13 @@ def lost_at(number: int, lost: int, length: int, hosts: Sequence[str]) -> tuple[
     """Whether a rank had so many messages to send; whom those that are left are left with."""
     fault = OnMessage(lost, number)
     hub = ThreadHub(4, fault, hosts)
+    nobody_is_inside = meeting_point(4)
 
     def member(rank: int) -> list[int]:
         communicator = connect(SETTINGS, hub, rank)
         assert communicator.mechanism == "window and ring"
         assert_adds_up(communicator)
+        nobody_is_inside.wait()
         if rank == lost:
             fault.begin()
         try:
@@ -81,11 +82,11 @@ def test_whichever_message_is_its_last_the_others_go_on_to_the_same_bits(lost: i
 def test_who_does_not_come_is_lost_for_those_beside_it_too(lost: list[int]) -> None:
     hub = ThreadHub(4, hosts=HOSTS)
     left = [rank for rank in range(4) if rank not in lost]
-    all_are_connected = threading.Barrier(4)  # one of the hub's own may end for some by what others do behind it
+    all_are_connected = meeting_point(4)
 
     def member(rank: int) -> str:
         communicator = connect(SETTINGS, hub, rank)
-        all_are_connected.wait(LIMITS.timeout_s)
+        all_are_connected.wait()
         if rank in lost:
             raise Lost
         with pytest.raises(PeerLostError) as caught:

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from losing import meeting_point
 from watching import LIMIT_S, watched
 
 from collectives import (
@@ -140,11 +141,11 @@ def test_a_supervisor_ends_a_wait_that_is_useless(mechanism: str) -> None:
 @MECHANISMS
 @pytest.mark.parametrize(("size", "length"), [(2, 7), (3, 300_001)])
 def test_a_wait_that_is_too_long_fails_with_the_same_facts(mechanism: str, size: int, length: int) -> None:
-    has_failed = threading.Barrier(size)
+    all_are_connected, has_failed = meeting_point(size), meeting_point(size)
     clock = short_ticks()
 
     def program(communicator: Communicator) -> None:
-        communicator.barrier()
+        all_are_connected.wait()
         if communicator.rank == size - 1:
             clock.tick_s = 10.0
         else:
@@ -159,7 +160,7 @@ def test_a_wait_that_is_too_long_fails_with_the_same_facts(mechanism: str, size:
                 communicator.barrier()
             with pytest.raises(BrokenError):
                 communicator.start_all_reduce(np.ones(3), name="later")
-        has_failed.wait(LIMIT_S)
+        has_failed.wait()
         communicator.abandon()
 
     run_on_threads(size, program, timed_by(clock, mechanism))
@@ -167,11 +168,11 @@ def test_a_wait_that_is_too_long_fails_with_the_same_facts(mechanism: str, size:
 
 @MECHANISMS
 def test_a_broken_communicator_closes_without_waiting(mechanism: str) -> None:
-    has_failed = threading.Event()
+    all_are_connected, has_failed = meeting_point(2), threading.Event()
     clock = short_ticks()
 
     def program(communicator: Communicator) -> None:
-        communicator.barrier()
+        all_are_connected.wait()
         if communicator.rank == 0:
             clock.tick_s = 10.0
             with pytest.raises(CollectiveTimeoutError):
@@ -218,11 +219,11 @@ def test_warnings_name_both_of_two_names_that_wait_for_each_other(mechanism: str
 
 @MECHANISMS
 def test_a_started_collective_that_waits_too_long_fails_with_the_same_facts(mechanism: str) -> None:
-    has_failed = threading.Barrier(2)
+    all_are_connected, has_failed = meeting_point(2), meeting_point(2)
     clock = short_ticks()
 
     def program(communicator: Communicator) -> None:
-        communicator.barrier()
+        all_are_connected.wait()
         if communicator.rank == 0:
             clock.tick_s = 10.0
             handle = communicator.start_all_reduce(np.ones(7), name="bucket")
@@ -233,7 +234,7 @@ def test_a_started_collective_that_waits_too_long_fails_with_the_same_facts(mech
             assert "timeout_s = 600" in str(caught.value)
             with pytest.raises(BrokenError, match="bucket"):
                 communicator.start_all_reduce(np.ones(7), name="later").wait()
-        has_failed.wait(LIMIT_S)
+        has_failed.wait()
         communicator.abandon()
 
     run_on_threads(2, program, timed_by(clock, mechanism))
@@ -241,20 +242,20 @@ def test_a_started_collective_that_waits_too_long_fails_with_the_same_facts(mech
 
 @MECHANISMS
 def test_two_names_that_wait_for_each_other_too_long_both_fail(mechanism: str) -> None:
-    has_failed = threading.Barrier(2)
+    all_are_connected, has_failed = meeting_point(2), meeting_point(2)
     clock = short_ticks()
 
     def program(communicator: Communicator) -> None:
-        communicator.barrier()
+        all_are_connected.wait()
         clock.tick_s = 10.0
         mine, other = ("left", "right") if communicator.rank == 0 else ("right", "left")
         handle = communicator.start_all_reduce(np.ones(7), name=mine)
         with pytest.raises(CollectiveTimeoutError, match=f"in all_reduce '{mine}'"):
             handle.wait()
-        has_failed.wait(LIMIT_S)
+        has_failed.wait()
         with pytest.raises(CollectiveError):
             communicator.start_all_reduce(np.ones(7), name=other).wait()
-        has_failed.wait(LIMIT_S)
+        has_failed.wait()
         communicator.abandon()
 
     run_on_threads(2, program, timed_by(clock, mechanism))
@@ -306,8 +307,10 @@ def test_a_thread_that_fails_ends_the_waits_of_the_others(mechanism: str) -> Non
         pass
 
     seen: list[Exception] = []
+    all_are_connected = meeting_point(3)
 
     def program(communicator: Communicator) -> None:
+        all_are_connected.wait()
         if communicator.rank == 1:
             raise OwnError("out of data")
         try:
@@ -320,3 +323,27 @@ def test_a_thread_that_fails_ends_the_waits_of_the_others(mechanism: str) -> Non
         run_on_threads(3, program, Settings(mechanism=mechanism, limits=Limits(timeout_s=LIMIT_S)))
     assert [type(error) for error in seen] == [PeerLostError] * 2
     assert all("rank 1 has failed: OwnError: out of data" in str(error) for error in seen)
+
+
+def test_of_threads_that_fail_the_first_one_is_blamed_even_if_it_is_the_last_to_end() -> None:
+    has_failed, other_has_failed = threading.Event(), threading.Event()
+
+    class Cause(Exception):
+        def __str__(self) -> str:  # the others are about to be told
+            has_failed.set()
+            assert other_has_failed.wait(LIMIT_S)
+            return "out of data"
+
+    class Consequence(Exception):
+        def __str__(self) -> str:
+            other_has_failed.set()
+            return "no data"
+
+    def program(communicator: Communicator) -> None:
+        if communicator.rank == 1:
+            raise Cause
+        assert has_failed.wait(LIMIT_S)
+        raise Consequence
+
+    with pytest.raises(Cause):
+        run_on_threads(2, program)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, final
 
-from losing import LIMITS, Lost, run_members
+from losing import LIMITS, Lost, meeting_point, run_members
 
 import collectives
 import strategies
@@ -31,12 +31,17 @@ class Job:
         hub: where they meet.
         survives: whether the others go on when one is lost.
         settled: the instances that have ended, or stand still.
+        all_have_joined: none is lost before that.
     """
 
     hub: ThreadHub
     survives: bool = True
     settled: set[int] = field(default_factory=set)
     changed: threading.Condition = field(default_factory=threading.Condition)
+    all_have_joined: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.all_have_joined = meeting_point(self.hub.size)
 
     def settle(self, instance: int) -> None:
         """Take note that one has ended, or stands still."""
@@ -70,7 +75,9 @@ class Threads(Membership):
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`."""
         rank = self._first.index
-        return self._first, collectives.connect("thread", self._settings, hub=self._job.hub, rank=rank)
+        communicator = collectives.connect("thread", self._settings, hub=self._job.hub, rank=rank)
+        self._job.all_have_joined.wait()
+        return self._first, communicator
 
     @property
     def is_chief(self) -> bool:
