@@ -207,8 +207,9 @@ def _devices_of(mapping: Any, stages: Any) -> int:
 
 
 def _whole(count: Any) -> Any:
-    """A count that may be an array."""
-    return int(count) if isinstance(count, np.ndarray | jax.Array) and not count.ndim else count
+    """A count that may be an array of one whole number."""
+    is_array = isinstance(count, np.ndarray | jax.Array) and not count.ndim
+    return int(count) if is_array and jnp.issubdtype(count.dtype, jnp.integer) else count
 
 
 def _refuse_captures(stages: Sequence[Stage]) -> None:

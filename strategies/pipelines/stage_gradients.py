@@ -299,4 +299,5 @@ class _Run:
         count = len(plan.state_layout.buffers)
         self.buffers[-1] = made[:count]
         self.kept = list(made[count:])
+        self._replica.release()
         return self.buffers[-1]
