@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +222,17 @@ def test_what_devices_did_is_told_after_each_step():
             str(action) for actions in expected.devices for action in actions
         )
         assert all(0 <= span.begin_s <= span.end_s for span in spans)
+
+
+def test_a_batch_is_let_go_when_its_step_is_done():
+    strategy = one_instance(2)
+    trainer = strategies.Trainer(strategy, pair, optax.sgd(0.1), gradient_accumulation_count=COUNT, pipeline=GROUPED)
+    batch = numbers(strategy)
+    is_there = weakref.ref(batch)
+    trainer.step(trainer.init(START), batch)
+    del batch
+    gc.collect()
+    assert is_there() is None
 
 
 def test_no_more_devices_recompute_at_once_than_there_are_cores(monkeypatch):
