@@ -66,9 +66,7 @@ def main():
     strategy = STRATEGIES[name]()
     strategy.instruments.during[EXCHANGE] = Telling(strategy.instruments.during[EXCHANGE])
     pipeline = strategies.Pipelining([0, 1], "one_forward_one_backward")
-    trainer = strategies.Trainer(
-        strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=2, pipeline=pipeline
-    )
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=2, pipeline=pipeline)
     state = trainer.init({"first": np.ones((3, 5), np.float32), "last": np.ones(5, np.float32)})
     trainer.step(state, np.ones((4, 3), np.float32))
     print(strategy.instance_index, *seen, flush=True)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.pipelines.driver import AbandonedError, Course, Drive
-from strategies.pipelines.executables import Executables
 from strategies.pipelines.marks import cut_in_stages, pipeline_stage
-from strategies.pipelines.replica_run import Given, Keeping, ReplicaRun
+from strategies.pipelines.running.driver import AbandonedError, Course, Drive
+from strategies.pipelines.running.executables import Executables
+from strategies.pipelines.running.replica_run import Given, Keeping, ReplicaRun
+from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.schedules.registry import schedules_by_name
-from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Action, Kind, placed
 from strategies.programs.jaxpr import Graph
 

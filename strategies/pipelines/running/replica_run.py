@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from strategies.pipelines.stages import Staged, StagePrograms
+from strategies.pipelines.running.stages import Staged, StagePrograms
 from strategies.pipelines.timetable import Action, Kind, Places
 from strategies.programs.segments import Segment
 from strategies.updates.update import HOST_MEMORY

@@ -66,7 +66,7 @@ class OutfeedRule:
         """Refuse outputs for which there is no place.
 
         Raises:
-            ValueError: if there is no outfeed for them, or the mask has another length.
+            ValueError: if there is no outfeed for them, the mask has another length, or there is no such dtype.
         """
         if self.queue is None and jax.tree.leaves(outputs):
             raise ValueError(
@@ -99,12 +99,13 @@ class OutfeedRule:
         """That of the sum of an output."""
         dtype = self.dtype(output) if asks_for_each(self.dtype) else self.dtype
         try:
-            return np.dtype(output.dtype if dtype is None else dtype)
+            found: np.dtype = np.dtype(output.dtype if dtype is None else dtype)
         except TypeError as error:
             raise ValueError(
                 f"accumulate_outfeed_dtype is {dtype!r} for an output of shape {list(output.shape)}; use None, a "
                 "dtype, or a function of the output that returns one"
             ) from error
+        return found
 
     def _sum(self, *leaves: Any) -> np.ndarray:
         first = np.asarray(leaves[0])
