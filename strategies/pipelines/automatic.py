@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.pipelines.choice import Choice, StashBytes, choose
-from strategies.pipelines.replica_run import Given, Keeping, ReplicaRun
-from strategies.pipelines.stage_plan import StagePlan
+from strategies.pipelines.running.replica_run import Given, Keeping, ReplicaRun
+from strategies.pipelines.running.stage_plan import StagePlan
 from strategies.pipelines.times import StageTimes, measured_times
 from strategies.pipelines.timetable import Action, Kind, Timed
 from strategies.replicas.replicas import Replicas

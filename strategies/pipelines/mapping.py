@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from strategies.errors import FailedPreconditionError
 from strategies.numbers import integer, positive
@@ -74,10 +74,11 @@ def refuse_idle_devices(device_mapping: DeviceMapping) -> None:
     """Refuse a mapping that leaves out a device before the last one that it has.
 
     Raises:
+        TypeError: if there is something else in it than whole numbers.
         ValueError: naming the devices.
     """
-    flat = [one for each in device_mapping for one in (each if isinstance(each, Sequence) else (each,))]
-    numbers = {number for one in flat if (number := integer(one)) is not None}
+    flat = [(stage, one) for stage, each in enumerate(device_mapping) for one in (each if _is_list(each) else (each,))]
+    numbers = {_device(stage, one) for stage, one in flat if not _is_list(one)}
     gaps = sorted(set(range(max(numbers, default=0))) - numbers)
     if gaps and _ALL_DEVICES not in numbers:
         raise ValueError(
@@ -139,7 +140,7 @@ def checked_count(
     return count
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
@@ -197,12 +198,17 @@ def _devices_of(number: int, width: int | None, devices: object, ipus_per_replic
     return tuple(_checked(number, device, ipus_per_replica) for device in devices)
 
 
-def _checked(number: int, device: object, ipus_per_replica: int) -> int:
+def _device(number: int, device: object) -> int:
     found = integer(device)
     if found is None:
         raise TypeError(
             f"stage {number} is mapped to {device!r}, a {type(device).__name__}; a device is a whole number from 0"
         )
+    return found
+
+
+def _checked(number: int, device: object, ipus_per_replica: int) -> int:
+    found = _device(number, device)
     if not 0 <= found < ipus_per_replica:
         raise ValueError(
             f"stage {number} is mapped to device {found}, and a replica spans {ipus_per_replica} devices: use devices "

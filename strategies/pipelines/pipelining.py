@@ -14,9 +14,7 @@ from jax.extend import core
 from strategies.config.configured import in_force
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.numbers import positive
-from strategies.pipelines.arguments import LOSS, TOTAL, Arguments
 from strategies.pipelines.automatic import choose_for
-from strategies.pipelines.executables import Executables
 from strategies.pipelines.mapping import (
     DeviceMapping,
     Stage,
@@ -26,13 +24,15 @@ from strategies.pipelines.mapping import (
     schedule_for,
 )
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
-from strategies.pipelines.replica_run import Keeping, Outputs
+from strategies.pipelines.running.arguments import LOSS, TOTAL, Arguments
+from strategies.pipelines.running.executables import Executables
+from strategies.pipelines.running.replica_run import Keeping, Outputs
+from strategies.pipelines.running.stage_gradients import PipelinePlan, Take, Watch
+from strategies.pipelines.running.stage_plan import StagePlan
+from strategies.pipelines.running.stages import Staged
 from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.pipelines.schedules.schedule import Schedule
 from strategies.pipelines.schedules.sequential import serialized
-from strategies.pipelines.stage_gradients import PipelinePlan, Take, Watch
-from strategies.pipelines.stage_plan import StagePlan
-from strategies.pipelines.stages import Staged
 from strategies.pipelines.timetable import Places, Timetable
 from strategies.programs.jaxpr import Graph, every_equation
 from strategies.programs.recomputation import MARK, recomputing

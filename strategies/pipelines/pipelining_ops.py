@@ -5,18 +5,18 @@ Semantics: the original's `pipelining_ops`. `plan`, traces, and schedules beyond
 
 from __future__ import annotations
 
+from strategies.pipelines.functions.network import Pipeline
+from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput, PipelineStageOptions
+from strategies.pipelines.functions.pipeline import pipeline
 from strategies.pipelines.mapping import _ALL_DEVICES as _ALL_DEVICES
-from strategies.pipelines.micro_batch import (
+from strategies.pipelines.pipelining import RecomputationMode
+from strategies.pipelines.plan import Plan, plan
+from strategies.pipelines.running.micro_batch import (
     get_current_iteration_counter,
     get_model_state,
     get_random_key,
     update_model_state,
 )
-from strategies.pipelines.network import Pipeline
-from strategies.pipelines.optimizer_function import OptimizerFunctionOutput, PipelineStageOptions
-from strategies.pipelines.pipeline import pipeline
-from strategies.pipelines.pipelining import RecomputationMode
-from strategies.pipelines.plan import Plan, plan
 from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.pipelines.times import StageTimes
 from strategies.pipelines.trace import Trace

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from strategies.errors import StrategyError
-from strategies.pipelines.driver import AbandonedError
+from strategies.pipelines.running.driver import AbandonedError
 from strategies.pipelines.schedules.registry import schedule_named
 from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, placed
 from strategies.torch.buffer_uses import BufferUses

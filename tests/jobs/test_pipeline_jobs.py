@@ -13,6 +13,7 @@ from poprun_jobs import ROOT, start, start_mpirun
 
 MODELS = ("transformer", "batch norm")  # the others: tests/strategies/pipelines/test_pipelining.py, on threads
 PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "train_pipelines.py"))
+LEAVING = (sys.executable, str(Path(__file__).parent / "programs" / "leaving_in_stages.py"))
 REPLICAS, LIMIT_S = 4, 250.0
 
 pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(2 * LIMIT_S + 20)]
@@ -55,11 +56,10 @@ def test_under_mpirun(expected):
     assert finished.lines_of(0) == expected
 
 
-def test_workers_that_share_a_network(tmp_path):
-    """Each replica spans four devices there, too."""
-    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
-    words = [*PROGRAM, "--strategy=multi-worker", "--schedule=one_forward_one_backward", *MODELS]
-    workers = [
+def workers(folder, *words):
+    """What two workers print that know each other by TF_CONFIG."""
+    addresses = [f"unix:{folder}/{rank}" for rank in range(2)]
+    started = [
         subprocess.Popen(
             words,
             env=environment(
@@ -71,13 +71,19 @@ def test_workers_that_share_a_network(tmp_path):
         for rank in range(2)
     ]
     try:
-        printed = [worker.communicate(timeout=LIMIT_S)[0].splitlines() for worker in workers]
+        printed = [worker.communicate(timeout=LIMIT_S)[0].splitlines() for worker in started]
     finally:
-        for worker in workers:
+        for worker in started:
             worker.kill()
             worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0]
-    assert printed == [alone(2), []]
+    assert [worker.returncode for worker in started] == [0, 0]
+    return printed
+
+
+def test_workers_that_share_a_network(tmp_path):
+    """Each replica spans four devices there, too."""
+    words = [*PROGRAM, "--strategy=multi-worker", "--schedule=one_forward_one_backward", *MODELS]
+    assert workers(tmp_path, *words) == [alone(2), []]
 
 
 @needs_horovod
@@ -95,3 +101,26 @@ def test_a_pipeline_verifies():
     finished = start("verify", *words).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     assert "equal: 2 runs of" in finished.stdout
+
+
+# ---- gradients of the last stage are averaged before the first one goes back
+
+AVERAGED = ["0 True True", "1 True True"]
+
+
+def test_gradients_leave_stage_by_stage_under_poprun():
+    words = ["--num-instances=2", "--num-replicas=2", "--ipus-per-replica=4", *LEAVING, "popdist"]
+    finished = start(*words).finish(LIMIT_S)
+    assert finished.status == 0, finished.stderr
+    assert [*finished.lines_of(0), *finished.lines_of(1)] == AVERAGED
+
+
+def test_gradients_leave_stage_by_stage_over_a_network(tmp_path):
+    assert [line for lines in workers(tmp_path, *LEAVING, "multi-worker") for line in lines] == AVERAGED
+
+
+@needs_horovod
+def test_gradients_leave_stage_by_stage_over_horovod():
+    finished = start_mpirun(2, *LEAVING, "horovod").finish(LIMIT_S)
+    assert finished.status == 0, finished.stderr
+    assert [*finished.lines_of(0), *finished.lines_of(1)] == AVERAGED

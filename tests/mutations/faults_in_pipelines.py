@@ -32,7 +32,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="a device begins before the last one that it has to wait for is done",
-        path="strategies/pipelines/driver.py",
+        path="strategies/pipelines/running/driver.py",
         old="for number in turn.needs:",
         new="for number in turn.needs[1:]:",
         caught_by=(
@@ -41,7 +41,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="what a stage keeps is freed after the first part of its backward pass",
-        path="strategies/pipelines/replica_run.py",
+        path="strategies/pipelines/running/replica_run.py",
         old="kept = self._kept[number, micro_batch]",
         new="kept = self._kept.pop((number, micro_batch))",
         caught_by=(
@@ -50,7 +50,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="a value that several stages take is freed when the first has it",
-        path="strategies/pipelines/replica_run.py",
+        path="strategies/pipelines/running/replica_run.py",
         old="self._left[micro_batch, value] = self._takers[value]",
         new="self._left[micro_batch, value] = 1",
         caught_by=(
@@ -59,7 +59,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="the gradient of a stage is the one of its last micro-batch",
-        path="strategies/pipelines/replica_run.py",
+        path="strategies/pipelines/running/replica_run.py",
         old="sums = self.sums[number]\n        if sums is None:",
         new="sums = self.sums[number]\n        if micro_batch or sums is None:",
         caught_by=(
@@ -68,7 +68,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="all devices of a pipeline recompute at once, on however few cores",
-        path="strategies/pipelines/stage_gradients.py",
+        path="strategies/pipelines/running/stage_gradients.py",
         old="    return threading.Semaphore(len(os.sched_getaffinity(0)))",
         new="    return nullcontext()",
         caught_by=(
@@ -77,7 +77,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="what depends on weights alone is kept of every micro-batch",
-        path="strategies/pipelines/stages.py",
+        path="strategies/pipelines/running/stages.py",
         old="again = _movements(graph) | self._lasting(graph)",
         new="again = _movements(graph)",
         caught_by=(
@@ -86,7 +86,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="the gradients of a stage go on from those of the last update",
-        path="strategies/pipelines/stages.py",
+        path="strategies/pipelines/running/stages.py",
         old="before = jnp.where(number == 0, jnp.zeros_like(sum_), sum_)",
         new="before = sum_",
         caught_by=("tests/strategies/pipelines/test_pipelining_ops.py::test_pl_20_interleaved_is_a_loop_on_the_host",),

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from strategies.pipelines.driver import AbandonedError, Course, Drive
+from strategies.pipelines.running.driver import AbandonedError, Course, Drive
 from strategies.pipelines.schedules.registry import schedules_by_name
 from strategies.pipelines.timetable import Action, Kind, placed
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.pipelines.driver import AbandonedError, Course, Drive
-from strategies.pipelines.executables import Executables
 from strategies.pipelines.marks import cut_in_stages, pipeline_stage
-from strategies.pipelines.replica_run import Given, Keeping, ReplicaRun
+from strategies.pipelines.running.driver import AbandonedError, Course, Drive
+from strategies.pipelines.running.executables import Executables
+from strategies.pipelines.running.replica_run import Given, Keeping, ReplicaRun
+from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.schedules.registry import schedules_by_name
-from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Action, Kind, placed
 from strategies.programs.jaxpr import Graph
 
@@ -153,6 +153,22 @@ def test_weights_are_not_kept_nor_what_depends_on_them_alone(pipeline):
     given = [jax.device_put(variables()["late"]), np.zeros((ROWS, WIDTH), np.float32)]
     _, residuals = programs[1].forward(DEVICE, given)
     assert {value.shape for value in residuals.values()} == {(ROWS, WIDTH)}
+
+
+def test_weights_stay_where_they_are_when_what_is_kept_is_offloaded(pipeline):
+    """A copy for each micro-batch would take more memory than is saved."""
+    staged, programs = pipeline
+    weights = [jax.device_put(value, DEVICE) for value in jax.tree.leaves(variables())]
+    one = ReplicaRun(staged, programs, placed((0, 0, 0)), [DEVICE], Keeping(offloads=True))
+    one.prepare(Given(dict(enumerate(weights)), {3: [jax.device_put(each) for each in rows()]}, {4: np.float32(0)}))
+    for stage in range(3):
+        one.perform(0, Action(Kind.FORWARD, stage, 0))
+    values = jax.tree.leaves([(kept.values, kept.residuals) for kept in one._kept.values()])
+    stayed = [value for value in values if any(value is weight for weight in weights)]
+    assert stayed
+    others = [value for value in values if not any(value is weight for weight in stayed)]
+    assert {value.shape[0] for value in others} == {ROWS}
+    assert {value.sharding.memory_kind for value in others} == {"pinned_host"}
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -497,6 +497,7 @@ REFUSED = {
         TypeError,
         "list of bools",
     ),
+    "a mask of numbers": (TWO, 4, LEARNS | {"outfeed_loss": False, "outfeed_mask": [1]}, TypeError, "list of bools"),
     "a negative device": (TWO, 4, LEARNS | {"device_mapping": [0, -2]}, ValueError, "stage 1 is mapped to device -2"),
     "PL-33": (TWO, 4, LEARNS | {"outfeed_queue": LAST, "accumulate_outfeed": True}, ValueError, "use OutfeedMode.ALL"),
     "PL-41 None": (TWO, 4, LEARNS | {"reduction_method": None}, ValueError, "Cannot parse None"),
@@ -533,6 +534,7 @@ REFUSED = {
     "no count": (TWO, None, LEARNS, ValueError, "gradient_accumulation_count is needed"),
     "a count of zero": (TWO, 0, LEARNS, ValueError, "gradient_accumulation_count is 0"),
     "a count below one": (TWO, -1, LEARNS, ValueError, "gradient_accumulation_count"),
+    "a count in between": (TWO, jnp.float32(4.5), LEARNS, TypeError, "an integer of at least 1 is needed"),
     "a huge count": (TWO, 2**31, LEARNS, ValueError, "at most"),
     "nested": (NESTED, 4, LEARNS | {"device_mapping": [0, [0, 1]]}, ValueError, "cannot be nested"),
     "a list at the end": (
@@ -598,6 +600,9 @@ def test_a_stage_that_returns_nothing_is_refused(stages, number):
 def test_masks_are_as_long_as_outputs_and_optimizer_functions_return_what_they_must():
     net = pipeline(TWO, 4, **LEARNS | {"outfeed_loss": False, "outfeed_mask": [True, False]})
     with pytest.raises(ValueError, match="outfeed_mask has 2 entries, and the last stage 1 outputs"):
+        net.init(START)
+    net = pipeline(TWO, 4, **LEARNS | {"accumulate_outfeed": True, "accumulate_outfeed_dtype": "wide"})
+    with pytest.raises(ValueError, match="accumulate_outfeed_dtype is 'wide' for an output of shape"):
         net.init(START)
     net = pipeline(TWO, 4, **LEARNS | {"optimizer_function": lambda loss: loss})
     with pytest.raises(TypeError, match="must return an OptimizerFunctionOutput"):

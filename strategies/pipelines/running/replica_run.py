@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from strategies.pipelines.stages import Staged, StagePrograms
+from strategies.pipelines.running.stages import Staged, StagePrograms
 from strategies.pipelines.timetable import Action, Kind, Places
+from strategies.programs.segments import Segment
 from strategies.updates.update import HOST_MEMORY
 
 
@@ -167,8 +168,13 @@ class ReplicaRun:
             needed = self._needed[number]
             kept = [value if place in needed else None for place, value in enumerate(values)]
             if self._keeping.offloads:
-                kept, residuals = on_host((kept, residuals), device)
+                kept, residuals = self._offloaded(segment, kept, device), on_host(residuals, device)
             self._kept[number, micro_batch] = _Kept(kept, None if self._keeping.runs_again(number) else residuals)
+
+    def _offloaded(self, segment: Segment, kept: Sequence[Any], device: jax.Device) -> list[Any]:
+        """What is kept, in host memory; what all micro-batches share, as weights, is there once and stays."""
+        stays = {place for place, number in enumerate(segment.inputs) if number in self._given.lasting}
+        return [value if place in stays else on_host(value, device) for place, value in enumerate(kept)]
 
     def _backward_inputs(self, number: int, micro_batch: int, device: jax.Device) -> None:
         programs = self._programs[number]
@@ -204,6 +210,10 @@ class ReplicaRun:
         place = np.int32(micro_batch)
         sums = programs.backward_weights(device, kept.values, kept.residuals, sums, place)
         self.sums[number] = on_host(sums, device) if self._keeping.offloads_sums else sums
+
+    def release(self) -> None:
+        """Let go of the arguments of the step, of which nothing is left to do."""
+        self._given = Given({}, {}, {})
 
     def outputs_of(self, outputs: Outputs) -> list[Any]:
         """For each micro-batch what it has put out."""

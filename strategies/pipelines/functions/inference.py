@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.pipelines.driver import AbandonedError, Course, Drive
-from strategies.pipelines.executables import Executables
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
-from strategies.pipelines.micro_batch import counting
 from strategies.pipelines.pipelining import refuse_captured, refuse_what_meets
-from strategies.pipelines.replica_run import Given, Outputs, ReplicaRun
-from strategies.pipelines.stage_gradients import Watch
-from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
+from strategies.pipelines.running.driver import AbandonedError, Course, Drive
+from strategies.pipelines.running.executables import Executables
+from strategies.pipelines.running.micro_batch import counting
+from strategies.pipelines.running.replica_run import Given, Outputs, ReplicaRun
+from strategies.pipelines.running.stage_gradients import Watch
+from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.jaxpr import Graph
 from strategies.replicas.devices import ReplicaDevices

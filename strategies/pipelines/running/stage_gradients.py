@@ -18,9 +18,9 @@ from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.gradients.computation import Allocate, ReplicaGradients, ReplicaPlan
 from strategies.gradients.leaving import TAIL, MeansMemory
-from strategies.pipelines.driver import AbandonedError, Drive
-from strategies.pipelines.replica_run import ReplicaRun, back_on
-from strategies.pipelines.stage_plan import StageBucket, StagePlan
+from strategies.pipelines.running.driver import AbandonedError, Drive
+from strategies.pipelines.running.replica_run import ReplicaRun, back_on
+from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
 from strategies.pipelines.timetable import Action, Kind, Timed
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
 
@@ -299,4 +299,5 @@ class _Run:
         count = len(plan.state_layout.buffers)
         self.buffers[-1] = made[:count]
         self.kept = list(made[count:])
+        self._replica.release()
         return self.buffers[-1]

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from strategies.gradients.accumulation import AccumulationDtype, accumulator_dtypes
-from strategies.pipelines.micro_batch import get_current_iteration_counter
+from strategies.pipelines.running.micro_batch import get_current_iteration_counter
 from strategies.programs.gradient_capture import with_handles
 from strategies.replicas.shards import PartOfArray
 from strategies.roles import Variables

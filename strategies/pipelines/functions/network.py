@@ -12,14 +12,14 @@ import numpy as np
 
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.gradients.outcome import Outcome
-from strategies.pipelines.captures import Captures
-from strategies.pipelines.closures import tracers_in
-from strategies.pipelines.inference import Inference
-from strategies.pipelines.micro_batch import counting, knowing
-from strategies.pipelines.optimizer_function import OptimizerFunctionOutput
-from strategies.pipelines.outfeed_rule import OutfeedRule
+from strategies.pipelines.functions.captures import Captures
+from strategies.pipelines.functions.closures import tracers_in
+from strategies.pipelines.functions.inference import Inference
+from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput
+from strategies.pipelines.functions.outfeed_rule import OutfeedRule
+from strategies.pipelines.functions.stage_functions import StageFunctions, listed
 from strategies.pipelines.pipelining import Pipelining
-from strategies.pipelines.stage_functions import StageFunctions, listed
+from strategies.pipelines.running.micro_batch import counting, knowing
 from strategies.pipelines.trace import Trace
 from strategies.programs.gradient_capture import shapes_by_tag
 from strategies.replicas.replica_context import replica_context

@@ -40,7 +40,8 @@ class OutfeedRule:
         """
         if not isinstance(self.queue, OutfeedQueue | None):
             raise TypeError(f"outfeed_queue is {self.queue!r}, a {type(self.queue).__name__}; use an OutfeedQueue")
-        if not isinstance(self.mask, Sequence | None) or isinstance(self.mask, str):
+        is_list = isinstance(self.mask, Sequence) and all(isinstance(one, bool | np.bool_) for one in self.mask)
+        if self.mask is not None and not is_list:
             raise TypeError(
                 f"outfeed_mask is {self.mask!r}, a {type(self.mask).__name__}; it must be a list of bools, one for "
                 "each output of the last stage"
@@ -65,7 +66,7 @@ class OutfeedRule:
         """Refuse outputs for which there is no place.
 
         Raises:
-            ValueError: if there is no outfeed for them, or the mask has another length.
+            ValueError: if there is no outfeed for them, the mask has another length, or there is no such dtype.
         """
         if self.queue is None and jax.tree.leaves(outputs):
             raise ValueError(
@@ -77,6 +78,9 @@ class OutfeedRule:
                 f"outfeed_mask has {len(self.mask)} entries, and the last stage {len(outputs)} outputs; say for each "
                 "output whether it is left out"
             )
+        if self.accumulates:
+            for output in jax.tree.leaves(self.chosen(outputs, jax.ShapeDtypeStruct((), np.float32))):
+                self._dtype_for(output)
 
     def chosen(self, outputs: Sequence[Any], loss: Any) -> Any:
         """Of what a micro-batch puts out what goes into the outfeed; None if there is none."""
@@ -91,10 +95,21 @@ class OutfeedRule:
         """The sum of what all micro-batches put out, one after another."""
         return jax.tree.map(self._sum, *outputs)
 
+    def _dtype_for(self, output: Any) -> np.dtype:
+        """That of the sum of an output."""
+        dtype = self.dtype(output) if asks_for_each(self.dtype) else self.dtype
+        try:
+            found: np.dtype = np.dtype(output.dtype if dtype is None else dtype)
+        except TypeError as error:
+            raise ValueError(
+                f"accumulate_outfeed_dtype is {dtype!r} for an output of shape {list(output.shape)}; use None, a "
+                "dtype, or a function of the output that returns one"
+            ) from error
+        return found
+
     def _sum(self, *leaves: Any) -> np.ndarray:
         first = np.asarray(leaves[0])
-        dtype = self.dtype(first) if asks_for_each(self.dtype) else self.dtype
-        total = np.zeros(first.shape, first.dtype if dtype is None else dtype)
+        total = np.zeros(first.shape, self._dtype_for(first))
         with np.errstate(over="ignore", invalid="ignore"):
             for leaf in leaves:
                 total = (total + np.asarray(leaf).astype(total.dtype)).astype(total.dtype)

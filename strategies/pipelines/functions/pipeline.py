@@ -16,14 +16,18 @@ from strategies.feeds.outfeed import OutfeedQueue
 from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.ipu import IPUStrategy
 from strategies.numbers import positive
-from strategies.pipelines.closures import tracers_in
+from strategies.pipelines.functions.closures import tracers_in
+from strategies.pipelines.functions.network import Learning, OptimizerFunction, Pipeline
+from strategies.pipelines.functions.optimizer_function import (
+    PipelineStageOptions,
+    check_stage_options,
+    check_update_options,
+)
+from strategies.pipelines.functions.outfeed_rule import OutfeedRule
+from strategies.pipelines.functions.stage_functions import StageFunctions, listed
 from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
-from strategies.pipelines.network import Learning, OptimizerFunction, Pipeline
-from strategies.pipelines.optimizer_function import PipelineStageOptions, check_stage_options, check_update_options
-from strategies.pipelines.outfeed_rule import OutfeedRule
 from strategies.pipelines.pipelining import Pipelining, RecomputationMode
 from strategies.pipelines.schedules.registry import PipelineSchedule
-from strategies.pipelines.stage_functions import StageFunctions, listed
 from strategies.strategy import get_strategy
 
 logger = logging.getLogger(__name__)
@@ -207,8 +211,9 @@ def _devices_of(mapping: Any, stages: Any) -> int:
 
 
 def _whole(count: Any) -> Any:
-    """A count that may be an array."""
-    return int(count) if isinstance(count, np.ndarray | jax.Array) and not count.ndim else count
+    """A count that may be an array of one whole number."""
+    is_array = isinstance(count, np.ndarray | jax.Array) and not count.ndim
+    return int(count) if is_array and jnp.issubdtype(count.dtype, jnp.integer) else count
 
 
 def _refuse_captures(stages: Sequence[Stage]) -> None:

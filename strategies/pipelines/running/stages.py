@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod, accumulated
-from strategies.pipelines.executables import Executables
+from strategies.pipelines.running.executables import Executables
 from strategies.programs.buckets import MOVEMENTS
 from strategies.programs.jaxpr import Equation, Graph, Group, Variable, cut, variables
 from strategies.programs.segments import Part, Segment

@@ -14,11 +14,11 @@ from strategies.exchange.flat import FlatLayout
 from strategies.gradients.encoding import flatten
 from strategies.gradients.leaving import TAIL, Leaving
 from strategies.gradients.replica_program import ReplicaProgram
-from strategies.pipelines.arguments import Arguments
-from strategies.pipelines.driver import Course
-from strategies.pipelines.executables import Executables
-from strategies.pipelines.replica_run import Keeping, Outputs
-from strategies.pipelines.stages import Accumulators, Staged, StagePrograms
+from strategies.pipelines.running.arguments import Arguments
+from strategies.pipelines.running.driver import Course
+from strategies.pipelines.running.executables import Executables
+from strategies.pipelines.running.replica_run import Keeping, Outputs
+from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
 from strategies.replicas.shards import Shards

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
-from strategies.pipelines.micro_batch import counting
-from strategies.pipelines.replica_run import Given
-from strategies.pipelines.stages import Staged
+from strategies.pipelines.running.micro_batch import counting
+from strategies.pipelines.running.replica_run import Given
+from strategies.pipelines.running.stages import Staged
 from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import Graph
 

@@ -1,0 +1,1 @@
+"""Pipelines of functions, as the original declares them: what they are made of, learn from and feed out."""

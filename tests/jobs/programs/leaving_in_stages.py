@@ -1,0 +1,76 @@
+"""Makes a step in two stages, of which the first goes back only when the gradients of the last have been averaged.
+
+    leaving_in_stages.py [popdist | horovod | multi-worker]
+
+Each instance prints whether they had been when its first stage went back, for each of two micro-batches.
+"""
+
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from train_pipelines import STRATEGIES
+
+import popdist
+import strategies
+from collectives.instruments import EXCHANGE
+
+LIMIT_S = 60.0
+averaged = threading.Event()
+seen = []
+
+
+class Telling:
+    """A phase that tells when it has ended."""
+
+    def __init__(self, phase):
+        self._phase = phase
+
+    def __enter__(self):
+        self._phase.__enter__()
+
+    def __exit__(self, *error):
+        self._phase.__exit__(*error)
+        averaged.set()
+
+
+def wait(slope):
+    """Has something been averaged yet?"""
+    seen.append(averaged.wait(LIMIT_S))
+    return slope
+
+
+@jax.custom_vjp
+def held(value):
+    """The same, and its gradient comes late."""
+    return value
+
+
+held.defvjp(lambda value: (value, None), lambda _, slope: (jax.pure_callback(wait, slope, slope),))
+
+
+def loss_fn(variables, batch, key):
+    with strategies.pipeline_stage(0):
+        hidden = held(jnp.tanh(batch @ variables["first"]))
+    with strategies.pipeline_stage(1):
+        return jnp.mean(hidden @ variables["last"])
+
+
+def main():
+    name = sys.argv[1]
+    if name != "multi-worker":
+        popdist.init()
+    strategy = STRATEGIES[name]()
+    strategy.instruments.during[EXCHANGE] = Telling(strategy.instruments.during[EXCHANGE])
+    pipeline = strategies.Pipelining([0, 1], "one_forward_one_backward")
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=2, pipeline=pipeline)
+    state = trainer.init({"first": np.ones((3, 5), np.float32), "last": np.ones(5, np.float32)})
+    trainer.step(state, np.ones((4, 3), np.float32))
+    print(strategy.instance_index, *seen, flush=True)
+
+
+if __name__ == "__main__":
+    main()
