@@ -1,5 +1,8 @@
 """Steps of modules of PyTorch: alone, with DDP over gloo, and with `strategies.torch`, in turns in the same processes.
 
+All of them have what makes torch fastest here: Adam with one fused kernel per parameter, convolutions with the channels
+last; `--default-adam` is torch's default, several kernels per parameter.
+
     poprun --num-instances 2 --num-replicas 2 python benchmarks/torch_steps.py
     python benchmarks/torch_steps.py --local-replicas 4    4 replicas in this process, against one after another
     python benchmarks/torch_steps.py --pipeline            what waiting for turns costs for each block and micro-batch
@@ -29,26 +32,47 @@ import strategies.torch
 import strategies.torch.poptorch as poptorch
 
 BATCH = 64
+WORDS, LENGTH = 1031, 16
 ROUNDS, STEPS = 7, 10
 
 
+class Block(nn.Module):
+    """Attention to what came before, and a wide hidden layer, each behind a normalisation and with dropout."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.norm, self.qkv, self.out = nn.RMSNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide = nn.Sequential(
+            nn.RMSNorm(width), nn.Linear(width, 3 * width), nn.GELU("tanh"), nn.Linear(3 * width, width)
+        )
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, length, width], the same."""
+        query, key, value = self.qkv(self.norm(x)).unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.wide(x))
+
+
 class Transformer(nn.Module):
-    """Three layers, width 128."""
+    """That of `tests/zoo`: two blocks of width 64, and one table for words and logits."""
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-        self.first, self.layers, self.last = nn.Linear(28, 128), nn.TransformerEncoder(layer, 3), nn.Linear(128, 10)
+        self.words, self.position = nn.Embedding(WORDS, 64), nn.Parameter(torch.randn(LENGTH, 64))
+        self.blocks = nn.Sequential(Block(64, 4), Block(64, 4), nn.RMSNorm(64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits of images [N, 1, 28, 28], whose lines are a sequence."""
-        return self.last(self.layers(self.first(x[:, 0])).mean(1))
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Of words [rows, length] the logits of those that follow, [rows, WORDS, length]."""
+        hidden = self.blocks(self.words(words) + self.position)
+        return (hidden @ self.words.weight.T).transpose(1, 2)
 
 
 def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1352, 8), nn.ReLU(), nn.Linear(8, 10)
-    )
+    layers = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1352, 8), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(8, 10)).to(memory_format=torch.channels_last)
 
 
 def mlp() -> nn.Module:
@@ -57,6 +81,15 @@ def mlp() -> nn.Module:
 
 
 MODELS = {"cnn": cnn, "mlp": mlp, "transformer": Transformer}
+
+
+def batch_of(name: str, rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and their labels; of the transformer words, and those that follow."""
+    if name == "transformer":
+        words = torch.randint(0, WORDS, (rows, LENGTH + 1))
+        return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+    images = torch.randn(rows, 1, 28, 28).to(memory_format=torch.channels_last)
+    return images, torch.randint(0, 10, (rows,))
 
 
 class WithLoss(nn.Module):
@@ -72,8 +105,8 @@ class WithLoss(nn.Module):
         return output, F.cross_entropy(output, y)
 
 
-def in_a_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
-    optimizer = torch.optim.Adam(model.parameters())
+def in_a_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor, fused: bool) -> Callable[[], object]:
+    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -83,19 +116,19 @@ def in_a_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[]
     return step
 
 
-def by_trainer(strategy: strategies.Strategy, module: nn.Module, x: torch.Tensor, y: torch.Tensor):
-    optimizer = torch.optim.Adam(module.parameters())
+def by_trainer(strategy: strategies.Strategy, module: nn.Module, x: torch.Tensor, y: torch.Tensor, fused: bool):
+    optimizer = torch.optim.Adam(module.parameters(), fused=fused)
     trainer = strategies.torch.Trainer(
         strategy, module, lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]), optimizer
     )
     return lambda: trainer.step((x, y))
 
 
-def by_poptorch(strategy: strategies.Strategy, module: nn.Module, x: torch.Tensor, y: torch.Tensor):
+def by_poptorch(strategy: strategies.Strategy, module: nn.Module, x: torch.Tensor, y: torch.Tensor, fused: bool):
     options = poptorch.Options()
     options._strategy = strategy
     wrapped = WithLoss(module)
-    training = poptorch.trainingModel(wrapped, options, torch.optim.Adam(wrapped.parameters()))
+    training = poptorch.trainingModel(wrapped, options, torch.optim.Adam(wrapped.parameters(), fused=fused))
     return lambda: training(x, y)
 
 
@@ -126,7 +159,7 @@ def medians_ms(steps: dict[str, Callable[[], object]], meet: Callable[[], object
     return {name: median(each) for name, each in found.items()}
 
 
-def compare(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
+def compare(names: list[str], rounds: int, fused: bool) -> dict[str, dict[str, float]]:
     """All kinds of steps, for some models."""
     popdist.init()
     strategy = strategies.PopDistStrategy()
@@ -136,30 +169,31 @@ def compare(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
     found = {}
     for name in names:
         torch.manual_seed(0)
-        module, x, y = MODELS[name](), torch.randn(BATCH, 1, 28, 28), torch.randint(0, 10, (BATCH,))
+        module, (x, y) = MODELS[name](), batch_of(name)
         steps = {"torch alone": in_a_loop(copy.deepcopy(module), x, y)}
         if strategy.num_instances > 1:
             ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=True)
-            steps["DDP"] = in_a_loop(ddp, x, y)
-        steps["DistributedModel"] = in_a_loop(strategies.torch.DistributedModel(copy.deepcopy(module), strategy), x, y)
-        steps["Trainer"] = by_trainer(strategy, copy.deepcopy(module), x, y)
-        steps["trainingModel"] = by_poptorch(strategy, copy.deepcopy(module), x, y)
+            steps["DDP"] = in_a_loop(ddp, x, y, fused)
+        steps["DistributedModel"] = in_a_loop(
+            strategies.torch.DistributedModel(copy.deepcopy(module), strategy), x, y, fused
+        )
+        steps["Trainer"] = by_trainer(strategy, copy.deepcopy(module), x, y, fused)
+        steps["trainingModel"] = by_poptorch(strategy, copy.deepcopy(module), x, y, fused)
         found[name] = medians_ms(steps, lambda: strategy.communicator.barrier(name="round"), rounds)
     return found if strategy.instance_index == 0 else {}
 
 
-def compare_local(names: list[str], replicas: int, rounds: int) -> dict[str, dict[str, float]]:
+def compare_local(names: list[str], replicas: int, rounds: int, fused: bool) -> dict[str, dict[str, float]]:
     """Replicas of one process at once, against as many steps of plain PyTorch one after another."""
     torch.set_num_threads(1)
     found = {}
     for name in names:
         torch.manual_seed(0)
-        module = MODELS[name]()
-        x, y = torch.randn(replicas * BATCH, 1, 28, 28), torch.randint(0, 10, (replicas * BATCH,))
-        alone = in_a_loop(copy.deepcopy(module), x[:BATCH], y[:BATCH])
+        module, (x, y) = MODELS[name](), batch_of(name, replicas * BATCH)
+        alone = in_a_loop(copy.deepcopy(module), x[:BATCH], y[:BATCH], fused)
         steps = {
             "one after another": lambda alone=alone: [alone() for _ in range(replicas)],
-            "at once": by_trainer(strategies.IPUStrategy(replicas), copy.deepcopy(module), x, y),
+            "at once": by_trainer(strategies.IPUStrategy(replicas), copy.deepcopy(module), x, y, fused),
         }
         found[name] = medians_ms(steps, lambda: None, rounds)
     return found
@@ -202,15 +236,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--local-replicas", type=int)
     parser.add_argument("--pipeline", action="store_true")
+    parser.add_argument("--default-adam", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     if arguments.pipeline:
         found = compare_pipeline(arguments.rounds)
     elif arguments.local_replicas:
-        found = compare_local(arguments.models, arguments.local_replicas, arguments.rounds)
+        found = compare_local(arguments.models, arguments.local_replicas, arguments.rounds, not arguments.default_adam)
     else:
-        found = compare(arguments.models, arguments.rounds)
+        found = compare(arguments.models, arguments.rounds, not arguments.default_adam)
     if arguments.json:
         print(json.dumps(found))
         return

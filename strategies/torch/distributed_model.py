@@ -111,12 +111,15 @@ class DistributedModel(torch.nn.Module):
         self._exchange = self._new_exchange()
         self._contribution = Contribution(self._exchange.plan)
         self._thread = ThreadPoolExecutor(1, "gradients")
+        take = self._leaves if self._exchange.plan.is_cut else self._arrived
         for number, (_, parameter) in enumerate(self._named):
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+            parameter.register_post_accumulate_grad_hook(partial(take, number))
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
         """What the module returns; random numbers are drawn from the replica's generator."""
         seed = seed_of(self._options.seed, self._replica, self._loop.step, self._loop.micro_batch)
+        if self._loop.round is not None and torch._C._current_graph_task_id() < 0:
+            self._loop.round = None  # its backward pass has failed half-way, and this is not one that computes again
         if torch.is_grad_enabled() and self.training:
             self._loop.micro_batch += 1
         with drawing_from(seed):
@@ -151,83 +154,81 @@ class DistributedModel(torch.nn.Module):
     # ---- a backward pass
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """A gradient is complete: called by autograd."""
+        """A gradient is complete: called by autograd. It is taken when all are, in a part of the time."""
+        loop = self._loop
+        if loop.syncs:
+            (loop.round or self._begin_round()).has_come[number] = True
+
+    def _leaves(self, number: int, parameter: torch.Tensor) -> None:
+        """A gradient is complete, and may leave at once: called by autograd."""
         loop = self._loop
         if not loop.syncs:
             return
-        if loop.round is None:
-            loop.round = _Round(self._exchange.plan)
-            end = self._count if self._is_alone else self._end
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-        if self._is_alone:
-            return
-        if loop.round.has_come[number]:
+        round_ = loop.round or self._begin_round()
+        if round_.has_come[number]:
             raise StrategyError(
                 f"the gradient of {self._named[number][0]} has come twice in one backward pass, as of parameters in "
-                "several reentrant checkpoints; use checkpoint(..., use_reentrant=False)"
+                "several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
             )
-        self._take(loop.round, number, parameter.grad)
+        round_.has_come[number] = True
+        if not self._is_alone:
+            self._take(round_, number, parameter.grad)
 
-    def _count(self) -> None:
-        """The backward pass of a replica that is alone has ended."""
-        self._loop.next_step()
+    def _begin_round(self) -> _Round:
+        self._loop.round = round_ = _Round(self._exchange.plan)
+        end = self._loop.next_step if self._is_alone else self._end
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return round_
 
     def _take(self, round_: _Round, number: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise StrategyError(f"the gradient of {self._named[number][0]} is sparse; make its layer with sparse=False")
         self._contribution.take(number, gradient)
-        for bucket in round_.take(number, gradient is not None):
-            self._begin(round_, bucket)
-
-    def _begin(self, round_: _Round, bucket: int) -> None:
-        """Have a bucket exchanged, here or meanwhile."""
-        if self._streams:
+        for bucket in round_.ready_after(number):
             round_.begun.append(self._thread.submit(self._reduce, bucket))
-        else:
-            self._reduce(bucket)
 
     def _reduce(self, bucket: int) -> None:
         self._exchange.reduce(bucket, [[array] for array in self._contribution.arrays(bucket)])
 
     def _end(self) -> None:
-        """The backward pass has ended: whatever had no gradient, the tail, and the means."""
+        """The backward pass has ended: what has not left yet, the tail, and the means."""
         round_, self._loop.round = self._loop.round, None
         assert round_ is not None
-        for number, has_come in enumerate(round_.has_come):
-            if not has_come:
-                parameter = self._named[number][1]
-                if parameter.grad is not None:  # it may lie where the next mean goes
-                    parameter.grad = parameter.grad.clone()
-                self._take(round_, number, None)
         self._finish(round_, is_active=True)
         self._loop.next_step()
+
+    def _take_rest(self, round_: _Round, gradients: Sequence[torch.Tensor | None]) -> None:
+        if not self._exchange.plan.is_cut:
+            self._contribution.take_all(gradients)
+            return
+        for number, has_come in enumerate(round_.has_come):
+            if not has_come:
+                self._take(round_, number, None)
 
     def _finish(self, round_: _Round, is_active: bool) -> Tail:
         changes = [
             float(number in self._model_buffers.moving or not torch.equal(slot.tensor, master))
             for number, (slot, master) in enumerate(zip(self._model_buffers.slots, self._masters, strict=True))
         ]
-        flags = [float(has_gradient) for has_gradient in round_.has_gradient]
-        self._contribution.set_tail([float(is_active), 0.0, *flags, *changes])
-        self._begin(round_, len(self._exchange.plan.members) - 1)
+        gradients = [
+            parameter.grad if has_come else None
+            for (_, parameter), has_come in zip(self._named, round_.has_come, strict=True)
+        ]
+        self._take_rest(round_, gradients)
+        self._contribution.set_tail(
+            [float(is_active), 0.0, *(float(gradient is not None) for gradient in gradients), *changes]
+        )
         for future in round_.begun:
             future.result()
+        self._reduce(len(self._exchange.plan.members) - 1)
         tail = self._exchange.tail
         self._contribution.give_back()
-        self._refuse_gradients_of_some(tail)
-        if is_active:
-            means = zip(self._named, self._exchange.means(1.0), tail.has_gradient, strict=True)
-            for (_, parameter), mean, has_gradient in means:
-                if has_gradient:
-                    parameter.grad = mean
+        self._refuse_gradients_of_some(tail, gradients)
+        self._exchange.give(gradients)
         self._agree_on_buffers(np.flatnonzero(tail.has_changed).tolist())
         return tail
 
     def _join_once(self) -> bool:
         """Take part in a backward pass of others; whether there was none."""
         round_ = _Round(self._exchange.plan)
-        for number in range(len(self._named)):
-            self._take(round_, number, None)
         return not self._finish(round_, is_active=False).metrics[0]
 
     def _agree_on_buffers(self, changed: Sequence[int]) -> None:
@@ -237,18 +238,18 @@ class DistributedModel(torch.nn.Module):
             for number in values:
                 self._masters[number].copy_(self._model_buffers.masters[number])
 
-    def _refuse_gradients_of_some(self, tail: Tail) -> None:
+    def _refuse_gradients_of_some(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
         active = float(tail.metrics[0])
         some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < active))
         if not some.size:
             return
         number = int(some[0])
-        name, parameter = self._named[number]
-        own = np.array(parameter.grad is None)
+        own = np.array(gradients[number] is None)
         lacking = self._strategy.communicator.all_gather(own, name="who lacks a gradient")
+        name, replicas = self._named[number][0], np.flatnonzero(lacking).tolist()
         raise StrategyError(
-            f"{name} has no gradient on the replicas {np.flatnonzero(lacking).tolist()}, and one on the others; let "
-            "the loss of every replica depend on it, if only by 0 * parameter.sum()"
+            f"{name} has no gradient on the replicas {replicas}, and one on the others; let the loss of every replica "
+            "depend on it, if only by 0 * parameter.sum()"
         )
 
     # ---- together with the others
@@ -265,7 +266,7 @@ class DistributedModel(torch.nn.Module):
         plan = GradientPlan(parameters, self._options.transfer, streams=self._streams, tail=tail)
         replicas = self._strategy.replicas
         count = replicas.num_replicas_in_sync
-        return GradientExchange(plan, ("active",), replicas.communicator, count, is_private=True)
+        return GradientExchange(plan, ("active",), replicas.communicator, count, is_private=False)
 
 
 @dataclass
@@ -297,8 +298,7 @@ class _Round:
 
     Attributes:
         has_come: for each parameter.
-        has_gradient: for each parameter; those that come as None have none.
-        begun: the exchanges, in their order.
+        begun: the exchanges of gradients that leave one by one, in their order.
     """
 
     def __init__(self, plan: GradientPlan) -> None:
@@ -306,15 +306,13 @@ class _Round:
         self._missing = [len(numbers) for numbers in plan.members]
         self._next = 0
         self.has_come = [False] * len(plan.parameters)
-        self.has_gradient = [False] * len(plan.parameters)
         self.begun: list[Future[Any]] = []
 
-    def take(self, number: int, has_gradient: bool) -> list[int]:
-        """A gradient has come; the buckets to be exchanged now, in the same order on all instances.
+    def ready_after(self, number: int) -> list[int]:
+        """A gradient was taken; the buckets to be exchanged now, in the same order on all instances.
 
         The last one is not among them: its tail is known at the end.
         """
-        self.has_come[number], self.has_gradient[number] = True, has_gradient
         self._missing[self._plan.places[number].bucket] -= 1
         ready = []
         while self._next < len(self._missing) - 1 and not self._missing[self._next]:

@@ -112,6 +112,18 @@ class GradientExchange:
             self._received = self._views()
         return [self._mean(number, received, scale) for number, received in enumerate(self._received)]
 
+    def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Have gradients become their means where they are.
+
+        Args:
+            gradients: of the parameters in their order, in their shapes; None: that mean is left.
+        """
+        pairs = [(one, mean) for one, mean in zip(gradients, self._received, strict=True) if one is not None]
+        if pairs:
+            own, means = zip(*pairs, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(own, means)
+
     def _views(self) -> list[torch.Tensor]:
         """Where the means are."""
         numbers = range(len(self.plan.parameters))

@@ -139,7 +139,7 @@ class ReplicaRun:
                     self._prepare(turn.plan(("loss", *metrics)))
                 if walk is not None:
                     walk.turn_round(loss, walk.last_stage)
-                if number == count - 1 and not self._is_quantised:
+                if number == count - 1 and self._leaves:
                     self._leaving = threading.get_ident()
                 self._backward(loss, number, count, turn.scale)
                 if walk is not None:
@@ -180,6 +180,11 @@ class ReplicaRun:
     def _is_quantised(self) -> bool:
         return self._options.transfer.is_quantised
 
+    @property
+    def _leaves(self) -> bool:
+        """Whether gradients leave one by one; otherwise all are taken in the end, in a part of the time."""
+        return self._plan is not None and self._plan.is_cut
+
     def _prepare(self, plan: GradientPlan) -> None:
         if plan is not self._plan:
             rows = enumerate(self.copy.rows[number] for number in self._trained)
@@ -205,11 +210,6 @@ class ReplicaRun:
     def _take(self, number: int, gradient: torch.Tensor | None) -> None:
         assert self._plan is not None
         assert self.contribution is not None
-        name = self._plan.parameters[number].name
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise StrategyError(
-                f"the gradient of {name} is sparse, and replicas average dense ones; make its layer with sparse=False"
-            )
         self._seen[number] = gradient is not None
         self.contribution.take(number, gradient)
         bucket = self._plan.places[number].bucket
@@ -226,16 +226,23 @@ class ReplicaRun:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.div_(turn.scale)
-        if self._is_quantised:
-            self._seen = [gradient is not None for gradient in gradients]
-            self.residuals = self.contribution.encode(gradients, turn.residuals)
-        else:
+        if self._leaves:
             for number, gradient in enumerate(gradients):
                 if not self._seen[number]:
                     self._take(number, gradient)
+        else:
+            self._take_all(gradients, turn)
         for number in self._trained:
             self.copy.parameters[number].grad = None
         self.contribution.set_tail([*values, float(turn.notice), *map(float, self._seen), *self._changes(turn)])
+
+    def _take_all(self, gradients: Sequence[torch.Tensor | None], turn: Turn) -> None:
+        assert self.contribution is not None
+        self._seen = [gradient is not None for gradient in gradients]
+        if self._is_quantised:
+            self.residuals = self.contribution.encode(gradients, turn.residuals)
+        else:
+            self.contribution.take_all(gradients)
 
     @property
     def seen(self) -> list[bool]:

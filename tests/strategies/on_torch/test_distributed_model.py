@@ -108,6 +108,56 @@ def test_large_gradients_leave_in_several_buckets(on_instances):
     )
 
 
+def test_gradients_belong_to_the_program(on_instances):
+    """What one instance writes into them no other sees, and they stay where autograd has put them."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5000), nn.Linear(5000, 1))  # more than 1 MiB, and less
+
+    def train(strategy):
+        own = copy.deepcopy(module)
+        model = strategies.torch.DistributedModel(own, strategy)
+        seen = []
+        for _ in range(2):
+            model(data()["x"][:4]).mean().backward()
+            seen.append([parameter.grad.clone() for parameter in own.parameters()])
+            kept = [parameter.grad for parameter in own.parameters()]
+            for parameter in own.parameters():
+                parameter.grad.mul_(strategy.instance_index)
+            strategy.communicator.barrier(name="both have written")
+            for parameter, before, grad in zip(own.parameters(), seen[-1], kept, strict=True):
+                assert parameter.grad is grad
+                assert torch.equal(grad, before * strategy.instance_index)
+            own.zero_grad(set_to_none=False)
+        return seen
+
+    plain = copy.deepcopy(module)
+    plain(data()["x"][:4]).mean().backward()
+    for seen in on_instances(2, 2, train):
+        for of_step in seen:
+            assert all(map(torch.equal, of_step, (parameter.grad for parameter in plain.parameters())))
+
+
+def test_a_backward_pass_that_fails_half_way_does_not_spoil_the_next(on_instances):
+    module = new_module("mlp")
+
+    def refuse(gradient):
+        raise ArithmeticError("too large")
+
+    def train(strategy):
+        own = copy.deepcopy(module)
+        model = strategies.torch.DistributedModel(own, strategy)
+        hidden = model.module[:4](data()["x"])
+        hidden.register_hook(refuse)
+        with pytest.raises(ArithmeticError):
+            model.module[4](hidden).mean().backward()
+        own.zero_grad()
+        model(data()["x"] * (1 + strategy.instance_index)).mean().backward()
+        return [strategies.fingerprint(parameter.grad.numpy()) for parameter in own.parameters()]
+
+    zero, one = on_instances(2, 2, train)
+    assert zero == one
+
+
 def test_instances_begin_with_what_instance_0_has(on_instances):
     module = new_module("convolutions")
 
