@@ -188,22 +188,20 @@ class _Sent:
 
 
 class _Receive:
-    received = None
-
     def __init__(self, messages: queue.SimpleQueue[np.ndarray], into: np.ndarray) -> None:
         self._messages = messages
         self._into = into
-        self._is_done = False
+        self.received: int | None = None
 
     def done(self) -> bool:
-        if not self._is_done:
+        if self.received is None:
             try:
                 message = self._messages.get_nowait()
             except queue.Empty:
                 return False
             self._into[: message.size] = message
-            self._is_done = True
-        return self._is_done
+            self.received = message.size
+        return True
 
 
 class ThreadLink(Link):

@@ -99,16 +99,18 @@ class Exchange:
         self.has_delivered = False
         opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None)
         alike = True
-        own_bytes = _HEADER_BYTES if plan is None else _HEADER_BYTES + nbytes
         for other in self._others:
             theirs = headers[other]
             if theirs[_FINGERPRINT] != fingerprint:
                 return False, Parts((), ())
+            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes:
+                alike = False
+        own_bytes = _HEADER_BYTES if plan is None else _HEADER_BYTES + nbytes
+        for other in self._others:
             come = self._received.get(other)
             expected = own_bytes if opened is None else own_bytes + opened.nbytes_from(other)
-            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes or come not in (None, expected):
-                self._check_header(other, theirs, come, arrays, header)
-                alike = False
+            if not alike or come not in (None, expected):
+                self._check_header(other, headers[other], come, arrays, alike)
         if alike and plan is not None:
             return True, parts
         if alike and opened is not None:
@@ -174,17 +176,20 @@ class Exchange:
         return _HEADER_BYTES + (nbytes if nbytes <= self._inline_bytes else 0)
 
     def _check_header(
-        self, rank: int, theirs: memoryview, received: int | None, arrays: Sequence[np.ndarray], own: memoryview
+        self, rank: int, theirs: memoryview, received: int | None, arrays: Sequence[np.ndarray], alike: bool
     ) -> None:
-        """Refuse what no rank of ours would send: a faulty one must not take this one's memory or spoil its sums."""
+        """Refuse what no rank of ours would send: a faulty one must not take this one's memory or spoil its sums.
+
+        Where headers are not alike nothing says who has begun to reduce, nor with how many bytes.
+        """
         count, nbytes = theirs[_COUNT], theirs[_NBYTES]
         each = arrays[0].nbytes if arrays else 0
         is_left_at_home = nbytes >= _OPENED and bool(arrays)
         inline = 0 if is_left_at_home else nbytes
         fits = is_left_at_home or (nbytes == count * each <= self._inline_bytes if arrays else nbytes == 0)
         is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
-        is_of_another_plan = nbytes == _OPENED and theirs[:_WORDS].tolist() != own[:_WORDS].tolist()
-        if not is_plausible or (received not in (None, _HEADER_BYTES + inline) and not is_of_another_plan):
+        may_be_longer = nbytes == _OPENED and not alike
+        if not is_plausible or (received not in (None, _HEADER_BYTES + inline) and not may_be_longer):
             raise PeerLostError(
                 f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
                 f"{received}, in {self._watch.call.title}; it is faulty"

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 
+from collectives.tree import combined
 from strategies.evaluation.data_pass import Told, in_order
 from strategies.evaluation.evaluation_program import Task
 from strategies.gradients.model_state import FIRST, MEAN
@@ -101,18 +102,22 @@ class TestFunction(_Function):
         metrics = [np.asarray(one) for one in metrics]
         logs: dict[str, Any] = {}
         for of_replicas in told:
-            for (made, logs_of_one), mask in of_replicas:
-                if mask.any():
-                    self._seen += 1
-                    metrics = [self._merged(*each) for each in zip(self._words, metrics, made, strict=True)]
-                    logs = logs or logs_of_one
+            counted = [of_replica for of_replica, mask in of_replicas if mask.any()]
+            if counted:
+                self._seen += len(counted)
+                of_variables = zip(*(made for made, _ in counted), strict=True)
+                metrics = [self._merged(*each) for each in zip(self._words, metrics, of_variables, strict=True)]
+                logs = logs or counted[0][1]
         return dict(logs) | dict(self._results(metrics)), (trained, others, metrics)
 
-    def _merged(self, word: str, old: np.ndarray, made: np.ndarray) -> np.ndarray:
-        """A variable of a metric, and what the rows of a replica have made of zero: their sum, or a running mean."""
+    def _merged(self, word: str, old: np.ndarray, made: Sequence[np.ndarray]) -> np.ndarray:
+        """A variable of a metric, and what the rows of each replica have made of zero: their sum, or a running mean."""
+        if word == FIRST:
+            return np.asarray(made[0])
+        total = combined(made, np.add)
         if word == MEAN:
-            return np.asarray(old + (made - old) / np.asarray(self._seen, made.dtype), made.dtype)
-        return np.asarray(made if word == FIRST else old + made)
+            return np.asarray(old + (total - len(made) * old) / np.asarray(self._seen, total.dtype), total.dtype)
+        return np.asarray(old + total)
 
     def _looked_at(self, state: State, example: Batch) -> list[str]:
         trained, others, metrics = jax.tree.map(_shape, tuple(map(list, state)))

@@ -14,6 +14,7 @@ from collectives import Communicator, LayoutMismatchError, Settings, ThreadHub, 
 from collectives.backends.thread import connect
 
 SETTINGS = Settings(mechanism="window", limits=LIMITS)
+UNEVEN_HOSTS = (0, 1, 1, 1, 2, 2, 3, 4)
 TWO_HOSTS, FOUR_HOSTS = (0, 0, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3)
 SHORT = 50_000  # elements: too many to travel along, few enough to begin at once
 
@@ -73,8 +74,11 @@ def test_ranks_on_more_than_eight_hosts_compare_in_as_many_messages_as_their_num
     assert messages_of(range(9), lambda communicator: communicator.barrier()) == [4] * 9
 
 
+@pytest.mark.parametrize("hosts", [FOUR_HOSTS, UNEVEN_HOSTS])
 @pytest.mark.parametrize("counts", [(2, 2, 1, 1, 1, 1, 1, 1), (1, 2, 2, 1, 1, 2, 2, 1), (1, 1, 1, 1, 1, 1, 1, 2)])
-def test_who_has_expected_others_to_contribute_as_much_begins_again(counts: tuple[int, ...]) -> None:
+def test_who_has_expected_others_to_contribute_as_much_begins_again(
+    counts: tuple[int, ...], hosts: Sequence[int]
+) -> None:
     everything = contributions("float32", SHORT, range(sum(counts)))
     expected = reduced(everything, "mean")
 
@@ -84,12 +88,15 @@ def test_who_has_expected_others_to_contribute_as_much_begins_again(counts: tupl
         for _ in range(3):
             assert_same_bits(communicator.ordered_all_reduce(mine, op="mean"), expected)
 
-    run_on_threads(8, program, SETTINGS, FOUR_HOSTS)
+    run_on_threads(8, program, SETTINGS, hosts)
 
 
+@pytest.mark.parametrize("hosts", [FOUR_HOSTS, UNEVEN_HOSTS])
 @pytest.mark.parametrize("others", [{2, 3}, {1}, {0, 7}, {0, 1, 2, 3}])
-@pytest.mark.parametrize("length", [SHORT, 5 * SHORT])
-def test_who_calls_something_else_spoils_nothing_that_has_begun(others: set[int], length: int) -> None:
+@pytest.mark.parametrize("length", [SHORT // 2, SHORT, 5 * SHORT])
+def test_who_calls_something_else_spoils_nothing_that_has_begun(
+    others: set[int], length: int, hosts: Sequence[int]
+) -> None:
     everything = contributions("float32", length, range(8))
 
     def program(communicator: Communicator) -> None:
@@ -106,4 +113,4 @@ def test_who_calls_something_else_spoils_nothing_that_has_begun(others: set[int]
                 communicator.all_reduce(mine)
         assert_same_bits(communicator.all_reduce(mine), reduced(everything, "sum"))
 
-    run_on_threads(8, program, SETTINGS, FOUR_HOSTS)
+    run_on_threads(8, program, SETTINGS, hosts)

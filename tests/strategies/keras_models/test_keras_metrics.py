@@ -78,6 +78,31 @@ class Largest(keras.metrics.Metric):
         return ops.convert_to_tensor(self.value)
 
 
+class Total(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="total")
+        self.value = self.add_variable(shape=(), initializer="zeros", name="value")
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.value.assign_add(ops.sum(y))
+
+    def result(self):
+        return ops.convert_to_tensor(self.value)
+
+
+def test_what_an_evaluation_finds_is_added_in_the_order_of_the_tree(in_scopes):
+    """One row for each of four replicas, whose sum is 1 in the tree, and 0 one after another."""
+    rows = np.array([[2**24], [1], [1], [-(2**24)]], np.float32)
+
+    def program(strategy):
+        model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
+        model.compile("sgd", "mse", metrics=[Total()])
+        return model.evaluate(X[:4], rows, batch_size=1, verbose=0, return_dict=True)["total"]
+
+    assert in_scopes(1, program) == [1]
+    assert in_scopes(2, program) == [1, 1]
+
+
 def test_a_metric_that_cannot_be_added_says_so(alone):
     def program(strategy):
         model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
