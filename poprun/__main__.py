@@ -13,6 +13,7 @@ from poprun.asking.config import check_export, export_config, import_config
 from poprun.asking.lookup import check_user, quote_words
 from poprun.asking.options import describe_options
 from poprun.asking.settings import settings_from
+from poprun.asking.summary import read_summary
 from poprun.errors import PopRunError
 from poprun.log import Level, Log, fault_of_level, level_from
 from poprun.notes import Circumstances, note_without_effect, warn_of_deprecated, warn_of_output
@@ -22,7 +23,6 @@ from poprun.planning.dry_run import describe_plan, draw_placement
 from poprun.planning.hidden_packages import warn_of_hidden
 from poprun.planning.plan import plan_launch
 from poprun.planning.topology import draw_topology
-from poprun.summary.asked import read_summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 from popdist.environments.environment import nearest_multiples
 from poprun.asking.command_line import CommandLine, Value, read_fault, read_instance_arguments
 from poprun.asking.options import OPTIONS
+from poprun.asking.summary import read_summary
 from poprun.asking.vipu import LARGEST_DOMAIN_IPUS, PARTITION_VARIABLE
 from poprun.errors import UsageError
-from poprun.summary.asked import read_summary
 from poprun.wording import count
 
 _POSITIVE = (

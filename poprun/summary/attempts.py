@@ -111,7 +111,7 @@ class Totals:
         steps_per_s: of the steps that are timed; None: none is.
         samples_per_s: the same of rows.
         waiting_share: how much of the time of their steps instances waited for others, all together.
-        slowest: the instance for which the others waited in the attempt that made most steps.
+        slowest: the instance for which the others waited in the attempt that made most steps, the last of several.
         peak_memory_bytes: what the instance has had that had most; 0: nothing is known.
         survived: the attempt, what followed, and a line about each fault that did not end the job.
     """
@@ -135,7 +135,7 @@ def add_up(attempts: Sequence[Attempt]) -> Totals:
         steps_per_s=_per(sum(each.longest.timed_steps for each in attempts), timed_s),
         samples_per_s=_per(sum(each.timed_samples for each in attempts), timed_s),
         waiting_share=_per(sum(each.waited_s for each in attempts), sum(each.timed_s for each in attempts)),
-        slowest=max(attempts, key=lambda each: each.longest.steps).slowest if attempts else None,
+        slowest=max(reversed(attempts), key=lambda each: each.longest.steps).slowest if attempts else None,
         peak_memory_bytes=max((each.peak_memory_bytes for each in attempts), default=0),
         survived=tuple(_survived(attempts)),
     )

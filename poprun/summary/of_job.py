@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Mapping
 
+from poprun.asking.summary import SummaryAsked
 from poprun.log import Log, write_all
-from poprun.summary.asked import SummaryAsked
 from poprun.summary.attempts import Attempt
 from poprun.summary.lines import summary_lines
 from poprun.wording import without_controls
