@@ -32,7 +32,7 @@ PROMISED_NS = 100.0
 SETTINGS = ("repeats",)
 CALLS = 500  # in one repeat: some 50 us, which often pass without an interruption
 WAYS = ("nobody", "the page", "two")
-EVENTS = ("operation begins", "data move", "operation ends", "step begins", "phase")
+EVENTS = ("operation begins", "data move", "operation ends", "step begins", "step made", "phase")
 
 
 class Idle:
@@ -48,6 +48,9 @@ class Idle:
         """See there."""
 
     def step_begins(self, step: int) -> None:
+        """See there."""
+
+    def steps_made(self, steps: int, rows: int, loss: Callable[[], float | None]) -> None:
         """See there."""
 
     def phase_begins(self, phase: str) -> None:
@@ -95,12 +98,14 @@ def events_of(instruments: Instruments, repeats: int) -> dict[str, float]:
         told if is_seen(told) else None  # as a communicator does
         for told in (instruments.operation_begins, instruments.data_moves, instruments.operation_ends)
     )
-    names = {"begins": begins, "moves": moves, "ends": ends, "call": call, "instruments": instruments}
+    made = {"loss": lambda: 0.5, "instruments": instruments}
+    names = {"begins": begins, "moves": moves, "ends": ends, "call": call, **made}
     statements = {
         "operation begins": "if begins is not None: begins(1, call)",
         "data move": "if moves is not None: moves(0)",
         "operation ends": "if ends is not None: ends()",
         "step begins": "instruments.step_begins(1)",
+        "step made": "instruments.steps_made(1, 64, loss)",
         "phase": f"with instruments.during[{UPDATE!r}]: pass",
     }
     found = {event: nanoseconds(statement, names, repeats) for event, statement in statements.items()}

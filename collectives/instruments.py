@@ -84,6 +84,18 @@ class SeesStepEnds(Protocol):
 
 
 @runtime_checkable
+class SeesStepsMade(Protocol):
+    """Sees that steps are made, without waiting for what comes of them."""
+
+    def steps_made(self, steps: int, rows: int, loss: Callable[[], float | None]) -> None:
+        """So many steps have been made, or begun, with so many rows of data on this instance.
+
+        `loss` says what the mean loss over all replicas was in the last of them; None as long as it is being computed.
+        It may be asked later, from this thread.
+        """
+
+
+@runtime_checkable
 class SeesReplicas(Protocol):
     """Sees local replicas at work, each in its own thread, where an instance has several."""
 
@@ -105,7 +117,17 @@ class SeesPhases(Protocol):
         """It has ended well."""
 
 
-Instrument = SeesOperations | SeesEnds | SeesWaits | SeesData | SeesSteps | SeesStepEnds | SeesReplicas | SeesPhases
+Instrument = (
+    SeesOperations
+    | SeesEnds
+    | SeesWaits
+    | SeesData
+    | SeesSteps
+    | SeesStepEnds
+    | SeesStepsMade
+    | SeesReplicas
+    | SeesPhases
+)
 
 
 class Supervisor(Protocol):
@@ -139,6 +161,7 @@ class Instruments:
         data_moves: see there.
         step_begins: see there.
         step_ends: see there.
+        steps_made: see there.
         replica_begins: see there; called by several threads, as the next one.
         replica_ends: see there.
         during: for each of `PHASES` what a `with` statement enters while the phase lasts, any number of times.
@@ -155,6 +178,7 @@ class Instruments:
         "replica_ends",
         "step_begins",
         "step_ends",
+        "steps_made",
         "waiting_for",
     )
 
@@ -168,6 +192,7 @@ class Instruments:
         self.data_moves = _told_to([each.data_moves for each in attached if isinstance(each, SeesData)])
         self.step_begins = _told_to([each.step_begins for each in attached if isinstance(each, SeesSteps)])
         self.step_ends = _told_to([each.step_ends for each in attached if isinstance(each, SeesStepEnds)])
+        self.steps_made = _told_to([each.steps_made for each in attached if isinstance(each, SeesStepsMade)])
         of_replicas = [each for each in attached if isinstance(each, SeesReplicas)]
         self.replica_begins = _told_to([each.replica_begins for each in of_replicas])
         self.replica_ends = _told_to([each.replica_ends for each in of_replicas])

@@ -13,6 +13,7 @@ from poprun.asking.config import check_export, export_config, import_config
 from poprun.asking.lookup import check_user, quote_words
 from poprun.asking.options import describe_options
 from poprun.asking.settings import settings_from
+from poprun.asking.summary import read_summary
 from poprun.errors import PopRunError
 from poprun.log import Level, Log, fault_of_level, level_from
 from poprun.notes import Circumstances, note_without_effect, warn_of_deprecated, warn_of_output
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from poprun.timeline.command import main as look
 
             return look(words[1:])
+        if list(words[:1]) == ["top"]:
+            from poprun.top.command import main as watch
+
+            return watch(words[1:])
         return _run(words, os.environ)
     except PopRunError as error:
         Log().error(str(error))
@@ -92,13 +97,26 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         return 0
     if settings.shows_topology:
         show(draw_topology(launch.places, columns_of(environ)))
-    from poprun.job import run_job
+    return _run_job(launch, environ, log)
 
+
+def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
+    """Run the job, and say what is wanted about it; its exit status."""
+    from poprun.job import run_job
+    from poprun.summary.of_job import Summary
+    from poprun.top.doors import open_doors
+    from poprun.top.viewers import Viewers
+
+    settings = launch.settings
+    summary = Summary(read_summary(settings.summary), settings.program, log, environ)
+    viewers = Viewers(open_doors(settings.top_address, environ, log), settings.program)
     if settings.timeline is not None:
         from poprun.timeline.of_job import make_room
 
         make_room(settings.timeline)
-    exit_status = run_job(launch, environ, log).exit_status
+    exit_status = run_job(launch, environ, log, viewers, summary.note).exit_status
+    viewers.close()
+    summary.finish(exit_status)
     if settings.timeline is not None:
         from poprun.timeline.of_job import write_timeline
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from popdist.records.faults import ATTEMPT_VARIABLE
@@ -14,33 +15,55 @@ from poprun.output.output import Output, is_piped
 from poprun.output.output_style import OutputStyle, style_from
 from poprun.planning.across import Across
 from poprun.planning.command import Launch, build_command
+from poprun.summary.attempts import Attempt
+from poprun.top.viewers import Viewers
 from poprun.watching.supervision import LAST_WORDS_LIMIT_S, Supervisor
 from poprun.wording import list_ranges
 
 
-def run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> Ended:
+def run_job(
+    launch: Launch,
+    environ: Mapping[str, str],
+    log: Log,
+    viewers: Viewers | None = None,
+    note: Callable[[Attempt], None] = lambda _: None,
+) -> Ended:
     """Run the instances of a launch to their end.
 
     Args:
         launch: what to run.
         environ: the user's environment.
         log: poprun's own words.
+        viewers: those who look at the job; None: nobody can.
+        note: told of each attempt at it when that is over.
 
     Returns:
         With poprun's exit status: that of the instance that failed, 128 + n after signal n.
     """
     output = Output(launch.settings.only_output_from, _style(launch, environ))
+    viewers = viewers or Viewers()
+
+    def run_once(launch: Launch) -> Ended:
+        return _run_once(launch, output, environ, log, viewers, note)
+
     if launch.settings.on_failure == "stop":
-        ended = _run_once(launch, output, environ, log)
+        ended = run_once(launch)
     else:
         from poprun.restarts import Restarts
 
-        ended = Restarts(environ, log).run(launch, lambda each: _run_once(each, output, environ, log))
+        ended = Restarts(environ, log, viewers.pause).run(launch, run_once)
     output.finish(limit_s=LAST_WORDS_LIMIT_S if ended.was_told else None)
     return ended
 
 
-def _run_once(launch: Launch, output: Output, environ: Mapping[str, str], log: Log) -> Ended:
+def _run_once(
+    launch: Launch,
+    output: Output,
+    environ: Mapping[str, str],
+    log: Log,
+    viewers: Viewers,
+    note: Callable[[Attempt], None],
+) -> Ended:
     for warning in launch.remote.warnings if launch.remote is not None else ():
         log.warn(warning)
     for place in launch.places:
@@ -50,8 +73,12 @@ def _run_once(launch: Launch, output: Output, environ: Mapping[str, str], log: L
     output.style = replace(output.style, hosts=_hosts(launch))
     if launch.extra.get(ATTEMPT_VARIABLE, "0") != "0":
         end_standard_input()
-    supervisor = Supervisor(command, len(launch.places), output, log, _across(launch))
-    return supervisor.run({**environ, **launch.mpirun_variables})
+    viewers.attempt = int(launch.extra.get(ATTEMPT_VARIABLE, "0"))
+    supervisor = Supervisor(command, len(launch.places), output, log, _across(launch), viewers=viewers)
+    began_s = time.monotonic()
+    ended = supervisor.run({**environ, **launch.mpirun_variables})
+    note(Attempt(tuple(supervisor.facts), time.monotonic() - began_s, ended, tuple(supervisor.losses)))
+    return ended
 
 
 def end_standard_input() -> None:

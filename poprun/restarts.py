@@ -36,10 +36,12 @@ class Restarts:
     Args:
         environ: the user's environment.
         log: says what happens.
+        pause: waits for so many seconds.
     """
 
-    def __init__(self, environ: Mapping[str, str], log: Log) -> None:
+    def __init__(self, environ: Mapping[str, str], log: Log, pause: Callable[[float], None] = time.sleep) -> None:
         self._environ = environ
+        self._pause = pause
         self._log = log
         self._reasons: list[str] = []
         self._failures: Counter[str] = Counter()
@@ -80,7 +82,7 @@ class Restarts:
         if made == settings.max_restarts:
             self._log.error(f"gave up after {count(made, 'restart')} (--max-restarts {settings.max_restarts})")
             return None
-        time.sleep(pause_s(settings.restart_backoff_s, made))
+        self._pause(pause_s(settings.restart_backoff_s, made))
         hosts = available_hosts(settings, self._environ)
         silent = self._silent_among(hosts, last)
         failing = {host.name for host in hosts if self._failures[host.name] >= MOST_FAILURES}

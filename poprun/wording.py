@@ -43,3 +43,32 @@ def without_controls(text: str) -> str:
 
 def _is_harmless(character: str) -> bool:
     return character.isprintable() or character == "\t" or "\udc80" <= character <= "\udcff"
+
+
+def share_text(share: float) -> str:
+    """A share of something: `3 %`, `0.4 %`."""
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent >= 0.95 or percent < 0.05 else f"{percent:.1f} %"
+
+
+def number_text(number: float) -> str:
+    """A number with three digits that count: `0.123`, `12.3`, `12345`."""
+    if number >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}" if number >= 0.9995 else f"{number:.3g}"
+
+
+def memory_text(nbytes: int) -> str:
+    """An amount of memory: `812 MiB`, `1.5 GiB`."""
+    mebibytes = nbytes / 2**20
+    return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1023.5 else f"{mebibytes:.0f} MiB"
+
+
+def duration_text(seconds: float) -> str:
+    """A time: `0.3 s`, `59 s`, `2 min 5 s`, `3 h 20 min`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"

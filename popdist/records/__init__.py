@@ -4,11 +4,12 @@ Nothing here imports numpy, MPI or JAX.
 """
 
 from popdist.records.faults import FaultInjector, due_faults
-from popdist.records.progress import NoProgress, Progress, ProgressPage, ProgressRecord, parse_progress
+from popdist.records.progress import Made, NoProgress, Progress, ProgressPage, ProgressRecord, parse_progress
 from popdist.records.stack import show_stack_when_asked
 
 __all__ = [
     "FaultInjector",
+    "Made",
     "NoProgress",
     "Progress",
     "ProgressPage",

@@ -10,9 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, final
@@ -22,15 +23,21 @@ if TYPE_CHECKING:
 
 DESCRIPTOR_VARIABLE = "POPRUN_PROGRESS_FD"
 PAGE_BYTES = 4096
-MAGIC = 0x31_4E55_5250_4F50  # "POPRUN1" as it lies in little-endian memory
+MAGIC = 0x32_4E55_5250_4F50  # "POPRUN2" as it lies in little-endian memory; the number is that of the layout
 CUT_SIGNAL = signal.SIGRTMIN + 1
 """Asks the supervisor, whose process the page names, to lose its connection; that of an injected fault."""
 
 _LABEL_OFFSET = 3072
 _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
 (_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
-_SUPERVISOR, _HEEDED, _WAITING = 10, 11, 12
+_SUPERVISOR, _HEEDED, _PHASE = 10, 11, 12
+(_STEPS, _SAMPLES, _TIMED_STEPS, _TIMED_SAMPLES, _FROM_NS, _TO_NS, _WAITED_NS, _HAS_LOSS, _LOSS) = range(13, 22)
+_WAITING = 24
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
+
+
+PHASES = ("", "data", "compile", "forward and backward", "exchange", "update", "checkpoint", "recovery")
+"""What the number of a phase in the page stands for: none, or one of `collectives.instruments.PHASES`."""
 
 
 class State(IntEnum):
@@ -54,7 +61,41 @@ class State(IntEnum):
 
 _STATES = frozenset(map(int, State))
 _RUNNING, _IN_COLLECTIVE = State.RUNNING.value, State.IN_COLLECTIVE.value
+_PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+_DOUBLE = struct.Struct("=d")
 _now_ns = time.monotonic_ns
+
+
+@dataclass(frozen=True)
+class Made:
+    """What has come of the steps of an instance.
+
+    What is timed begins with the end of the first step, which has compiled programs and waited for others to do so.
+
+    Attributes:
+        steps: how many it has made.
+        samples: how many rows of data it had in them.
+        timed_steps: those of them behind the first.
+        timed_samples: the rows in these.
+        from_s: when the first one ended, on the clock of `time.monotonic` of its host; 0 before.
+        to_s: the same of the last one.
+        waited_s: how long it has waited in between, in collectives, until all other instances had come to them.
+        loss: the mean loss over all replicas in a step not long ago; None: it is not known.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    timed_steps: int = 0
+    timed_samples: int = 0
+    from_s: float = 0.0
+    to_s: float = 0.0
+    waited_s: float = 0.0
+    loss: float | None = None
+
+    @property
+    def timed_s(self) -> float:
+        """How long the timed steps have taken, with what was between them."""
+        return max(self.to_s - self.from_s, 0.0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +111,8 @@ class ProgressRecord:
         waiting_for: the instances that a long wait is for.
         grace_s: how long it may take to end after SIGTERM, because it has something to save.
         heeded: what it has last seen to be said by the supervisor about waiting being of no use; 0: nothing.
+        phase: of the step, one of `PHASES`.
+        made: what has come of its steps.
         fault: why nothing else is known: what the page says that nobody can have noted.
     """
 
@@ -81,6 +124,8 @@ class ProgressRecord:
     waiting_for: tuple[int, ...] = field(default=())
     grace_s: float = 0.0
     heeded: int = 0
+    phase: str = ""
+    made: Made = Made()
     fault: str = ""
 
     @property
@@ -192,7 +237,18 @@ class NoProgress(Progress):
 class ProgressPage(Progress):
     """The writing side, and an instrument. Not for several threads at once; a note takes well under a microsecond."""
 
-    __slots__ = ("_call", "_label_at", "_lost", "_map", "_words")
+    __slots__ = (
+        "_begun_ns",
+        "_call",
+        "_label_at",
+        "_losses",
+        "_lost",
+        "_map",
+        "_outer",
+        "_pending",
+        "_waited_ns",
+        "_words",
+    )
 
     is_supervised = True
 
@@ -201,8 +257,10 @@ class ProgressPage(Progress):
         view = memoryview(self._map)
         self._words = view.cast("Q")
         self._label_at = view[_LABEL_OFFSET:]
+        self._losses = view[8 * _LOSS : 8 * _LOSS + 8]
         self._call: Call | None = None
-        self._lost = 0
+        self._pending: Callable[[], float | None] | None = None
+        self._begun_ns = self._waited_ns = self._lost = self._outer = 0
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
 
@@ -230,8 +288,12 @@ class ProgressPage(Progress):
             self._write_label(call)
         words[_NUMBER] = number
         words[_WAITING_COUNT] = 0
-        words[_SINCE_NS] = _now_ns()
+        self._begun_ns = words[_SINCE_NS] = _now_ns()
         words[_STATE] = _IN_COLLECTIVE
+
+    def data_moves(self, nbytes: int) -> None:
+        """Count for how long the collective has waited until all instances had come."""
+        self._waited_ns += _now_ns() - self._begun_ns
 
     def operation_ends(self) -> None:
         """Note that the collective is complete. Not for one that failed: then the record says where."""
@@ -250,7 +312,35 @@ class ProgressPage(Progress):
 
     def step_begins(self, step: int) -> None:
         """Note that the training step with this number begins."""
-        self._words[_STEP] = step
+        words = self._words
+        words[_STEP] = step
+        words[_PHASE] = self._outer = 0
+
+    def steps_made(self, steps: int, rows: int, loss: Callable[[], float | None]) -> None:
+        """Count steps that have been made, and what they took; a loss that is not known yet is asked for again."""
+        words = self._words
+        words[_TO_NS] = now_ns = _now_ns()
+        if words[_FROM_NS]:
+            words[_TIMED_STEPS] += steps
+            words[_TIMED_SAMPLES] += rows
+            words[_WAITED_NS] = self._waited_ns
+        else:
+            self._waited_ns = 0
+            words[_FROM_NS] = now_ns
+        words[_STEPS] += steps
+        words[_SAMPLES] += rows
+        self._note_loss(loss)
+
+    def phase_begins(self, phase: str) -> None:
+        """Note what a step is at; compiling may be inside of another phase."""
+        words = self._words
+        self._outer = words[_PHASE]
+        words[_PHASE] = _PHASE_NUMBERS[phase]
+
+    def phase_ends(self, phase: str) -> None:
+        """Note that it is over."""
+        self._words[_PHASE] = self._outer
+        self._outer = 0
 
     def grace(self, seconds: float) -> None:
         """Note how long the program may take to end by itself after SIGTERM; 0 is as long as any other."""
@@ -296,6 +386,18 @@ class ProgressPage(Progress):
             os.kill(supervisor, CUT_SIGNAL)
         return bool(supervisor)
 
+    def _note_loss(self, loss: Callable[[], float | None]) -> None:
+        """Write it, or that of an earlier step that is known by now; of what is not known the oldest is kept."""
+        pending = self._pending
+        known = loss()
+        if known is not None:
+            self._pending = None
+        elif pending is None or (known := pending()) is not None:
+            self._pending = loss
+        if known is not None:
+            _DOUBLE.pack_into(self._losses, 0, known)
+            self._words[_HAS_LOSS] = 1
+
     def _set_state(self, state: State) -> None:
         self._words[_SINCE_NS] = _now_ns()
         self._words[_STATE] = state
@@ -332,6 +434,17 @@ def parse_progress(page: bytes) -> ProgressRecord:
         waiting_for=tuple(words[_WAITING : _WAITING + waiting]),
         grace_s=words[_GRACE_MS] / 1e3,
         heeded=words[_HEEDED],
+        phase=PHASES[words[_PHASE]] if words[_PHASE] < len(PHASES) else "",
+        made=Made(
+            steps=words[_STEPS],
+            samples=words[_SAMPLES],
+            timed_steps=words[_TIMED_STEPS],
+            timed_samples=words[_TIMED_SAMPLES],
+            from_s=words[_FROM_NS] / 1e9,
+            to_s=words[_TO_NS] / 1e9,
+            waited_s=words[_WAITED_NS] / 1e9,
+            loss=_DOUBLE.unpack_from(page, 8 * _LOSS)[0] if words[_HAS_LOSS] else None,
+        ),
     )
 
 

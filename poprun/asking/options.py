@@ -112,6 +112,7 @@ _RARE = frozenset(
         *("version-format", "overwrite-config", "json", "ipus-per-replica", "num-ilds", "sync-type", "numa-aware"),
         *(
             "timeline-limit",
+            "top-address",
             "instance-mpi-local-args",
             "synchronise-poplar-sdk",
             "distribute-ssh-key",
@@ -253,6 +254,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("output-dir", Kind.PATH, "also write each instance's output to files in this directory", OUTPUT),
     Option("timeline", Kind.PATH, "record what instances do, and write it to this file, for Perfetto", OUTPUT),
     Option("timeline-limit", Kind.NUMBER, "MB that one instance may record", OUTPUT, default="256", at_most=_MOST),
+    Option(
+        "summary",
+        Kind.TEXT,
+        "what is said when the job is over: yes, no (three lines, or none), or json:FILE",
+        OUTPUT,
+        default="yes on a terminal",
+    ),
+    Option("top-address", Kind.TEXT, "HOST:PORT where poprun top on other hosts may look at the job", OUTPUT),
     Option("debug", Kind.FLAG, "say everything: as -vv, and every setting in force", DEBUG),
 )
 
@@ -277,6 +286,7 @@ usage: poprun [options] program [program arguments]
        poprun doctor [--host HOSTS] [--json]
        poprun verify [options] program [program arguments]
        poprun timeline merge|report FOLDER [options]
+       poprun top [--job PID | --address HOST:PORT]
 
 example, 8 replicas in 2 processes:
        poprun -n 2 --num-replicas 8 python train.py"""
@@ -284,7 +294,8 @@ example, 8 replicas in 2 processes:
 _WORDS = (
     "Options end at the first other word. doctor examines the hosts, and starts nothing. verify proves that the "
     "program has the same bits however its replicas are spread; see poprun verify --help. "
-    "timeline shows what a job did that was recorded; see poprun timeline --help."
+    "timeline shows what a job did that was recorded; see poprun timeline --help. "
+    "top shows what a job does that is running; see poprun top --help."
 )
 _MORE = "poprun --help-all lists the other options, those for partitions and those without effect among them."
 

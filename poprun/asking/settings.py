@@ -11,6 +11,7 @@ from typing import Any
 from popdist.environments.environment import nearest_multiples
 from poprun.asking.command_line import CommandLine, Value, read_fault, read_instance_arguments
 from poprun.asking.options import OPTIONS
+from poprun.asking.summary import read_summary
 from poprun.asking.vipu import LARGEST_DOMAIN_IPUS, PARTITION_VARIABLE
 from poprun.errors import UsageError
 from poprun.wording import count
@@ -53,6 +54,8 @@ class Settings:
         output_dir: directory that gets each instance's output too.
         timeline: the file that gets what instances did; None: nothing is recorded.
         timeline_limit: MB that one of them may record; None: the usual.
+        summary: what is said when the job is over: `yes`, `no`, `json:FILE`; "": as usual.
+        top_address: where those who know the job's token may look at it, `HOST:PORT`; None: on this machine only.
         executable_cache_path: what programs find in POPDIST_EXECUTABLE_CACHE_PATH.
         mpi_global_args: options for mpirun.
         mpi_local_args: options for mpirun, for each instance.
@@ -98,6 +101,8 @@ class Settings:
     output_dir: str | None = None
     timeline: str | None = None
     timeline_limit: int | None = None
+    summary: str = ""
+    top_address: str | None = None
     executable_cache_path: str | None = None
     mpi_global_args: tuple[str, ...] = ()
     mpi_local_args: tuple[str, ...] = ()
@@ -184,6 +189,7 @@ class Settings:
                 )
 
     def _check_exclusions(self) -> None:
+        read_summary(self.summary)
         if self.host and self.hostfile:
             raise UsageError("--host and --hostfile are both given, each names all hosts; give one of them")
         if self.min_instances > self.num_instances:

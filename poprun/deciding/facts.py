@@ -86,6 +86,8 @@ class Facts:
         stopped_since_s: since when it was seen to be stopped by a signal; 0: it is not.
         effort: a number that grows while its processes use CPU time, as it was seen last; until `popdist.init` only.
         busy_at_s: when that was seen to change last.
+        memory_bytes: how much memory it had then; 0 once it has ended.
+        peak_memory_bytes: how much it had at most.
     """
 
     index: int
@@ -102,6 +104,8 @@ class Facts:
     stopped_since_s: float = 0.0
     effort: float = 0.0
     busy_at_s: float = 0.0
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
 
     @property
     def name(self) -> str:

@@ -26,12 +26,16 @@ class ProgressCame:
         record: the note.
         is_stopped: whether a signal has stopped its program.
         effort: grows while its processes use CPU time, or wait for a core; 0 once it has come to `popdist.init`.
+        memory_bytes: how much of its memory is resident.
+        peak_memory_bytes: how much was at most.
     """
 
     instance: int
     record: ProgressRecord
     is_stopped: bool = False
     effort: float = 0.0
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,11 @@ class JobMachine:
         return self._members.facts
 
     @property
+    def losses(self) -> Sequence[str]:
+        """A line about each instance without which the others go on."""
+        return self._survival.losses
+
+    @property
     def deadline_s(self) -> float:
         """When the next `Tick` is due, if nothing happens before."""
         return min(self._deadline_s, self._next_look_s)

@@ -141,6 +141,8 @@ class Members:
             answered_at_s=now_s,
             stopped_since_s=(before.stopped_since_s or now_s) if event.is_stopped else 0.0,
             effort=event.effort,
+            memory_bytes=event.memory_bytes,
+            peak_memory_bytes=event.peak_memory_bytes,
             busy_at_s=now_s if event.effort != before.effort else before.busy_at_s,
         )
 

@@ -16,6 +16,7 @@ from poprun.shim.activity import Activity
 from poprun.shim.guard_machine import CUT_SIGNAL, PASSED_ON, STACK_SIGNAL, STOPPING, Action, Do, GuardMachine
 from poprun.shim.keeper import put_keeper_above
 from poprun.shim.link import Link
+from poprun.shim.memory import Memory
 from poprun.shim.out_of_memory import OutOfMemory
 from poprun.shim.program_output import ProgramOutput
 from poprun.talking import wire
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
 STACK_VARIABLE = "POPRUN_STACK"
 PAGE_BYTES = 4096
-NEW_PAGE = b"POPRUN1\0" + bytes(PAGE_BYTES - 8)
+NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80
 
 STACK_BYTES = 1 << 16
@@ -150,7 +151,8 @@ class Guard:
         self._link = link
         self._wakeup = wakeup
         self._feed = feed
-        self._memory = OutOfMemory()
+        self._out_of_memory = OutOfMemory()
+        self._memory = Memory()
         self._activity = Activity(pid)
         self._now_s = now_s
         self._poll = select.poll()
@@ -243,7 +245,7 @@ class Guard:
             self._link.send(wire.pack(wire.EXAMINED, self._state() + stack))
 
     def _tell_end(self, code: int) -> None:
-        lacked_memory = code == -signal.SIGKILL and self._memory.has_just_killed(self._ended_at_s)
+        lacked_memory = code == -signal.SIGKILL and self._out_of_memory.has_just_killed(self._ended_at_s)
         was_told = bool(self._machine.told)
         self._link.send(wire.pack_ended(code < 0, was_told, lacked_memory, abs(code), self._ended_at_s))
 
@@ -270,8 +272,10 @@ class Guard:
                     break
                 page = again
         now_s = self._now_s()
-        self._memory.look(now_s)
-        self._link.send(wire.pack_progress(now_s, page, *self._look_at_program(page, now_s)))
+        self._out_of_memory.look(now_s)
+        is_stopped, effort = self._look_at_program(page, now_s)
+        memory = self._memory.look(self._activity.worker, now_s)
+        self._link.send(wire.pack_progress(now_s, page, is_stopped, effort, memory))
 
     def _look_at_program(self, page: bytes, now_s: float) -> tuple[bool, float]:
         """Whether it is stopped, and its effort until it has come to `popdist.init`."""
@@ -289,9 +293,10 @@ class Guard:
     def _reap(self) -> None:
         try:
             while self._machine.has_children:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, used = os.wait4(-1, os.WNOHANG)
                 if pid == 0:
                     return
+                self._memory.note_end(used.ru_maxrss)
                 if pid == self._pid:
                     self._ended_at_s = self._now_s()
                     self._do(self._machine.note_end(os.waitstatus_to_exitcode(status), self._ended_at_s))

@@ -13,10 +13,10 @@ import struct
 _CREDENTIALS = struct.Struct("iII")  # of the process at the other end: pid, user, group
 
 
-def open_socket() -> tuple[socket.socket, str]:
-    """A socket to listen on, and its name."""
+def open_socket(purpose: str = "poprun") -> tuple[socket.socket, str]:
+    """A socket to listen on, and its name, which begins with the purpose and our pid."""
     listening = socket.socket(socket.AF_UNIX)
-    name = f"poprun-{os.getpid()}-{os.urandom(6).hex()}"
+    name = f"{purpose}-{os.getpid()}-{os.urandom(6).hex()}"
     listening.bind(f"\0{name}")
     return listening, name
 

@@ -21,7 +21,7 @@ STDERR = 3
 ENDED = 4
 """shim: how the program ended; all of its own output has been sent."""
 PROGRESS = 5
-"""shim: its clock, whether the program is stopped, its effort, and a copy of the progress page."""
+"""shim: its clock, whether the program is stopped, its effort and memory, and a copy of the progress page."""
 TOLD = 6
 """shim: mpirun has told it to stop, by this signal; ORPHANED: what has started it, mpirun or its daemon, is gone."""
 ORPHANED = int(signal.SIGRTMIN)
@@ -56,7 +56,7 @@ MOST_BYTES = 1 << 26
 _HEAD = struct.Struct("!BI")
 _HELLO = struct.Struct("!IId16s")
 _ENDED = struct.Struct("!???id")
-_PROGRESS = struct.Struct("!d?d")
+_PROGRESS = struct.Struct("!d?dQQ")
 _NUMBER = struct.Struct("!I")
 
 
@@ -93,15 +93,25 @@ def unpack_ended(content: bytes) -> tuple[bool, bool, bool, int, float]:
     return by_signal, told, lacked_memory, number, at_s
 
 
-def pack_progress(now_s: float, page: bytes, is_stopped: bool = False, effort: float = 0.0) -> bytes:
-    """A PROGRESS: the shim's clock, the page, whether a signal has stopped the program, and its effort."""
-    return pack(PROGRESS, _PROGRESS.pack(now_s, is_stopped, effort) + page)
+def pack_progress(
+    now_s: float, page: bytes, is_stopped: bool = False, effort: float = 0.0, memory: tuple[int, int] = (0, 0)
+) -> bytes:
+    """A PROGRESS.
+
+    Args:
+        now_s: the shim's clock.
+        page: the progress page.
+        is_stopped: whether a signal has stopped the program.
+        effort: its effort.
+        memory: how many bytes of it are resident, and how many have been at most.
+    """
+    return pack(PROGRESS, _PROGRESS.pack(now_s, is_stopped, effort, *memory) + page)
 
 
-def unpack_progress(content: bytes) -> tuple[float, bytes, bool, float]:
+def unpack_progress(content: bytes) -> tuple[float, bytes, bool, float, tuple[int, int]]:
     """What `pack_progress` was given."""
-    now_s, is_stopped, effort = _PROGRESS.unpack_from(content)
-    return now_s, content[_PROGRESS.size :], is_stopped, effort
+    now_s, is_stopped, effort, *memory = _PROGRESS.unpack_from(content)
+    return now_s, content[_PROGRESS.size :], is_stopped, effort, (memory[0], memory[1])
 
 
 def pack_number(kind: int, number: int) -> bytes:

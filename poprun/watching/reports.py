@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from popdist.records.progress import parse_progress
+from popdist.records.progress import ProgressRecord, parse_progress
 from poprun.deciding.facts import Ending, EndKind
 from poprun.deciding.job_events import (
     InstanceClosed,
@@ -69,11 +69,17 @@ def _read(member: Member, kind: int, content: bytes) -> Report | None:
 
 
 def _read_progress(member: Member, content: bytes) -> ProgressCame:
-    _, page, is_stopped, effort = wire.unpack_progress(content)
-    record = parse_progress(page)
-    if record.since_s:
-        record = replace(record, since_s=record.since_s + member.lag_s)
-    return ProgressCame(member.index, record, is_stopped, effort)
+    _, page, is_stopped, effort, memory = wire.unpack_progress(content)
+    record = _on_our_clock(parse_progress(page), member.lag_s)
+    return ProgressCame(member.index, record, is_stopped, effort, *memory)
+
+
+def _on_our_clock(record: ProgressRecord, lag_s: float) -> ProgressRecord:
+    """The record, whose times are those of the clock of its host."""
+    if record.made.from_s:
+        made = replace(record.made, from_s=record.made.from_s + lag_s, to_s=record.made.to_s + lag_s)
+        record = replace(record, made=made)
+    return replace(record, since_s=record.since_s + lag_s) if record.since_s else record
 
 
 def _read_end(member: Member, content: bytes) -> InstanceEnded:

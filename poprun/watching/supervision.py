@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
+from poprun.deciding.facts import Facts
 from poprun.deciding.job_actions import (
     Action,
     Ask,
@@ -52,6 +53,9 @@ from poprun.talking.loopback import keep_to_loopback
 from poprun.talking.processes import adopt_orphans, catch_signals, end_descendants
 from poprun.talking.standard_input import Source
 from poprun.talking.terminals import describe_terminals
+from poprun.top.recent import Recent
+from poprun.top.snapshot import look_at_all
+from poprun.top.viewers import Viewers
 from poprun.watching.control import Member, Reception, strangers_to_leave
 from poprun.watching.mpirun import Mpirun
 from poprun.watching.reports import InputWanted, read_reports
@@ -74,6 +78,7 @@ class Supervisor:
         log: poprun's own words.
         across: how the hosts are reached, where there are several.
         now_s: the clock, that of `time.monotonic`.
+        viewers: those who look at the job; None: nobody can.
     """
 
     def __init__(
@@ -84,8 +89,11 @@ class Supervisor:
         log: Log,
         across: Across,
         now_s: Callable[[], float] = time.monotonic,
+        viewers: Viewers | None = None,
     ) -> None:
         self._now_s = now_s
+        self._viewers = viewers or Viewers()
+        self._recent = Recent()
         self._command = command
         self._count = count
         self._across = across
@@ -122,11 +130,22 @@ class Supervisor:
                 self._tell_of_mpirun(self._now_s())
                 self._tell(Tick())
                 self._show_status()
+                self._show_viewers()
         finally:
             self._reception.close()
         for number in INTERRUPTS:  # from here on nothing but a slow reader can keep us
             signal.signal(number, signal.SIG_DFL)
         return self._ended
+
+    @property
+    def facts(self) -> Sequence[Facts]:
+        """What is known about each instance; also when the job has ended."""
+        return self._machine.facts
+
+    @property
+    def losses(self) -> Sequence[str]:
+        """A line about each instance without which the others have gone on."""
+        return self._machine.losses
 
     # What comes in.
 
@@ -149,6 +168,9 @@ class Supervisor:
             if sink.held_bytes:
                 poll.register(sink.descriptor, select.POLLOUT)
                 handlers[sink.descriptor] = sink.flush
+        for descriptor, events, serve in self._viewers.handlers(self._now_s()):
+            handlers[descriptor] = serve
+            poll.register(descriptor, events)
         for descriptor, _ in poll.poll(self._timeout_ms()):
             handlers[descriptor]()
         for stranger in strangers_to_leave(self._connections, self._count, self._now_s()):
@@ -191,8 +213,10 @@ class Supervisor:
                 self._members.pop(report.instance, None)
             elif isinstance(report, OutputCame):
                 self._output.record(report.instance, report.descriptor, report.data)
-            elif isinstance(report, ProgressCame) and report.record.fault:
-                self._warn_of_page(report.instance, report.record.fault)
+            elif isinstance(report, ProgressCame):
+                self._recent.note(report.instance, report.record.made)
+                if report.record.fault:
+                    self._warn_of_page(report.instance, report.record.fault)
             self._tell(report)
         if not member.is_open:
             self._part_from(member)
@@ -282,6 +306,10 @@ class Supervisor:
     def _show_status(self) -> None:
         is_wanted = self._machine.phase is Phase.RUNNING and wants_status(self._log.level, self._environ)
         self._output.show_status(self._status.text(self._machine.facts, self._now_s()) if is_wanted else "")
+
+    def _show_viewers(self) -> None:
+        now_s = self._now_s()
+        self._viewers.push(now_s, lambda: look_at_all(self.facts, self._recent, now_s), len(self.losses))
 
     def _say(self, level: Level, text: str) -> None:
         if level <= self._log.level:

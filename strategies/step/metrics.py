@@ -39,6 +39,15 @@ class Metrics(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self.names)
 
+    def loss_at_hand(self) -> float | None:
+        """The loss, unless it is still being computed, is gone, or there is none."""
+        means = self.means
+        if not self.names:
+            return None
+        if isinstance(means, jax.Array) and (means.is_deleted() or not means.is_ready()):  # type: ignore[attr-defined]
+            return None
+        return float(np.asarray(means)[0])
+
     def __repr__(self) -> str:
         return f"Metrics({dict(self)})"
 
@@ -52,6 +61,11 @@ def tell_end(instruments: Instruments, batch: Any, metrics: Metrics, steps: int 
         metrics: of the step.
         steps: how many were made in one program, each with such a batch.
     """
-    if is_seen(instruments.step_ends):
-        rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())]
-        instruments.step_ends(steps * max(rows, default=0), float(metrics.means[0]) if metrics.names else float("nan"))
+    waits, counts = is_seen(instruments.step_ends), is_seen(instruments.steps_made)
+    if not waits and not counts:
+        return
+    rows = steps * max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
+    if counts:
+        instruments.steps_made(steps, rows, metrics.loss_at_hand)
+    if waits:
+        instruments.step_ends(rows, float(metrics.means[0]) if metrics.names else float("nan"))

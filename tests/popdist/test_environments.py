@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 
 import pytest
 
+from collectives import instruments
 from collectives.calls import Call
 from collectives.instruments import Instrument
 from popdist.environments import (
@@ -20,7 +22,7 @@ from popdist.environments import (
 )
 from popdist.errors import EnvironmentMismatchError
 from popdist.records import NoProgress, ProgressPage, parse_progress
-from popdist.records.progress import DESCRIPTOR_VARIABLE, PAGE_BYTES, ProgressRecord, State, new_page
+from popdist.records.progress import DESCRIPTOR_VARIABLE, PAGE_BYTES, PHASES, Made, ProgressRecord, State, new_page
 from popdist.xla import thread_pool_setting, thread_pool_size
 
 
@@ -247,6 +249,60 @@ class TestProgress:
         assert record_in(descriptor).grace_s == 1.5
         page.grace(0)
         assert record_in(descriptor).grace_s == 0
+
+    def test_what_has_come_of_steps_is_counted_and_timed_from_the_end_of_the_first(self, page, descriptor):
+        page.step_begins(7)
+        assert record_in(descriptor).made == Made()
+        page.steps_made(1, 64, lambda: 2.0)
+        first = record_in(descriptor).made
+        assert (first.steps, first.samples, first.timed_steps, first.timed_samples) == (1, 64, 0, 0)
+        assert (first.loss, first.waited_s, first.timed_s) == (2.0, 0.0, 0.0)
+        page.steps_made(5, 320, lambda: math.nan)
+        later = record_in(descriptor).made
+        assert (later.steps, later.samples, later.timed_steps, later.timed_samples) == (6, 384, 5, 320)
+        assert later.from_s == first.to_s < later.to_s
+        assert math.isnan(later.loss)
+
+    def test_time_is_waited_until_data_move_and_counts_behind_the_first_step_only(self, page, descriptor):
+        enter(page, 1, b"broadcast")
+        page.data_moves(8)
+        page.steps_made(1, 1, lambda: None)
+        enter(page, 2, b"all_reduce")
+        begun_s = record_in(descriptor).since_s
+        page.data_moves(8)
+        page.operation_ends()
+        moved_by_s = record_in(descriptor).since_s
+        page.steps_made(1, 1, lambda: None)
+        made = record_in(descriptor).made
+        assert 0 < made.waited_s <= moved_by_s - begun_s
+        assert made.loss is None
+
+    def test_a_loss_that_is_still_computed_is_asked_for_in_later_steps(self, page, descriptor):
+        known = []
+        page.steps_made(1, 1, lambda: known[0] if known else None)
+        page.steps_made(1, 1, lambda: None)
+        assert record_in(descriptor).made.loss is None
+        known.append(3.0)
+        page.steps_made(1, 1, lambda: None)
+        assert record_in(descriptor).made.loss == 3.0
+        page.steps_made(1, 1, lambda: 1.5)
+        assert record_in(descriptor).made.loss == 1.5
+
+    def test_phases_are_noted_and_one_may_be_inside_of_another(self, page, descriptor):
+        assert ("", *instruments.PHASES) == PHASES
+        page.phase_begins(instruments.FORWARD_BACKWARD)
+        page.phase_begins(instruments.COMPILE)
+        assert record_in(descriptor).phase == "compile"
+        page.phase_ends(instruments.COMPILE)
+        assert record_in(descriptor).phase == "forward and backward"
+        page.phase_ends(instruments.FORWARD_BACKWARD)
+        assert record_in(descriptor).phase == ""
+        page.phase_begins(instruments.UPDATE)  # and it fails
+        page.step_begins(3)
+        assert record_in(descriptor).phase == ""
+
+    def test_a_page_of_another_layout_says_nothing(self):
+        assert parse_progress(b"POPRUN1\0" + new_page()[8:]) == ProgressRecord()
 
     def test_leaving_between_collectives(self, page, descriptor):
         page.leaving()

@@ -270,9 +270,12 @@ UNUSED = {  # by this version; config.py, notes.py and __main__.py look at the c
 def test_every_option_changes_the_settings_unless_it_is_known_to_be_without_effect(option):
     value = option.choices[-1] if option.choices else EXAMPLES[option.kind]
     numbers = {"num-replicas": 2, "ipus-per-replica": 2}
-    given = {"json": {"json": True, "dry-run": True}, "only-output-from-instance": {option.name: 0}}.get(
-        option.name, {option.name: numbers.get(option.name, value)}
-    )
+    own = {
+        "json": {"json": True, "dry-run": True},
+        "only-output-from-instance": {option.name: 0},
+        "summary": {option.name: "json:job.json"},
+    }
+    given = own.get(option.name, {option.name: numbers.get(option.name, value)})
     if option.name in ("num-instances", "min-instances"):
         given = {"num-instances": 2, "num-replicas": 2} | {option.name: 2}
     without = {name: value for name, value in given.items() if name != option.name}

@@ -66,7 +66,7 @@ class TestWire:
             wire.pack_hello(3, 77, 1.5, bytes(16), "höst"),
             wire.pack(wire.STDOUT, b"line\n"),
             wire.pack_ended(by_signal=True, told=False, lacked_memory=True, number=9, at_s=1.5),
-            wire.pack_progress(2.5, b"page", True, 0.25),
+            wire.pack_progress(2.5, b"page", True, 0.25, (1 << 40, 1 << 41)),
             wire.pack_number(wire.SIGNAL, 15),
             wire.pack(wire.CLOSED),
         ]
@@ -78,7 +78,7 @@ class TestWire:
         assert wire.unpack_hello(contents[wire.HELLO]) == (3, 77, 1.5, bytes(16), "höst")
         assert contents[wire.STDOUT] == b"line\n"
         assert wire.unpack_ended(contents[wire.ENDED]) == (True, False, True, 9, 1.5)
-        assert wire.unpack_progress(contents[wire.PROGRESS]) == (2.5, b"page", True, 0.25)
+        assert wire.unpack_progress(contents[wire.PROGRESS]) == (2.5, b"page", True, 0.25, (1 << 40, 1 << 41))
         assert wire.unpack_number(contents[wire.SIGNAL]) == 15
 
 

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from popdist.records.progress import PAGE_BYTES, ProgressRecord, State
+from popdist.records.progress import PAGE_BYTES, Made, ProgressRecord, State
 from poprun.deciding.facts import Ending, EndKind
 from poprun.deciding.job_actions import Ask, Examine, PassOn, Release, Stop
 from poprun.deciding.job_events import (
@@ -67,12 +67,16 @@ def test_times_of_another_host_are_brought_to_our_clock(pair):
     page = bytearray(NEW_PAGE)
     page[16:24] = State.IN_COLLECTIVE.to_bytes(8, "little")
     page[40:48] = (2_000_000_000).to_bytes(8, "little")
-    theirs.sendall(HELLO + wire.pack_progress(2.0, bytes(page)) + wire.pack_ended(False, False, False, 0, 3.0))
+    page[136:152] = 2 * (1_000_000_000).to_bytes(8, "little")  # the steps, from and to
+    theirs.sendall(
+        HELLO + wire.pack_progress(2.0, bytes(page), memory=(5, 6)) + wire.pack_ended(False, False, False, 0, 3.0)
+    )
     reports = read_reports(member, 1)
     next(reports)
     member.lag_s = 100.0
     progress, ended = reports
-    assert progress == ProgressCame(0, ProgressRecord(state=State.IN_COLLECTIVE, since_s=102.0))
+    record = ProgressRecord(state=State.IN_COLLECTIVE, since_s=102.0, made=Made(from_s=101.0, to_s=101.0))
+    assert progress == ProgressCame(0, record, memory_bytes=5, peak_memory_bytes=6)
     assert ended == InstanceEnded(0, Ending(EndKind.EXIT, 0, 103.0))
 
 

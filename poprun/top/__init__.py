@@ -1,0 +1,1 @@
+"""`poprun top`: what a running job does, seen from another terminal or another host."""

@@ -1,0 +1,258 @@
+"""What is said about a job when it is over: numbers, lines, and the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from job_scripts import BEGIN_S, Script, exited, killed, running
+
+from popdist.records.progress import Made, ProgressRecord
+from poprun.asking.command_line import CommandLine
+from poprun.asking.settings import settings_from
+from poprun.asking.summary import SummaryAsked, read_summary
+from poprun.deciding.diagnosis import Verdict
+from poprun.deciding.facts import Facts
+from poprun.deciding.job_actions import Ended
+from poprun.deciding.job_events import ProgressCame
+from poprun.errors import UsageError
+from poprun.log import Level
+from poprun.summary.attempts import LEAST_DIFFERENCE, Attempt, Slowest, add_up
+from poprun.summary.lines import summary_lines
+from poprun.summary.summary_file import Whole, describe_job, make_room, write_summary
+
+MIB = 2**20
+GOOD = Ended(0, False, None)
+FAILED = Ended(137, False, Verdict(1, 137, ("instance 1 was killed", "more")))
+
+
+def made(waited_s: float = 0.0, steps: int = 101, seconds: float = 10.0, samples: int = 32) -> Made:
+    """Steps of which the first is not timed."""
+    timed = steps - 1
+    return Made(steps, steps * samples, timed, timed * samples, 5.0, 5.0 + seconds, waited_s, 0.25)
+
+
+def facts(index: int, of: Made, peak_mib: int = 100, host: str = "node0") -> Facts:
+    record = ProgressRecord(step=of.steps, made=of)
+    return Facts(index, host, 77, exited(), record, peak_memory_bytes=peak_mib * MIB)
+
+
+def attempt(*all_made: Made, ended: Ended = GOOD, losses: tuple[str, ...] = ()) -> Attempt:
+    return Attempt(tuple(facts(index, each) for index, each in enumerate(all_made)), 12.0, ended, losses)
+
+
+class TestNumbers:
+    def test_steps_are_those_of_one_instance_and_samples_those_of_all(self):
+        totals = add_up([attempt(made(), made())])
+        assert (totals.steps, totals.samples) == (101, 2 * 101 * 32)
+        assert totals.steps_per_s == pytest.approx(10.0)
+        assert totals.samples_per_s == pytest.approx(640.0)
+
+    def test_the_share_of_waiting_is_that_of_the_time_of_all_instances(self):
+        assert add_up([attempt(made(1.0), made(3.0))]).waiting_share == pytest.approx(0.2)
+
+    def test_the_slowest_is_the_one_for_which_the_others_wait(self):
+        slowest = add_up([attempt(made(4.0), made(0.5), made(3.0))]).slowest
+        assert slowest == Slowest(1, "node0", pytest.approx(0.05), pytest.approx(0.35))
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 4])
+    def test_nobody_is_the_slowest_where_all_wait_alike(self, count):
+        waits = [10.0 * (0.1 + 0.9 * LEAST_DIFFERENCE * each / count) for each in range(count)]
+        assert add_up([attempt(*map(made, waits))]).slowest is None
+
+    def test_one_that_was_lost_early_is_not_compared(self):
+        assert add_up([attempt(made(4.0), made(0.0, steps=10, seconds=1.0), made(4.0))]).slowest is None
+
+    def test_before_two_steps_there_are_no_rates(self):
+        totals = add_up([attempt(Made(1, 32, 0, 0, 5.0, 5.0), Made(1, 32, 0, 0, 5.0, 5.0))])
+        assert (totals.steps, totals.steps_per_s, totals.waiting_share, totals.slowest) == (1, None, None, None)
+
+    def test_attempts_are_added_up(self):
+        first = attempt(made(1.0), made(1.0), ended=FAILED)
+        totals = add_up([first, attempt(made(0.0, steps=301), made(0.0, steps=301))])
+        assert (totals.steps, totals.samples) == (402, 2 * 402 * 32)
+        assert totals.steps_per_s == pytest.approx(20.0)
+        assert totals.waiting_share == pytest.approx(2 / 40)
+        assert totals.survived == ((0, "restart", "instance 1 was killed"),)
+
+    def test_what_ends_the_job_is_not_survived(self):
+        assert add_up([attempt(made(), ended=FAILED, losses=("lost",))]).survived == ((0, "shrink", "lost"),)
+
+
+class TestLines:
+    def test_three_of_them_say_how_it_was(self):
+        first = attempt(made(4.0), made(0.5), losses=("instance 2 was killed",))
+        first = replace(first, facts=(*first.facts[:1], replace(first.facts[1], peak_memory_bytes=2000 * MIB)))
+        assert summary_lines([first], 65.4) == [
+            "summary: 2 instances ran for 1 min 5 s; 101 steps, 10.0 steps/s, 640 samples/s",
+            "summary: waiting for others: 22 % of the time of steps; the slowest is instance 1 on host node0 "
+            "(it waited 5 %, the others 40 %); survived 1 fault",
+            "summary: peak memory 100 MiB (instance 0), 2.0 GiB (instance 1)",
+        ]
+
+    def test_of_a_program_that_makes_no_steps_they_say_duration_and_memory(self):
+        assert summary_lines([attempt(Made(), Made())], 0.42) == [
+            "summary: 2 instances ran for 0.4 s",
+            "summary: peak memory 100 MiB (instances 0-1)",
+        ]
+
+    def test_of_a_job_that_never_started_one_says_so(self):
+        never = Attempt((Facts(0),), 1.0, FAILED)
+        assert summary_lines([never], 1.0) == ["summary: 1 instance ran for 1.0 s"]
+
+    def test_sums_over_attempts_are_called_that(self):
+        lines = summary_lines([attempt(made(), ended=FAILED), attempt(made())], 7300.0)
+        assert lines[0] == (
+            "summary: 1 instance ran for 2 h 1 min in 2 attempts; 202 steps (of all attempts), 10.0 steps/s, "
+            "320 samples/s"
+        )
+        assert lines[1].endswith("; survived 1 fault")
+
+    def test_of_many_instances_the_memory_is_a_range(self):
+        many = Attempt(tuple(facts(each, made(), peak_mib=100 + each) for each in range(64)), 1.0, GOOD)
+        assert summary_lines([many], 1.0)[2] == "summary: peak memory 100 MiB to 163 MiB, most of it in instance 63"
+
+
+class TestWhatIsAsked:
+    @pytest.mark.parametrize(
+        ("text", "asked"),
+        [
+            ("", SummaryAsked()),
+            ("yes", SummaryAsked(lines=True)),
+            ("ON", SummaryAsked(lines=True)),
+            ("no", SummaryAsked(lines=False)),
+            ("json:a:b.json", SummaryAsked(file="a:b.json")),
+        ],
+    )
+    def test_is_read(self, text, asked):
+        assert read_summary(text) == asked
+
+    @pytest.mark.parametrize("text", ["json", "json:", "out.json", "maybe"])
+    def test_anything_else_is_refused_with_the_settings(self, text):
+        with pytest.raises(UsageError, match=f"--summary is '{text}'; use yes, no or json:FILE"):
+            settings_from(CommandLine({"summary": text}, ("p",)))
+
+    @pytest.mark.parametrize(
+        ("asked", "is_terminal", "level", "term", "shows"),
+        [
+            (SummaryAsked(), True, Level.WARN, "xterm", True),
+            (SummaryAsked(), False, Level.WARN, "xterm", False),
+            (SummaryAsked(), True, Level.ERROR, "xterm", False),
+            (SummaryAsked(), True, Level.WARN, "dumb", False),
+            (SummaryAsked(lines=True), False, Level.ERROR, "dumb", True),
+            (SummaryAsked(lines=False), True, Level.TRACE, "xterm", False),
+            (SummaryAsked(file="f"), True, Level.WARN, "xterm", True),
+        ],
+    )
+    def test_lines_are_shown_where_somebody_looks_unless_the_user_says_so(self, asked, is_terminal, level, term, shows):
+        assert asked.shows_lines(is_terminal, level, {"TERM": term}) is shows
+
+
+class TestFile:
+    WHOLE = Whole(("python", "train-\udcff.py"), 1.7e9, 20.0, 0)
+
+    def test_has_all_attempts_and_instances(self, tmp_path: Path):
+        last = replace(facts(1, made(0.5), host="node1"), ending=None, is_given_up=True)
+        attempts = [attempt(made(4.0), ended=FAILED), Attempt((facts(0, made(4.0)), last), 8.0, GOOD, ("lost",))]
+        file = tmp_path / "job.json"
+        write_summary(str(file), describe_job(self.WHOLE, attempts))
+        read = json.loads(file.read_text())
+        assert (read["version"], read["program"]) == (1, ["python", "train-\udcff.py"])
+        assert (read["duration_s"], read["exit_status"], read["failure"]) == (20.0, 0, None)
+        assert read["faults_survived"] == [
+            {"attempt": 0, "followed_by": "restart", "fault": "instance 1 was killed"},
+            {"attempt": 1, "followed_by": "shrink", "fault": "lost"},
+        ]
+        assert read["slowest"]["instance"] == 1
+        assert [each["failure"] for each in read["attempts"]] == ["instance 1 was killed", None]
+        first, second = read["attempts"][1]["instances"]
+        assert (first["end"], second["end"], second["is_given_up"]) == ("ended with exit status 0", None, True)
+        assert second["waiting_share"] == pytest.approx(0.05)
+        assert second["peak_memory_bytes"] == 100 * MIB
+        assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
+
+    def test_a_loss_that_is_no_number_is_left_out_as_json_has_none(self, tmp_path: Path):
+        file = tmp_path / "job.json"
+        write_summary(str(file), describe_job(self.WHOLE, [attempt(replace(made(), loss=math.nan))]))
+        assert json.loads(file.read_text())["attempts"][0]["instances"][0]["loss"] is None
+
+    def test_that_of_an_earlier_job_is_taken_away_and_folders_are_made(self, tmp_path: Path):
+        file = tmp_path / "new" / "job.json"
+        make_room(str(file))
+        file.write_text("old")
+        make_room(str(file))
+        assert list(file.parent.iterdir()) == []
+
+    def test_a_file_that_cannot_be_is_refused_before_the_job(self, tmp_path: Path):
+        with pytest.raises(UsageError, match="cannot be written: it is a folder; name another file"):
+            make_room(str(tmp_path))
+        (tmp_path / "file").touch()
+        with pytest.raises(UsageError, match="name another file"):
+            make_room(str(tmp_path / "file" / "job.json"))
+
+    def test_the_page_names_every_key(self):
+        """The documentation is the contract of the file."""
+        page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+        described = describe_job(self.WHOLE, [attempt(made(4.0), made(0.5), ended=FAILED), attempt(made())])
+        attempts = described["attempts"]
+        keys = {*described, *attempts[0], *attempts[0]["instances"][0], *described["faults_survived"][0]}
+        keys |= set(attempts[0]["slowest"])
+        assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+
+
+class TestAJobThatIsPlayed:
+    """What the machine of a job knows at its end is what the summary says."""
+
+    def job(self, **across) -> Script:
+        script = Script(3, **across)
+        for index, each in enumerate(script.instances):
+            each.record = running(made=made(4.0 if index else 0.5))
+        for index in range(3):
+            script.at(1.0, ProgressCame(index, script.instances[index].record, False, 0.0, 50 * MIB, 90 * MIB))
+        return script
+
+    def attempt(self, script: Script) -> Attempt:
+        return Attempt(tuple(script.machine.facts), script.now_s - BEGIN_S, script.ended, tuple(script.machine.losses))
+
+    def test_well(self):
+        script = self.job()
+        for index in range(3):
+            script.end(30.0, index, exited())
+        script.run()
+        totals = add_up([self.attempt(script)])
+        assert totals.slowest is not None
+        assert (totals.steps, totals.slowest.instance, totals.survived) == (101, 0, ())
+
+    def test_without_one_of_its_instances(self):
+        script = self.job(least=1)
+        script.end(5.0, 2, killed())
+        for index in range(2):
+            script.end(30.0, index, exited())
+        script.run()
+        attempt = self.attempt(script)
+        ((number, followed_by, line),) = add_up([attempt]).survived
+        assert (number, followed_by) == (0, "shrink")
+        assert line.startswith("instance 2 on host node0 (pid 102) was killed by SIGKILL")
+        assert (attempt.failure, attempt.ended.exit_status, attempt.facts[2].is_given_up) == ("", 0, True)
+
+    def test_ended_by_the_user(self):
+        script = self.job()
+        for each in script.instances:
+            each.after_signal = (0.1, killed(signal.SIGINT))
+        script.interrupt(5.0, signal.SIGINT)
+        script.run()
+        attempt = self.attempt(script)
+        assert attempt.failure == "poprun was told to end by SIGINT, so all ended"
+        assert add_up([attempt]).steps == 101
+        assert add_up([attempt]).survived == ()
+
+    def test_that_lost_a_host_says_what_was_known_last(self):
+        script = self.job(others=("node1",), interface="10.0.0.1")
+        script.lose(5.0, 2, fault="Connection timed out")
+        script.run()
+        assert self.attempt(script).facts[2].record.made.steps == 101
+        assert self.attempt(script).peak_memory_bytes >= 0
