@@ -20,6 +20,7 @@ from poprun.pages import USUAL_COLUMNS, columns_of
 from poprun.planning.command import Launch, build_command
 from poprun.planning.dry_run import describe_plan, draw_placement
 from poprun.planning.hidden_packages import warn_of_hidden
+from poprun.planning.metrics import check_sinks
 from poprun.planning.plan import plan_launch
 from poprun.planning.topology import draw_topology
 
@@ -94,6 +95,7 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         show(draw_topology(launch.places, columns_of(environ)))
     from poprun.job import run_job
 
+    check_sinks(settings, launch.hosts, launch.places[0], environ)
     if settings.timeline is not None:
         from poprun.timeline.of_job import make_room
 

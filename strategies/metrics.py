@@ -26,7 +26,8 @@ def open(*sinks: str | Sink, strategy: Strategy | None = None) -> Sinks:
         with strategies.metrics.open("csv:run.csv", "tensorboard:logs", strategy=strategy):
             state, metrics = trainer.run(state, dataset)
 
-    One instance opens and writes them, in threads of their own; nothing waits for a sink, and one that fails is said to.
+    One instance opens and writes them, in threads of their own; nothing waits for a sink. One that fails is said to,
+    and stops nothing.
 
     Args:
         sinks: `csv:FILE`, `jsonl:FILE`, `tensorboard:FOLDER`, `prometheus:[HOST:]PORT`, `mlflow[:URI]`,

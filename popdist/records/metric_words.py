@@ -129,10 +129,16 @@ def words_in(environ: Mapping[str, str]) -> tuple[MetricWord, ...]:
 
 def fault_of(word: MetricWord) -> str:
     """Why metrics cannot go there from this process, and the way out; empty if nothing is known against it."""
-    return _lacking(word) or (_fault_of_path(word) if word.is_path else _fault_of_address(word))
+    return fault_of_library(word) or fault_of_place(word)
 
 
-def _lacking(word: MetricWord) -> str:
+def fault_of_place(word: MetricWord) -> str:
+    """The same of the file, the folder or the address."""
+    return _fault_of_path(word) if word.is_path else _fault_of_address(word)
+
+
+def fault_of_library(word: MetricWord) -> str:
+    """The same of what has to be installed."""
     module, distribution = LIBRARIES.get(word.kind, ("", ""))
     if not module or importlib.util.find_spec(module) is not None:
         return ""

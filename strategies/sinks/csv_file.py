@@ -18,7 +18,7 @@ from strategies.sinks.sink import Sink
 class CsvFile(Sink):
     """A file with a heading, and a line for each row: step, time, and a column for each name in the order they came.
 
-    A name that comes later gets a column behind the others: the file is written anew then, and lines that have no number
+    A name that comes later gets a column behind the others: the file is written anew then, and lines without a number
     for a column are empty there. Numbers are as `repr` writes them, so that `float` finds the same; NaN and infinities
     are nan, inf and -inf.
 

@@ -102,7 +102,9 @@ class Delivery:
         else:
             self._end()
         if lacking := self.dropped + self._waiting:
-            logger.warning("%s lacks %d rows of metrics, for which it was too slow or had failed", self._sink.name, lacking)
+            logger.warning(
+                "%s lacks %d rows of metrics, for which it was too slow or had failed", self._sink.name, lacking
+            )
 
     def _take(self, row: Row) -> None:
         """Wait until the numbers of a row are computed."""

@@ -53,7 +53,9 @@ class MlflowRun(Sink):
         from mlflow.entities import Metric
 
         metrics = (
-            Metric(name, number, int(1000 * row.time_s), row.step) for row in rows for name, number in row.values.items()
+            Metric(name, number, int(1000 * row.time_s), row.step)
+            for row in rows
+            for name, number in row.values.items()
         )
         while batch := list(islice(metrics, _MOST_IN_A_BATCH)):
             self._client.log_batch(self._run_id, metrics=batch)
