@@ -85,11 +85,11 @@ class CsvFile(Sink):
         return _joined([row.step, row.time_s, *(values.get(name, "") for name in self._columns[2:])])
 
     def _said(self, line: bytes) -> Said | None:
-        step, _, *fields = next(csv.reader([line.decode(errors="replace")]), []) or ["", ""]
-        if not step.lstrip("-").isdecimal():
+        fields = next(csv.reader([line.decode(errors="replace")]), [])
+        if not fields or not fields[0].lstrip("-").isdecimal():
             return None
-        names = (name for name, field in zip(self._columns[2:], fields, strict=False) if field)
-        return Said(int(step), frozenset(names))
+        numbers = zip(self._columns[2:], fields[2:], strict=False)
+        return Said(int(fields[0]), frozenset(name for name, number in numbers if number))
 
 
 def _widened(heading: bytes, lines: Iterator[bytes], more: bytes) -> Iterator[bytes]:

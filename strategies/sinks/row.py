@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
-import numpy as np
-
 Number: TypeAlias = int | float
 Reading: TypeAlias = Callable[[], Mapping[str, Number]]
 
 STEP, TIME = "step", "time"
 _OURS = frozenset((STEP, TIME))
+_DTYPES = ("float", "bfloat", "int", "uint", "bool")
+"""With which the names of those begin that have numbers; NumPy does not know all of them."""
 
 
 @final
@@ -76,7 +76,7 @@ def reading_of(values: Mapping[str, Any]) -> Reading:
 
 def is_scalar(value: Any) -> bool:
     """Whether a value is a number, or an array of one."""
-    is_number = isinstance(value, int | float) or np.issubdtype(getattr(value, "dtype", object), np.number)
+    is_number = isinstance(value, int | float) or str(getattr(value, "dtype", "")).startswith(_DTYPES)
     return is_number and getattr(value, "shape", ()) == ()
 
 
@@ -98,7 +98,7 @@ def _held(name: str, value: Any) -> Any:
             f"metric {name!r} has the shape {list(shape)}, and sinks take one number for each name; log its mean, or "
             "its elements under names of their own"
         )
-    if hasattr(value, "is_ready") and np.issubdtype(dtype, np.number):
+    if hasattr(value, "is_ready") and str(dtype).startswith(_DTYPES):
         return value
     try:
         return _number(value.item())
