@@ -47,7 +47,7 @@ TRANSPORTS = {
     "strategies/data/grain_source.py": {"absl", "grain"},
     "strategies/sinks/mlflow_run.py": {"mlflow"},
     "strategies/sinks/prometheus.py": {"prometheus_client"},
-    "strategies/sinks/tensorboard.py": {"tensorboardX"},
+    "strategies/sinks/tensorboard.py": {"tensorboard"},
     "strategies/sinks/wandb_run.py": {"wandb"},
 }
 LIBRARIES = {"poprun/timeline": {"numpy"}, "strategies/keras": {"keras"}, "strategies/torch": {"torch"}}
@@ -155,7 +155,7 @@ def test_collectives_load_no_transport() -> None:
 
 
 def test_strategies_load_no_launcher_and_no_transport() -> None:
-    assert loaded_by("strategies") & {"keras", "mpi4py", "orbax", "poprun", "tensorboardX", "torch"} == set()
+    assert loaded_by("strategies") & {"keras", "mpi4py", "orbax", "poprun", "tensorboard", "torch"} == set()
 
 
 def test_no_other_packages_are_imported_by_name() -> None:

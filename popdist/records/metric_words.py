@@ -29,7 +29,7 @@ FORMS = {
 FILES = (CSV, JSON_LINES)
 _MAY_BE_BARE = (MLFLOW, WANDB)
 LIBRARIES = {
-    TENSORBOARD: ("tensorboardX", "tensorboardX"),
+    TENSORBOARD: ("tensorboard", "tensorboard"),
     PROMETHEUS: ("prometheus_client", "prometheus_client"),
     MLFLOW: ("mlflow", "mlflow-skinny"),
     WANDB: ("wandb", "wandb"),

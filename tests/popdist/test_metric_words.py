@@ -77,7 +77,7 @@ def test_what_cannot_be_written_is_known_before(tmp_path):
 
 
 def test_a_folder_for_tensorboard_is_no_file(tmp_path):
-    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     (tmp_path / "file").write_text("")
     assert "it is no folder" in fault_of(MetricWord("tensorboard", str(tmp_path / "file")))
 
