@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from popdist.environments import Cluster, detect_instance
 from popdist.instance import Instance
-from popdist.records import FaultInjector, NoProgress, Progress, ProgressPage, due_faults
+from popdist.records import FaultInjector, NoProgress, Progress, ProgressPage, Waits, due_faults
+from popdist.records.metric_words import PROMETHEUS, words_in
 from popdist.timeline.asked import Asked
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Process:
         return detect_instance(os.environ, self.num_replicas)
 
     def attach(self, progress: ProgressPage | NoProgress, instance: Instance) -> None:
-        """Have others see what this instance does: the supervisor, then what records it, then faults that are wanted.
+        """Have others see what this instance does: the supervisor, what records it, faults that are wanted.
 
         Raises:
             EnvironmentMismatchError: a variable for one of them cannot be read.
@@ -88,6 +89,8 @@ class Process:
 
             self.timeline = Timeline(asked, instance, os.environ)
             attached.append(self.timeline.recorder)
+        if any(word.kind == PROMETHEUS for word in words_in(os.environ)):
+            attached.append(Waits())
         if faults := due_faults(os.environ, instance.index):
             attached.append(FaultInjector(faults, progress.cut_off))
         self.progress, self.attached = progress, attached

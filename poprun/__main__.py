@@ -21,6 +21,7 @@ from poprun.pages import USUAL_COLUMNS, columns_of
 from poprun.planning.command import Launch, build_command
 from poprun.planning.dry_run import describe_plan, draw_placement
 from poprun.planning.hidden_packages import warn_of_hidden
+from poprun.planning.metrics import check_sinks
 from poprun.planning.plan import plan_launch
 from poprun.planning.topology import draw_topology
 
@@ -108,6 +109,7 @@ def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
     from poprun.top.viewers import Viewers
 
     settings = launch.settings
+    check_sinks(settings, launch.hosts, launch.places[0], environ)
     summary = Summary(read_summary(settings.summary), settings.program, log, environ)
     viewers = Viewers(open_doors(settings.top_address, environ, log), settings.program)
     if settings.timeline is not None:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from strategies import config, cross_replica_ops, loops, within_replica_ops
+from strategies import config, cross_replica_ops, loops, metrics, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
@@ -118,6 +118,7 @@ __all__ = [
     "ipu_shard",
     "load_variables",
     "loops",
+    "metrics",
     "pipeline_stage",
     "pipelining_ops",
     "recomputation_checkpoint",

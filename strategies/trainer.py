@@ -13,7 +13,7 @@ from strategies.evaluation.evaluator import Evaluator
 from strategies.evaluation.merging import Evaluation
 from strategies.gradients.replica_program import LossFunction
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.metrics import Metrics
+from strategies.step.metrics import Metrics, tell_evaluation
 from strategies.step.notice import Notice
 from strategies.step.options import Options, configured
 from strategies.step.parts import StepParts
@@ -191,7 +191,9 @@ class Trainer:
         Raises:
             TypeError, ValueError, DisagreementError: see `Evaluator.evaluate`.
         """
-        return self._evaluator.evaluate(state, dataset, fn, metrics_fn)
+        found = self._evaluator.evaluate(state, dataset, fn, metrics_fn)
+        tell_evaluation(self._strategy.replicas, state.step, found)
+        return found
 
     def predict(
         self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True

@@ -46,6 +46,10 @@ TRANSPORTS = {
     "poprun/top/rich_screen.py": {"rich"},
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
     "strategies/data/grain_source.py": {"absl", "grain"},
+    "strategies/sinks/mlflow_run.py": {"mlflow"},
+    "strategies/sinks/prometheus.py": {"prometheus_client"},
+    "strategies/sinks/tensorboard.py": {"tensorboard"},
+    "strategies/sinks/wandb_run.py": {"wandb"},
 }
 LIBRARIES = {"poprun/timeline": {"numpy"}, "strategies/keras": {"keras"}, "strategies/torch": {"torch"}}
 POPRUN_MAY_KNOW = tuple(
@@ -152,7 +156,7 @@ def test_collectives_load_no_transport() -> None:
 
 
 def test_strategies_load_no_launcher_and_no_transport() -> None:
-    assert loaded_by("strategies") & {"keras", "mpi4py", "orbax", "poprun", "torch"} == set()
+    assert loaded_by("strategies") & {"keras", "mpi4py", "orbax", "poprun", "tensorboard", "torch"} == set()
 
 
 def test_no_other_packages_are_imported_by_name() -> None:

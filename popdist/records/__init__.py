@@ -6,6 +6,7 @@ Nothing here imports numpy, MPI or JAX.
 from popdist.records.faults import FaultInjector, due_faults
 from popdist.records.progress import Made, NoProgress, Progress, ProgressPage, ProgressRecord, parse_progress
 from popdist.records.stack import show_stack_when_asked
+from popdist.records.waits import Waits
 
 __all__ = [
     "FaultInjector",
@@ -14,6 +15,7 @@ __all__ = [
     "Progress",
     "ProgressPage",
     "ProgressRecord",
+    "Waits",
     "due_faults",
     "parse_progress",
     "show_stack_when_asked",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from popdist.records.faults import KINDS, Fault, parse_fault
+from popdist.records.metric_words import parse_words
 from poprun.asking.options import OPTIONS, Kind, Option
 from poprun.errors import UsageError
 from poprun.wording import name_nearest
@@ -22,7 +23,7 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,4000}")
 _FRACTION = re.compile(r"[+-]?[0-9]{0,4000}[.][0-9]{1,4000}")
 """What seconds may be as well."""
 
-_WITHOUT_DASH = (Kind.TEXT, Kind.PATH, Kind.HOSTS)
+_WITHOUT_DASH = (Kind.TEXT, Kind.PATH, Kind.HOSTS, Kind.METRICS)
 """What is seldom meant to begin with a dash: otherwise `--output-dir --timestamps` would make such a folder."""
 
 _COUNTED_TOGETHER = "; --num-instances (-n) counts the processes of all hosts together, and --host names the hosts"
@@ -113,6 +114,8 @@ def read_value(option: Option, text: str) -> Value:
         return _read_number(option, text)
     if option.kind is Kind.ARGUMENTS:
         return _split(option, text)
+    if option.kind is Kind.METRICS:
+        return (read_metrics(text),)
     if option.kind is Kind.FAULT:
         read_fault(text)
         return (text,)
@@ -152,6 +155,21 @@ def read_fault(text: str) -> Fault:
         return parse_fault(text)
     except ValueError as error:
         raise UsageError(f"--inject {text!r}: {error}") from None
+
+
+def read_metrics(text: str) -> str:
+    """The same words, if they say where metrics go.
+
+    Raises:
+        UsageError: they do not.
+    """
+    try:
+        words = parse_words([text])
+    except ValueError as error:
+        raise UsageError(f"--metrics {error}") from None
+    if not words:
+        raise UsageError("--metrics is empty; give it where metrics go, such as csv:run.csv")
+    return text
 
 
 def check_number(option: Option, number: float) -> None:

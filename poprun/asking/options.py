@@ -21,6 +21,7 @@ class Kind(Enum):
     PATH = "a path"
     HOSTS = "a list of hosts such as 'node[0-2],node7'"
     ARGUMENTS = "one string that is split like a shell does"
+    METRICS = "where metrics go, such as csv:run.csv"
     FAULT = "a fault such as kill:instance=1,step=7"
     INSTANCE_ARGUMENTS = "the index of an instance, a colon and one string that is split like a shell does"
 
@@ -56,7 +57,7 @@ class Option:
     @property
     def is_repeatable(self) -> bool:
         """Whether a second occurrence adds to the first; otherwise it replaces the first."""
-        return self.kind in (Kind.HOSTS, Kind.FAULT, Kind.ARGUMENTS, Kind.INSTANCE_ARGUMENTS)
+        return self.kind in (Kind.HOSTS, Kind.METRICS, Kind.FAULT, Kind.ARGUMENTS, Kind.INSTANCE_ARGUMENTS)
 
     @property
     def is_setting(self) -> bool:
@@ -77,6 +78,7 @@ _PLACEHOLDERS = {
     Kind.TEXT: "WORD",
     Kind.PATH: "PATH",
     Kind.HOSTS: "HOSTS",
+    Kind.METRICS: "SINK",
     Kind.FAULT: "FAULT",
     Kind.ARGUMENTS: '"ARGS"',
     Kind.INSTANCE_ARGUMENTS: 'N:"ARGS"',
@@ -252,6 +254,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("tag-host", Kind.FLAG, "show the host in front of each line too", OUTPUT),
     Option("timestamps", Kind.FLAG, "show the time in front of each line", OUTPUT),
     Option("output-dir", Kind.PATH, "also write each instance's output to files in this directory", OUTPUT),
+    Option(
+        "metrics",
+        Kind.METRICS,
+        "write the metrics of every step there: csv:FILE, jsonl:FILE, tensorboard:FOLDER, prometheus:[HOST:]PORT, "
+        "mlflow[:URI], wandb[:PROJECT]; adds up",
+        OUTPUT,
+    ),
     Option("timeline", Kind.PATH, "record what instances do, and write it to this file, for Perfetto", OUTPUT),
     Option("timeline-limit", Kind.NUMBER, "MB that one instance may record", OUTPUT, default="256", at_most=_MOST),
     Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from popdist.environments.environment import nearest_multiples
+from popdist.records.metric_words import RUN_VARIABLE, parse_words
 from poprun.asking.command_line import CommandLine, Value, read_fault, read_instance_arguments
 from poprun.asking.options import OPTIONS
 from poprun.asking.summary import read_summary
@@ -52,6 +54,8 @@ class Settings:
         tag_host: show the host in front of each line.
         timestamps: show the time in front of each line.
         output_dir: directory that gets each instance's output too.
+        metrics: where the metrics of every step go, as it was written.
+        metrics_run: a name of this job that no other has, for services; the same when it is started again.
         timeline: the file that gets what instances did; None: nothing is recorded.
         timeline_limit: MB that one of them may record; None: the usual.
         summary: what is said when the job is over: `yes`, `no`, `json:FILE`; "": as usual.
@@ -99,6 +103,8 @@ class Settings:
     tag_host: bool = False
     timestamps: bool = False
     output_dir: str | None = None
+    metrics: tuple[str, ...] = ()
+    metrics_run: str = ""
     timeline: str | None = None
     timeline_limit: int | None = None
     summary: str = ""
@@ -190,6 +196,10 @@ class Settings:
 
     def _check_exclusions(self) -> None:
         read_summary(self.summary)
+        try:
+            parse_words(self.metrics)
+        except ValueError as error:
+            raise UsageError(f"--metrics {error}") from None
         if self.host and self.hostfile:
             raise UsageError("--host and --hostfile are both given, each names all hosts; give one of them")
         if self.min_instances > self.num_instances:
@@ -264,11 +274,12 @@ def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyTy
         program=line.program,
         verbosity=_verbosity(given),
         instance_mpi_local_args=tuple(read_instance_arguments(text) for text in texts),
+        metrics_run=(environ.get(RUN_VARIABLE) or os.urandom(6).hex()) if settings.get("metrics") else "",
         **settings,
     )
 
 
-_FIELDS = frozenset(Settings.__dataclass_fields__) - {"program", "verbosity"}
+_FIELDS = frozenset(Settings.__dataclass_fields__) - {"program", "verbosity", "metrics_run"}
 
 
 def _field_of(option: str) -> str:

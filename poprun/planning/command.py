@@ -14,6 +14,7 @@ from poprun.asking.vipu import PARTITION_VARIABLE
 from poprun.hosts.hosts import Host
 from poprun.hosts.remote import Remote, mpirun_options
 from poprun.planning.exports import export_options, exports, without_exports
+from poprun.planning.metrics import metric_variables
 from poprun.planning.placement import Place, names_binding
 from poprun.talking.marked_words import mark
 from poprun.talking.wire import CONTROL_VARIABLE, HOST_VARIABLE
@@ -115,7 +116,7 @@ def instance_variables(launch: Launch, place: Place) -> dict[str, str]:
     own = {name: value for name, value in launch.extra.items() if name not in exported}
     injected = {FAULTS_VARIABLE: ";".join(launch.settings.inject)} if launch.settings.inject else {}
     shrinks = {SHRINKS_VARIABLE: "1"} if launch.settings.on_failure == "shrink" else {}
-    recorded = _recording_variables(launch.settings)
+    recorded = _recording_variables(launch.settings) | metric_variables(launch.settings)
     return popdist_variables(launch.settings, place) | own | injected | shrinks | recorded
 
 

@@ -46,6 +46,7 @@ _NOT_OF_VERIFY = {
     "json": "verify writes JSON with --certificate FILE",
     "export-config": "verify has no configuration; leave it out",
     "overwrite-config": "verify has no configuration; leave it out",
+    "metrics": "every run would write them; start the program without verify",
     "timeline": "a timeline is of one run; start the program without verify",
     "timeline-limit": "a timeline is of one run; leave it out",
     "version": "write poprun --version",

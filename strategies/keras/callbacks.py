@@ -13,6 +13,7 @@ from keras.src.callbacks.progbar_logger import ProgbarLogger
 
 from strategies.keras.agreement import is_so_anywhere, number_of_leader
 from strategies.keras.state import random_states, set_random_states
+from strategies.step.metrics import EVALUATION
 from strategies.strategy import Strategy, get_strategy
 
 WRITERS: tuple[type, ...] = (
@@ -22,6 +23,8 @@ WRITERS: tuple[type, ...] = (
     keras.callbacks.TensorBoard,
 )
 """Those that write, and of which the other instances need to know nothing but what the model becomes."""
+EPOCH = "epoch/"
+"""In front of the names of Keras's logs at the end of an epoch, in sinks of metrics."""
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
 
@@ -123,9 +126,11 @@ class Running:
         begin_epoch: called with the number of each epoch that begins.
         unite: has Keras know the whole state; a collective call.
         resume: called when a training has begun.
+        steps_made: says how many steps were made.
 
     Attributes:
         resume: see above.
+        steps_made: see above.
         model: see above.
         strategy: see above.
         begin_epoch: see above.
@@ -139,8 +144,10 @@ class Running:
         begin_epoch: Callable[[int], object] = lambda epoch: None,
         unite: Callable[[], object] = lambda: None,
         resume: Callable[[], object] = lambda: None,
+        steps_made: Callable[[], int] = lambda: 0,
     ) -> None:
         self.resume = resume
+        self.steps_made = steps_made
         self.model = model
         self.strategy = strategy
         self.begin_epoch = begin_epoch
@@ -169,6 +176,37 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._running.unite()
+
+
+class _Told(keras.callbacks.Callback):  # type: ignore[misc]
+    """Tells sinks of metrics what Keras has found: at the end of an epoch, and of an evaluation outside of `fit`.
+
+    Args:
+        running: the loop.
+    """
+
+    def __init__(self, running: Running) -> None:
+        super().__init__()
+        self._running = running
+        self._fits = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._fits = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._fits = False
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._tell(EPOCH, logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if not self._fits:  # otherwise the epoch has them
+            self._tell(EVALUATION, logs)
+
+    def _tell(self, prefix: str, logs: Any) -> None:
+        values = {f"{prefix}{name}": value for name, value in (logs or {}).items()}
+        for each in self._running.strategy.replicas.sinks:
+            each.log_scalars(values, self._running.steps_made())
 
 
 class _Last(keras.callbacks.Callback):  # type: ignore[misc]
@@ -207,9 +245,10 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
     if not isinstance(callbacks, CallbackList):
         add_progbar = settings.get("verbose") != 0
         callbacks = CallbackList(callbacks, add_progbar=add_progbar, model=running.model, **settings)
-    own = [each for each in callbacks.callbacks if not isinstance(each, _First | _Last)]
+    own = [each for each in callbacks.callbacks if not isinstance(each, _First | _Told | _Last)]
     last = _Last(running, any(map(_has_batch_hooks, own)))
-    callbacks.callbacks = [_First(running), *(_placed(each, running.strategy) for each in own), last]
+    told = [_Told(running)] if running.strategy.replicas.sinks else []
+    callbacks.callbacks = [_First(running), *told, *(_placed(each, running.strategy) for each in own), last]
     return callbacks
 
 

@@ -139,7 +139,9 @@ class ReplicatedModel:
             if checkpoints is not None:
                 stack.enter_context(self._resumed(checkpoints, feed))
 
-        running = Running(self._model, self.strategy, lambda epoch: feed.begin_with(epoch), self.unite, resume)
+        running = Running(
+            self._model, self.strategy, lambda epoch: feed.begin_with(epoch), self.unite, resume, self._made
+        )
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
         with self._while(running, train=feed, test=validation), self._executing(training=True), stack:
             return self.stock.fit(
@@ -177,7 +179,7 @@ class ReplicatedModel:
         self._check("evaluate", "test_step")
         batch_size = self._rows_of_replica(batch_size, global_batch_size)
         feed = self._feed(Given(x, y, sample_weight, None, batch_size, steps), trains=False)
-        running = Running(self._model, self.strategy)
+        running = Running(self._model, self.strategy, steps_made=self._made)
         prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
         with self._while(running, test=feed), self._executing(training=False):
             return self.stock.evaluate(
@@ -249,6 +251,11 @@ class ReplicatedModel:
         if iterator is not None:
             data_batch = iterator.data_adapter.example
         self.stock._symbolic_build(self._model, data_batch=data_batch)
+
+    def _made(self) -> int:
+        """How many steps were made."""
+        function = self._model.train_function
+        return 0 if function is None else int(function.function.steps_made)
 
     # ---- files: in fit the chief writes them
 

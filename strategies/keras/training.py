@@ -71,6 +71,11 @@ class TrainFunction:
         self._then: tuple[Sequence[Any], TrainState] | None = None  # in the midst of the epoch that begins
         self._parts: list[Any] | None = None  # the optimizer state, of which this instance has only its own
 
+    @property
+    def steps_made(self) -> int:
+        """How many steps were made when it was called last."""
+        return self._step
+
     def unite(self) -> None:
         """Have Keras know the whole optimizer state; a collective call where instances have parts of it."""
         if self._parts is None:

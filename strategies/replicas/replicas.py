@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 from weakref import WeakSet
@@ -16,7 +17,7 @@ from collectives.buffers import refuse_masked
 from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
-from popdist.records import FaultInjector, NoProgress, Progress
+from popdist.records import FaultInjector, NoProgress, Progress, Waits
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
@@ -27,6 +28,8 @@ from strategies.replicas.devices import claim_devices, is_key
 from strategies.replicas.membership import Membership, Place, meet, surviving, warn_where_none_goes_on
 from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext
 from strategies.roles import Batch, Tree
+from strategies.sinks.opening import asked_sinks
+from strategies.sinks.sinks import Job
 
 Same = TypeVar("Same")
 
@@ -54,6 +57,7 @@ class Replicas:
         reducer: carries out what replicas compute together.
         dealing: deals batches out among the local replicas.
         programs: that `Strategy.run` has compiled for these devices.
+        sinks: get the metrics of every step; those that the environment asks for, and others that are added.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Replicas:
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
         self._claim()
+        self.sinks = asked_sinks(self.job, os.environ)
         warn_where_none_goes_on(self)
 
     def _claim(self) -> None:
@@ -171,6 +176,13 @@ class Replicas:
     def adds_in_order(self) -> bool:
         """Whether sums over replicas have the same bits however these are spread."""
         return self._membership.adds_in_order
+
+    @property
+    def job(self) -> Job:
+        """What sinks of metrics ask about it."""
+        at_first = self.num_instances
+        waits = next((each for each in self.instruments.attached if isinstance(each, Waits)), None)
+        return Job(lambda: self.is_chief, lambda: at_first - self.num_instances, waits=waits)
 
     # ---- instances that are lost
 

@@ -135,8 +135,9 @@ class Executions:
         found = self._programs[key]
         if found is None:
             return self._singly(state, batches)
-        state, metrics = self._make(found, program, state, batches)
-        tell_end(self._replicas.instruments, batches[0], metrics, len(batches))
+        state, tails = self._make(found, program, state, batches)
+        metrics = Metrics(program.names, tails[-1])
+        tell_end(self._replicas, batches[0], metrics, state.step, 1, tails)
         return state, metrics
 
     def _why_not(self, fused: FusedSteps, state: TrainState, batches: Sequence[Batch]) -> str:
@@ -148,7 +149,8 @@ class Executions:
 
     def _make(
         self, fused: FusedSteps, program: ReplicaProgram, state: TrainState, batches: Sequence[Batch]
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[TrainState, jax.Array]:
+        """The state after the last step, and the tails of all."""
         optimizer_state = self._update.on_device(state.optimizer_state)
         variables, optimizer_state, tails = fused(state.variables, optimizer_state, batches, state.step)
         after = replace(
@@ -157,4 +159,4 @@ class Executions:
             optimizer_state=self._update.offloaded(optimizer_state),
             step=state.step + len(batches),
         )
-        return after, Metrics(program.names, tails[-1])
+        return after, tails

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from collectives.instruments import Instruments, is_seen
+from collectives.instruments import is_seen
+from strategies.replicas.replicas import Replicas
+from strategies.sinks.row import Reading
+
+EVALUATION = "evaluation/"
+"""In front of the names of what evaluations find, in sinks."""
 
 
 class Metrics(Mapping[str, float]):
@@ -52,20 +58,55 @@ class Metrics(Mapping[str, float]):
         return f"Metrics({dict(self)})"
 
 
-def tell_end(instruments: Instruments, batch: Any, metrics: Metrics, steps: int = 1) -> None:
-    """Tell who looks that a step has ended well.
+def tell_end(
+    replicas: Replicas, batch: Any, metrics: Metrics, step: int, local: int, tails: jax.Array | None = None
+) -> None:
+    """Tell who looks, and sinks of metrics, that a step has ended well.
 
     Args:
-        instruments: see it.
+        replicas: whose.
         batch: of the local replicas.
         metrics: of the step.
-        steps: how many were made in one program, each with such a batch.
+        step: how many were made with it.
+        local: how many replicas the batch is for.
+        tails: where several steps were made in one program, each with such a batch: the metrics of each of them.
     """
+    instruments, sinks = replicas.instruments, replicas.sinks
     waits, counts = is_seen(instruments.step_ends), is_seen(instruments.steps_made)
-    if not waits and not counts:
+    if not (sinks or waits or counts):
         return
-    rows = steps * max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
+    rows = max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
+    count = 1 if tails is None else len(tails)
+    for each in sinks:
+        samples = rows // local * replicas.num_replicas_in_sync
+        for number in range(count):
+            read = reading(metrics) if tails is None else partial(_of_step, metrics.names, tails, number)
+            each.tell(step - count + 1 + number, read, samples)
     if counts:
-        instruments.steps_made(steps, rows, metrics.loss_at_hand)
+        instruments.steps_made(count, count * rows, metrics.loss_at_hand)
     if waits:
-        instruments.step_ends(rows, float(metrics.means[0]) if metrics.names else float("nan"))
+        instruments.step_ends(count * rows, float(metrics.means[0]) if metrics.names else float("nan"))
+
+
+def tell_evaluation(replicas: Replicas, step: int, found: Mapping[str, Any]) -> None:
+    """Tell sinks of metrics what an evaluation has found.
+
+    Args:
+        replicas: whose.
+        step: how many steps were made before.
+        found: by its names; what is no scalar is left out, and said to be.
+    """
+    for sinks in replicas.sinks:
+        sinks.log_scalars({f"{EVALUATION}{name}": value for name, value in found.items()}, step)
+
+
+def reading(metrics: Metrics) -> Reading:
+    """Has metrics read later, and keeps no more than they need."""
+    names, means = metrics.names, metrics.means
+    if isinstance(means, np.ndarray):
+        means = means[: len(names)].copy()
+    return lambda: dict(zip(names, np.asarray(means).tolist(), strict=False))
+
+
+def _of_step(names: tuple[str, ...], tails: jax.Array, number: int) -> dict[str, float]:
+    return dict(zip(names, np.asarray(tails)[number].tolist(), strict=False))

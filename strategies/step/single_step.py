@@ -71,6 +71,7 @@ class SingleStep:
     def make(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """See `Trainer.step`; where instances are lost that had nothing alone, with those that are left."""
         check_state(state)
+        local = len(self._replicas.local_replicas)
         self._replicas.instruments.step_begins(state.step)
         if self._replicas.faults.take_flip():
             state = replace(state, variables=flip_bit(state.variables))
@@ -80,7 +81,7 @@ class SingleStep:
             if self._options.own_part:
                 raise
             made = self._repeated(loss, state, batch)
-        tell_end(self._replicas.instruments, batch, made[1])
+        tell_end(self._replicas, batch, made[1], made[0].step, local)
         can_share = self._replicas.can_carry_on and not self._options.own_part
         self._replicas.place.complete(partial(self.share, made[0]) if can_share else None)
         return made

@@ -94,6 +94,7 @@ class TorchStep:
     def make(self, batch: Batch) -> Metrics:
         """One update; see `Trainer.step`."""
         training, replicas = self._training, self._replicas
+        given, local = batch, len(replicas.local_replicas)
         replicas.instruments.step_begins(training.step)
         if replicas.faults.take_flip():
             training.flip_bit()
@@ -111,7 +112,7 @@ class TorchStep:
             metrics = self._make(batch)
         else:
             metrics = surviving(replicas, lambda: self._make(batch), catch_up, lambda _, root: self._share(root))
-        tell_end(replicas.instruments, batch, metrics)
+        tell_end(replicas, given, metrics, training.step, local)
         return metrics
 
     def _share(self, root: int) -> None:

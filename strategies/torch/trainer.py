@@ -11,7 +11,7 @@ from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.evaluation.merging import Evaluation
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
-from strategies.step.metrics import Metrics
+from strategies.step.metrics import Metrics, tell_evaluation
 from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
@@ -163,7 +163,9 @@ class Trainer:
             ValueError: if there is no row, or the data set leaves rows out or accumulates.
             DisagreementError: on all instances, if they differ in what is evaluated.
         """
-        return self._evaluator.evaluate(dataset, fn)
+        found = self._evaluator.evaluate(dataset, fn)
+        tell_evaluation(self._strategy.replicas, self.steps_made, found)
+        return found
 
     def predict(
         self, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True

@@ -245,6 +245,7 @@ EXAMPLES = {
     Kind.TEXT: "w",
     Kind.PATH: "some/path",
     Kind.HOSTS: ("a",),
+    Kind.METRICS: ("csv:run.csv",),
     Kind.FAULT: ("kill:instance=0",),
     Kind.ARGUMENTS: ("-x", "A"),
     Kind.INSTANCE_ARGUMENTS: ("0:-x A",),

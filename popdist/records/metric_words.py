@@ -1,0 +1,174 @@
+"""Where metrics are to go, in the words of `poprun --metrics` and POPDIST_METRICS; loads nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from popdist.errors import EnvironmentMismatchError
+
+VARIABLE = "POPDIST_METRICS"
+"""Words, separated by commas; every instance of a job has to have it."""
+RUN_VARIABLE = "POPDIST_METRICS_RUN"
+"""A name that all instances and restarts of a job share, and no other job has: of its run in MLflow or W&B."""
+
+CSV, JSON_LINES, TENSORBOARD, PROMETHEUS, MLFLOW, WANDB = "csv", "jsonl", "tensorboard", "prometheus", "mlflow", "wandb"
+FORMS = {
+    CSV: "csv:FILE",
+    JSON_LINES: "jsonl:FILE",
+    TENSORBOARD: "tensorboard:FOLDER",
+    PROMETHEUS: "prometheus:[HOST:]PORT",
+    MLFLOW: "mlflow[:URI]",
+    WANDB: "wandb[:PROJECT]",
+}
+"""What each kind of word looks like."""
+FILES = (CSV, JSON_LINES)
+_MAY_BE_BARE = (MLFLOW, WANDB)
+LIBRARIES = {
+    TENSORBOARD: ("tensorboard", "tensorboard"),
+    PROMETHEUS: ("prometheus_client", "prometheus_client"),
+    MLFLOW: ("mlflow", "mlflow-skinny"),
+    WANDB: ("wandb", "wandb"),
+}
+"""Which module a kind needs, and what to install for it."""
+LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class MetricWord:
+    """One word: where metrics are to go.
+
+    Attributes:
+        kind: one of `FORMS`.
+        target: a file, a folder, an address, a URI or a project.
+
+    Raises:
+        ValueError: there is no such kind, or it needs another target.
+    """
+
+    kind: str
+    target: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in FORMS:
+            raise ValueError(f"{self}: there is no {self.kind!r}; use one of {', '.join(FORMS.values())}")
+        if not self.target and self.kind not in _MAY_BE_BARE:
+            raise ValueError(f"{self}: it does not say where; write {FORMS[self.kind]}")
+        if self.kind == PROMETHEUS:
+            _ = self.address
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.target}" if self.target else self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> MetricWord:
+        """What a word means.
+
+        Raises:
+            ValueError: it means nothing.
+        """
+        kind, _, target = text.strip().partition(":")
+        return cls(kind, target)
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the target is a file or a folder."""
+        return self.kind in FILES or self.kind == TENSORBOARD
+
+    @property
+    def path(self) -> Path:
+        """The file or folder."""
+        return Path(self.target).expanduser().absolute()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host, this one only unless another is named, and the port.
+
+        Raises:
+            ValueError: it is none.
+        """
+        host, _, port = self.target.rpartition(":")
+        if not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+            raise ValueError(f"{self}: {port!r} is no port, which are 0 to 65535; write {FORMS[PROMETHEUS]}")
+        return host.removeprefix("[").removesuffix("]") or LOCALHOST, int(port)
+
+    @property
+    def absolute(self) -> MetricWord:
+        """The same, wherever a process is that reads it."""
+        return MetricWord(self.kind, str(self.path)) if self.is_path else self
+
+
+def parse_words(texts: Sequence[str]) -> tuple[MetricWord, ...]:
+    """The words in texts, each of which may have several, separated by commas.
+
+    Raises:
+        ValueError: one of them means nothing, or two mean the same.
+    """
+    words = tuple(MetricWord.parse(part) for text in texts for part in text.split(",") if part.strip())
+    targets = [word.absolute for word in words]
+    if twice := [word for number, word in enumerate(words) if targets[number] in targets[:number]]:
+        raise ValueError(f"{twice[0]}: metrics would go there twice; leave one out")
+    return words
+
+
+def words_in(environ: Mapping[str, str]) -> tuple[MetricWord, ...]:
+    """What the environment asks for; nothing where it does not.
+
+    Raises:
+        EnvironmentMismatchError: it cannot be read.
+    """
+    try:
+        return parse_words([environ.get(VARIABLE, "")])
+    except ValueError as error:
+        raise EnvironmentMismatchError(f"{VARIABLE}={environ[VARIABLE]!r}: {error}") from None
+
+
+def fault_of(word: MetricWord) -> str:
+    """Why metrics cannot go there from this process, and the way out; empty if nothing is known against it."""
+    return fault_of_library(word) or fault_of_place(word)
+
+
+def fault_of_place(word: MetricWord) -> str:
+    """The same of the file, the folder or the address."""
+    return _fault_of_path(word) if word.is_path else _fault_of_address(word)
+
+
+def fault_of_library(word: MetricWord) -> str:
+    """The same of what has to be installed."""
+    module, distribution = LIBRARIES.get(word.kind, ("", ""))
+    if not module or importlib.util.find_spec(module) is not None:
+        return ""
+    return f"{word}: {module} is not installed; run: pip install {distribution}"
+
+
+def _fault_of_path(word: MetricWord) -> str:
+    """What keeps a file from being made; special files, as pipes, are taken as they are."""
+    path = word.path
+    is_folder = word.kind == TENSORBOARD
+    if path.exists() and path.is_dir() != is_folder:
+        return f"{word}: it is {'no' if is_folder else 'a'} folder; write {FORMS[word.kind]}"
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not os.access(nearest, os.W_OK):
+        return f"{word}: {nearest} cannot be written; name another {'folder' if is_folder else 'file'}"
+    if nearest not in (path, path.parent) and not nearest.is_dir():
+        return f"{word}: {nearest} is no folder; name another one"
+    return ""
+
+
+def _fault_of_address(word: MetricWord) -> str:
+    if word.kind != PROMETHEUS:
+        return ""
+    host, port = word.address
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+            tried.listen()
+    except OSError as error:
+        return f"{word}: nobody can listen there ({error.strerror or error}); name another address of this host"
+    return ""

@@ -1,0 +1,105 @@
+"""Metrics as a table of comma-separated values."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import final
+
+from strategies.sinks.continued_file import ContinuedFile, Said
+from strategies.sinks.row import STEP, TIME, Row
+from strategies.sinks.sink import Sink
+
+
+@final
+class CsvFile(Sink):
+    """A file with a heading, and a line for each row: step, time, and a column for each name in the order they came.
+
+    A name that comes later gets a column behind the others: the file is written anew then, and lines without a number
+    for a column are empty there. Numbers are as `repr` writes them, so that `float` finds the same; NaN and infinities
+    are nan, inf and -inf.
+
+    Args:
+        path: of the file.
+    """
+
+    way_out = "make room there, or name another file"
+
+    def __init__(self, path: Path) -> None:
+        self.name = f"csv:{path}"
+        self._path = path
+        self._file: ContinuedFile | None = None
+        self._goes_on = self._is_begun = False
+        self._columns: list[str] = []
+
+    def open(self, goes_on: bool) -> None:
+        """See `Sink`.
+
+        Raises:
+            ValueError: the file that is there is another table.
+        """
+        self._file = ContinuedFile(self._path)
+        self._file.refuse_others(b"step,time")
+        self._goes_on, self._is_begun = goes_on, False
+        self._read_columns(self._file)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """See `Sink`."""
+        assert self._file is not None
+        if not self._is_begun:
+            if self._file.is_regular:
+                self._file.cut(rows[0], self._said, 1, self._goes_on)
+                self._read_columns(self._file)
+            self._is_begun = True
+        known = set(self._columns)
+        new = [name for name in dict.fromkeys(chain.from_iterable(row.values for row in rows)) if name not in known]
+        if new or not self._columns:
+            self._widen(self._file, new)
+        self._file.append("".join(map(self._line_of, rows)).encode())
+
+    def close(self) -> None:
+        """See `Sink`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _read_columns(self, file: ContinuedFile) -> None:
+        heading = next(iter(file.lines()), b"") if file.is_regular else b""
+        self._columns = next(csv.reader([heading.decode(errors="replace")]), []) if heading.endswith(b"\n") else []
+
+    def _widen(self, file: ContinuedFile, new: Sequence[str]) -> None:
+        """Have columns of these names besides."""
+        columns = [*(self._columns or [STEP, TIME]), *new]
+        heading = _joined(columns).encode()
+        if self._columns and file.is_regular:
+            file.replace(_widened(heading, iter(file.lines()), b"," * len(new)))
+        else:
+            file.append(heading)
+        self._columns = columns
+
+    def _line_of(self, row: Row) -> str:
+        values = row.values
+        return _joined([row.step, row.time_s, *(values.get(name, "") for name in self._columns[2:])])
+
+    def _said(self, line: bytes) -> Said | None:
+        fields = next(csv.reader([line.decode(errors="replace")]), [])
+        if not fields or not fields[0].lstrip("-").isdecimal():
+            return None
+        numbers = zip(self._columns[2:], fields[2:], strict=False)
+        return Said(int(fields[0]), frozenset(name for name, number in numbers if number))
+
+
+def _widened(heading: bytes, lines: Iterator[bytes], more: bytes) -> Iterator[bytes]:
+    next(lines, None)
+    yield heading
+    for line in lines:
+        yield line.removesuffix(b"\n") + more + b"\n"
+
+
+def _joined(fields: Sequence[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(fields)
+    return text.getvalue()

@@ -1,0 +1,77 @@
+"""Metrics as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+from strategies.sinks.continued_file import ContinuedFile, Said
+from strategies.sinks.row import STEP, TIME, Number, Row
+from strategies.sinks.sink import Sink
+
+
+@final
+class JsonLines(Sink):
+    """A file with an object in each line: "step", "time", and the numbers by their names.
+
+    JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `float` reads. All
+    other numbers have as many digits as `float` needs to find the same one.
+
+    Args:
+        path: of the file.
+    """
+
+    way_out = "make room there, or name another file"
+
+    def __init__(self, path: Path) -> None:
+        self.name = f"jsonl:{path}"
+        self._path = path
+        self._file: ContinuedFile | None = None
+        self._goes_on = self._is_cut = False
+
+    def open(self, goes_on: bool) -> None:
+        """See `Sink`.
+
+        Raises:
+            ValueError: the file that is there is another one.
+        """
+        self._file = ContinuedFile(self._path)
+        self._file.refuse_others(b'{"step": ')
+        self._goes_on, self._is_cut = goes_on, False
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """See `Sink`."""
+        assert self._file is not None
+        if not self._is_cut and self._file.is_regular:
+            self._file.cut(rows[0], _said, 0, self._goes_on)
+        self._is_cut = True
+        self._file.append("".join(map(line_of, rows)).encode())
+
+    def close(self) -> None:
+        """See `Sink`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def line_of(row: Row) -> str:
+    """A row as a line."""
+    numbers = {name: _plain(number) for name, number in row.values.items()}
+    return json.dumps({STEP: row.step, TIME: row.time_s, **numbers}, allow_nan=False) + "\n"
+
+
+def _plain(number: Number) -> Number | str:
+    if isinstance(number, int) or math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _said(line: bytes) -> Said | None:
+    try:
+        found = json.loads(line)
+        return Said(int(found[STEP]), frozenset(found) - {STEP, TIME})
+    except (ValueError, KeyError, TypeError):
+        return None

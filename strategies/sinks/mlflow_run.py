@@ -1,0 +1,77 @@
+"""Metrics as a run of MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, final
+
+from strategies.sinks.row import Row
+from strategies.sinks.sink import Sink
+
+EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
+_USUAL_EXPERIMENT = "popdist"
+_TAG = "popdist.run"
+_MOST_IN_A_BATCH = 1000  # MLflow takes no more
+_ENDED = "FINISHED"
+
+
+@final
+class MlflowRun(Sink):
+    """A run in an experiment: that which MLFLOW_EXPERIMENT_NAME names, otherwise "popdist".
+
+    Values of steps that are made again come behind those that are there, as MLflow has it.
+
+    Args:
+        uri: of the tracking server or its folder; empty: as MLflow's own variables say.
+        experiment: its name; empty: see above.
+        run: a name that instances and restarts of a job share; they write to one run then. Empty: each has its own.
+    """
+
+    way_out = "see to its server, or name another URI"
+
+    def __init__(self, uri: str, experiment: str, run: str) -> None:
+        self.name = f"mlflow:{uri}" if uri else "mlflow"
+        self._uri = uri
+        self._experiment = experiment or _USUAL_EXPERIMENT
+        self._run = run
+        self._run_id = ""
+        self._client: Any = None
+
+    def open(self, goes_on: bool) -> None:
+        """See `Sink`."""
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=self._uri or None)
+        if not self._run_id:
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+            self._run_id = self._shared_run(experiment) or self._new_run(experiment)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """See `Sink`."""
+        from mlflow.entities import Metric
+
+        metrics = (
+            Metric(name, number, int(1000 * row.time_s), row.step)
+            for row in rows
+            for name, number in row.values.items()
+        )
+        while batch := list(islice(metrics, _MOST_IN_A_BATCH)):
+            self._client.log_batch(self._run_id, metrics=batch)
+
+    def close(self) -> None:
+        """See `Sink`."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            client.set_terminated(self._run_id, _ENDED)
+
+    def _shared_run(self, experiment: str) -> str:
+        if not self._run:
+            return ""
+        runs = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{self._run}'", max_results=1)
+        return runs[0].info.run_id if runs else ""
+
+    def _new_run(self, experiment: str) -> str:
+        run = self._client.create_run(experiment, tags={_TAG: self._run} if self._run else None)
+        return str(run.info.run_id)

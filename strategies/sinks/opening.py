@@ -1,0 +1,102 @@
+"""From words to sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import popdist
+from popdist.errors import EnvironmentMismatchError
+from popdist.records.faults import ATTEMPT_VARIABLE
+from popdist.records.metric_words import (
+    CSV,
+    JSON_LINES,
+    MLFLOW,
+    PROMETHEUS,
+    RUN_VARIABLE,
+    TENSORBOARD,
+    VARIABLE,
+    MetricWord,
+    fault_of,
+    parse_words,
+)
+from strategies.sinks.csv_file import CsvFile
+from strategies.sinks.json_lines import JsonLines
+from strategies.sinks.mlflow_run import EXPERIMENT_VARIABLE, MlflowRun
+from strategies.sinks.prometheus import Prometheus
+from strategies.sinks.sink import Sink
+from strategies.sinks.sinks import Job, Sinks
+from strategies.sinks.tensorboard import TensorBoard
+from strategies.sinks.wandb_run import WandbRun
+
+_opened: list[Sinks] = []
+_asked: dict[str, Sinks] = {}
+
+
+def open_sinks(wanted: Sequence[str | Sink], job: Job, environ: Mapping[str, str]) -> Sinks:
+    """Those that are wanted, which `opened` has until they are closed.
+
+    Args:
+        wanted: words, or sinks of one's own.
+        job: see there.
+        environ: has what some of them need besides.
+
+    Raises:
+        ValueError: a word means nothing, or a sink cannot be opened.
+    """
+    job = replace(job, restarts=int(environ.get(ATTEMPT_VARIABLE, "0")))
+    words = parse_words([each for each in wanted if isinstance(each, str)])
+    if job.is_chief() and not job.restarts and (faults := [fault for word in words if (fault := fault_of(word))]):
+        raise ValueError(faults[0])
+    own = [each for each in wanted if not isinstance(each, str)]
+    if not words and not own:
+        raise ValueError("metrics are to go nowhere; name a sink, as csv:run.csv")
+    sinks = Sinks([*(sink_of(word, job, environ) for word in words), *own], job)
+    _opened.append(sinks)
+    sinks.at_close(_opened.remove)
+    return sinks
+
+
+def asked_sinks(job: Job, environ: Mapping[str, str]) -> list[Sinks]:
+    """Those that the environment asks for, one time in a process, however often this is called.
+
+    Args:
+        job: see there.
+        environ: see `open_sinks`.
+
+    Raises:
+        EnvironmentMismatchError: it asks for what means nothing or cannot be opened.
+    """
+    text = environ.get(VARIABLE)
+    if not text:
+        return []
+    if text not in _asked:
+        # Under a launcher several processes may each be a strategy of their own, of which one writes.
+        only_one = replace(job, is_chief=lambda: job.is_chief() and popdist.is_chief())
+        try:
+            _asked[text] = open_sinks([text], only_one, environ)
+        except ValueError as error:
+            raise EnvironmentMismatchError(f"{VARIABLE}: {error}") from error
+        _asked[text].at_close(lambda closed: _asked.pop(text))
+    return [_asked[text]]
+
+
+def opened() -> Sequence[Sinks]:
+    """All of this process that are open."""
+    return tuple(_opened)
+
+
+def sink_of(word: MetricWord, job: Job, environ: Mapping[str, str]) -> Sink:
+    """What a word stands for; nothing is opened."""
+    run = environ.get(RUN_VARIABLE, "")
+    if word.kind == CSV:
+        return CsvFile(word.path)
+    if word.kind == JSON_LINES:
+        return JsonLines(word.path)
+    if word.kind == TENSORBOARD:
+        return TensorBoard(word.path)
+    if word.kind == PROMETHEUS:
+        return Prometheus(*word.address, job)
+    if word.kind == MLFLOW:
+        return MlflowRun(word.target, environ.get(EXPERIMENT_VARIABLE, ""), run)
+    return WandbRun(word.target, run)

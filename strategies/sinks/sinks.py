@@ -1,0 +1,166 @@
+"""All sinks of a job: its first instance writes to them, and the others could take that over."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+from popdist.records import Waits
+from strategies.sinks.delivery import MOST, Delivery
+from strategies.sinks.row import Reading, Row, is_scalar, reading_of
+from strategies.sinks.sink import Sink
+
+logger = logging.getLogger("strategies.metrics")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What sinks ask about the job.
+
+    Attributes:
+        is_chief: whether this is the instance that writes for all; where some are lost it may become it.
+        lost: how many instances are lost, without which the others carry on.
+        restarts: how often the job has been started again.
+        waits: how long this instance has waited for others; None where nobody has looked.
+    """
+
+    is_chief: Callable[[], bool] = lambda: True
+    lost: Callable[[], int] = lambda: 0
+    restarts: int = 0
+    waits: Waits | None = None
+
+
+@final
+class Sinks:
+    """Gets what is said of steps on every instance, and writes it on one of them, in threads of its own.
+
+    The other instances keep the last rows. Where the first one is lost the next one goes on with these, so that no step
+    is lost, and none is written twice.
+
+    Args:
+        sinks: where rows go.
+        job: see there.
+
+    Raises:
+        ValueError: a sink cannot be opened, on the instance that writes, the first time the job is started. Later that
+            is only said.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], job: Job) -> None:
+        self._sinks = sinks
+        self._job = job
+        self._kept: deque[Row] = deque(maxlen=MOST)  # while another instance writes
+        self._deliveries: list[Delivery] = []
+        self._is_closed = self._has_left_out = False
+        self._at_close: list[Callable[[Sinks], object]] = []
+        if job.is_chief():
+            self._begin(is_first=not job.restarts)
+        atexit.register(self.close)  # behind all that was registered before, as waiting for the other instances
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Write numbers of one's own; to be called on every instance alike, and not a collective call.
+
+        Nothing waits for arrays of JAX that are still being computed.
+
+        Args:
+            values: numbers by their names, or arrays of one.
+            step: how many steps were made; what is written is in the order of the calls, whatever it says.
+
+        Raises:
+            TypeError: a value is no number, or the step is no whole one.
+            ValueError: a value is no scalar, or a name cannot be written.
+        """
+        if isinstance(step, bool) or not hasattr(step, "__index__"):
+            raise TypeError(f"step is {step!r}, which is no whole number; give the number of steps made, as state.step")
+        self.add(Row(step.__index__(), reading_of(values)))
+
+    def log_scalars(self, values: Mapping[str, Any], step: int) -> None:
+        """Write those of the numbers that are; the first time that others are left out, say so.
+
+        Args:
+            values: see `log`.
+            step: see there.
+        """
+        scalars = {name: value for name, value in values.items() if is_scalar(value)}
+        if len(scalars) < len(values) and not self._has_left_out:
+            self._has_left_out = True
+            others = ", ".join(name for name in values if name not in scalars)
+            logger.info("sinks of metrics take numbers, and get nothing of %s", others)
+        if scalars:
+            self.log(scalars, step)
+
+    def tell(self, step: int, read: Reading, samples: int) -> None:
+        """Take what a training step has told.
+
+        Args:
+            step: how many were made with it.
+            read: reads it; in another thread, and later.
+            samples: so many elements of data were in its global batch.
+        """
+        self.add(Row(step, read, samples=samples, is_training=True))
+
+    def add(self, row: Row) -> None:
+        """Have a row written, here or where it has to be."""
+        if self._is_closed:
+            return
+        if not self._deliveries:
+            self._kept.append(row)
+            if self._job.is_chief():
+                self._take_over()
+            return
+        for delivery in self._deliveries:
+            delivery.add(row)
+
+    def at_close(self, call: Callable[[Sinks], object]) -> None:
+        """Have something called when they are closed."""
+        self._at_close.append(call)
+
+    def close(self) -> None:
+        """Write what is left, and say what could not be written; may be called again. At exit it happens by itself."""
+        if self._is_closed:
+            return
+        if not self._deliveries and self._kept and self._job.is_chief():
+            self._take_over()
+        self._is_closed = True
+        for delivery in self._deliveries:
+            delivery.close()
+        for call in self._at_close:
+            call(self)
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _begin(self, is_first: bool) -> None:
+        """Begin to write."""
+        if is_first:
+            self._open_all()
+        self._deliveries = [Delivery(sink, is_open=is_first) for sink in self._sinks]
+        for delivery in self._deliveries:
+            delivery.start()
+
+    def _open_all(self) -> None:
+        for number, sink in enumerate(self._sinks):
+            try:
+                sink.open(goes_on=False)
+            except Exception as error:
+                for each in self._sinks[: number + 1]:
+                    with suppress(Exception):
+                        each.close()
+                raise ValueError(f"{sink.name}: metrics cannot be written there: {error}; {sink.way_out}") from error
+
+    def _take_over(self) -> None:
+        """Write instead of another instance, which may have written a part of what was kept here."""
+        self._begin(is_first=False)
+        for row in self._kept:
+            for delivery in self._deliveries:
+                delivery.add(row)
+        self._kept.clear()

@@ -1,0 +1,79 @@
+"""Metrics for TensorBoard, in the files that its own package writes, without TensorFlow."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+from strategies.sinks.row import Row
+from strategies.sinks.sink import Sink
+
+_numbers = itertools.count()
+_VERSION = "brain.Event:2"
+
+
+@final
+class TensorBoard(Sink):
+    """A file of events in a folder; every instance that writes, and every start of the job, makes another one.
+
+    What older files there have of the first step that is written, and of later ones, TensorBoard does not show any
+    more. Numbers are float32, as events have them. (tensorboardX, which would be smaller, imports PyTorch where that is
+    installed, and gives two files of one second the same name.)
+
+    Args:
+        folder: is made.
+    """
+
+    way_out = "make room there, or name another folder"
+
+    def __init__(self, folder: Path) -> None:
+        self.name = f"tensorboard:{folder}"
+        self._folder = folder
+        self._writer: Any = None
+        self._is_begun = False
+
+    def open(self, goes_on: bool) -> None:
+        """See `Sink`."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        now_s = time.time()  # files are read in the order of their names
+        name = f"events.out.tfevents.{now_s:.6f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self._writer = RecordWriter((self._folder / name).open("xb"))
+        self._is_begun = False
+        self._writer.write(Event(wall_time=now_s, file_version=_VERSION).SerializeToString())
+        self._writer.flush()
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """See `Sink`."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        if not self._is_begun:
+            first = rows[0].step + (not rows[0].is_training)
+            start = SessionLog(status=SessionLog.START)
+            self._writer.write(Event(step=first, wall_time=rows[0].time_s, session_log=start).SerializeToString())
+            self._is_begun = True
+        for row in rows:
+            self._writer.write(_event_of(row))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See `Sink`."""
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+
+def _event_of(row: Row) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=name, simple_value=number) for name, number in row.values.items()]
+    event: bytes = Event(step=row.step, wall_time=row.time_s, summary=Summary(value=values)).SerializeToString()
+    return event

@@ -1,0 +1,42 @@
+"""A job whose metrics are written, and which loses the instance that writes them; and one that cannot write them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from poprun_jobs import start
+
+PROGRAM = Path(__file__).parent / "programs" / "surviving_training.py"
+STEPS = 4  # of each of two epochs
+
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(150)]
+
+
+def test_every_step_is_in_the_files_once_though_the_instance_that_writes_them_is_lost(tmp_path: Path) -> None:
+    words = [f"--metrics=csv:{tmp_path}/run.csv,prometheus:0", f"--metrics=jsonl:{tmp_path}/run.jsonl"]
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    shape = ["--num-instances=2", "--num-replicas=4", "--on-failure=shrink", "--inject=kill:instance=0,step=5"]
+    finished = start(*shape, *words, sys.executable, str(PROGRAM), str(STEPS)).finish(120)
+    assert finished.status == 0, finished.stderr
+    [line] = [line.partition("<stdout>:")[2] for line in finished.stdout.splitlines() if "<stdout>:{" in line]
+    told = [
+        {"step": step + 1, "loss": loss, "hidden": hidden}
+        for step, (loss, hidden) in enumerate(json.loads(line)["losses"])
+    ]
+    assert len(told) == 2 * STEPS
+    table = csv.DictReader((tmp_path / "run.csv").read_text().splitlines(), strict=True)
+    rows = [{name: float(number) for name, number in row.items() if name != "time"} for row in table]
+    assert rows == told
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [{name: row[name] for name in row if name != "time"} for row in lines] == told
+
+
+def test_where_metrics_cannot_be_written_nothing_is_started(tmp_path: Path) -> None:
+    finished = start("-n=2", f"--metrics=csv:{tmp_path}", sys.executable, "-c", "print('started')").finish(60)
+    assert finished.status == 2
+    assert f"--metrics csv:{tmp_path}: it is a folder; write csv:FILE" in finished.stderr
+    assert "started" not in finished.stdout

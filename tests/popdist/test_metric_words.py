@@ -1,0 +1,109 @@
+"""Where metrics are to go, in words: what they mean, and what is refused before anything is started."""
+
+import socket
+import sys
+from importlib.machinery import BuiltinImporter
+
+import pytest
+
+from popdist.errors import EnvironmentMismatchError
+from popdist.records import Waits
+from popdist.records.metric_words import FORMS, LIBRARIES, MetricWord, fault_of, fault_of_library, parse_words, words_in
+
+
+def test_words_are_separated_by_commas_and_add_up():
+    words = parse_words(["csv:a.csv, jsonl:b:c.jsonl", "mlflow", "wandb:mine"])
+    assert [(word.kind, word.target) for word in words] == [
+        ("csv", "a.csv"),
+        ("jsonl", "b:c.jsonl"),
+        ("mlflow", ""),
+        ("wandb", "mine"),
+    ]
+    assert [str(word) for word in words] == ["csv:a.csv", "jsonl:b:c.jsonl", "mlflow", "wandb:mine"]
+    assert parse_words([""]) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("xml:a", "xml:a: there is no 'xml'; use one of csv:FILE, jsonl:FILE, tensorboard:FOLDER, prometheus:"),
+        ("run.csv", "there is no 'run.csv'; use one of csv:FILE"),
+        ("csv", "csv: it does not say where; write csv:FILE"),
+        ("tensorboard:", "it does not say where; write tensorboard:FOLDER"),
+        ("prometheus:localhost", "'localhost' is no port, which are 0 to 65535; write prometheus:"),
+        ("prometheus:65536", "'65536' is no port"),
+        ("csv:a,csv:./a", "csv:./a: metrics would go there twice; leave one out"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused_with_a_way_out(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_words([text])
+    with pytest.raises(EnvironmentMismatchError, match=f"^POPDIST_METRICS='{text}': .*{message}"):
+        words_in({"POPDIST_METRICS": text})
+
+
+def test_nothing_is_asked_for_where_the_variable_is_missing_or_empty():
+    assert words_in({}) == words_in({"POPDIST_METRICS": ""}) == ()
+
+
+@pytest.mark.parametrize(
+    ("target", "address"),
+    [
+        ("9400", ("127.0.0.1", 9400)),
+        (":9400", ("127.0.0.1", 9400)),
+        ("node7:9400", ("node7", 9400)),
+        ("0.0.0.0:0", ("0.0.0.0", 0)),
+        ("[::1]:9400", ("::1", 9400)),
+    ],
+)
+def test_without_a_host_an_address_is_one_that_only_this_host_reaches(target, address):
+    assert MetricWord("prometheus", target).address == address
+
+
+def test_paths_are_made_absolute_and_other_targets_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert MetricWord("csv", "a.csv").absolute.target == str(tmp_path / "a.csv")
+    assert MetricWord("mlflow", "http://host").absolute.target == "http://host"
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path):
+    (tmp_path / "file").write_text("")
+    new = tmp_path / "new" / "folder"
+    assert fault_of(MetricWord("csv", str(new / "a.csv"))) == ""
+    assert not new.exists()
+    assert fault_of(MetricWord("csv", str(tmp_path))).endswith("it is a folder; write csv:FILE")
+    assert "is no folder; name another one" in fault_of(MetricWord("jsonl", str(tmp_path / "file" / "x" / "a.jsonl")))
+    assert fault_of(MetricWord("csv", "/proc/1/a.csv")).endswith("/proc/1 cannot be written; name another file")
+
+
+def test_a_folder_for_tensorboard_is_no_file(tmp_path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    (tmp_path / "file").write_text("")
+    assert "it is no folder" in fault_of(MetricWord("tensorboard", str(tmp_path / "file")))
+
+
+def test_an_address_that_is_in_use_or_of_another_host_is_known_before():
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "nobody can listen there (Address already in use)" in fault_of(MetricWord("prometheus", str(port)))
+    assert fault_of(MetricWord("prometheus", str(port))) == ""
+    assert "nobody can listen there" in fault_of(MetricWord("prometheus", "192.0.2.1:9400"))
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_library_that_is_missing_is_named_with_what_installs_it_and_files_need_none(kind, monkeypatch):
+    module, distribution = LIBRARIES.get(kind, ("", ""))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr("sys.meta_path", [BuiltinImporter])  # which finds none of them
+    fault = f"{kind}:9400: {module} is not installed; run: pip install {distribution}" if module else ""
+    assert fault_of_library(MetricWord(kind, "9400")) == fault
+
+
+def test_waits_are_added_up_from_the_beginning_of_a_collective_until_all_have_come():
+    times = iter([10.0, 10.5, 20.0, 22.0])
+    waits = Waits(lambda: next(times))
+    for _ in range(2):
+        waits.operation_begins(1, None)
+        waits.data_moves(8)
+    assert waits.waited_s == 2.5

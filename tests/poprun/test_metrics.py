@@ -1,0 +1,73 @@
+"""What `poprun --metrics` tells instances, and what it refuses before any is started."""
+
+import shlex
+import socket
+import sys
+
+import pytest
+
+from poprun.asking.command_line import read_command_line
+from poprun.asking.settings import settings_from
+from poprun.errors import UsageError
+from poprun.hosts.hosts import Host
+from poprun.planning.metrics import check_sinks, metric_variables
+from poprun.planning.placement import Place
+
+HERE = Host("here", is_this_machine=True)
+FIRST = Place(0, "here", 0, range(1))
+
+
+def settings(text, environ=None, program="train.py"):
+    return settings_from(read_command_line([*shlex.split(text), program]), environ or {})
+
+
+def test_words_of_several_options_add_up_and_paths_are_those_of_poprun(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = settings("--metrics csv:a.csv,wandb --metrics=jsonl:b.jsonl")
+    words = f"csv:{tmp_path / 'a.csv'},wandb,jsonl:{tmp_path / 'b.jsonl'}"
+    assert metric_variables(asked) == {"POPDIST_METRICS": words, "POPDIST_METRICS_RUN": asked.metrics_run}
+
+
+def test_a_job_has_a_name_for_services_that_the_user_may_choose():
+    assert settings("--metrics wandb").metrics_run != settings("--metrics wandb").metrics_run != ""
+    assert settings("--metrics wandb", {"POPDIST_METRICS_RUN": "mine"}).metrics_run == "mine"
+
+
+def test_nothing_is_told_where_nothing_is_asked_for():
+    assert settings("").metrics_run == ""
+    assert metric_variables(settings("")) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--metrics xml:a", "^--metrics xml:a: there is no 'xml'; use one of csv:FILE"),
+        ("--metrics=,", "--metrics is empty; give it where metrics go, such as csv:run.csv"),
+        ("--metrics csv:a --metrics csv:a", "--metrics csv:a: metrics would go there twice; leave one out"),
+        ("--metrics --debug", "--metrics needs where metrics go, such as csv:run.csv, got '--debug'"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(text, message):
+    with pytest.raises(UsageError, match=message):
+        settings(text)
+
+
+def test_what_cannot_be_written_is_refused_where_instance_0_is_to_run(tmp_path):
+    asked = settings(f"--metrics csv:{tmp_path}")
+    with pytest.raises(UsageError, match=f"^--metrics csv:{tmp_path}: it is a folder; write csv:FILE$"):
+        check_sinks(asked, (HERE,), FIRST, {})
+    check_sinks(asked, (Host("there"), HERE), Place(0, "there", 0, range(1)), {})
+
+
+def test_an_address_in_use_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match="Address already in use"):
+            check_sinks(settings(f"--metrics prometheus:{port}"), (HERE,), FIRST, {})
+
+
+def test_a_missing_library_is_refused_for_programs_of_the_same_environment_only(monkeypatch):
+    monkeypatch.setattr("popdist.records.metric_words.LIBRARIES", {"wandb": ("no_such_module", "wandb")})
+    with pytest.raises(UsageError, match="no_such_module is not installed; run: pip install wandb"):
+        check_sinks(settings("--metrics wandb", program=sys.executable), (HERE,), FIRST, {})
+    check_sinks(settings("--metrics wandb", program="/bin/sh"), (HERE,), FIRST, {})

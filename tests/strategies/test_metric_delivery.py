@@ -1,0 +1,253 @@
+"""Rows on their way to a sink that is slow, or fails; nothing here waits for a time to pass."""
+
+import json
+import logging
+import os
+import threading
+
+import pytest
+
+from strategies.metrics import Row, Sink, Sinks
+from strategies.sinks import delivery as delivery_module
+from strategies.sinks.csv_file import CsvFile
+from strategies.sinks.delivery import AGAIN_AT_MOST_S, AGAIN_S, Delivery
+from strategies.sinks.json_lines import JsonLines
+from strategies.sinks.sinks import Job
+
+GUARD_S = 60.0
+
+
+def row(step, **values):
+    return Row(step, lambda: values or {"loss": step}, time_s=0.0, is_training=True)
+
+
+class Kept(Sink):
+    """Keeps what it gets; does something first, which may fail."""
+
+    name = "kept:here"
+    way_out = "mend it"
+
+    def __init__(self, before=lambda: None):
+        self.before = before
+        self.got = []
+        self.calls = []
+
+    def open(self, goes_on):
+        self.calls.append(f"open {goes_on}")
+
+    def write(self, rows):
+        self.before()
+        self.calls.append("write")
+        self.got += [each.step for each in rows]
+
+    def close(self):
+        self.calls.append("close")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def messages(caplog):
+    return [record.message for record in caplog.records]
+
+
+def refuse():
+    raise OSError(28, "No space left on device")
+
+
+def test_rows_come_in_their_order_and_all_before_it_is_closed():
+    sink = Kept()
+    delivery = Delivery(sink, is_open=True)
+    delivery.start()
+    for step in range(1000):
+        delivery.add(row(step))
+    delivery.close()
+    assert sink.got == list(range(1000))
+    assert sink.calls[-1] == "close"
+
+
+def test_a_slow_sink_holds_nobody_up_and_what_it_does_not_get_is_counted_and_said(monkeypatch, caplog):
+    monkeypatch.setattr(delivery_module, "MOST", 5)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        assert goes_on.wait(GUARD_S)
+
+    sink = Kept(wait)
+    delivery = Delivery(sink, is_open=True)
+    delivery.start()
+    delivery.add(row(0))
+    assert begun.wait(GUARD_S)
+    for step in range(1, 10):
+        delivery.add(row(step))  # the sink is still busy with the first
+    assert delivery.dropped == 5
+    goes_on.set()
+    delivery.close()
+    assert sink.got == [0, 1, 2, 3, 4]
+    assert messages(caplog) == ["kept:here lacks 5 rows of metrics, for which it was too slow or had failed"]
+
+
+def test_a_sink_that_hangs_is_left_behind_at_the_end(caplog):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hang():
+        begun.set()
+        goes_on.wait(GUARD_S)
+
+    delivery = Delivery(Kept(hang), is_open=True)
+    delivery.start()
+    delivery.add(row(1))
+    assert begun.wait(GUARD_S)
+    delivery.close(limit_s=0.01)
+    assert messages(caplog) == [
+        "kept:here is still busy after 0.01 s (CLOSING_S), and gets no more; rows that it may lack: 1"
+    ]
+    goes_on.set()
+    delivery._thread.join(GUARD_S)
+
+
+def test_a_sink_that_fails_is_said_once_and_tried_again_later_and_later_with_all_rows(caplog):
+    caplog.set_level(logging.INFO)
+    clock, sink = Clock(), Kept(refuse)
+    delivery = Delivery(sink, is_open=True, now_s=clock)
+    delivery.add(row(1))
+    pauses, tried_at = [], 0.0
+    for tenth in range(3000):
+        clock.now_s, tries = tenth / 10, len(sink.calls)
+        delivery.deliver()
+        if len(sink.calls) > tries:
+            pauses.append(clock.now_s - tried_at)
+            tried_at = clock.now_s
+    assert [round(each) for each in pauses] == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert (AGAIN_S, AGAIN_AT_MOST_S) == (1, 60)
+    assert messages(caplog) == [
+        "metrics cannot be written to kept:here: [Errno 28] No space left on device; the training goes on, and they "
+        "are kept and tried again: mend it"
+    ]
+    assert set(sink.calls[1:]) == {"open True", "close"}
+    sink.before = lambda: None
+    delivery.add(row(2))
+    delivery.close()  # tries once more, however short ago it has failed
+    assert sink.got == [1, 2]
+    assert messages(caplog)[1:] == ["metrics are written to kept:here again"]
+
+
+def test_what_a_sink_lacks_that_has_failed_to_the_end_is_said(caplog):
+    delivery = Delivery(Kept(refuse), is_open=True)
+    for step in range(3):
+        delivery.add(row(step))
+    delivery.close()
+    assert messages(caplog)[1] == "kept:here lacks 3 rows of metrics, for which it was too slow or had failed"
+
+
+def test_metrics_that_cannot_be_read_are_left_out_and_said_once(caplog):
+    def unreadable():
+        raise RuntimeError("Array has been deleted")
+
+    sink = Kept()
+    delivery = Delivery(sink, is_open=True)
+    for each in (row(1), Row(2, unreadable), Row(3, unreadable), row(4)):
+        delivery.add(each)
+    delivery.close()
+    assert sink.got == [1, 4]
+    assert messages(caplog) == [
+        "the metrics of step 2 cannot be read: Array has been deleted; they are left out",
+        "kept:here lacks 2 rows of metrics, for which it was too slow or had failed",
+    ]
+
+
+@pytest.mark.parametrize("kind", [CsvFile, JsonLines])
+def test_a_full_disk_costs_no_row_once_there_is_room(kind, tmp_path, caplog):
+    """Through a link, which leads to a device that is always full, and then to a file."""
+    link, clock = tmp_path / "run.txt", Clock()
+    link.symlink_to("/dev/full")
+    delivery = Delivery(kind(link), is_open=False, now_s=clock)
+    delivery.add(row(1))
+    delivery.deliver()
+    assert "No space left on device" in messages(caplog)[0]
+    assert "make room there, or name another file" in messages(caplog)[0]
+    link.unlink()
+    clock.now_s = 1.0
+    delivery.add(row(2))
+    delivery.close()
+    assert [line.split(b",")[0] for line in link.read_bytes().splitlines()][-2:] in (
+        [b"1", b"2"],
+        [b'{"step": 1', b'{"step": 2'],
+    )
+
+
+def test_a_line_that_was_written_in_part_is_cut_off_when_it_is_tried_again(tmp_path, monkeypatch):
+    """A disk that has room for some bytes more."""
+    path, clock, write = tmp_path / "run.jsonl", Clock(), os.write
+
+    def write_some(descriptor, data):
+        monkeypatch.setattr(os, "write", lambda *_: refuse())
+        return write(descriptor, bytes(data)[: len(data) * 2 // 3])
+
+    delivery = Delivery(JsonLines(path), is_open=False, now_s=clock)
+    delivery.add(row(1))
+    delivery.deliver()
+    delivery.add(row(2))
+    delivery.add(row(3))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write_some)
+        delivery.deliver()
+        monkeypatch.undo()
+    assert not path.read_bytes().endswith(b"\n")
+    clock.now_s = 1.0
+    delivery.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+class TestSinks:
+    def test_one_that_cannot_be_opened_is_refused_and_the_others_are_closed(self):
+        class Locked(Kept):
+            name = "locked"
+
+            def open(self, goes_on):
+                raise PermissionError(13, "Permission denied")
+
+        first = Kept()
+        with pytest.raises(ValueError, match="^locked: metrics cannot be written there: .*denied; mend it$"):
+            Sinks([first, Locked()], Job())
+        assert first.calls == ["open False", "close"]
+
+    def test_in_a_job_that_was_started_again_it_is_only_said(self, caplog):
+        class Locked(Kept):
+            name = "locked"
+
+            def open(self, goes_on):
+                raise PermissionError(13, "Permission denied")
+
+        with Sinks([Locked()], Job(restarts=1)) as sinks:
+            sinks.log({"a": 1}, step=1)
+        assert "metrics cannot be written to locked" in messages(caplog)[0]
+
+    def test_those_who_do_not_write_open_nothing_and_take_over_what_they_have_kept(self):
+        is_chief, sink = False, Kept()
+        with Sinks([sink], Job(is_chief=lambda: is_chief)) as sinks:
+            for step in (1, 2):
+                sinks.log({"a": 1}, step)
+            assert sink.calls == []
+            is_chief = True
+            sinks.log({"a": 1}, 3)
+        assert sink.got == [1, 2, 3]
+        assert sink.calls[0] == "open True"
+
+    def test_nothing_is_taken_after_the_end(self):
+        sink = Kept()
+        sinks = Sinks([sink], Job())
+        sinks.close()
+        sinks.log({"a": 1}, 1)
+        sinks.close()
+        assert (sink.got, sink.calls) == ([], ["open False", "close"])
+
+    @pytest.mark.parametrize("step", [1.0, True, "1"])
+    def test_a_step_is_a_whole_number(self, step):
+        with Sinks([Kept()], Job()) as sinks, pytest.raises(TypeError, match="no whole number; give the number of"):
+            sinks.log({"a": 1}, step)

@@ -1,0 +1,328 @@
+"""Metrics of trainings on threads: what sinks get, from which instance, and that nothing else changes."""
+
+import csv
+import functools
+import json
+import logging
+import re
+import threading
+import urllib.request
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from losing import Lost
+from surviving_instances import hook, run_instances
+
+import strategies
+from popdist.errors import EnvironmentMismatchError
+from strategies import IPUStrategy, Trainer, fingerprint
+from strategies.metrics import Sink
+from strategies.sinks import delivery as delivery_module
+
+REPLICAS, STEPS = 4, 4
+ROWS = {"x": np.arange(96, dtype=np.float32).reshape(32, 3) / 64}
+
+
+class Kept(Sink):
+    """Keeps the rows that it gets."""
+
+    name = "kept:here"
+
+    def __init__(self, fails=False):
+        self.rows = []
+        self.threads = set()
+        self.fails = fails
+
+    def open(self, goes_on):
+        pass
+
+    def write(self, rows):
+        self.threads.add(threading.current_thread().name)
+        if self.fails:
+            raise OSError("no room")
+        self.rows += [(row.step, dict(row.values), row.samples) for row in rows]
+
+    def close(self):
+        pass
+
+
+def loss_fn(variables, batch, key):
+    value = jnp.mean(jnp.tanh(batch["x"] @ variables) + 0.01 * jax.random.uniform(key))
+    return value, {"size": jnp.mean(batch["x"])}
+
+
+def trained(strategy, *sinks, evaluates=True):
+    """A few steps: the variables, and what each step has told."""
+    dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
+    trainer = Trainer(strategy, loss_fn, optax.adam(0.1))
+    state = trainer.init(np.ones(3, np.float32))
+    told = []
+    opened = [strategies.metrics.open(*sinks, strategy=strategy)] if sinks else []
+    for batch in dataset.epoch(0):
+        state, metrics = trainer.step(state, batch)
+        told.append((state.step, dict(metrics)))
+    found = None
+    if evaluates:
+        found = dict(trainer.evaluate(state, strategy.distribute_dataset(ROWS, batch_size=2, remainder="pad")))
+    for each in opened:
+        each.log({"mine": jnp.float32(0.1)}, step=state.step)
+        each.close()
+    return fingerprint(state.variables), told, found
+
+
+def read_file(path):
+    """The rows, without their times."""
+    if path.suffix == ".jsonl":
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return [{name: row[name] for name in row if name != "time"} for row in lines]
+    rows = csv.DictReader(path.read_text().splitlines(), strict=True)
+    return [{name: float(number) for name, number in row.items() if number and name != "time"} for row in rows]
+
+
+@functools.cache
+def alone():
+    return trained(IPUStrategy(REPLICAS))
+
+
+def check_rows(rows, told, evaluation):
+    """They are what each step has told, to the last digit, then the evaluation and what was logged."""
+    assert rows[: len(told)] == [{"step": step, **values} for step, values in told]
+    prefixed = {f"evaluation/{name}": value for name, value in evaluation.items()}
+    assert rows[len(told) :] == [{"step": STEPS, **prefixed}, {"step": STEPS, "mine": float(np.float32(0.1))}]
+
+
+WORDS = {
+    "csv": "csv:{}/run.csv",
+    "jsonl": "jsonl:{}/run.jsonl",
+    "tensorboard": "tensorboard:{}/logs",
+    "prometheus_client": "prometheus:0",
+}
+
+
+@pytest.mark.parametrize("library", WORDS)
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_training_has_the_same_bits_with_every_sink(library, instances, tmp_path):
+    if library != "jsonl":
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    word = WORDS[library].format(tmp_path)
+    found = run_instances(instances, REPLICAS, lambda strategy: trained(strategy, word))
+    assert found == [alone()] * instances
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_one_instance_writes_what_every_step_has_told_to_the_last_digit(instances, tmp_path):
+    words = f"csv:{tmp_path}/run.csv", f"jsonl:{tmp_path}/run.jsonl"
+    (_, told, evaluation), *_ = run_instances(instances, REPLICAS, lambda strategy: trained(strategy, *words))
+    check_rows(read_file(tmp_path / "run.csv"), told, evaluation)
+    check_rows(read_file(tmp_path / "run.jsonl"), told, evaluation)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.csv", "run.jsonl"]
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_samples_are_those_of_all_replicas_and_writing_is_done_in_a_thread_of_its_own(instances):
+    sinks = [Kept() for _ in range(instances)]
+    run_instances(instances, REPLICAS, lambda strategy: trained(strategy, sinks[strategy.instance_index]))
+    assert [samples for _, _, samples in sinks[0].rows] == [8] * STEPS + [0, 0]
+    assert sinks[0].threads == {"metrics to kept:here"}
+    assert not any(sink.rows for sink in sinks[1:])
+
+
+def test_a_sink_that_fails_stops_nothing_and_is_said_once(caplog):
+    good = Kept()
+    assert trained(IPUStrategy(REPLICAS), Kept(fails=True), good) == alone()
+    assert len(good.rows) == STEPS + 2
+    messages = [record.message for record in caplog.records if record.name == "strategies.metrics"]
+    assert [message.partition(":")[0] for message in messages if "cannot" in message] == [
+        "metrics cannot be written to kept"
+    ]
+    assert messages[-1].startswith("kept:here lacks 6 rows of metrics")
+
+
+@pytest.mark.parametrize("written", ["nothing", "all", "all and a part of a line"])
+@pytest.mark.parametrize(
+    ("instances", "replicas", "phase"),
+    [
+        (2, 8, "all_reduce"),
+        (3, 6, "update"),
+        pytest.param(2, 8, "forward", marks=pytest.mark.complete),
+        pytest.param(2, 8, "update", marks=pytest.mark.complete),
+        pytest.param(3, 6, "all_reduce", marks=pytest.mark.complete),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_where_the_first_instance_is_lost_the_next_one_goes_on_with_the_file(
+    kind, instances, replicas, phase, written, tmp_path, monkeypatch
+):
+    """Each step is in it once, whatever the first one had written until then."""
+    monkeypatch.setattr(delivery_module, "EVERY_S", 600.0)  # what is written before the end a test says
+    path = tmp_path / f"run.{kind}"
+
+    def train(strategy):
+        dataset = strategy.distribute_dataset(ROWS_OF_MANY, batch_size=2, seed=1)
+        trainer = Trainer(strategy, loss_fn, optax.adam(0.1))
+        state = trainer.init(np.ones(3, np.float32))
+        sinks = strategies.metrics.open(f"{kind}:{path}", strategy=strategy)
+        told = []
+        try:
+            for batch in dataset.epoch(0):
+                state, metrics = trainer.step(state, batch)
+                told.append({"step": state.step, **metrics})
+                if strategy.replicas.first_index == 0 and written != "nothing":
+                    sinks._deliveries[0].deliver()
+        except Lost:  # its threads end as those of a process do: without writing anything more
+            sinks._deliveries[0]._rows.clear()
+            if "part" in written:
+                with path.open("ab") as file:
+                    file.write(b"3,0.25,1." if kind == "csv" else b'{"step": 3, "ti')
+            raise
+        finally:
+            sinks.close()
+        return fingerprint(state.variables), told
+
+    lost, *left = run_instances(instances, replicas, train, [f"kill:instance=0,step=2,phase={phase}"])
+    assert lost is None
+    assert all(each == left[0] for each in left)
+    assert read_file(path) == left[0][1]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+ROWS_OF_MANY = {"x": np.arange(3 * 96, dtype=np.float32).reshape(96, 3) / 64}
+
+
+def test_reading_metrics_waits_for_nothing_in_the_thread_that_trains():
+    """Sinks get arrays that are still being computed, and a step returns before anybody has read them."""
+    may_read, read_in = threading.Event(), []
+
+    class Slow(Kept):
+        def write(self, rows):
+            read_in.append(threading.current_thread().name)
+            assert may_read.wait(60)
+            super().write(rows)
+
+    sink = Slow()
+    strategy = IPUStrategy(1)
+    trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
+    state = trainer.init(np.ones(3, np.float32))
+    with strategies.metrics.open(sink, strategy=strategy):
+        for _ in range(40):  # more than are made in parts
+            state, _ = trainer.step(state, {"x": ROWS["x"][:2]})
+        may_read.set()
+    assert [step for step, _, _ in sink.rows] == list(range(1, 41))
+    assert set(read_in) == {"metrics to kept:here"}
+
+
+def test_steps_that_are_made_in_one_program_have_a_row_each():
+    def metrics_of(steps_per_execution):
+        strategy, sink = IPUStrategy(1), Kept()
+        dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
+        trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
+        state = trainer.init(np.ones(3, np.float32))
+        with strategies.metrics.open(sink, strategy=strategy):
+            trainer.run(state, dataset, steps_per_execution)
+        return sink.rows
+
+    one_by_one = metrics_of(1)
+    assert len(one_by_one) == 16
+    assert metrics_of(4) == one_by_one
+
+
+def test_a_step_costs_nothing_more_where_there_is_no_sink():
+    strategy = IPUStrategy(1)
+    assert strategy.replicas.sinks == []
+    with strategies.metrics.open(Kept(), strategy=strategy):
+        assert len(strategy.replicas.sinks) == 1
+    assert strategy.replicas.sinks == []
+
+
+def test_what_an_evaluation_finds_that_is_no_number_is_left_out_and_said(caplog):
+    caplog.set_level(logging.INFO)
+
+    def vectors(variables, batch, mask, key):
+        return {"mean": strategies.Mean.of(batch["x"], mask), "first": strategies.Mean.of(batch["x"][:, 0], mask)}
+
+    strategy, sink = IPUStrategy(2), Kept()
+    trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
+    state = trainer.init(np.ones(3, np.float32))
+    dataset = strategy.distribute_dataset(ROWS, batch_size=2, remainder="pad")
+    with strategies.metrics.open(sink, strategy=strategy):
+        found = trainer.evaluate(state, dataset, metrics_fn=vectors)
+    assert sink.rows == [(0, {"evaluation/first": found["first"]}, 0)]
+    assert "sinks of metrics take numbers, and get nothing of evaluation/mean" in caplog.messages
+
+
+class TestTheEnvironment:
+    def test_has_every_strategy_write_and_loops_of_ones_own(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}/run.csv")
+        strategies.metrics.log({"before": 1}, step=0)
+        strategy = IPUStrategy(REPLICAS)
+        _, told, evaluation = trained(strategy)
+        strategies.metrics.log({"mine": np.float32(0.1)}, step=STEPS)
+        [sinks] = strategy.replicas.sinks
+        sinks.close()
+        first, *rows = read_file(tmp_path / "run.csv")
+        assert first == {"step": 0, "before": 1}
+        check_rows(rows, told, evaluation)
+
+    def test_that_asks_for_what_cannot_be_is_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}")
+        message = f"POPDIST_METRICS: csv:{tmp_path}: it is a folder; write csv:FILE"
+        with pytest.raises(EnvironmentMismatchError, match=re.escape(message)):
+            IPUStrategy(1)
+        monkeypatch.setenv("POPDIST_METRICS", "nonsense")
+        with pytest.raises(EnvironmentMismatchError, match="there is no 'nonsense'; use one of csv:FILE"):
+            IPUStrategy(1)
+
+    def test_may_belong_to_an_instance_that_does_not_write(self, tmp_path, monkeypatch):
+        """Where each of several instances is a strategy of its own, one writes."""
+        monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}/run.csv")
+        monkeypatch.setattr("popdist.is_chief", lambda: False)
+        strategy = IPUStrategy(1)
+        trained(strategy)
+        [sinks] = strategy.replicas.sinks
+        sinks.close()
+        assert not (tmp_path / "run.csv").exists()
+
+
+class TestOpening:
+    def test_nothing_is_refused(self):
+        with pytest.raises(ValueError, match="metrics are to go nowhere; name a sink, as csv:run.csv"):
+            strategies.metrics.open()
+
+    def test_without_a_strategy_it_is_for_what_is_logged(self):
+        sink = Kept()
+        with strategies.metrics.open(sink):
+            strategies.metrics.log({"loss": 0.5}, step=1)
+        assert sink.rows == [(1, {"loss": 0.5}, 0)]
+        strategies.metrics.log({"loss": 0.5}, step=2)
+        assert len(sink.rows) == 1
+
+    def test_the_current_strategy_is_meant_where_none_is_named(self):
+        strategy = IPUStrategy(1)
+        with strategy.scope(), strategies.metrics.open(Kept()) as sinks:
+            assert strategy.replicas.sinks == [sinks]
+
+
+def test_prometheus_is_asked_while_a_training_runs(caplog):
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from strategies.sinks.prometheus import Prometheus
+    from strategies.sinks.sinks import Job
+
+    asked = []
+
+    def ask():
+        host, port = sink.address
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
+            asked.extend(text_string_to_metric_families(answer.read().decode()))
+
+    sink = Prometheus("127.0.0.1", 0, Job())
+    faults = [hook(0, "update", 2, ask)]
+    found = run_instances(
+        2, REPLICAS, lambda strategy: trained(strategy, sink) if strategy.is_chief else trained(strategy), faults
+    )
+    assert found == [alone()] * 2
+    assert "popdist_steps" in {family.name for family in asked}
