@@ -265,7 +265,14 @@ class TorchStep:
             local, count = self._replicas.local_replicas, self._replicas.num_replicas_in_sync
             refuse_groups(self._training.module, self._training.optimizer, self._options)
             self._local = LocalReplicas(
-                local, self._training.module, self._loss_fn, self._options, self._plan, count, self._streams
+                local,
+                self._training.module,
+                self._loss_fn,
+                self._options,
+                self._plan,
+                count,
+                self._streams,
+                self._replicas.instruments,
             )
         tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
         key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
