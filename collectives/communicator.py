@@ -258,6 +258,15 @@ class Communicator:
             self._preparations.share(array)
         return array
 
+    def is_shared(self, nbytes: int) -> bool:
+        """Whether `allocate` returns, for so many bytes, an array that this rank has in common with others."""
+        return self.size > 1 and nbytes >= finishing.SHARED_BYTES and self._transport.shares_memory
+
+    @property
+    def window_bytes(self) -> int:
+        """The memory through which the ranks of a host exchange, besides what `allocate` has returned; 0: none."""
+        return self._transport.window_bytes
+
     @property
     def scatters_reductions(self) -> bool:
         """Whether `ordered_reduce_scatter` moves fewer bytes than `ordered_all_reduce`, with the same bits.

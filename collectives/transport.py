@@ -62,6 +62,8 @@ class Transport(ABC):
     size: int
     shares_memory: bool = False
     """Whether `allocate` returns the same memory on all ranks."""
+    window_bytes: int = 0
+    """How much other memory the ranks have in common."""
     groups_reductions: bool = False
     """Whether `reduce_group` costs less than `reduce` for each of the group."""
     opens_reductions: bool = False

@@ -12,6 +12,8 @@ from strategies.evaluation.evaluation_program import MetricsFunction, Task
 from strategies.evaluation.evaluator import Evaluator
 from strategies.evaluation.merging import Evaluation
 from strategies.gradients.replica_program import LossFunction
+from strategies.memory.of_step import MemoryPlanner, shapes_of
+from strategies.memory.plan import MemoryPlan
 from strategies.roles import Batch, Tree, Variables
 from strategies.step.metrics import Metrics, tell_evaluation
 from strategies.step.notice import Notice
@@ -71,6 +73,8 @@ class Trainer:
         parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)
         self._states, self._single, self._executions = parts.states, parts.single, parts.executions
         self._evaluator = Evaluator(strategy.replicas, loss_fn, self._options, self._single)
+        self._memory = MemoryPlanner(strategy.replicas, loss_fn, optimizer, self._options)
+        self._begun_with: tuple[Variables, Tree] | None = None  # shapes of variables and model state
 
     @property
     def strategy(self) -> Strategy:
@@ -105,7 +109,9 @@ class Trainer:
                 `model_state_aggregation`.
             LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
         """
-        return self._states.init(variables, model_state)
+        state = self._states.init(variables, model_state)
+        self._begun_with = shapes_of((variables, model_state))
+        return state
 
     def adopt(self, state: TrainState) -> TrainState:
         """Go on with what something else has trained: instance 0's state on every instance; a collective call.
@@ -118,6 +124,26 @@ class Trainer:
             TypeError, ValueError, LayoutMismatchError: see `init`.
         """
         return self._states.adopt(state)
+
+    def plan(self, batch: Batch, variables: Variables = None, model_state: Tree = None) -> MemoryPlan:
+        """How much memory this instance will need, before anything runs; no collective call.
+
+        It compiles the programs of a step, and asks XLA what each of them takes. `print` it, or take its `to_json`.
+
+        Args:
+            batch: one of this instance, or the shapes and dtypes of one, as `jax.ShapeDtypeStruct`.
+            variables: likewise. None: those of the last `init`.
+            model_state: likewise.
+
+        Raises:
+            ValueError: if there are no variables, neither given nor from `init`; or as `step` with such a batch.
+            TypeError: see `step`.
+        """
+        if variables is not None:
+            return self._memory.plan(variables, model_state, batch)
+        if self._begun_with is None:
+            raise ValueError("plan was called before init; call init first, or give it variables, or shapes of some")
+        return self._memory.plan(*self._begun_with, batch)
 
     def run(
         self,

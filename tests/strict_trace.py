@@ -36,6 +36,9 @@ def read_strictly(path: Path) -> list[dict[str, Any]]:
             slices.setdefault(where, []).append((event["ts"], event["ts"] + event["dur"]))
         elif event["ph"] in "sf":
             flows.setdefault(event["id"], {})[event["ph"]] = (where, event["ts"])
+        elif event["ph"] == "i":
+            assert event["s"] == "t"
+            assert where in threads
         else:
             assert event["ph"] == "C"
             assert isinstance(event["args"]["value"], float)

@@ -77,6 +77,7 @@ class WindowTransport(Transport):
         self._staging: dict[Reduction, StagedReduction] = {}
         self._staged: StagedReduction | None = None
         self.shares_memory = True
+        self.window_bytes = memory.nbytes
         self._is_pipe_free = True  # whether all other ranks are known to have read what lies in this rank's pipe
 
     # ---- exchange

@@ -66,7 +66,7 @@ class Timeline:
         }
         name = f"instance-{instance.index}{f'.{attempt}' if attempt else ''}{SUFFIX}"
         self._recording = Recording(asked.folder / name, header, asked.limit_bytes, self._clock.now_ns)
-        self._instance = instance
+        self._process = os.getpid()
         self._answering: Answering | None = None
         self._asking: Asking | None = None
         self._recording.start()
@@ -109,7 +109,9 @@ class Timeline:
         self._recording.recorder.note(int(Kind.RENUMBERED), MAIN_TRACK, (instance.index << 32) + instance.count)
 
     def close(self) -> None:
-        """Write what is left; may be called again."""
+        """Write what is left; may be called again, and by processes that were forked, whose recording it is not."""
+        if os.getpid() != self._process:
+            return
         if self._asking is not None:
             self._asking.close()
         self._recording.close()

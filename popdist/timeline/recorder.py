@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, final
 
 from collectives.instruments import CHECKPOINT, COMPILE, DATA, PHASES, RECOVERY
@@ -42,18 +43,16 @@ class Recorder:
     def __init__(self, ring: Ring, stride: Callable[[], int] = lambda: 1) -> None:
         self._append = ring.append
         self._stride = stride
-        self._lock = threading.Lock()
         self._names: dict[Any, int] = {}
-        self._new_names: dict[int, Mapping[str, Any]] = {}
+        self._new_names: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._next_number = count().__next__
         self._phases = {phase: self._number_of(phase, {"name": phase}) for phase in PHASES}
         self._step = -1
         self._skips = False
 
     def take_new_names(self) -> dict[int, Mapping[str, Any]]:
         """What the names stand for that events have had since the last call, and some that none has had yet."""
-        with self._lock:
-            found, self._new_names = self._new_names, {}
-        return found
+        return dict(self._new_names.popleft() for _ in range(len(self._new_names)))
 
     # ---- what happens; see `collectives.instruments`
 
@@ -130,11 +129,10 @@ class Recorder:
     # ---- names and steps
 
     def _number_of(self, key: Any, said: Mapping[str, Any]) -> int:
-        with self._lock:
-            if key not in self._names:
-                self._names[key] = number = len(self._names)
-                self._new_names[number] = said
-            return self._names[key]
+        """A number for a name, without a lock, which a forked process could inherit; it is told before it is used."""
+        number = self._next_number()
+        self._new_names.append((number, said))
+        return self._names.setdefault(key, number)
 
     def _is_left_out(self, step: int) -> bool:
         stride = self._stride()

@@ -26,8 +26,9 @@ Append = Callable[[int, int, int, int], None]
 class Ring:
     """What threads have appended and nobody has taken yet.
 
-    To draw a number and to fill a slot is one call into C each, which no other thread interrupts: a slot holds a whole
-    record or another one. A thread that has a number and has not filled the slot yet is waited for by `take`.
+    To draw a number, to fill a slot and to copy slots is one call into C each, which no other thread interrupts (a copy
+    by NumPy's indexing would let others run): a slot holds a whole record or another one. A thread that has a number
+    and has not filled the slot yet is waited for by `take`, once: an exception may have kept it from doing so.
 
     Args:
         slots: a power of two; more records than that between two calls of `take` are lost.
@@ -38,8 +39,9 @@ class Ring:
         if slots & (slots - 1) or slots < 1:
             raise ValueError(f"a ring has {slots} slots; use a power of two")
         self._memory = bytearray(slots << _SHIFT)
-        self._slots = np.frombuffer(self._memory, _SLOT)
+        self._size = slots
         self._taken = 0
+        self._hole = 0  # the number of a record that was missing when the last call ended, though later ones were there
         self.append = self._appender(slots - 1, now_ns)
 
     def _appender(self, mask: int, now_ns: Callable[[], int]) -> Append:
@@ -52,36 +54,49 @@ class Ring:
 
         return append
 
-    def take(self) -> tuple[np.ndarray, int]:
+    def take(self, waits: bool = True) -> tuple[np.ndarray, int]:
         """The events that have come since the last call, in order, and how many were lost; from one thread.
+
+        Args:
+            waits: leave what comes after a record that is still missing to the next call.
 
         Returns:
             An array of `EVENT`, and a number.
         """
-        size, first = len(self._slots), self._taken + 1
-        window = min(_WINDOW, size)
+        first, window = self._taken + 1, min(_WINDOW, self._size)
         slots = self._following(first, window)
-        while window < size and slots[-1]["number"] >= first:
+        while window < self._size and slots[-1]["number"] >= first:
             window *= 2
             slots = self._following(first, window)
         has_come = slots["number"] >= np.uint64(first)
-        slots = slots[: window if has_come.all() else int(np.argmin(has_come))]
-        if not len(slots):
+        if not has_come.any():
             return np.empty(0, EVENT), 0
-        numbers = slots["number"]
-        is_newer = numbers >= np.uint64(first + size)
-        if not is_newer.any():
-            self._taken = int(numbers[-1])
-            return _events(slots), 0
-        slots = np.sort(slots, order="number")  # it was overtaken: all that is left, oldest first
-        lost = int(slots["number"][-1]) - self._taken - len(slots)
-        self._taken = int(slots["number"][-1])
+        whole = window if has_come.all() else int(np.argmin(has_come))
+        is_newer = bool((slots["number"] >= np.uint64(first + self._size)).any())
+        has_hole = bool(has_come[whole:].any())
+        if not is_newer and (not has_hole or (waits and self._hole != first + whole)):
+            self._hole = first + whole if has_hole else 0
+            self._taken += whole
+            return _events(slots[:whole]), 0
+        return self._all_that_is_left(first)
+
+    def _all_that_is_left(self, first: int) -> tuple[np.ndarray, int]:
+        """Where the ring was overtaken, or a record never came: what there is, oldest first."""
+        slots = self._following(first, self._size)
+        slots = np.sort(slots[slots["number"] >= np.uint64(first)], order="number")
+        newest = int(slots["number"][-1])
+        lost = newest - self._taken - len(slots)
+        self._taken, self._hole = newest, 0
         return _events(slots), lost
 
     def _following(self, first: int, count: int) -> np.ndarray:
         """A copy of so many slots, from that of the record with this number on."""
-        slots: np.ndarray = self._slots[np.arange(first, first + count) & (len(self._slots) - 1)]
-        return slots
+        begin = (first & (self._size - 1)) << _SHIFT
+        end = begin + (count << _SHIFT)
+        copied = self._memory[begin:end]
+        if end > len(self._memory):
+            copied += self._memory[: end - len(self._memory)]
+        return np.frombuffer(copied, _SLOT)
 
 
 def _events(slots: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from popdist.timeline.blocks import (
 from popdist.timeline.clocks import Exchange
 from popdist.timeline.events import EVENT, Kind
 from popdist.timeline.gauges import read_gauges
+from popdist.timeline.opening import open_recording
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring import Ring
 from popdist.timeline.sampling import stride_of
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 0.05
 _GAUGES_EVERY = 10
+_LAST_WORDS = 4096
+"""Bytes that are kept for what is written at the end."""
 
 
 @final
@@ -41,9 +45,9 @@ class Recording:
     """The file of an instance, and the thread that writes it. What goes wrong with it never disturbs the program.
 
     Args:
-        path: of the file; one that is there is replaced.
+        path: of the file; one that is there is replaced, unless another process writes to it: then it is another file.
         header: what it says first.
-        limit_bytes: how large it may be; steps are left out, so that it does not become larger.
+        limit_bytes: how large it may be; steps are left out, so that it does not become larger, and in the end all.
         now_ns: the clock of events.
 
     Attributes:
@@ -60,18 +64,20 @@ class Recording:
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._ring = Ring(now_ns=now_ns)
+        self._now_ns = now_ns
         self._limit_bytes = limit_bytes
         self.written_bytes = 0
         self.writing_s = 0.0
         self.recorder = Recorder(self._ring, self._stride)
         self._take_exchanges: Callable[[], Sequence[Exchange]] = list
+        self._lost = 0  # events that had no room in the file
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._file: BinaryIO | None = None
         self._path = path
+        self._process = os.getpid()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("wb", buffering=0)
+            self._file = open_recording(path)
         except OSError as error:
             self._fail(error)
         self._write(MAGIC + json_block(HEADER, header))
@@ -89,28 +95,33 @@ class Recording:
         """Write, from now on, the exchanges that this returns whenever it is called."""
         self._take_exchanges = take_exchanges
 
-    def spill(self) -> None:
+    def spill(self, is_last: bool = False) -> None:
         """Write what is in memory now; from any thread."""
         with self._lock:
-            events, lost = self._ring.take()
+            events, lost = self._ring.take(waits=not is_last)
             if lost:
-                events = np.append(events, _note_of_loss(events, lost))
+                events = np.append(_note_of_loss(events, lost), events)
             names = self.recorder.take_new_names()  # after the events: those of theirs are among them
             exchanges = self._take_exchanges()
             data = names_block(names) if names else b""
             data += block(EVENTS, pack_events(events)) if len(events) else b""
             data += block(CLOCKS, pack_exchanges(exchanges)) if exchanges else b""
+            if self._lost or self.written_bytes + len(data) > self._limit_bytes - _LAST_WORDS:
+                self._lost += len(events)  # from here on nothing: later events may have names that had no room
+                return
             self._write(data)
 
     def close(self) -> None:
-        """Write the rest and end; may be called again."""
-        if self._ending.is_set():
+        """Write the rest and end; may be called again, and by processes that were forked, to which it is not theirs."""
+        if self._ending.is_set() or os.getpid() != self._process:
             return
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join(5)
         self._measure()
-        self.spill()
+        self.spill(is_last=True)
+        if self._lost:
+            self._write(block(EVENTS, pack_events(_note_of_loss(np.empty(0, EVENT), self._lost, self._now_ns()))))
         self._write(block(END, b""))
         if self._file is not None:
             self._file.close()
@@ -136,8 +147,10 @@ class Recording:
         if self._file is None or not data:
             return
         try:
-            self._file.write(data)
-            self.written_bytes += len(data)
+            while data:  # a disk that is nearly full takes a part
+                taken = self._file.write(data) or 0
+                self.written_bytes += taken
+                data = data[taken:]
         except OSError as error:
             self._file.close()
             self._fail(error)
@@ -147,6 +160,7 @@ class Recording:
         logger.warning("the timeline cannot be written to %s: %s; the program goes on without", self._path, error)
 
 
-def _note_of_loss(events: np.ndarray, lost: int) -> np.ndarray:
-    when = events["when_ns"][0] if len(events) else 0
+def _note_of_loss(following: np.ndarray, lost: int, when_ns: int = 0) -> np.ndarray:
+    """The event that says so, at the time of those that follow."""
+    when = following["when_ns"][0] if len(following) else when_ns
     return np.array([(when, int(Kind.EVENTS_LOST), 0, 0, lost)], EVENT)

@@ -36,27 +36,30 @@ class Aligned:
 
 
 def align(recordings: Sequence[Recording]) -> list[Aligned]:
-    """All of them on the clock of the first one.
+    """All of them on one clock: that of the first attempt's instance 0, whether or not its recording is there.
 
     Args:
         recordings: of one job, instance 0 first where it is there.
     """
-    reference = recordings[0]
+    first = recordings[0]
+    home = first.asked_clock or first.clock
     exchanges: dict[str, list[np.ndarray]] = {}
     for each in recordings:
-        exchanges.setdefault(each.clock, []).append(each.exchanges)
+        if each.asked_clock == home:
+            exchanges.setdefault(each.clock, []).append(each.exchanges)
     known = {clock: Alignment.of(np.concatenate(parts)) for clock, parts in exchanges.items()}
-    return [_align(each, reference, known[each.clock]) for each in recordings]
+    found = [_align(each, home, known.get(each.clock, Alignment())) for each in recordings]
+    reference = next((each for each in found if each is not None), Aligned(first))
+    return [each or _by_the_wall(own, reference) for each, own in zip(found, recordings, strict=True)]
 
 
-def _align(recording: Recording, reference: Recording, alignment: Alignment) -> Aligned:
-    if recording.clock == reference.clock:
+def _align(recording: Recording, home: str, alignment: Alignment) -> Aligned | None:
+    """None where nothing is known of its clock."""
+    if recording.clock == home:
         return Aligned(recording)
-    events = recording.events.copy()
     if not alignment.is_known:
-        ahead = (recording.began_at_s - reference.began_at_s) * 1e9 - (recording.began_ns - reference.began_ns)
-        events["when_ns"] += round(ahead)
-        return Aligned(replace(recording, events=events), _WALL_NS, False, ahead)
+        return None
+    events = recording.events.copy()
     difference = alignment.at(events["when_ns"])
     events["when_ns"] += np.rint(difference.middle_ns).astype(np.int64)
     drift, drift_uncertainty = alignment.drift
@@ -68,6 +71,16 @@ def _align(recording: Recording, reference: Recording, alignment: Alignment) -> 
         drift,
         drift_uncertainty,
     )
+
+
+def _by_the_wall(recording: Recording, reference: Aligned) -> Aligned:
+    """As the clocks on the walls say, when each of them began."""
+    other = reference.recording
+    ahead = (recording.began_at_s - other.began_at_s) * 1e9 - (recording.began_ns - other.began_ns)
+    ahead += reference.ahead_ns
+    events = recording.events.copy()
+    events["when_ns"] += round(ahead)
+    return Aligned(replace(recording, events=events), _WALL_NS, False, ahead)
 
 
 def doubts(aligned: Sequence[Aligned], shortest_ns: float) -> list[str]:

@@ -118,13 +118,13 @@ def _merge(wanted: Wanted) -> int:
 
 
 def _report(wanted: Wanted, columns: int | None) -> int:
-    from poprun.timeline.merging import put_together
+    from poprun.timeline.merging import to_be_judged
     from poprun.timeline.recordings import read_recordings
     from poprun.timeline.report.page import report_page
     from poprun.timeline.report.text import report_text
     from poprun.timeline.report.verdict import judge
 
-    job = put_together(read_recordings(wanted.folder))
+    job = to_be_judged(read_recordings(wanted.folder))
     try:
         verdict = judge(job)
     except ValueError as error:

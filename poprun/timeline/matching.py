@@ -50,12 +50,16 @@ class Meetings:
 
 
 def match(recordings: Sequence[Recording], spans: Sequence[Spans]) -> Meetings:
-    """Collectives of the same name in the same step, in their order, are the same one."""
+    """Collectives of the same name in the same step of an attempt, in their order, are the same one."""
     names = sorted({str(said["name"]) for each in recordings for said in each.names.values() if "call" in said})
     numbers = {name: number for number, name in enumerate(names)}
     parts = [_called(each, own, numbers) for each, own in zip(recordings, spans, strict=True)]
     turns = 1 + max((int(called[2].max(initial=0)) for called, _ in parts), default=0)
-    packed = [((step + 1) * (len(names) or 1) + name) * turns + turn for (step, name, turn), _ in parts]
+    steps = 2 + max((int(called[0].max(initial=0)) for called, _ in parts), default=0)
+    packed = [
+        ((each.attempt * steps + step + 1) * (len(names) or 1) + name) * turns + turn
+        for each, ((step, name, turn), _) in zip(recordings, parts, strict=True)
+    ]
     keys = np.unique(np.concatenate(packed)) if packed else np.zeros(0, np.int64)
     shape = (len(keys), len(recordings))
     came, moved, left = (np.zeros(shape, np.int64) for _ in range(3))
@@ -66,7 +70,7 @@ def match(recordings: Sequence[Recording], spans: Sequence[Spans]) -> Meetings:
         took_part[rows, column] = True
     several = took_part.sum(axis=1) > 1
     of_names = keys[several] // turns
-    step, name = of_names // (len(names) or 1) - 1, of_names % (len(names) or 1)
+    step, name = of_names // (len(names) or 1) % steps - 1, of_names % (len(names) or 1)
     order = np.lexsort((np.where(took_part, came, _NEVER)[several].min(axis=1), step)) if several.any() else slice(0)
     chosen = [each[several][order] for each in (came, moved, left, took_part)]
     return Meetings(step[order], name[order], names, *chosen)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from poprun.timeline.aligned import Aligned, align, doubts
 from poprun.timeline.matching import Meetings, match
+from poprun.timeline.memberships import of_longest_membership, with_first_numbers
 from poprun.timeline.recordings import Recording, read_recordings, what_is_missing
 from poprun.timeline.spans import Spans, spans_of
 from poprun.timeline.trace import Counts, write_trace
@@ -32,14 +33,27 @@ class Job:
     warnings: Sequence[str]
 
 
-def put_together(recordings: Sequence[Recording]) -> Job:
-    """The recordings of one job, on the clock of the first."""
+def put_together(recordings: Sequence[Recording], whole: Sequence[Recording] = ()) -> Job:
+    """The recordings of one job, on the clock of instance 0.
+
+    Args:
+        recordings: what is to be seen.
+        whole: all there are, if these are not.
+    """
+    recordings = with_first_numbers(recordings)
     aligned = align(recordings)
     spans = [spans_of(each.recording) for each in aligned]
     meetings = match([each.recording for each in aligned], spans)
     exchanges = (meetings.left_ns - meetings.moved_ns)[meetings.took_part]
     shortest = float(np.median(exchanges)) if len(exchanges) else 0.0
-    return Job(aligned, spans, meetings, [*what_is_missing(recordings), *doubts(aligned, shortest)])
+    return Job(aligned, spans, meetings, [*what_is_missing(whole or recordings), *doubts(aligned, shortest)])
+
+
+def to_be_judged(recordings: Sequence[Recording]) -> Job:
+    """What a report compares: the last attempt, and of that the time in which the same instances made most steps."""
+    chosen, said = of_longest_membership(with_first_numbers(recordings))
+    job = put_together(chosen, recordings)
+    return replace(job, warnings=[*said, *job.warnings])
 
 
 def merge(folder: Path, to: Path) -> tuple[Job, Counts]:

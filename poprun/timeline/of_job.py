@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from popdist.timeline.asked import SUFFIX, folder_beside
+from popdist.timeline.opening import is_being_written
 from poprun.errors import PopRunError, UsageError
 from poprun.log import Log
 
@@ -13,12 +15,15 @@ def make_room(trace: str) -> None:
     """Make the folder for recordings, or take those of an earlier job out of it.
 
     Raises:
-        UsageError: that is impossible.
+        UsageError: that is impossible, or another job records into it.
     """
     folder = folder_beside(trace)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f"*{SUFFIX}"):
+        files = list(folder.glob(f"*{SUFFIX}"))
+        if any(is_being_written(each) for each in files):
+            raise UsageError(f"--timeline {trace}: another job records into {folder}; name another file")
+        for old in files:
             old.unlink()
     except OSError as error:
         raise UsageError(
@@ -37,8 +42,11 @@ def write_timeline(trace: str, log: Log) -> None:
         log.warn(f"there is no timeline: {error}")
         return
     except OSError as error:
-        log.warn(f"the timeline cannot be written to {trace}: {error.strerror}; poprun timeline merge {folder} -o FILE")
+        again = f"poprun timeline merge {shlex.quote(str(folder))} -o FILE"
+        log.warn(f"the timeline cannot be written to {trace}: {error.strerror}; {again}")
         return
     for warning in job.warnings:
         log.warn(f"timeline: {warning}")
-    log.info(f"wrote {counts.spans} spans to {trace}; poprun timeline report {trace} says what held the job up")
+    log.info(
+        f"wrote {counts.spans} spans to {trace}; poprun timeline report {shlex.quote(trace)} says what held the job up"
+    )

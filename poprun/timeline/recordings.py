@@ -22,7 +22,7 @@ from popdist.timeline.blocks import (
     unpack_events,
     unpack_exchanges,
 )
-from popdist.timeline.events import EVENT
+from popdist.timeline.events import EVENT, Kind
 from poprun.errors import PopRunError
 
 
@@ -39,6 +39,7 @@ class Recording:
         began_ns: when it began, by that clock.
         began_at_s: the same by the clock on the wall.
         job: the same for all instances that have met; empty where this one has met none.
+        asked_clock: names the clock of instance 0, with which `exchanges` were; empty where it has met none.
         names: what the names of events stand for, by number.
         events: an array of `popdist.timeline.events.EVENT`.
         exchanges: int64, four of each exchange with the clock of instance 0; see `popdist.timeline.clocks`.
@@ -53,6 +54,7 @@ class Recording:
     began_ns: int = 0
     began_at_s: float = 0.0
     job: str = ""
+    asked_clock: str = ""
     names: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     events: np.ndarray = field(default_factory=lambda: np.empty(0, EVENT))
     exchanges: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int64))
@@ -63,6 +65,11 @@ class Recording:
         """What it is called where there are several."""
         again = f", attempt {self.attempt}" if self.attempt else ""
         return f"instance {self.instance} ({self.host}{again})"
+
+    @property
+    def events_lost(self) -> int:
+        """How many events came too fast to be kept, or had no room in the file."""
+        return int(self.events["value"][self.events["kind"] == Kind.EVENTS_LOST].sum())
 
 
 _FROM_HEADER = ("instance", "instances", "host", "attempt", "clock", "began_ns", "began_at_s")
@@ -90,7 +97,8 @@ def parse_recording(data: bytes) -> Recording | None:
         elif found.kind == CLOCKS:
             exchanges.append(unpack_exchanges(found.content))
         elif found.kind == JOINED:
-            facts["job"] = json.loads(found.content)["job"]
+            joined = json.loads(found.content)
+            facts |= {"job": joined["job"], "asked_clock": joined["clocks"][0]}
         is_complete = found.kind == END
     if not facts:
         return None
@@ -152,7 +160,7 @@ def read_recordings(folder: Path) -> list[Recording]:
 
 
 def what_is_missing(recordings: Sequence[Recording]) -> list[str]:
-    """Warnings: whose recording is not there, or ends before its instance did."""
+    """Warnings: whose recording is not there, ends before its instance did, or has gaps."""
     warnings = []
     for attempt in sorted({each.attempt for each in recordings}):
         there = [each for each in recordings if each.attempt == attempt]
@@ -166,5 +174,11 @@ def what_is_missing(recordings: Sequence[Recording]) -> list[str]:
             f"{each.title} did not come to its end: what it did last may be missing"
             for each in there
             if not each.is_complete
+        ]
+        warnings += [
+            f"{each.title}: {each.events_lost} events are not recorded: they came too fast, or --timeline-limit was "
+            "too small for them"
+            for each in there
+            if each.events_lost
         ]
     return warnings

@@ -117,12 +117,14 @@ def _empty(count: int) -> np.ndarray:
 
 
 def _pairs(events: np.ndarray, steps: np.ndarray, chosen: np.ndarray, begin: Kind, sort: Sort) -> np.ndarray:
-    """From each begin to the end that follows it, of the chosen events."""
+    """From each begin to the end that follows it, of the chosen events, where no event between them is lost."""
     places = np.flatnonzero(chosen)
     own = events[places]
+    gaps = np.cumsum(events["kind"] == Kind.EVENTS_LOST)[places]
     is_begin = own["kind"] == begin
     following = np.append(places[1:], max(len(events) - 1, 0))[is_begin]
-    is_ended = np.append(~is_begin[1:] & (own["name"][1:] == own["name"][:-1]), False)[is_begin]
+    is_of_same = (own["name"][1:] == own["name"][:-1]) & (gaps[1:] == gaps[:-1])
+    is_ended = np.append(~is_begin[1:] & is_of_same, False)[is_begin]
     begins = places[is_begin]
     spans = _empty(len(begins))
     spans["begin_ns"] = events["when_ns"][begins]

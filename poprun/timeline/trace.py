@@ -1,7 +1,7 @@
 """Writing one trace of all instances, in the format of chrome://tracing that Perfetto reads too.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: complete events ("X"), flows ("s",
-"f"), counters ("C") and metadata ("M"). Times are in us, with three digits behind the point.
+"f"), instants ("i"), counters ("C") and metadata ("M"). Times are in us, with three digits behind the point.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from popdist.timeline.events import Kind
 from poprun.timeline.aligned import Aligned
 from poprun.timeline.matching import Meetings
 from poprun.timeline.spans import Sort, Spans
@@ -55,6 +56,7 @@ def write_trace(path: Path, aligned: Sequence[Aligned], spans: Sequence[Spans], 
         for process, (each, own) in enumerate(zip(aligned, spans, strict=True)):
             writer.lines(_metadata(process, each, own))
             _write_spans(writer, process, each, own, began)
+            _write_instants(writer, process, each, began)
             _write_counters(writer, process, each, own, began)
         flows = _write_flows(writer, meetings, began)
         file.write(b"\n]}\n")
@@ -171,6 +173,22 @@ def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], s
         for number, name in names.items()
     }
     return texts.__getitem__
+
+
+_SAID: Mapping[Kind, Callable[[int], str]] = {
+    Kind.WAITS_FOR: lambda value: f"still waits for instance {value}",
+    Kind.EVENTS_LOST: lambda value: f"{value} events are not recorded",
+    Kind.RENUMBERED: lambda value: f"carries on as instance {value >> 32} of {value & 0xFFFFFFFF}",
+}
+
+
+def _write_instants(writer: _Writer, process: int, aligned: Aligned, began: int) -> None:
+    events = aligned.recording.events
+    for kind, said in _SAID.items():
+        own = events[events["kind"] == kind]
+        head = f'{{"ph":"i","s":"t","pid":{process},"tid":{COMMUNICATION},"cat":"{kind.name.lower()}"'
+        names = [said(value) for value in own["value"].tolist()]
+        writer.table(f'{head},"name":"%s","ts":%d.%03d}},\n', [names, *_us(own["when_ns"] - began)])
 
 
 def _write_counters(writer: _Writer, process: int, aligned: Aligned, spans: Spans, began: int) -> None:

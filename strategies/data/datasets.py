@@ -159,6 +159,11 @@ class DistributedDataset:
         return self._read(epoch, start)
 
     @property
+    def num_read_ahead(self) -> int:
+        """How many batches are prepared before they are asked for."""
+        return self._prefetch
+
+    @property
     def pads(self) -> bool:
         """Whether its batches are `Masked`, and no element is dropped."""
         return self._layout.pads

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 
 from strategies.exchange.means import Bucket
+from strategies.gradients.leaving import Allocate, Leaving, MeansMemory
 from strategies.replicas.devices import DeviceGrid
-
-Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
 class ReplicaGradients(ABC):
@@ -58,8 +58,49 @@ class ReplicaGradients(ABC):
         """What was begun last, for each local replica: the tail (loss and metrics), gradients, and what is kept."""
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What the devices of a stage keep between the passes of a step.
+
+    Attributes:
+        stage: its number.
+        micro_batches: of so many at once at most.
+        nbytes: of each of them at most.
+    """
+
+    stage: int
+    micro_batches: int
+    nbytes: int
+
+
 class ReplicaPlan(ABC):
     """The programs behind the gradients, however many local replicas there are; has no memory for gradients."""
+
+    @property
+    @abstractmethod
+    def leaving(self) -> Leaving:
+        """What leaves a replica to be averaged."""
+
+    @abstractmethod
+    def buckets(self, memory: MeansMemory) -> list[Bucket]:
+        """What travels together, in the order in which it is finished.
+
+        Args:
+            memory: for the means.
+        """
+
+    @property
+    @abstractmethod
+    def sum_bytes(self) -> int:
+        """What a replica takes to add micro-batches up, besides what its programs do."""
+
+    @abstractmethod
+    def executables(self, grid: DeviceGrid) -> Mapping[str, Any]:
+        """The compiled programs of a replica, by what they compute; compiled when they are asked for first."""
+
+    @abstractmethod
+    def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
+        """What stages keep between the passes of a micro-batch; empty without a pipeline."""
 
     @abstractmethod
     def equations(self) -> core.ClosedJaxpr:

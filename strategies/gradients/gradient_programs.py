@@ -15,9 +15,9 @@ from jax.extend import core
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.means import Bucket
-from strategies.gradients.computation import Allocate, ReplicaGradients, ReplicaPlan
+from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
 from strategies.gradients.encoding import flatten
-from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
+from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
 from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.program import Program
 from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
@@ -55,7 +55,6 @@ class GradientPlan(ReplicaPlan):
         kept: how many arrays a replica keeps.
 
     Attributes:
-        leaving: how gradients lie in buffers.
         segments: the parts of the function.
         actions: what a replica does in a step: all segments in turn, for one micro-batch. (Those that accumulate to
             one gradient lie in one program.)
@@ -76,7 +75,7 @@ class GradientPlan(ReplicaPlan):
         whole: int = 0,
         kept: int = 0,
     ) -> None:
-        self.leaving = Leaving(tuple(gradients), shards, whole)
+        self._leaving = Leaving(tuple(gradients), shards, whole)
         self._shapes = jax.tree.leaves(shapes)
         self._executables: dict[jax.Device, list[Callable[..., Any]]] = {}
         results = TAIL + 1 + len(gradients) + kept
@@ -89,6 +88,35 @@ class GradientPlan(ReplicaPlan):
         self.kept_counts = [len(self.of_kept(segment.parts)) for segment in self.segments]
         pairs = zip(self.segments, self.layouts, strict=True)
         self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
+
+    @property
+    def leaving(self) -> Leaving:
+        """See `ReplicaPlan`."""
+        return self._leaving
+
+    def buckets(self, memory: MeansMemory) -> list[Bucket]:
+        """See `ReplicaPlan`: one for each segment."""
+        return [
+            memory.bucket("gradients" if len(self.segments) == 1 else f"gradients/{number}", segment.parts, layout)
+            for number, (segment, layout) in enumerate(zip(self.segments, self.layouts, strict=True))
+        ]
+
+    @property
+    def sum_bytes(self) -> int:
+        """See `ReplicaPlan`: micro-batches are added inside of the program."""
+        return 0
+
+    def executables(self, grid: DeviceGrid) -> Mapping[str, Any]:
+        """See `ReplicaPlan`: of the segments."""
+        compiled = self.compiled(grid.column(0).device_of(0))
+        count = len(compiled)
+        return {
+            "gradients" if count == 1 else f"gradients, part {n + 1} of {count}": one for n, one in enumerate(compiled)
+        }
+
+    def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
+        """See `ReplicaPlan`: none."""
+        return ()
 
     def _cut(self, function: GradientFunction, shapes: Sequence[Any], results: int) -> list[Segment]:
         """Segments, each of which finishes some gradients; only one where the function calls back into Python.
@@ -177,10 +205,7 @@ class GradientPrograms(ReplicaGradients):
         self._devices = devices
         self._failed = failed
         self._memory = MeansMemory(plan.leaving, allocate)
-        self.buckets = [
-            self._memory.bucket(self._named(number), segment.parts, layout)
-            for number, (segment, layout) in enumerate(zip(plan.segments, plan.layouts, strict=True))
-        ]
+        self.buckets = plan.buckets(self._memory)
         self._parts = [plan.leaving.of_gradients(segment.parts) for segment in plan.segments]  # in each bucket
         self._runs = [_Run(devices, plan, position) for position in range(len(devices.replicas))]
         self._begun: list[Future[None]] = []
@@ -189,9 +214,6 @@ class GradientPrograms(ReplicaGradients):
     def means(self) -> list[np.ndarray]:
         """See `ReplicaGradients`."""
         return self._memory.means
-
-    def _named(self, number: int) -> str:
-        return "gradients" if len(self.plan.segments) == 1 else f"gradients/{number}"
 
     @property
     def tail(self) -> np.ndarray:

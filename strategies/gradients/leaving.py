@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -12,9 +12,10 @@ import numpy as np
 from collectives.memory import aligned_empty
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
-from strategies.gradients.computation import Allocate
 from strategies.programs.segments import Part
 from strategies.replicas.shards import Shards
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 TAIL = 0  # the first result of a gradient function, before the gradients
 
@@ -121,3 +122,8 @@ class MeansMemory:
         room: np.ndarray = aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
         self._means[part.result] = room.reshape(shape)
         return room
+
+
+def not_made(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An `Allocate` for those who only look: arrays that take no memory, and cannot be written to."""
+    return np.broadcast_to(np.zeros((), dtype), shape)

@@ -15,8 +15,9 @@ from strategies.comparing.exactness import Gradients, have_same_gradients, is_so
 from strategies.comparing.program_text import lines_of
 from strategies.exchange.means import Bucket, Means
 from strategies.gradients.arguments import check_takes_state
-from strategies.gradients.computation import Allocate, ReplicaGradients, ReplicaPlan
+from strategies.gradients.computation import ReplicaGradients, ReplicaPlan
 from strategies.gradients.gradient_programs import GradientPlan
+from strategies.gradients.leaving import Allocate
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
 from strategies.gradients.trainable import Trainable
@@ -133,14 +134,30 @@ class JaxEngine(StepEngine):
             found = self._steps[key] = self._prepared(state, batch)
         return found
 
-    def _prepared(self, state: TrainState, batch: Any) -> Prepared:
+    def planned(self, state: TrainState, batch: Any) -> tuple[ReplicaProgram, ReplicaPlan]:
+        """What a replica computes, by programs that are not compiled yet; without a word to other instances.
+
+        Gradients that would be streamed, which is found out by running, come all at the end.
+
+        Args:
+            state: shapes and dtypes are enough.
+            batch: likewise.
+        """
+        check_takes_state(self._loss_fn, state.model_state is not None)
+        plan = self._plan(self._shapes_of(state, batch))
+        return plan.program, plan.gradients
+
+    def _shapes_of(self, state: TrainState, batch: Any) -> ReplicaShapes:
         of_replica = self._devices.replica_shape
-        shapes = ReplicaShapes(
+        return ReplicaShapes(
             _shapes(state.variables),
             jax.tree.map(of_replica, batch),
             jax.tree.map(of_replica, state.residuals or []),
             self._options.shapes_of_replica(state.model_state),
         )
+
+    def _prepared(self, state: TrainState, batch: Any) -> Prepared:
+        shapes = self._shapes_of(state, batch)
         check_takes_state(self._loss_fn, state.model_state is not None)
         key = _key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
         plan = self._plans.get(key) or self._plan(shapes)

@@ -13,7 +13,7 @@ from collectives.memory import aligned_empty
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.exchange.transfer import Int8Layout, Transfer
-from strategies.gradients.computation import Allocate
+from strategies.gradients.leaving import Allocate
 from strategies.replicas.shards import Shards
 
 BUCKET_BYTES = 4 << 20

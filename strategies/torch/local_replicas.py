@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch
@@ -44,6 +45,7 @@ class LocalReplicas:
         of_all: how many replicas there are on all instances.
         streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
             from the second step on, in the thread that begins.
+        instruments: are told when replicas compute.
 
     Attributes:
         runs: one for each.
@@ -59,9 +61,10 @@ class LocalReplicas:
         make_plan: Callable[[tuple[str, ...]], GradientPlan],
         of_all: int,
         streams: bool = True,
+        instruments: Instruments | None = None,
     ) -> None:
         self.replicas = replicas
-        self.runs = [ReplicaRun(replica, module, loss_fn, options, of_all) for replica in replicas]
+        self.runs = [ReplicaRun(replica, module, loss_fn, options, of_all, instruments) for replica in replicas]
         self.plan: GradientPlan | None = None
         self.names: tuple[str, ...] = ()
         self._make_plan = make_plan

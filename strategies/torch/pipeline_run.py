@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.pipelines.running.driver import AbandonedError
 from strategies.pipelines.schedules.registry import schedule_named
@@ -28,6 +29,19 @@ from strategies.torch.buffer_uses import BufferUses
 from strategies.torch.stages import Pipeline, Placing, watch
 
 _sequence_number = torch._C._autograd._get_sequence_nr
+
+
+@dataclass(frozen=True)
+class SeenBy:
+    """Who is told of stages.
+
+    Attributes:
+        instruments: they are.
+        replica: the index of the replica whose stages they are.
+    """
+
+    instruments: Instruments = field(default_factory=Instruments)
+    replica: int = 0
 
 
 class PipelineRun:
@@ -42,6 +56,7 @@ class PipelineRun:
         intra_op_threads: of each.
         module: whose buffers are looked after.
         training: whether micro-batches go back.
+        seen_by: is told when a stage begins and ends with a micro-batch.
 
     Attributes:
         spans: when each device did what in the last step; empty after the first one.
@@ -51,7 +66,13 @@ class PipelineRun:
     """
 
     def __init__(
-        self, pipeline: Pipeline, count: int, intra_op_threads: int, module: torch.nn.Module, training: bool = True
+        self,
+        pipeline: Pipeline,
+        count: int,
+        intra_op_threads: int,
+        module: torch.nn.Module,
+        training: bool = True,
+        seen_by: SeenBy | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._count = count
@@ -59,6 +80,7 @@ class PipelineRun:
         self._timetable: Timetable | None = None
         self._overlaps = False
         self._trains = training
+        self._seen_by = seen_by or SeenBy()
         self._module = module
         self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
         self.spans: Sequence[Timed] = ()
@@ -77,7 +99,7 @@ class PipelineRun:
         """
         if self._timetable is None or not self._overlaps:
             for number in range(self._count):
-                walk = Walk(self._stages, number, None)
+                walk = Walk(self._stages, number, None, self._seen_by)
                 if number == 0 and self._timetable is None and self._trains:
                     self._look(walk, work)
                 else:
@@ -87,7 +109,8 @@ class PipelineRun:
                 self._overlaps = len(self._timetable.devices) > 1
             return
         drive = MicroBatches(self._timetable)
-        begun = [self._threads.submit(_walk, Walk(self._stages, number, drive), work) for number in range(self._count)]
+        walks = [Walk(self._stages, number, drive, self._seen_by) for number in range(self._count)]
+        begun = [self._threads.submit(_walk, walk, work) for walk in walks]
         errors = [error for future in begun if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda one: isinstance(one, AbandonedError)):
             raise error
@@ -198,15 +221,17 @@ class Walk:
         stages: what is known of them.
         micro_batch: its number.
         turns: whose turn it is; None where micro-batches come one after another.
+        seen_by: is told.
 
     Attributes:
         stage: where it is.
     """
 
-    def __init__(self, stages: _Stages, micro_batch: int, turns: MicroBatches | None) -> None:
+    def __init__(self, stages: _Stages, micro_batch: int, turns: MicroBatches | None, seen_by: SeenBy) -> None:
         self._stages = stages
         self._micro_batch = micro_batch
         self._turns = turns
+        self._seen_by = seen_by
         self._kind = Kind.FORWARD
         self.stage = 0
         self._begins = [0]  # autograd's numbers at which the stages begin
@@ -300,8 +325,10 @@ class Walk:
     def _wait(self) -> None:
         if self._turns is not None:
             self._turns.wait(Action(self._kind, self.stage, self._micro_batch))
+        self._seen_by.instruments.replica_begins(self._seen_by.replica, self.stage)
 
     def _done(self) -> None:
+        self._seen_by.instruments.replica_ends(self._seen_by.replica, self.stage, self._micro_batch)
         if self._turns is not None:
             self._turns.done(Action(self._kind, self.stage, self._micro_batch))
 

@@ -13,13 +13,14 @@ import jax
 import numpy as np
 import torch
 
+from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.roles import Batch, Tree
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions
-from strategies.torch.pipeline_run import PipelineRun, Walk
+from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.tensors import parts_of
@@ -63,6 +64,7 @@ class ReplicaRun:
         loss_fn: see `LossFunction`.
         options: of the step.
         replicas: how many there are on all instances.
+        instruments: are told when it computes.
 
     Attributes:
         copy: the module of the replica.
@@ -74,12 +76,19 @@ class ReplicaRun:
     """
 
     def __init__(
-        self, replica: int, original: torch.nn.Module, loss_fn: LossFunction, options: TorchOptions, replicas: int
+        self,
+        replica: int,
+        original: torch.nn.Module,
+        loss_fn: LossFunction,
+        options: TorchOptions,
+        replicas: int,
+        instruments: Instruments | None = None,
     ) -> None:
         self.replica = replica
         self.copy = ReplicaModule(original, replica, replicas)
         self._loss_fn = loss_fn
         self._options = options
+        self._instruments = instruments or Instruments()
         self._plan: GradientPlan | None = None
         self._trained: list[int] = []  # the numbers of parameters that are trained
         self._missing: list[int] = []  # for each bucket how many gradients are to come
@@ -88,7 +97,8 @@ class ReplicaRun:
         self.pipeline: PipelineRun | None = None
         if options.pipeline is not None:
             count, threads = options.gradient_accumulation_count, options.intra_op_threads
-            self.pipeline = PipelineRun(options.pipeline, count, threads, self.copy.module)
+            seen_by = SeenBy(self._instruments, replica)
+            self.pipeline = PipelineRun(options.pipeline, count, threads, self.copy.module, seen_by=seen_by)
         self.finished: list[threading.Event] = []
         self.contribution: Contribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
@@ -111,7 +121,11 @@ class ReplicaRun:
             BaseException: what the module or the loss function raises.
         """
         try:
+            if self.pipeline is None:  # of a pipeline each stage is told
+                self._instruments.replica_begins(self.replica, 0)
             self._compute(batch, turn)
+            if self.pipeline is None:
+                self._instruments.replica_ends(self.replica, 0, len(self._missing) - 1)
         finally:
             for event in self.finished:
                 event.set()
@@ -215,6 +229,8 @@ class ReplicaRun:
         bucket = self._plan.places[number].bucket
         self._missing[bucket] -= 1
         if not self._missing[bucket] and bucket != len(self._missing) - 1:  # the last one has the tail
+            if self.pipeline is None:
+                self._instruments.replica_ends(self.replica, 0, bucket)
             self.finished[bucket].set()
 
     def _end(self, values: Sequence[float], turn: Turn) -> None:

@@ -15,6 +15,8 @@ from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
 from strategies.comparing.agreement import broadcast_text, insist_on_agreement, terms_of
 from strategies.comparing.digest import majority_of
 from strategies.errors import NonFiniteGradientError, StrategyError
+from strategies.gradients.leaving import not_made
+from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
@@ -26,6 +28,7 @@ from strategies.step.step_record import Recorder
 from strategies.torch.gradient_exchange import GradientExchange, Tail
 from strategies.torch.gradient_plan import GradientPlan, Parameter
 from strategies.torch.local_replicas import LocalReplicas
+from strategies.torch.memory import plan_memory
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.program_lines import lines_of_function, lines_of_module, lines_of_optimizer
@@ -266,7 +269,14 @@ class TorchStep:
             local, count = self._replicas.local_replicas, self._replicas.num_replicas_in_sync
             refuse_groups(self._training.module, self._training.optimizer, self._options)
             self._local = LocalReplicas(
-                local, self._training.module, self._loss_fn, self._options, self._plan, count, self._streams
+                local,
+                self._training.module,
+                self._loss_fn,
+                self._options,
+                self._plan,
+                count,
+                self._streams,
+                self._replicas.instruments,
             )
         tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
         key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
@@ -302,18 +312,31 @@ class TorchStep:
             self._local.close()
             self._local = None
 
+    def planned(self, batch: Batch) -> MemoryPlan:
+        """The memory of a step with such a batch, whose only metric is the loss; no collective call."""
+        plan = self._gradient_plan(("loss",))
+        buckets = plan.buckets(not_made)
+        return plan_memory(self._replicas, self._training, plan, buckets, self._has_private_means, batch)
+
     def _plan(self, names: tuple[str, ...]) -> GradientPlan:
         """How gradients travel; with the memory for the means, a collective call."""
-        training, options, communicator = self._training, self._options, self._replicas.communicator
+        plan, count = self._gradient_plan(names), self._replicas.num_replicas_in_sync
+        communicator = self._replicas.communicator
+        self._exchange = GradientExchange(plan, names, communicator, count, self._has_private_means)
+        return plan
+
+    @property
+    def _has_private_means(self) -> bool:
+        """Whether something may write to the mean gradients."""
+        is_plain = type(self._training.optimizer).__module__.startswith("torch.optim")
+        return not is_plain or self._options.before_update is not None
+
+    def _gradient_plan(self, names: tuple[str, ...]) -> GradientPlan:
+        training, options = self._training, self._options
         named = [(name, one) for name, one in training.module.named_parameters() if one.requires_grad]
         parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in named)
         tail = Tail.size(len(names), len(parameters), len(training.buffers.slots))
-        plan = GradientPlan(parameters, options.transfer, self._streams, training.update.shards, tail)
-        is_plain = type(training.optimizer).__module__.startswith("torch.optim")
-        is_private = not is_plain or options.before_update is not None
-        count = self._replicas.num_replicas_in_sync
-        self._exchange = GradientExchange(plan, names, communicator, count, is_private)
-        return plan
+        return GradientPlan(parameters, options.transfer, self._streams, training.update.shards, tail)
 
     def _agree(self, given: Batch, batch: Batch) -> None:
         """Compare what decides the result with the other instances; a collective call."""

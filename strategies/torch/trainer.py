@@ -9,6 +9,7 @@ import torch
 
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.evaluation.merging import Evaluation
+from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
 from strategies.step.metrics import Metrics, tell_evaluation
@@ -122,6 +123,16 @@ class Trainer:
                 options, the data set, the module, the optimizer or the loss function.
         """
         return self._step.make(batch)
+
+    def plan(self, batch: Batch) -> MemoryPlan:
+        """How much memory this instance will need, as far as that is known before anything runs; no collective call.
+
+        What autograd keeps between the passes is not, and a loss function may tell metrics, of 4 bytes each.
+
+        Args:
+            batch: one of this instance.
+        """
+        return self._step.planned(batch)
 
     @property
     def trace(self) -> Trace:

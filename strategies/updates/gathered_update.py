@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -56,6 +56,15 @@ class GatheredUpdate(Update):
     def init(self, variables: Any) -> Any:
         """See `Update`."""
         return self.adopt(variables, self._update.init(variables))
+
+    def init_shapes(self, variables: Any) -> Any:
+        """See `Update`."""
+        self._shapes = self._update.init_shapes(variables)
+        return jax.eval_shape(self._parts, self._shapes, self._first)
+
+    def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
+        """See `Update`: of a state that is put together."""
+        return self._update.lowered(variables, self._shapes, means, control)
 
     def adopt(self, variables: Any, optimizer_state: Any) -> Any:
         """See `Update`."""
@@ -139,6 +148,14 @@ class ShardedByAnyUpdate(Update):
     def init(self, variables: Any) -> Any:
         """See `Update`; chooses."""
         return self._choosing(lambda update: update.init(variables))
+
+    def init_shapes(self, variables: Any) -> Any:
+        """See `Update`; chooses."""
+        return self._choosing(lambda update: update.init_shapes(variables))
+
+    def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
+        """See `Update`."""
+        return self._chosen.lowered(variables, optimizer_state, means, control)
 
     def adopt(self, variables: Any, optimizer_state: Any) -> Any:
         """See `Update`; chooses."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -74,11 +74,21 @@ class ShardedUpdate(Update):
     def init(self, variables: Any) -> Any:
         """This instance's part of the optimizer state before the first step."""
         self._look_at(variables)
+        return self._placed(self._compiled(self._begun), variables, self._first)
 
-        def init(variables: Any, first: jax.Array) -> Any:
-            return self._optimizer.init(self._take(variables, first))
+    def _begun(self, variables: Any, first: jax.Array) -> Any:
+        return self._optimizer.init(self._take(variables, first))
 
-        return self._placed(self._compiled(init), variables, self._first)
+    def init_shapes(self, variables: Any) -> Any:
+        """See `Update`: this instance's part."""
+        self._look_at(variables)
+        return jax.eval_shape(self._begun, variables, self._first)
+
+    def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
+        """See `Update`: what computes this instance's parts."""
+        divide = jit(self._divided, donate_argnums=(1,))
+        words = self._words(control)
+        return {"update of parts": divide.lower(variables, optimizer_state, means, words, self._first)}
 
     def adopt(self, variables: Any, optimizer_state: Any) -> Any:
         """See `Update`: this instance's part."""

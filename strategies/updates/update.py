@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -94,6 +94,25 @@ class Update(ABC):
             means: host arrays like the variables, or of some of them what `mean_shards` makes of those; they are read
                 until `wait` returns.
             control: see `control_words`.
+        """
+
+    @abstractmethod
+    def init_shapes(self, variables: Any) -> Any:
+        """The shapes and dtypes of what `init` returns.
+
+        Args:
+            variables: shapes and dtypes are enough.
+        """
+
+    @abstractmethod
+    def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
+        """The programs of `apply`, to be compiled, by what they compute.
+
+        Args:
+            variables: shapes and dtypes are enough here, and of the following two.
+            optimizer_state: see `apply`.
+            means: see `apply`.
+            control: see `apply`.
         """
 
     @abstractmethod
@@ -213,6 +232,14 @@ class WholeUpdate(Update):
     def init(self, variables: Any) -> Any:
         """See `Update`."""
         return self._placed(self._compiled(self._optimizer.init), variables)
+
+    def init_shapes(self, variables: Any) -> Any:
+        """See `Update`."""
+        return jax.eval_shape(self._optimizer.init, variables)
+
+    def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
+        """See `Update`."""
+        return {"update": self._jitted.lower(variables, optimizer_state, means, self._words(control))}
 
     def adopt(self, variables: Any, optimizer_state: Any) -> Any:
         """See `Update`: all of it."""

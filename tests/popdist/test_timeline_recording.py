@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import multiprocessing
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -74,6 +79,32 @@ class TestTheRing:
         events = np.concatenate([*taken, ring.take()[0]])
         for track in range(4):
             assert events["value"][events["track"] == track].tolist() == list(range(1000))
+
+    @pytest.mark.parametrize(
+        ("case", "told"),
+        [((True, True), [(0, [0, 1]), (1, [3, 4])]), ((False,), [(1, [0, 1, 3, 4])])],
+        ids=["at the second look", "at the end"],
+    )
+    def test_goes_on_behind_a_record_that_never_came(self, case, told):
+        """An exception came between drawing a number and filling the slot."""
+        numbers = itertools.count()
+
+        def now_ns():
+            if next(numbers) == 2:
+                raise KeyboardInterrupt
+            return 0
+
+        ring = Ring(8, now_ns)
+        taken = []
+        for value in range(5):
+            with suppress(KeyboardInterrupt):
+                ring.append(1, 0, 0, value)
+        for waits in case:
+            events, lost = ring.take(waits)
+            taken.append((lost, events["value"].tolist()))
+        assert taken == told
+        ring.append(1, 0, 0, 7)
+        assert ring.take()[0]["value"].tolist() == [7]
 
     def test_has_a_power_of_two_slots(self):
         with pytest.raises(ValueError, match="7 slots; use a power of two"):
@@ -228,6 +259,75 @@ class TestARecording:
         recording.spill()
         recording.close()
         assert caplog.text.count("No space left on device") == 1
+
+    def test_stays_below_its_limit_whatever_comes_and_says_what_had_no_room(self, tmp_path):
+        limit, steps = 20_000, 5000
+        recording = Recording(tmp_path / "a", {"instance": 0}, limit)
+        random = np.random.default_rng(0)
+        for step in range(steps):
+            recording.recorder.step_begins(step)
+            recording.recorder.measured("anything", random.random())
+            if step % 100 == 0:
+                recording.spill()
+        recording.close()
+        data = (tmp_path / "a").read_bytes()
+        assert 0.7 * limit < len(data) <= limit
+        found = list(blocks.read_blocks(data))
+        assert found[-1].kind == blocks.END
+        events = np.concatenate([blocks.unpack_events(each.content) for each in found if each.kind == blocks.EVENTS])
+        (lost,) = events["value"][events["kind"] == Kind.EVENTS_LOST].tolist()
+        begun = np.count_nonzero(events["kind"] == Kind.STEP_BEGINS)
+        assert 0 < begun < steps
+        assert lost >= 2 * (steps - begun)
+
+    def test_writes_all_of_a_block_of_which_the_disk_takes_a_part(self, tmp_path):
+        class Little(io.FileIO):
+            def write(self, data):
+                return super().write(data[:7])
+
+        recording = Recording(tmp_path / "a", {"instance": 0}, 10**6)
+        recording._file.close()
+        recording._file = Little(tmp_path / "b", "wb")
+        recording._write(blocks.MAGIC + blocks.json_block(blocks.HEADER, {"instance": 0}))
+        recording.close()
+        kinds = [each.kind for each in blocks.read_blocks((tmp_path / "b").read_bytes())]
+        assert (kinds[0], kinds[-1]) == (blocks.HEADER, blocks.END)
+
+    @pytest.mark.filterwarnings("ignore:.*fork")
+    def test_is_not_written_by_processes_that_are_forked(self, tmp_path):
+        recording = Recording(tmp_path / "a", {"instance": 0}, 10**6)
+        recording.recorder.step_begins(1)
+        child = multiprocessing.get_context("fork").Process(target=recording.close)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        recording.close()
+        kinds = [each.kind for each in blocks.read_blocks((tmp_path / "a").read_bytes())]
+        assert kinds.count(blocks.END) == 1
+        assert kinds.count(blocks.EVENTS) == 1
+
+    def test_has_a_file_of_its_own_where_another_process_writes(self, tmp_path):
+        """Two jobs record into one folder."""
+        path = tmp_path / "instance-0.timeline"
+        first = Recording(path, {"instance": 0}, 10**6)
+        assert in_another_process(path) == "True instance-0.process-number\n"
+        first.close()
+        assert path.read_bytes().startswith(blocks.MAGIC)
+        assert in_another_process(path) == "False instance-0\n"
+
+
+ANOTHER = """\
+import os, sys
+from pathlib import Path
+from popdist.timeline.opening import is_being_written, open_recording
+path = Path(sys.argv[1])
+print(is_being_written(path), Path(open_recording(path).name).stem.replace(str(os.getpid()), "number"))
+"""
+
+
+def in_another_process(path):
+    """Whether it is written to, and the name of the file that another process gets instead of it."""
+    return subprocess.run([sys.executable, "-c", ANOTHER, path], capture_output=True, text=True, check=True).stdout
 
 
 class TestWhatIsAsked:

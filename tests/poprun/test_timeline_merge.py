@@ -22,9 +22,12 @@ from poprun.errors import PopRunError, UsageError
 from poprun.log import Log
 from poprun.timeline.aligned import align
 from poprun.timeline.command import describe, folder_of, main, read_words
-from poprun.timeline.merging import merge, put_together
+from poprun.timeline.memberships import of_longest_membership
+from poprun.timeline.merging import merge, put_together, to_be_judged
 from poprun.timeline.of_job import make_room, write_timeline
 from poprun.timeline.recordings import of_newest_job, parse_recording, read_recordings, what_is_missing
+from poprun.timeline.report.sentences import findings
+from poprun.timeline.report.verdict import judge
 from poprun.timeline.spans import Sort, spans_of
 from poprun.timeline.trace import write_trace
 
@@ -152,7 +155,8 @@ class TestClocks:
         first, second = Made(2, steps=4).recordings()
         events = second.events.copy()
         events["when_ns"] -= 5 * 10**9
-        return [first, replace(second, clock="two", events=events, exchanges=np.array(exchanges).reshape(-1, 4))]
+        table = np.array(exchanges, np.int64).reshape(-1, 4)
+        return [first, replace(second, clock="two", asked_clock="one", events=events, exchanges=table)]
 
     def test_are_aligned_by_exchanges(self):
         ahead, sent = 5 * 10**9, -5 * 10**9
@@ -170,6 +174,24 @@ class TestClocks:
         job = put_together(self.recordings([]))
         assert "has not compared its clock" in job.warnings[0]
 
+    def test_are_aligned_by_exchanges_also_where_the_recording_of_instance_0_is_missing(self):
+        ahead, sent = 5 * 10**9, -5 * 10**9
+        second = self.recordings([[sent, sent + ahead + 40_000, sent + ahead + 50_000, sent + 90_000]])[1]
+        third = replace(second, instance=2, clock="one", exchanges=np.zeros((0, 4), np.int64))
+        aligned = put_together([second, third]).aligned
+        assert [each.is_measured for each in aligned] == [True, True]
+        assert abs(aligned[0].ahead_ns - ahead) < 46_000
+        assert aligned[1].ahead_ns == 0
+
+    def test_that_were_compared_with_another_one_than_that_of_the_job_are_those_on_walls(self):
+        """Instance 0 of a second attempt ran on another host."""
+        first, second = self.recordings([])
+        exchanges = np.array([[0, 40_000, 50_000, 90_000]])
+        again = replace(second, attempt=1, asked_clock="three", exchanges=exchanges, began_at_s=100.0)
+        (_, aligned) = align([first, again])
+        assert not aligned.is_measured
+        assert aligned.ahead_ns == 100e9
+
     def test_of_one_host_are_the_same(self):
         recordings = Made(2).recordings()
         assert [each.uncertainty_ns for each in align(recordings)] == [0, 0]
@@ -182,6 +204,94 @@ def test_only_what_was_sampled_by_both_is_matched():
     always = np.isin(kinds, (Kind.STEP_BEGINS, Kind.STEP_ENDS, Kind.MEASURED))
     kept = replace(second, events=second.events[always | (steps % 2 == 1)])
     assert put_together([first, kept]).meetings.step.tolist() == [0, 2, 4, 6]
+
+
+def test_collectives_of_one_attempt_are_none_of_another_one(tmp_path):
+    first = Made(2, steps=4).recordings()
+    again = [replace(each, attempt=1) for each in Made(2, steps=6, seed=1).recordings()]
+    job = put_together([*first, *again])
+    assert len(job.meetings.step) == 4 + 6
+    assert set(job.meetings.took_part.sum(axis=1).tolist()) == {2}
+    write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
+    ends = {}
+    for event in read_strictly(tmp_path / "trace.json"):
+        if event["ph"] in "sf":
+            ends.setdefault(event["id"], []).append(event["pid"] // 2)
+    assert all(one == other for one, other in ends.values())
+
+
+class TestLostEvents:
+    def recording(self):
+        """In the middle of step 1 it has lost what follows until the middle of step 3."""
+        (recording,) = Made(1, steps=5).recordings()
+        events = recording.events
+        begins = np.flatnonzero(events["kind"] == Kind.STEP_BEGINS)
+        lost = np.zeros(1, events.dtype)
+        lost["when_ns"], lost["kind"], lost["value"] = events["when_ns"][begins[3] + 2], Kind.EVENTS_LOST, 77
+        return replace(recording, events=np.concatenate([events[: begins[1] + 2], lost, events[begins[3] + 2 :]]))
+
+    def test_are_said(self):
+        assert "77 events are not recorded" in what_is_missing([self.recording()])[0]
+
+    def test_leave_no_step_that_nobody_made(self):
+        spans = spans_of(self.recording())
+        assert spans.of(Sort.STEP)["step"].tolist() == [0, 4]
+        ended = spans.of(Sort.PHASE, Sort.WAIT, Sort.TRANSFER)
+        ended = ended[~ended["failed"]]
+        assert np.all(ended["end_ns"] - ended["begin_ns"] < 15 * MS)
+
+    def test_are_in_the_trace(self, tmp_path):
+        job = put_together([self.recording()])
+        write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
+        names = [event["name"] for event in read_strictly(tmp_path / "trace.json") if event["ph"] == "i"]
+        assert names == ["77 events are not recorded"]
+
+
+class TestAJobThatCarriedOn:
+    """Instance 1 of three is lost after step 9, and instance 2, which is number 1 then, after step 39."""
+
+    def recordings(self):
+        number_of = {0: [0, 0], 2: [1]}
+        whole = Made(3, steps=60, slow_link=(2, 0), link_ms=30, compute_ms={2: 14}).recordings()
+        return [self.cut(each, number_of.get(each.instance, [])) for each in whole]
+
+    def cut(self, recording, numbers):
+        parts, begun = [], 0
+        begins = np.flatnonzero(recording.events["kind"] == Kind.STEP_BEGINS)
+        for number, step in zip(numbers, (10, 40), strict=False):
+            renumbered = recording.events[begins[step]][None].copy()
+            renumbered["kind"], renumbered["value"] = Kind.RENUMBERED, (number << 32) + 2
+            parts += [recording.events[begun : begins[step]], renumbered]
+            begun = begins[step]
+        end = [10, 40, 60][len(numbers)]
+        parts.append(recording.events[begun : begins[end] if end < 60 else None])
+        events = np.concatenate(parts)
+        if recording.instance == 0:  # after step 9 instance 2 has number 1
+            waits = (events["kind"] == Kind.WAITS_FOR) & (np.arange(len(events)) >= begins[10])
+            events["value"][waits] = 1
+        return replace(recording, events=events, is_complete=len(numbers) == 2)
+
+    def test_is_judged_while_the_same_instances_made_most_steps(self):
+        job = to_be_judged(self.recordings())
+        assert [each.recording.instance for each in job.aligned] == [0, 2]
+        assert job.warnings[0].startswith("instances 1, 2 were lost")
+        assert "30 of 60 steps that instances 0, 2 began together" in job.warnings[0]
+        assert not any("no recording" in warning for warning in job.warnings)
+        verdict = judge(job)
+        assert verdict.table.steps.tolist() == list(range(10, 40))
+        assert (verdict.link.source, verdict.link.target) == (1, 0)
+        assert "from instance 2 (host1) to instance 0 (host0)" in findings(verdict)[-1]
+
+    def test_has_the_numbers_that_instances_had_at_first_in_the_trace(self, tmp_path):
+        job = put_together(self.recordings())
+        write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
+        names = Counter(event["name"] for event in read_strictly(tmp_path / "trace.json") if event["ph"] == "i")
+        assert names["still waits for instance 2"] == 40
+        assert names["carries on as instance 1 of 2"] == 1
+
+    def test_that_lost_nobody_is_judged_as_a_whole(self):
+        whole = Made(2).recordings()
+        assert of_longest_membership(whole) == (whole, [])
 
 
 def test_missing_instances_are_named():

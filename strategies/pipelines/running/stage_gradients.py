@@ -16,8 +16,8 @@ from jax.extend import core
 
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
-from strategies.gradients.computation import Allocate, ReplicaGradients, ReplicaPlan
-from strategies.gradients.leaving import TAIL, MeansMemory
+from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
+from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
 from strategies.pipelines.running.driver import AbandonedError, Drive
 from strategies.pipelines.running.replica_run import ReplicaRun, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
@@ -49,6 +49,28 @@ class PipelinePlan(ReplicaPlan):
         self._closed = closed
         self._watch = watch
         self._take = take
+
+    @property
+    def leaving(self) -> Leaving:
+        """See `ReplicaPlan`."""
+        return self.stages.leaving
+
+    def buckets(self, memory: MeansMemory) -> list[Bucket]:
+        """See `ReplicaPlan`."""
+        return self.stages.buckets_in(memory)
+
+    @property
+    def sum_bytes(self) -> int:
+        """See `ReplicaPlan`."""
+        return self.stages.sum_bytes
+
+    def executables(self, grid: DeviceGrid) -> Mapping[str, Any]:
+        """See `ReplicaPlan`: of the passes of stages, and of what ends a step."""
+        return self.stages.executables([column.device_of(0) for column in grid.columns])
+
+    def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
+        """See `ReplicaPlan`."""
+        return self.stages.kept([column.device_of(0) for column in grid.columns])
 
     def equations(self) -> core.ClosedJaxpr:
         """See `ReplicaPlan`: what is computed of a micro-batch."""
@@ -89,11 +111,7 @@ class StageGradients(ReplicaGradients):
         self._take = take
         self._failed = failed
         self._memory = MeansMemory(plan.leaving, allocate)
-        self.buckets = [
-            self._memory.bucket(f"gradients/{number}", bucket.parts, bucket.layout)
-            for number, bucket in enumerate(plan.buckets)
-        ]
-        self.buckets.append(self._memory.bucket("gradients/tail", plan.state_parts, plan.state_layout))
+        self.buckets = plan.buckets_in(self._memory)
         at_once = _at_once(plan, grid)
         self._runs = [_Run(plan, grid, position, at_once) for position in range(len(grid.replicas))]
         self._begun: list[Future[None]] = []

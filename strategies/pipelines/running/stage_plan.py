@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.exchange.flat import FlatLayout
+from strategies.exchange.means import Bucket
+from strategies.gradients.computation import Kept
 from strategies.gradients.encoding import flatten
-from strategies.gradients.leaving import TAIL, Leaving
+from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.running.arguments import Arguments
 from strategies.pipelines.running.driver import Course
@@ -22,6 +25,8 @@ from strategies.pipelines.running.stages import Accumulators, Staged, StageProgr
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
 from strategies.replicas.shards import Shards
+
+PASSES = ("forward", "backward for what goes in", "backward for weights")
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,45 @@ class StagePlan:
         layout = self.leaving.layout([Part(TAIL + 1 + leaf) for leaf in leaves], 0)
         return StageBucket(number, tuple(leaves), sums, layout)
 
+    def buckets_in(self, memory: MeansMemory) -> list[Bucket]:
+        """What travels together, with memory for the means; the model state and the tail come last."""
+        found = [memory.bucket(f"gradients/{n}", each.parts, each.layout) for n, each in enumerate(self.buckets)]
+        return [*found, memory.bucket("gradients/tail", self.state_parts, self.state_layout)]
+
     # ---- programs
+
+    def executables(self, devices: Sequence[jax.Device]) -> dict[str, Any]:
+        """All compiled programs for the devices of a replica, by what they compute."""
+        self.compile(devices)
+        found: dict[str, Any] = {}
+        for number, stage in enumerate(self.stages):
+            of_passes = zip(PASSES, stage.compiled(devices[self.device_of(number)]), strict=True)
+            found |= {f"{self._named(number)}, {name}": one for name, one in of_passes if one is not None}
+        for bucket in self.buckets:
+            found[f"{self._named(bucket.segment)}, sums"] = self.finish(bucket, devices[self.device_of(bucket.segment)])
+        return {**found, "end of the step": self.end(devices[0])}
+
+    @property
+    def sum_bytes(self) -> int:
+        """What the accumulators of a replica take."""
+        sums = [each for stage in self.stages for each in stage.sum_shapes]
+        return sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in sums)
+
+    def _named(self, number: int) -> str:
+        """A segment in words."""
+        stage, own = next((stage, own) for stage, own in enumerate(self.staged.numbers) if number in own)
+        return f"stage {stage}" if len(own) == 1 else f"stage {stage}, segment {number - own[0]}"
+
+    def kept(self, devices: Sequence[jax.Device]) -> list[Kept]:
+        """What stages keep of micro-batches for backward passes, as `ReplicaRun.kept_bytes` counts it."""
+        found = []
+        for stage, own in enumerate(self.staged.numbers):
+            of_segments = [
+                self.stages[number].kept_bytes(devices[self.device_of(number)], self.keeping.runs_again(number))
+                for number in own
+            ]
+            found.append(Kept(stage, self.timetable.stash(stage), sum(of_segments)))
+        return found
 
     def compile(self, devices: Sequence[jax.Device]) -> None:
         """Compile all programs for the devices of a replica."""

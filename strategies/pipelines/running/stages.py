@@ -8,6 +8,7 @@ forward pass; weights are not, nor what depends on them alone, which is computed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -298,6 +299,23 @@ class StagePrograms:
         count = len(self.segment.inputs) + len(self.segment.takes)
         passes = self._passes if forward_again else self._passes[1:]
         return frozenset(place for one in passes for place in one.inputs if place < count)
+
+    def kept_bytes(self, device: jax.Device, forward_again: bool) -> int:
+        """What is kept of a micro-batch for the backward passes at most, besides the arguments of the step.
+
+        Args:
+            device: where.
+            forward_again: whether the forward pass runs again for the backward passes.
+        """
+        if not self.has_backward:
+            return 0
+        taken = range(len(self.segment.inputs), len(self.segment.inputs) + len(self.segment.takes))
+        kept = [self.closed.in_avals[place] for place in taken if place in self.needed(forward_again)]
+        if not forward_again:
+            forward: Any = self.compiled(device)[0]
+            made = dict(zip(self._forward.gives, jax.tree.leaves(forward.out_info), strict=True))
+            kept += [made[number] for number in self._kept]
+        return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in kept)
 
     def zeros(self, device: jax.Device) -> list[Any]:
         """New accumulators."""

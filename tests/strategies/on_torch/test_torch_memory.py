@@ -1,0 +1,66 @@
+"""What is planned of the memory of a module's training is what it then has."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+import torch
+from torch import nn
+
+import strategies.torch
+
+REPLICAS, WIDTH = 4, 700
+OPTIONS = {
+    "plain": {},
+    "streamed": {"stream_gradients": True},
+    "sharded": {"replicated_optimizer_state_sharding": True},
+    "of 16 bits": {"gradient_transfer_dtype": torch.bfloat16},
+    "of 8 bits": {"gradient_transfer_dtype": "int8"},
+}
+
+
+def new_module():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3))
+
+
+def held_by(trainer, batch):
+    """What a training has after a step, by what it is called in a plan."""
+    trainer.step(batch)
+    local, exchange = trainer._step._local, trainer._step._exchange
+    buckets = range(len(exchange.plan.layouts))
+    state = [value for of_one in trainer.optimizer.state.values() for value in of_one.values()]
+    results = [array for bucket in exchange._own_buckets for array in bucket.results]
+    of_payload = exchange._means.of_payload
+    return {
+        "variables": sum(each.nbytes for each in trainer.module.parameters()),
+        "optimizer state": sum(each.nbytes for each in state),
+        "model state": sum(each.nbytes for each in trainer.module.buffers()),
+        "buffers of replicas": sum(each.nbytes for run in local.runs for each in run.copy.module.buffers()),
+        "residuals": sum(each.nbytes for of_run in trainer._training.residuals for each in of_run),
+        "gradients": sum(a.nbytes for run in local.runs for n in buckets for a in run.contribution.arrays(n)),
+        "means": sum(a.nbytes for a in results) + (0 if of_payload is None else of_payload.nbytes),
+        "batch": sum(leaf.nbytes for leaf in jax.tree.leaves(batch)),
+    }
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_plan_is_what_a_training_has(options, instances, on_instances):
+    def check(strategy):
+        module = new_module()
+        optimizer = torch.optim.Adam(module.parameters())
+        trainer = strategies.torch.Trainer(
+            strategy, module, lambda own, batch: own(batch).square().mean(), optimizer, **options
+        )
+        batch = torch.ones(2 * len(strategy.local_replicas), WIDTH)
+        plan = trainer.plan(batch)
+        held = held_by(trainer, batch)
+        trainer.close()
+        found = {what: sum(each.nbytes for each in plan.held if each.what == what) for what in held}
+        found["means"] = sum(each.nbytes for each in plan.held if each.what.startswith("mean gradients"))
+        assert found == held
+        assert trainer.plan(batch) == plan
+        assert "variables" in str(plan)
+
+    on_instances(instances, REPLICAS, check, mechanism="window")

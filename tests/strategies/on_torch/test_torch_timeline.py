@@ -1,0 +1,108 @@
+"""What a timeline has of the replicas of modules, and of the stages of their pipelines; no other bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from connected import ConnectedStrategy
+from torch import nn
+
+import collectives
+import strategies.torch
+import strategies.torch.poptorch as poptorch
+from collectives import Settings
+from collectives.instruments import Instruments
+from popdist import Instance
+from popdist.timeline.recorder import Recorder
+from popdist.timeline.ring import Ring
+from poprun.timeline.merging import put_together
+from poprun.timeline.recordings import Recording
+from poprun.timeline.spans import Sort
+from strategies.torch.poptorch.options import Options
+
+REPLICAS, STEPS, COUNT = 2, 3, 4
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        with poptorch.Block("first", ipu_id=0):
+            x = torch.tanh(self.first(x))
+        with poptorch.Block("last", ipu_id=1):
+            return F.cross_entropy(self.last(x), labels)
+
+
+def data(rows):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+
+
+def train_module(strategy, module, execution):
+    options = {"stream_gradients": True}
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    trainer = strategies.torch.Trainer(strategy, module, lambda own, batch: own(*batch), optimizer, **options)
+    dataset = strategies.torch.distribute_dataset(strategy, data(4 * REPLICAS * STEPS), batch_size=4, shuffle=False)
+    for batch in dataset.epoch(0):
+        trainer.step(batch)
+    trainer.close()
+
+
+def train_pipeline(strategy, module, execution):
+    options = Options().deviceIterations(STEPS).replicationFactor(REPLICAS).setExecutionStrategy(execution)
+    options.Training.gradientAccumulation(COUNT)
+    options._strategy = strategy
+    training = poptorch.trainingModel(module, options, torch.optim.SGD(module.parameters(), 0.1))
+    training(*data(2 * COUNT * REPLICAS * STEPS))
+    training.destroy()
+
+
+def record(train, execution=None, is_recorded=True):
+    """The spans of one instance, and the bits of its module at the end."""
+    ring = Ring()
+    recorder = Recorder(ring)
+    settings = Settings(progress=Instruments(*([recorder] if is_recorded else [])))
+    torch.manual_seed(0)
+    module = TwoBlocks()
+    with collectives.connect("single", settings) as communicator:
+        train(ConnectedStrategy(Instance(0, 1, REPLICAS, 0, REPLICAS, 0), communicator), module, execution)
+    bits = [each.detach().numpy().tobytes() for each in module.parameters()]
+    if not is_recorded:
+        return None, bits
+    recording = Recording(names=recorder.take_new_names(), events=ring.take()[0], is_complete=True)
+    return put_together([recording]).spans[0], bits
+
+
+def test_each_replica_computes_in_every_step():
+    spans, bits = record(train_module)
+    replicas = spans.of(Sort.REPLICA)
+    steps = spans.of(Sort.STEP)
+    assert steps["step"].tolist() == list(range(STEPS))
+    for replica in range(REPLICAS):
+        own = replicas[replicas["name"] == replica]
+        parts = own["value"][own["step"] == 0]
+        assert parts.tolist() == list(range(len(parts)))
+        assert own["step"].tolist() == [step for step in range(STEPS) for _ in parts]
+        for step in steps:
+            of_step = own[own["step"] == step["step"]]
+            assert np.all(of_step["begin_ns"] >= step["begin_ns"])
+            assert np.all(of_step["end_ns"] <= step["end_ns"])
+    assert record(train_module, is_recorded=False) == (None, bits)
+
+
+@pytest.mark.parametrize("execution", [poptorch.PipelinedExecution(), poptorch.ShardedExecution()], ids=str)
+def test_each_stage_has_every_micro_batch_forward_and_back(execution):
+    spans, bits = record(train_pipeline, execution)
+    replicas = spans.of(Sort.REPLICA)
+    for replica in range(REPLICAS):
+        for track in (1, 2):
+            own = replicas[(replicas["name"] == replica) & (replicas["track"] == track)]
+            for step in range(STEPS):
+                assert sorted(own["value"][own["step"] == step].tolist()) == sorted([*range(COUNT)] * 2)
+            own = np.sort(own, order="begin_ns")
+            assert np.all(own["end_ns"][:-1] <= own["begin_ns"][1:]), "a stage has one micro-batch at a time"
+    assert record(train_pipeline, execution, is_recorded=False) == (None, bits)
