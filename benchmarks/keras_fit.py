@@ -8,10 +8,13 @@ The MLP 784-1024-1024-10 with Adam, batch 64 for each replica, one core for each
 model, and the same steps of `Trainer` with the same network in JAX alternate in one process; a step in milliseconds.
 
 "two": two instances with one replica each, under poprun. An epoch of `fit` on both alternates with one of stock Keras
-on instance 0, which the other one waits for in a barrier; rows per second. By CPU time: what instance 0 takes.
+on instance 0, which the other one waits for in a barrier, and with one of stock Keras on both that tell each other
+nothing ("apart": what two processes of this machine can reach at all); rows per second. By CPU time: what instance 0
+takes.
 
 "parallel": Keras's own `keras.distribution.DataParallel` over two devices of one process with two cores; a process of
-its own, so that it is not paired with the others. TensorFlow's MultiWorkerMirroredStrategy is measured where it is
+its own, so that it is not paired with the others. null where that fails: its two devices may wait for each other until
+XLA ends the process. TensorFlow's MultiWorkerMirroredStrategy is measured where it is
 installed, in `benchmarks/train_step.py --against tensorflow`.
 """
 
@@ -141,13 +144,15 @@ def measure_two(rounds: int, steps: int) -> dict[str, list[float]]:
             ours.fit(x, y, batch_size=BATCH_SIZE, verbose=0)
         strategy.communicator.barrier(name="end of an epoch")
 
-    def alone() -> None:
-        if strategy.is_chief:
-            half = BATCH_SIZE * steps
+    half = BATCH_SIZE * steps
+
+    def train_stock(is_training: bool) -> None:
+        if is_training:
             stock.fit(x[:half], y[:half], batch_size=BATCH_SIZE, verbose=0)
         strategy.communicator.barrier(name="end of stock Keras")
 
-    return timed({"fit": fit, "stock": alone}, rounds)
+    ways = {"fit": fit, "stock": lambda: train_stock(strategy.is_chief), "apart": lambda: train_stock(True)}
+    return timed(ways, rounds)
 
 
 def measure_parallel(rounds: int, steps: int) -> dict[str, list[float]]:
@@ -175,6 +180,15 @@ def told_by(command: Sequence[str]) -> dict[str, list[float]]:
     raise SystemExit(f"{' '.join(command)} has told nothing")
 
 
+def told_if_it_runs(command: Sequence[str]) -> dict[str, list[float]]:
+    """The same; nothing where the command fails, which standard error says."""
+    try:
+        return told_by(command)
+    except SystemExit as error:
+        print(error, file=sys.stderr)
+        return {}
+
+
 def main() -> None:
     """Measure all ways, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,7 +206,7 @@ def main() -> None:
     os.environ.update(environment(KERAS_BACKEND="jax"))
     program = [__file__, f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]
     measure = [*program, "--measure"]
-    parallel = told_by([sys.executable, *measure, "parallel"])
+    parallel = told_if_it_runs([sys.executable, *measure, "parallel"])
     cpus = one_core_each(2)
     one = told_by(pinned_command(cpus[0], [sys.executable, *measure, "one"]))
     poprun = [sys.executable, "-m", "poprun", "--num-instances=2", "--num-replicas=2", "--allow-run-as-root=yes"]
@@ -207,7 +221,9 @@ def main() -> None:
         "two_rows_per_s": {"fit": 2 * rows / median(two["fit"]), "stock": rows / median(two["stock"])},
         "two_fit_by_stock": 2 * ratio(two, "stock", "fit"),
         "two_fit_by_stock_cpu": 2 * ratio(two, "stock_cpu", "fit_cpu"),
-        "parallel_rows_per_s": 2 * rows / median(parallel["parallel"]),
+        "two_apart_by_stock": 2 * ratio(two, "stock", "apart"),
+        "two_apart_by_stock_cpu": 2 * ratio(two, "stock_cpu", "apart_cpu"),
+        "parallel_rows_per_s": 2 * rows / median(parallel["parallel"]) if parallel else None,
     }
     print(json.dumps(figures, indent=2))
     write_figures(arguments, ("rounds", "steps"), machine, load, **figures)

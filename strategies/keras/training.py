@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from strategies.keras.agreement import broadcast, is_so_anywhere
 from strategies.keras.checkpointing import SavedFit
 from strategies.keras.optimizer import KerasOptimizer
 from strategies.keras.options import ModelOptions
@@ -66,6 +67,7 @@ class TrainFunction:
         self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
         self._results = jit(self._functions.results)
         self._is_adopted = False
+        self._left: list[Any] | None = None  # the arrays that the last step has left with Keras
         self._step = 0
         self._skipped: Any = 0
         self._then: tuple[Sequence[Any], TrainState] | None = None  # in the midst of the epoch that begins
@@ -166,13 +168,31 @@ class TrainFunction:
             self.trainer = self._trainer(begun, batch)
         if not self._is_adopted:
             self._is_adopted = True
-            begun = replace(begun, step=self._optimizer.step_of(inner))
-            is_alone = self._strategy.replicas.communicator.size == 1 and not self._options.step
-            return own, self._placed(begun) if is_alone and _may_be_used_up(begun) else self.trainer.adopt(begun)
+            return own, self._adopted(replace(begun, step=self._optimizer.step_of(inner)))
         if self._parts is not None:  # Keras knows, and callbacks change, what is whole before the first part
             count = self._optimizer.num_whole
             begun = replace(begun, optimizer_state=[*inner[:count], *self._parts[count:]])
         return own, self._placed(begun)
+
+    def _adopted(self, state: TrainState) -> TrainState:
+        """Instance 0's state on all instances; large arrays travel only where one instance has others than were left.
+
+        A collective call.
+        """
+        assert self.trainer is not None
+        replicas = self._strategy.replicas
+        if self._options.step:  # instances may have parts of it
+            return self.trainer.adopt(state)
+        left, self._left = self._left, None
+        if replicas.communicator.size == 1:
+            return self._placed(state) if _may_be_used_up(state) else self.trainer.adopt(state)
+        is_changed = left is None or not _are_the_same(_large(state), left)
+        if is_so_anywhere(replicas, is_changed, "variables were changed"):
+            return self.trainer.adopt(state)
+        small = state.loss_scale, np.int32(state.step), state.model_state[METRICS]
+        scale, step, metrics = broadcast(replicas, small)
+        model_state = {**state.model_state, METRICS: metrics}
+        return self._placed(replace(state, loss_scale=scale, step=int(step), model_state=model_state))
 
     def _placed(self, state: TrainState) -> TrainState:
         """The state where programs expect it: a callback may have assigned to variables since the last step."""
@@ -194,6 +214,7 @@ class TrainFunction:
         if self.trainer is not None and self.trainer.is_sharded:
             self._parts, inner = inner, inner[: self._optimizer.num_whole]
             self._optimizer.hold_places()
+        self._left = _large(state)
         of_optimizer = [*self._optimizer.with_scale(own, state.loss_scale), *inner]
         return logs, (state.variables, others, of_optimizer, of_metrics)
 
@@ -265,8 +286,20 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
 
 
+def _large(state: TrainState) -> list[Any]:
+    """The arrays of a state, but for those of metrics, which Keras sets back."""
+    others: list[Any] = jax.tree.leaves((state.variables, state.optimizer_state, state.model_state[VARIABLES]))
+    return others
+
+
+def _are_the_same(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the very same arrays; nothing changes those of JAX."""
+    return len(arrays) == len(others) and all(one is other for one, other in zip(arrays, others, strict=True))
+
+
 def _is_placed(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and bool(leaf.committed)
+    """Whether programs take it as it is, as they do arrays of the host."""
+    return isinstance(leaf, np.ndarray) or (isinstance(leaf, jax.Array) and bool(leaf.committed))
 
 
 def _may_be_used_up(state: TrainState) -> bool:

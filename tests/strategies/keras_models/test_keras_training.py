@@ -1,8 +1,11 @@
 """Training with Keras's own `fit`: the same bits on any number of instances, and what stock Keras learns."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
+from connected import ConnectedStrategy
 from keras import layers, ops
 from small_models import (
     LABELS,
@@ -18,7 +21,11 @@ from small_models import (
     values_of,
 )
 
+import collectives
 import strategies
+from collectives.backends.thread import run_on_threads
+from collectives.instruments import Instruments
+from popdist import Instance
 
 
 def trained_classifier(strategy):
@@ -218,6 +225,45 @@ def test_fit_again_goes_on_and_compiles_nothing(alone):
     assert is_same
     assert all(changed)
     assert iterations == 3 * 4
+
+
+@pytest.mark.parametrize("who_changes", [None, 0, 1])
+def test_weights_travel_again_only_where_an_instance_has_changed_them(who_changes):
+    """What one that is not the first has changed is overwritten."""
+    notes = Notes()
+
+    def program(communicator):
+        rank = communicator.rank
+        strategy = ConnectedStrategy(Instance(rank, 2, 1, rank, 2, 0), communicator)
+        with strategy.scope():
+            model = classifier()
+            model.fit(X, LABELS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            notes.of_this_thread.clear()
+            if rank == who_changes:
+                model.layers[0].kernel.assign(2 * model.layers[0].kernel)
+            model.fit(X, LABELS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            travelled = [
+                label for label in notes.of_this_thread if label.startswith("broadcast") and ".variables" in label
+            ]
+            return bits_of(model), len(travelled)
+
+    first, second = run_on_threads(2, program, collectives.Settings(progress=Instruments(notes)))
+    assert first == second
+    assert first[1] == (0 if who_changes is None else len(classifier().trainable_variables))
+
+
+class Notes:
+    """Keeps the names of collectives for each thread."""
+
+    def __init__(self):
+        self._labels = {}
+
+    @property
+    def of_this_thread(self):
+        return self._labels.setdefault(threading.get_ident(), [])
+
+    def operation_begins(self, number, call):
+        self.of_this_thread.append(call.title)
 
 
 def test_every_row_counts_once_in_evaluate_and_predict(in_scopes):
