@@ -84,17 +84,26 @@ def _open_remote(address: str, environ: Mapping[str, str], log: Log) -> Door:
     host, port = read_address(address, option)
     token = token_from(environ, option)
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.socket(family, kind)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(place)
-        listening.listen(_BACKLOG)
+        listening = _listen(host, port)
     except OSError as error:
         raise PopRunError(
             f"{option} {address}: nobody can listen there: {error.strerror}; name an address of this machine, and a "
             "port that is free"
         ) from None
-    listening.setblocking(False)
     shown = f"[{host}]" if ":" in host else host
     log.info(f"poprun top --address {shown}:{listening.getsockname()[1]} shows this job, to those who have its token")
     return Door(listening, token)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listening = socket.socket(family, kind)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+    except OSError:
+        listening.close()
+        raise
+    return listening

@@ -1,0 +1,58 @@
+"""The words after `poprun top`, and what is said where there is nothing to be seen."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from poprun.errors import PopRunError, UsageError
+from poprun.top.command import OPTIONS, Wanted, describe, main, read_words
+from poprun.top.greeting import TOKEN_VARIABLE
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], Wanted()),
+        (["--job", "7", "--once"], Wanted(job=7, once=True)),
+        (["--address=[::1]:70", "--json"], Wanted(address=("::1", 70), json=True)),
+        (["--plain"], Wanted(plain=True)),
+        (["-h"], None),
+    ],
+)
+def test_are_read(words, wanted):
+    assert read_words(words) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["4711"], "takes options only, not '4711'; a job is named by --job PID"),
+        (["--job=1", "--address=a:1"], "both name a job; give one of them"),
+        (["--address", "a"], "--address is 'a'; write HOST:PORT"),
+        (["--token=x"], "unknown option --token"),
+    ],
+)
+def test_others_are_refused(words, message):
+    with pytest.raises(UsageError, match=message):
+        read_words(words)
+
+
+def test_help_has_all_options():
+    text = describe(80)
+    assert [option.name for option in OPTIONS if f"--{option.name}" not in text] == []
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_without_a_job_there_is_one_error():
+    with pytest.raises(
+        PopRunError, match=f"no poprun with process 1 of yours runs on {os.uname().nodename}; for one on"
+    ):
+        main(["--job=1", "--once"])
+
+
+def test_another_host_needs_the_token(monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(UsageError, match=f"--address lets only those look .* {TOKEN_VARIABLE} is not set"):
+        main(["--address=127.0.0.1:1", "--once"])
