@@ -35,7 +35,7 @@ def screenshot(page, folder, scheme):
         *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"),
         f"--force-device-scale-factor={SCALE}",
         f"--window-size={WIDTH},{HEIGHT}",
-        f"--blink-settings=preferredColorScheme={scheme},scriptEnabled=false",
+        f"--blink-settings=preferredColorScheme={scheme}",
         f"--user-data-dir={folder / 'profile'}",
         f"--screenshot={picture}",
     ]
