@@ -1,20 +1,25 @@
-"""What a timeline costs: to record an event, of a step of the MLP, and to merge many.
+"""What a timeline costs: to record an event, of a step of the MLP, and to merge many; and how well clocks are compared.
 
 Usage:
 
-    python benchmarks/timeline.py [--events 10000000] [--repeats 200] [--json PATH]
+    python benchmarks/timeline.py [--events 10000000] [--repeats 200] [--seconds 5] [--json PATH]
 
 An event is appended to the ring as an instrument does; the least of many short repeats counts. The step of the MLP
 784-1024-1024-10 (batch 64, one replica, one instance) is made as often as an event is measured, and recorded; its cost
 is the number of its events times what one costs, and the CPU time of the thread that writes them. Recordings of two
-instances with so many events together are merged into a trace (JSON, not compressed) in a temporary folder.
+instances with so many events together are merged into a trace (JSON, not compressed) in a temporary folder. A clock
+that is five seconds ahead and runs 200 ppm faster is compared with this host's, over the loopback device and over
+links that take 5 ms each way and up to 1 ms longer: how wrong the result is at most, and what it says of that itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
+import socket
 import tempfile
+import threading
 import time
 import timeit
 from pathlib import Path
@@ -28,16 +33,21 @@ from collectives.calls import Call
 from collectives.instruments import UPDATE, Instruments
 from popdist.timeline.asked import FOLDER_VARIABLE
 from popdist.timeline.blocks import EVENTS, HEADER, MAGIC, block, json_block, names_block, pack_events
+from popdist.timeline.clocks import Alignment
 from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.meeting import Answering, Asking, Card
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring import Ring
 from poprun.timeline.merging import merge
 from poprun.timeline.recordings import read_recordings
 from poprun.timeline.spans import Sort, spans_of
 
-SETTINGS = ("events", "repeats")
+SETTINGS = ("events", "repeats", "seconds")
 CALLS = 500
 PROMISED_MERGE_S, PROMISED_SHARE = 20.0, 0.01
+LINKS = {"the loopback device": (0.0, 50.0), "5 ms each way": (0.005, 1000.0)}
+"""How long messages take each way, in s, and the error that is promised, in us."""
+JITTER_S, AHEAD_NS, FASTER = 0.001, 5 * 10**9, 2e-4
 _OF_A_STEP = (
     (Kind.PHASE_BEGINS, 0),
     (Kind.PHASE_ENDS, 0),
@@ -74,6 +84,10 @@ def main() -> None:
     print(
         f"into {merged['trace_MB']:.0f} MB; promised {PROMISED_MERGE_S:.0f} s. They were {merged['recorded_MB']:.0f} MB"
     )
+    clocks = {name: compare_clocks(delay_s, options.seconds) for name, (delay_s, _) in LINKS.items()}
+    for name, found in clocks.items():
+        print(f"clocks over {name} are known to {found['error_us']:.0f} us; promised {LINKS[name][1]:.0f} us. ", end="")
+        print(f"Said to be uncertain by {found['uncertainty_us']:.0f} us at most, by {found['least_us']:.0f} at least")
     load.warn()
     write_figures(
         options,
@@ -84,6 +98,7 @@ def main() -> None:
         step=step,
         share=share,
         merge=merged,
+        clocks=clocks,
     )
 
 
@@ -91,6 +106,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=10_000_000, metavar="N", help="to be merged (%(default)s)")
     parser.add_argument("--repeats", type=int, default=200, metavar="N", help="of a measurement (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=5, metavar="N", help="to compare clocks (%(default)s)")
     parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
@@ -162,15 +178,82 @@ def merge_many(folder: Path, count: int) -> dict[str, float]:
     }
 
 
+def compare_clocks(delay_s: float, seconds: float) -> dict[str, float]:
+    """Ask a clock that is ahead and runs faster, and compare what is found with the truth.
+
+    Returns:
+        The largest error, and the uncertainties that are told: the greatest and the least, in us.
+
+    Raises:
+        AssertionError: an error was larger than the uncertainty that is told with it.
+    """
+    began = time.monotonic_ns()
+
+    def ahead_ns(now_ns: Any) -> Any:
+        return AHEAD_NS + (now_ns - began) * FASTER
+
+    answering = Answering(lambda: int((now := time.monotonic_ns()) + ahead_ns(now)))
+    answering.start()
+    link = Link(answering.port, delay_s) if delay_s else None
+    asking = Asking(Card("there", answering.token, link.port if link else answering.port, ("127.0.0.1",)))
+    asking.start()
+    time.sleep(seconds)
+    asking.close()
+    for each in (link, answering):
+        if each is not None:
+            each.close()
+    alignment = Alignment.of(list(asking.exchanges))
+    times = np.linspace(alignment.when_ns[0], alignment.when_ns[-1], 10_000).astype(np.int64)
+    found = alignment.at(times)
+    errors = np.abs(found.middle_ns - ahead_ns(times))
+    assert np.all(errors <= found.uncertainty_ns), "an error is larger than is told"
+    return {
+        "error_us": float(errors.max()) / 1e3,
+        "uncertainty_us": float(found.uncertainty_ns.max()) / 1e3,
+        "least_us": float(found.uncertainty_ns.min()) / 1e3,
+    }
+
+
+class Link:
+    """Passes datagrams on between one that asks and one that answers, later, and each by another time."""
+
+    def __init__(self, to_port: int, delay_s: float) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self._there = ("127.0.0.1", to_port)
+        self._delay_s = delay_s
+        self._random = random.Random(0)
+        threading.Thread(target=self._pass_on, daemon=True).start()
+
+    def _pass_on(self) -> None:
+        asker: Any = None
+        while message := self._socket.recvfrom(100):
+            data, sender = message
+            if not data:
+                self._socket.close()
+                return
+            if sender != self._there:
+                asker = sender
+            to = asker if sender == self._there else self._there
+            later_s = self._delay_s + self._random.uniform(0, JITTER_S)
+            threading.Timer(later_s, self._socket.sendto, (data, to)).start()
+
+    def close(self) -> None:
+        """End it."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mine:
+            mine.sendto(b"", ("127.0.0.1", self.port))
+
+
 def write_recording(folder: Path, instance: int, count: int) -> int:
     """A recording of many like steps; its bytes."""
-    random = np.random.default_rng(instance)
+    numbers = np.random.default_rng(instance)
     steps = -(-count // len(_OF_A_STEP))
     events = np.zeros((steps, len(_OF_A_STEP)), EVENT)
     events["kind"], events["name"] = np.array(_OF_A_STEP).T
     events["value"][events["kind"] == Kind.STEP_BEGINS] = np.arange(steps)
     events = events.reshape(-1)[:count]
-    events["when_ns"] = np.cumsum(random.integers(500, 200_000, len(events)))
+    events["when_ns"] = np.cumsum(numbers.integers(500, 200_000, len(events)))
     header = {
         "instance": instance,
         "instances": 2,

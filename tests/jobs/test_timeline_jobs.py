@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ SLOW = range(2, LOST)
 
 
 def test_a_slow_instance_is_named_and_all_that_it_did_is_there_until_it_was_lost(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json.gz"
+    trace = tmp_path / "a folder, with spaces" / "trace.json.gz"
     faults = [f"--inject=delay:instance=1,step={step},seconds=0.05" for step in SLOW]
     faults.append(f"--inject=kill:instance=1,step={LOST}")
     finished = start(
@@ -46,7 +47,7 @@ def test_a_slow_instance_is_named_and_all_that_it_did_is_there_until_it_was_lost
     assert finished.status == 128 + 9
     assert "instance 1 (" in finished.stderr
     assert "did not come to its end" in finished.stderr
-    assert f"poprun timeline report {trace}" in finished.stderr
+    assert f"poprun timeline report {shlex.quote(str(trace))}" in finished.stderr
     names = [event["name"] for event in read_strictly(trace) if event["ph"] == "X"]
     assert names.count("barrier 'gradients': exchange") >= 2 * (SLOW.stop - 2)
     job = put_together(read_recordings(trace.with_name("trace.json.gz.parts")))

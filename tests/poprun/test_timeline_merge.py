@@ -113,6 +113,20 @@ class TestWhatWasCutOff:
                 steps.add(len(spans_of(recording).of(Sort.STEP)))
         assert steps == {0, 3}
 
+    def test_is_a_trace_up_to_there(self, folder, tmp_path):
+        whole = (folder / "instance-0.timeline").read_bytes()
+        counts = []
+        for length in range(0, len(whole) + 1, 61):
+            recording = parse_recording(whole[:length])
+            if recording is not None:
+                job = put_together([recording])
+                written = write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
+                kinds = Counter(event["ph"] for event in read_strictly(tmp_path / "trace.json"))
+                assert (kinds["X"], kinds["C"]) == (written.spans, written.counters)
+                counts.append(written.spans)
+        assert counts == sorted(counts)
+        assert len(counts) > 5
+
     def test_is_said(self, tmp_path, folder):
         whole = (folder / "instance-0.timeline").read_bytes()
         (tmp_path / "instance-0.timeline").write_bytes(whole[:-12])

@@ -1,0 +1,90 @@
+"""The page of a report as Chromium shows it, on light and on dark screens. Needs Debian's package chromium."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+import zlib
+from collections import Counter
+
+import pytest
+from timeline_jobs import Made
+
+from poprun.timeline.merging import put_together
+from poprun.timeline.report.page import report_page
+from poprun.timeline.report.pictures import COLOURS
+from poprun.timeline.report.verdict import judge
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.complete,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
+DARK, LIGHT = 0, 1
+SCALE, WIDTH, HEIGHT = 0.3, 1100, 1500
+
+
+def screenshot(page, folder, scheme):
+    """The pixels of a page: rows of (red, green, blue)."""
+    (folder / "page.html").write_text(page, encoding="utf-8")
+    picture = folder / "page.png"
+    words = [
+        *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"),
+        f"--force-device-scale-factor={SCALE}",
+        f"--window-size={WIDTH},{HEIGHT}",
+        f"--blink-settings=preferredColorScheme={scheme}",
+        f"--user-data-dir={folder / 'profile'}",
+        f"--screenshot={picture}",
+    ]
+    subprocess.run([CHROMIUM, *words, (folder / "page.html").as_uri()], check=True, capture_output=True, timeout=100)
+    return pixels_of(picture.read_bytes())
+
+
+def pixels_of(png):
+    """Those of a PNG with 8 bits, as https://www.w3.org/TR/png-3/ has it."""
+    position, data, width, channels = 8, b"", 0, 0
+    while position < len(png):
+        (length,), kind = struct.unpack_from(">I", png, position), png[position + 4 : position + 8]
+        content = png[position + 8 : position + 8 + length]
+        if kind == b"IHDR":
+            width, _, depth, colours, _, _, interlaced = struct.unpack(">IIBBBBB", content)
+            assert (depth, interlaced) == (8, 0)
+            channels = {2: 3, 6: 4}[colours]
+        data += content if kind == b"IDAT" else b""
+        position += 12 + length
+    data, size = zlib.decompress(data), width * channels
+    before, rows = bytes(size), []
+    for start in range(0, len(data), size + 1):
+        before = unfiltered(data[start], bytearray(data[start + 1 : start + 1 + size]), before, channels)
+        rows.append([tuple(before[place : place + 3]) for place in range(0, size, channels)])
+    return rows
+
+
+def unfiltered(kind, row, above, channels):
+    for place in range(len(row)):
+        left = row[place - channels] if place >= channels else 0
+        up = above[place]
+        corner = above[place - channels] if place >= channels else 0
+        nearest = min((left, up, corner), key=lambda value: abs(left + up - corner - value))
+        row[place] = (row[place] + (0, left, up, (left + up) // 2, nearest)[kind]) & 0xFF
+    return bytes(row)
+
+
+def rgb(colour):
+    whole = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    return tuple(bytes.fromhex(whole))
+
+
+@pytest.mark.parametrize(("scheme", "background", "place"), [(LIGHT, "#fff", 0), (DARK, "#15191d", 1)])
+def test_a_report_is_seen_in_the_colours_of_the_screen(tmp_path, scheme, background, place):
+    job = put_together(Made(3, compute_ms={2: 20}, delays_ms={(1, 30): 400}).recordings())
+    rows = screenshot(report_page(job, judge(job)), tmp_path, scheme)
+    found = Counter(pixel for row in rows for pixel in row)
+    assert found.most_common(1)[0][0] == rgb(background)
+    bars = {name for name, colours in COLOURS.items() if found[rgb(colours[place])] > 20}
+    assert bars >= {"compute", "waiting", "exchange", "update"}
+    last = max(number for number, row in enumerate(rows) if set(row) != {rgb(background)})
+    assert last > len(rows) / 2, "the page goes on below its first half"
