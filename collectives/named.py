@@ -189,7 +189,8 @@ class NamedQueue:
         except BaseException as error:
             self._fail_all(error)
             return False
-        return not self._closing
+        with self._condition:  # that it closes may have been said since: the others have to hear of it
+            return not self._is_over()
 
     def is_called(self) -> bool:
         """Whether there is a reason for a round, or none will come any more."""
@@ -197,10 +198,12 @@ class NamedQueue:
 
     def _has_work(self) -> bool:
         with self._condition:
-            if self._watch.cancelled and not self._is_wanted():
-                return False
-            everybody_closed = len(self._closed_ranks) == self._transport.size
-            return self.is_called() and not (everybody_closed and not self._new)
+            return self.is_called() and not self._is_over()
+
+    def _is_over(self) -> bool:
+        """Whether no more rounds are to come: all ranks have closed, or this one waits for none of them."""
+        everybody_closed = len(self._closed_ranks) == self._transport.size
+        return (everybody_closed and not self._new) or (self._watch.cancelled and not self._is_wanted())
 
     def _is_wanted(self) -> bool:
         """Whether this rank has started something that has not ended."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpc_jobs import end_of, socket_addresses, start_worker
@@ -13,6 +15,9 @@ from grpc_threads import WorkerThreads
 
 import collectives
 from collectives import Communicator, Settings, run_on_threads
+from collectives.assembly import Group
+from collectives.backends.single import SingleTransport
+from collectives.named import NamedQueue
 from collectives.network.wire import DaemonThreads
 
 
@@ -33,6 +38,26 @@ def test_closing_starts_no_thread(monkeypatch: pytest.MonkeyPatch, mechanism: st
         return True
 
     assert run_on_threads(2, close, Settings(mechanism=mechanism)) == [True, True]
+
+
+class Interrupted(threading.Condition):
+    """Something else happens as soon as it has been let go for the first time."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self._meanwhile = [meanwhile]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._meanwhile:
+            self._meanwhile.pop()()
+
+
+def test_the_others_are_told_of_closing_also_when_a_thread_has_just_found_nothing_to_do() -> None:
+    queue = NamedQueue(SingleTransport(), Group(0, ["rank 0"], [0]).watch(Settings()))
+    queue._condition = Interrupted(queue.begin_close)
+    assert queue.work()  # there is something now
+    assert not queue.work()  # all have been told, and have closed
 
 
 def test_workers_that_have_called_nothing_close_without_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +91,8 @@ def test_processes_that_call_nothing_end_well(tmp_path: Path) -> None:
     program.write_text(WORKER)
     with socket_addresses(2) as addresses:
         ends = end_of([start_worker(program, [str(rank), *addresses]) for rank in range(2)])
-    assert ends == [(0, "", "")] * 2
+    assert [status for status, _, _ in ends] == [0, 0]
+    assert not any("Traceback" in text or "Exception" in text for _, *texts in ends for text in texts), ends
 
 
 def test_abandoning_an_unused_communicator_ends_its_thread() -> None:

@@ -131,6 +131,15 @@ IN_COLLECTIVES = (
         caught_by=("tests/collectives/test_waits.py::test_a_barrier_waits_for_all",),
     ),
     Fault(
+        name="a rank that closes just then does not tell the others",
+        path="collectives/named.py",
+        old="return not self._is_over()",
+        new="return not self._closing",
+        caught_by=(
+            "tests/collectives/test_closing.py::test_the_others_are_told_of_closing_also_when_a_thread_has_just_found_nothing_to_do",
+        ),
+    ),
+    Fault(
         name="the token of a job is not compared",
         path="collectives/network/security.py",
         old="return not self.token or is_same(self.prove(statement), proof)",

@@ -178,7 +178,7 @@ def test_random_numbers_and_moving_means_are_those_without_a_pipeline(on_instanc
 
 def test_stages_run_at_once_in_the_order_of_the_timetable(network):
     """A stage waits in the forward pass of the second micro-batch until the next stage has the first one."""
-    met, barrier = [], threading.Barrier(2, timeout=20)
+    met, barrier = [], threading.Barrier(2, timeout=100)
 
     class Meeting(nn.Module):
         def __init__(self):
