@@ -20,7 +20,7 @@ from strategies.pipelines.running.stage_gradients import Watch
 from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.jaxpr import Graph
-from strategies.replicas.devices import ReplicaDevices
+from strategies.replicas.devices import DeviceGrid, ReplicaDevices
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
 
@@ -52,8 +52,7 @@ class Inference:
         watch: Watch,
     ) -> None:
         self._watch = watch
-        self._grid = replicas.grid
-        self._failed = replicas.reducer.fail
+        self._replicas = replicas
         self._timetable = timetable
         leaves, structure = jax.tree.flatten(variables)
         self._count = len(leaves)
@@ -90,27 +89,27 @@ class Inference:
         Raises:
             BaseException: what a stage has raised.
         """
-        begin_s = time.perf_counter()
-        runs = [self._run(position, variables, own, begin_s) for position, own in enumerate(elements)]
-        columns = self._grid.columns[: len(self._timetable.devices)]
+        begin_s, grid = time.perf_counter(), self._replicas.grid  # which grows when instances are lost
+        runs = [self._run(grid, position, variables, own, begin_s) for position, own in enumerate(elements)]
+        columns = grid.columns[: len(self._timetable.devices)]
         begun = [future for device, column in enumerate(columns) for future in self._begin(device, column, runs)]
         errors = [error for error in (future.exception() for future in begun) if error is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
             raise error
-        of_replicas = dict(zip(self._grid.replicas, runs, strict=True))
+        of_replicas = dict(zip(grid.replicas, runs, strict=True))
         self._watch({replica: drive.spans for replica, (_, drive) in of_replicas.items()})
         return {replica: run.outputs_of(self._outputs) for replica, (run, _) in of_replicas.items()}
 
     def _run(
-        self, position: int, variables: Any, elements: Sequence[Sequence[Any]], begin_s: float
+        self, grid: DeviceGrid, position: int, variables: Any, elements: Sequence[Sequence[Any]], begin_s: float
     ) -> tuple[ReplicaRun, Drive]:
-        devices = [column.device_of(position) for column in self._grid.columns]
+        devices = [column.device_of(position) for column in grid.columns]
         run = ReplicaRun(self._staged, self._programs, self._timetable.mapping, devices)
         number = len(self._staged.arguments) - 2
         each: dict[int, Sequence[Any]] = dict(enumerate(zip(*elements, strict=True), self._count))
         each[number] = [np.int32(micro_batch) for micro_batch in range(self._timetable.num_micro_batches)]
         lasting = dict(enumerate(jax.tree.leaves(variables)))
-        lasting[number + 1] = np.int32(self._grid.replicas[position])
+        lasting[number + 1] = np.int32(grid.replicas[position])
         run.prepare(Given(lasting, each, {}))
         return run, Drive(self._course, run.perform, begin_s)
 
@@ -119,4 +118,4 @@ class Inference:
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, AbandonedError):
-            self._failed(error)
+            self._replicas.reducer.fail(error)

@@ -342,6 +342,36 @@ def test_the_others_go_on_when_an_instance_is_lost(lost, compilations):
     assert behind_steps[-1] == (1, before[-1])
 
 
+def test_a_pipeline_that_only_runs_takes_over_replicas_too():
+    """Where a training beside it has lost an instance: it runs on all replicas that are here."""
+
+    def replica(variables, x):
+        return x + strategies.get_replica_context().replica_id_in_sync_group
+
+    def program(strategy):
+        outfeed, seen = strategies.OutfeedQueue(), []
+        with strategy.scope():
+            net = pipelining_ops.pipeline(
+                [lambda variables, x: variables * x, replica],
+                2,
+                inputs=[np.float32(5)],
+                outfeed_queue=outfeed,
+                device_mapping=[0, 0],
+            )
+        given = net.init(np.float32(2))
+        trainer = strategies.Trainer(strategy, pair, optax.sgd(0.1))
+        dataset = strategy.distribute_dataset(np.ones((3 * 2 * 4, 3), np.float32), 2)
+        state = trainer.init(START)
+        for batch in dataset.epoch(0):
+            given = net(given)
+            seen.append(outfeed.dequeue()[-1].tolist())
+            state, _ = trainer.step(state, batch)
+        return [*seen, net(given) and outfeed.dequeue()[-1].tolist()]
+
+    here, of_all = [10.0, 11.0], [10.0, 11.0, 12.0, 13.0]
+    assert run_instances(2, 4, program, ["kill:instance=1,step=2"]) == [[here, here, here, of_all], None]
+
+
 @pytest.mark.parametrize("optimizer", ["lamb", pytest.param("adamw", marks=pytest.mark.complete)])
 def test_a_training_goes_on_from_a_checkpoint_with_another_schedule_mapping_and_spread(
     optimizer, tmp_path, on_instances
