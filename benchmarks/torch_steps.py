@@ -170,7 +170,7 @@ def compare(names: list[str], rounds: int, fused: bool) -> dict[str, dict[str, f
     for name in names:
         torch.manual_seed(0)
         module, (x, y) = MODELS[name](), batch_of(name)
-        steps = {"torch alone": in_a_loop(copy.deepcopy(module), x, y)}
+        steps = {"torch alone": in_a_loop(copy.deepcopy(module), x, y, fused)}
         if strategy.num_instances > 1:
             ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=True)
             steps["DDP"] = in_a_loop(ddp, x, y, fused)

@@ -199,9 +199,16 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of which it is not known that it computes element by element.
 
     Raises:
-        StrategyError: it is neither one of `ELEMENTWISE`, nor does its class say `is_elementwise = True`.
+        StrategyError: it is neither one of `ELEMENTWISE`, nor does its class say `is_elementwise = True`; or it has a
+            fused kernel, which on CPUs rounds the last elements of an array otherwise than those before them.
     """
     kind = type(optimizer)
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise StrategyError(
+            f"the optimizer state cannot be sharded: {kind.__name__} has fused=True, whose kernel rounds elements at "
+            "the end of an array otherwise, and where parts end depends on the number of instances; use fused=False, "
+            "or replicated_optimizer_state_sharding=False"
+        )
     if not is_elementwise(optimizer):
         raise StrategyError(
             f"the optimizer state cannot be sharded: of {kind.__name__} it is not known that it looks at every element "

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from horovod_installed import needs_horovod
-from poprun_jobs import ROOT, start
+from poprun_jobs import ROOT, start, start_command
 
 import strategies
 
@@ -55,6 +55,18 @@ def test_an_instance_may_be_killed():
     words = ["--num-instances=2", "--num-replicas=4", "--on-failure=shrink", fault]
     finished = start(*words, *PROGRAM, "popdist", str(STEPS)).finish()
     assert json.loads(finished.lines_of(0)[-1]) == [0, 4, *alone(4)]
+
+
+@pytest.mark.complete
+def test_over_grpc_it_has_the_fingerprints_of_one_process(tmp_path):
+    cluster = {"worker": [f"unix:{tmp_path}/{rank}" for rank in range(2)]}
+    tasks = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(2)]
+    workers = [
+        start_command(*PROGRAM, "workers", str(STEPS), environ={"TF_CONFIG": json.dumps(task)}) for task in tasks
+    ]
+    found = [worker.finish() for worker in workers]
+    assert [one.status for one in found] == [0, 0], found[0].stderr
+    assert [json.loads(one.stdout.splitlines()[-1]) for one in found] == [[0, 2, *alone(4)], [1, 2, *alone(4)]]
 
 
 @pytest.mark.complete

@@ -154,6 +154,25 @@ class TestSharding:
                 strategies.IPUStrategy(2), module, loss_fn, optimizer, replicated_optimizer_state_sharding=True
             )
 
+    def test_needs_an_optimizer_whose_bits_do_not_depend_on_where_arrays_end(self):
+        torch.manual_seed(0)
+        first, gradient = torch.randn(1003), torch.randn(1003)
+
+        def updated(part, **options):
+            parameter = nn.Parameter(first[part].clone())
+            parameter.grad = gradient[part].clone()
+            torch.optim.Adam([parameter], 1e-2, **options).step()
+            return parameter.detach()
+
+        parts = [slice(start, start + 13) for start in range(0, 1003, 13)]
+        assert torch.equal(updated(slice(None)), torch.cat([updated(part) for part in parts]))
+        module = new_module("mlp")
+        optimizer = torch.optim.Adam(module.parameters(), fused=True)
+        with pytest.raises(StrategyError, match=r"Adam has fused=True, .*; use fused=False, or "):
+            strategies.torch.Trainer(
+                strategies.IPUStrategy(2), module, loss_fn, optimizer, replicated_optimizer_state_sharding=True
+            )
+
 
 class TestBuffers:
     def test_are_means_and_those_of_replica_0(self):
