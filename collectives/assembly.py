@@ -93,7 +93,7 @@ def assemble(
     """
     watches = (group.watch(settings), group.watch(settings))
     for link, watch in zip(links, watches, strict=True):
-        watch.pause = link.pause
+        watch.pausing = link.pausing
     rings = [RingTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
     hosts = links[0].hosts
     beside = Counter(hosts).most_common(1)[0][1] if hosts else 1  # ranks on one host
@@ -148,7 +148,8 @@ def _open_windows_of_hosts(
         return None
     memory, number = memoryview(segment), beside.index(transport.rank)
     nears = [NearLink(memory[start : start + channel], number, len(beside)) for start in (0, channel)]
-    main, named = (
-        RingTransport(HostsLink(link, near), watch) for link, near, watch in zip(links, nears, watches, strict=True)
-    )
+    of_hosts = [HostsLink(link, near) for link, near in zip(links, nears, strict=True)]
+    for link, watch in zip(of_hosts, watches, strict=True):
+        watch.pausing = link.pausing
+    main, named = (RingTransport(link, watch) for link, watch in zip(of_hosts, watches, strict=True))
     return main, named

@@ -47,6 +47,10 @@ def _nobody_is_lost(awaited: Sequence[int]) -> str:
     return ""
 
 
+def _by_polling() -> None:
+    return None
+
+
 class Watch:
     """The waits of one rank in one communicator.
 
@@ -62,8 +66,8 @@ class Watch:
         call: the call that waits; set by whoever begins one, as is `number`, its place in the sequence.
         cancelled: set from another thread, it ends a long wait with `PeerLostError`.
         lost: says why it is useless to wait for these ranks, if it is; asked while a wait is long.
-        pause: what returns when something may have happened, or after the given seconds; None: there is no such thing,
-            so waits have to poll.
+        pausing: asked when a wait begins that is not over at once: what returns when something may have happened, or
+            after the given seconds; None: there is no such thing, so the wait has to poll.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class Watch:
         self.number = 0
         self.cancelled = False
         self.lost: Callable[[Sequence[int]], str] = _nobody_is_lost
-        self.pause: Callable[[float], None] | None = None
+        self.pausing: Callable[[], Callable[[float], None] | None] = _by_polling
         self._instances = instances
         self.instruments = instruments
 
@@ -106,17 +110,23 @@ class Watch:
     def wait_patiently(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """`wait` for a caller that has spun already."""
         now_s, sleep = self.clock.now_s, self.clock.sleep
-        started = now_s()
-        while self.pause is None and now_s() - started < _YIELD_S:
+        started, until_something_happens = now_s(), self.pausing()
+        while until_something_happens is None and now_s() - started < _YIELD_S:
             os.sched_yield()
             sleep(0)
             if ready():
                 return
-        self._wait_long(ready, missing, started)
+        self._wait_long(ready, missing, started, until_something_happens)
 
-    def _wait_long(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], started: float) -> None:
-        pause = _FIRST_SLEEP_S if self.pause is None else _LONGEST_SLEEP_S
-        now_s, sleep = self.clock.now_s, self.pause or self.clock.sleep
+    def _wait_long(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        started: float,
+        until_something_happens: Callable[[float], None] | None,
+    ) -> None:
+        pause = _FIRST_SLEEP_S if until_something_happens is None else _LONGEST_SLEEP_S
+        now_s, sleep = self.clock.now_s, until_something_happens or self.clock.sleep
         next_warning = started + self.limits.stall_warning_s
         give_up = started + self.limits.timeout_s
         next_note = started + _YIELD_S

@@ -194,7 +194,7 @@ def _over_link(
     watch = Watch(
         link.rank, [f"rank {rank}" for rank in range(link.size)], range(link.size), Limits(), Instruments(), 0
     )
-    watch.pause = link.pause
+    watch.pausing = link.pausing
 
     def wait(transfer: Transfer) -> None:
         watch.wait(transfer.done, lambda: [other])

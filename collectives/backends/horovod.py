@@ -129,7 +129,7 @@ def finished(begin: Callable[[], int], watch: Watch) -> Any:
         CollectiveTimeoutError: it has not ended in time.
     """
     others = [rank for rank in range(len(watch.names)) if rank != watch.rank]
-    watch.pause = _Sleep()
+    watch.pausing = _Sleep
     try:
         handle = begin()
         watch.wait_patiently(lambda: hvd.poll(handle), lambda: others)

@@ -37,6 +37,7 @@ _INLINE_BYTES_OF_HOST = 1 << 17
 _WHOLE_BYTES = 1 << 18
 _CHUNK_BYTES = 60 << 10
 _SMALLEST_CHUNK_BYTES = 60 << 10
+_ONE_COLUMN_BYTES = 1 << 21
 
 
 class MpiTransfer:
@@ -214,4 +215,5 @@ def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
         whole_bytes=_WHOLE_BYTES,
         chunk_bytes=_CHUNK_BYTES,
         smallest_chunk_bytes=_SMALLEST_CHUNK_BYTES,
+        one_column_bytes=_ONE_COLUMN_BYTES,
     )

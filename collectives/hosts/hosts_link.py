@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from collectives.hosts.near import NearLink
-from collectives.ring.link import Fetch, Link, Transfer
+from collectives.ring.link import Fetch, Link, Pause, Transfer
+
+Some = TypeVar("Some", bound=Transfer)
 
 
 class HostsLink(Link):
@@ -26,27 +30,43 @@ class HostsLink(Link):
         self.costs = far.costs
         self._far = far
         self._near = near
+        self._under_way: deque[Transfer] = deque()  # over the network
         self._number = {rank: number for number, rank in enumerate(ranks_beside(far))}
 
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         if to in self._number:
             return self._near.send(data, self._number[to], lane)
-        return self._far.send(data, to, lane)
+        return self._watched(self._far.send(data, to, lane))
 
     def send_all(self, data: np.ndarray, to: Sequence[int], lane: int) -> list[Transfer]:
         here = [self._number[each] for each in to if each in self._number]
         near = iter(self._near.send_all(data, here, lane) if here else ())
-        return [next(near) if each in self._number else self._far.send(data, each, lane) for each in to]
+        return [next(near) if each in self._number else self.send(data, each, lane) for each in to]
 
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         if source in self._number:
             return self._near.receive(into, self._number[source], lane)
-        return self._far.receive(into, source, lane)
+        return self._watched(self._far.receive(into, source, lane))
 
     def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
         if source in self._number:
             return self._near.fetch(room, self._number[source], lane)
-        return self._far.fetch(room, source, lane)
+        return self._watched(self._far.fetch(room, source, lane))
+
+    def pausing(self) -> Pause | None:
+        """A wait sleeps until a rank of this host rings, unless the network may end it, or has to be driven on."""
+        return None if self._is_under_way() else self._near.pause
+
+    def _watched(self, transfer: Some) -> Some:
+        self._is_under_way()
+        self._under_way.append(transfer)
+        return transfer
+
+    def _is_under_way(self) -> bool:
+        """Whether anything is, over the network; what is done is forgotten."""
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
+        return bool(self._under_way)
 
     def close(self) -> None:
         self._far.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from collectives.hosts.bell import LINE_BYTES
 from collectives.ring.link import EXCHANGE, LANES, PARTIALS, RESULTS
 
 POOL_BYTES = {EXCHANGE: 1 << 18, PARTIALS: 1 << 20, RESULTS: 1 << 19}
@@ -22,7 +23,6 @@ ANNOUNCED, FRAGMENTS, TAKEN = 0, 1, 40
 FRAGMENT_WORDS = 3
 QUEUE_WORDS = 48
 
-LINE_BYTES = 64
 _WORD_BYTES = 8
 
 
@@ -41,10 +41,15 @@ def queue_start(size: int, source: int, to: int, lane: int) -> int:
     return ((lane * size + source) * size + to) * QUEUE_WORDS
 
 
+def bells_start(size: int) -> int:
+    """Where the bells of all ranks begin, in bytes: behind the words."""
+    return words_of(size) * _WORD_BYTES
+
+
 def pool_start(size: int, source: int, lane: int) -> int:
     """Where the pool of a rank for a lane begins, in bytes."""
     before = sum(POOL_BYTES[each] for each in range(lane))
-    return words_of(size) * _WORD_BYTES + source * sum(POOL_BYTES.values()) + before
+    return bells_start(size) + size * LINE_BYTES + source * sum(POOL_BYTES.values()) + before
 
 
 def fragments(nbytes: int) -> Iterator[slice]:

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from collectives.hosts.bell import CAN_RING, LINE_BYTES, Bells
 from collectives.hosts.layout import (
     ANNOUNCED,
+    FRAGMENT_BYTES,
     FRAGMENT_WORDS,
     FRAGMENTS,
-    LINE_BYTES,
     POOL_BYTES,
     QUEUE_WORDS,
     QUEUED,
     TAKEN,
+    bells_start,
     fragments,
     pool_start,
     queue_start,
@@ -44,6 +46,9 @@ class NearLink(Link):
         self.size = size
         self._memory = memory
         self._words = memory[: 8 * words_of(size)].cast("Q")
+        bells = memory[bells_start(size) : bells_start(size) + size * LINE_BYTES]
+        self.bells = Bells(bells, rank) if CAN_RING else None
+        self.pause = self.bells.wait if self.bells else None
         self._outboxes = [_Outbox(self, lane) for lane in range(LANES)]
         self._inboxes: dict[tuple[int, int], _Inbox] = {}
         self._expected: dict[_Inbox, None] = {}  # those in which something is waited for
@@ -126,6 +131,7 @@ class _Outbox:
     """What this rank sends in one lane: fragments lie in a pool, one behind the other, until all have taken them."""
 
     def __init__(self, link: NearLink, lane: int) -> None:
+        self._bells = link.bells
         self._pool = link.pool(link.rank, lane)
         self._channels = [link.channel(link.rank, to, lane) for to in range(link.size)]
         self._announced = [0] * link.size
@@ -169,7 +175,13 @@ class _Outbox:
         receivers = [(to, self._announce(to, (place, nbytes, is_last))) for to in sent.to]
         self._ends = start + _aligned(nbytes)
         self._lying.append((self._ends, receivers))
+        self._ring(sent.to)
         return True
+
+    def _ring(self, to: Sequence[int]) -> None:
+        if self._bells is not None:
+            for rank in to:
+                self._bells.ring(rank)
 
     def _announce(self, to: int, facts: tuple[int, int, bool]) -> int:
         """The number of a receiver's fragments with this one."""
@@ -196,6 +208,8 @@ class _Inbox:
     """What one rank sends to this one in one lane."""
 
     def __init__(self, link: NearLink, source: int, lane: int) -> None:
+        self._source = source
+        self._bells = link.bells
         self._pool = link.pool(source, lane)
         self._channel = link.channel(source, link.rank, lane)
         self._taken = 0
@@ -216,6 +230,8 @@ class _Inbox:
             self._channel[TAKEN] = self._taken
             if message.is_whole:
                 self.awaited.popleft()
+            if self._bells is not None and nbytes > FRAGMENT_BYTES // 2:
+                self._bells.ring(self._source)  # it may wait for room
         return not self.awaited
 
 

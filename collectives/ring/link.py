@@ -82,6 +82,10 @@ class FetchedInto:
         self.message = room
 
 
+Pause = Callable[[float], None]
+"""Returns when something may have happened, at the latest after so many seconds."""
+
+
 class Link(ABC):
     """Connects one rank with all the others; messages keep their order within a lane between two ranks.
 
@@ -95,8 +99,7 @@ class Link(ABC):
         nearby: the same, where ranks of a host reach each other much sooner than those of others.
         sizes: how arrays are best cut.
         costs: what messages cost, for the choice among plans.
-        pause: returns when a transfer may have ended, at the latest after the given seconds; None where the link
-            cannot tell.
+        pause: returns when a transfer may have ended; None where the link cannot tell.
     """
 
     rank: int
@@ -105,7 +108,7 @@ class Link(ABC):
     nearby: tuple[int, ...] = ()
     sizes: Sizes = Sizes()
     costs: Costs = Costs(50e-6, 20e-6, 1e9, 50e-6, 1e9, 5e9)
-    pause: Callable[[float], None] | None = None
+    pause: Pause | None = None
 
     @abstractmethod
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
@@ -122,6 +125,10 @@ class Link(ABC):
     def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
         """Begin to receive the next message of `source` to be read only: into `room`, or wherever the link has it."""
         return FetchedInto(self.receive(room, source, lane), room)
+
+    def pausing(self) -> Pause | None:
+        """How a wait that begins now pauses: `pause`, where the link can tell of all that is under way."""
+        return self.pause
 
     def close(self) -> None:  # noqa: B027 - most links hold nothing
         """Give back what the link holds; never waits for other ranks."""

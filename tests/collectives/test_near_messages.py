@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
 
+from collectives.backends.thread import ThreadHub, ThreadLink
+from collectives.hosts.bell import CAN_RING
+from collectives.hosts.hosts_link import HostsLink
 from collectives.hosts.layout import FRAGMENT_BYTES, POOL_BYTES, QUEUED, memory_bytes
 from collectives.hosts.near import NearLink
-from collectives.ring.link import EXCHANGE, LANES, PARTIALS, RESULTS
+from collectives.ring.link import EXCHANGE, LANES, PARTIALS, RESULTS, Pause
 
 
 def links(size: int) -> list[NearLink]:
@@ -19,6 +23,11 @@ def links(size: int) -> list[NearLink]:
 
 def message(nbytes: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def pause_of(link: NearLink) -> Pause:
+    assert link.pause is not None
+    return link.pause
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 64, FRAGMENT_BYTES, FRAGMENT_BYTES + 1, 3 * POOL_BYTES[EXCHANGE] + 5])
@@ -106,3 +115,52 @@ def test_messages_keep_their_order_whatever_happens_when(seed: int) -> None:
         for data, into in zip(sent[way], come[way], strict=True):
             assert (into[: data.size] == data).all()
             assert not into[data.size :].any()
+
+
+@pytest.mark.skipif(not CAN_RING, reason="this machine has no futexes that we know")
+@pytest.mark.timeout(60)
+def test_a_message_ends_the_wait_of_the_one_whom_it_is_for() -> None:
+    """Also where it came before the wait began."""
+    one, other = links(2)
+    for _ in range(2):
+        received = other.receive(np.empty(1, np.uint8), 0, EXCHANGE)
+        thread = threading.Thread(target=one.send, args=(message(1), 1, EXCHANGE))
+        thread.start()
+        while not received.done():
+            pause_of(other)(600)
+        thread.join()
+
+
+@pytest.mark.skipif(not CAN_RING, reason="this machine has no futexes that we know")
+@pytest.mark.timeout(60)
+def test_room_for_the_next_fragment_ends_the_wait_of_the_one_who_sends() -> None:
+    one, other = links(2)
+    nbytes = 3 * POOL_BYTES[PARTIALS]
+    received = other.receive(np.empty(nbytes, np.uint8), 0, PARTIALS)
+
+    def take() -> None:
+        while not received.done():
+            pause_of(other)(600)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    sent = one.send(message(nbytes), 1, PARTIALS)
+    while not sent.done():
+        pause_of(one)(600)
+    thread.join()
+    assert received.received == nbytes
+
+
+def test_a_wait_sleeps_until_somebody_rings_only_while_nothing_is_under_way_over_the_network() -> None:
+    hub = ThreadHub(3)
+    far = [ThreadLink(hub, rank, 0) for rank in range(3)]
+    for link in far:
+        link.hosts = (0, 0, 1)
+    near = links(2)
+    link = HostsLink(far[0], near[0])
+    assert link.pausing() == near[0].pause
+    received = link.receive(np.empty(1, np.uint8), 2, RESULTS)
+    assert link.pausing() is None
+    far[2].send(message(1), 0, RESULTS)
+    assert link.pausing() == near[0].pause
+    assert received.done()

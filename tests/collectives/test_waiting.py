@@ -69,7 +69,7 @@ def time() -> Time:
 def watch_of(time: Time, notes: Notes | None = None, **limits: float) -> Watch:
     instruments = Instruments() if notes is None else Instruments(notes, supervisor=notes)
     watch = Watch(0, NAMES, (5, 6, 7), Limits(**limits, clock=time), instruments, spins=3)
-    watch.pause = time.pause
+    watch.pausing = lambda: time.pause
     watch.call, watch.number = Call("all_reduce", "weights"), 17
     return watch
 

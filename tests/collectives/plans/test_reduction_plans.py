@@ -14,12 +14,14 @@ from collectives.tree import Node
 
 
 def check(spread: Spread) -> None:
+    """In every way, in as many columns as there may be, and in one."""
     for way in possible_ways(spread):
-        plan = plan_for.__wrapped__(spread, way)
-        try:
-            assert_right(plan)
-        except Exception as error:
-            raise AssertionError(f"{way} of {spread}: {error!r}") from error
+        for columns in (0, 1):
+            plan = plan_for.__wrapped__(spread, way, columns)
+            try:
+                assert_right(plan)
+            except Exception as error:
+                raise AssertionError(f"{way} of {spread} in columns {columns}: {error!r}") from error
 
 
 @pytest.mark.parametrize("replicas", range(1, 9))
