@@ -84,7 +84,7 @@ def test_an_instance_that_is_lost_while_the_others_train_on(tmp_path):
     file = tmp_path / "job.json"
     program = ROOT / "tests" / "jobs" / "programs" / "surviving_training.py"
     words = ["-n=3", "--num-replicas=6", "--on-failure=shrink", "--inject=kill:instance=1,step=4"]
-    finished = start(*words, "--summary", f"json:{file}", sys.executable, str(program)).finish()
+    finished = start(*words, "--summary", f"json:{file}", sys.executable, str(program), "5").finish()
     read = summary_of(file, finished)
     (fault,) = read["faults_survived"]
     assert (fault["attempt"], fault["followed_by"]) == (0, "shrink")

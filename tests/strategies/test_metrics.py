@@ -1,9 +1,12 @@
 """What a step tells about itself."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from collectives.instruments import Instruments
 from strategies import Metrics
+from strategies.step.metrics import tell_end
 
 
 @pytest.fixture
@@ -27,3 +30,31 @@ def test_an_unknown_name_is_a_key_error(metrics):
     with pytest.raises(KeyError, match="recall"):
         metrics["recall"]
     assert metrics.get("recall", 3.0) == 3.0
+
+
+class Counter:
+    """Sees steps that are made."""
+
+    def __init__(self):
+        self.seen = []
+
+    def steps_made(self, steps, rows, loss):
+        self.seen.append((steps, rows, loss))
+
+
+@pytest.mark.parametrize("arrays", [np, jnp])
+def test_who_counts_steps_is_told_of_them_with_the_rows_and_a_loss_that_need_not_be_waited_for(arrays):
+    counter = Counter()
+    means = arrays.array([0.5, 2.0], np.float32)
+    if arrays is jnp:
+        means.block_until_ready()
+    tell_end(Instruments(counter), {"x": np.zeros((4, 8)), "n": 3}, Metrics(("loss",), means), steps=5)
+    ((steps, rows, loss),) = counter.seen
+    assert (steps, rows, loss()) == (5, 20, 0.5)
+
+
+def test_a_loss_that_is_not_there_is_not_known():
+    gone = jnp.array([0.5])
+    gone.delete()
+    assert Metrics(("loss",), gone).loss_at_hand() is None
+    assert Metrics((), np.zeros(0, np.float32)).loss_at_hand() is None
