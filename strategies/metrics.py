@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import popdist
+from strategies.roles import Number
 from strategies.sinks.opening import asked_sinks, open_sinks, opened
 from strategies.sinks.row import Row
 from strategies.sinks.sink import Sink
@@ -47,7 +47,7 @@ def open(*sinks: str | Sink, strategy: Strategy | None = None) -> Sinks:
     return found
 
 
-def log(values: Mapping[str, Any], step: int) -> None:
+def log(values: Mapping[str, Number], step: int) -> None:
     """Write numbers of one's own to all sinks of this process; to be called on every instance alike.
 
     For loops of one's own, and for what a `Trainer` does not know. It is no collective call, and costs nothing where no

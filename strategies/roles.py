@@ -37,6 +37,9 @@ Scalar: TypeAlias = jax.Array | np.float32 | np.int32
 Numbers: TypeAlias = Any
 """An array, or a number of Python."""
 
+Number: TypeAlias = Any
+"""A number of Python or NumPy, or an array of one, of whatever framework."""
+
 Metric: TypeAlias = Any
 """What an evaluation has found under a name: a number, or what else was merged."""
 

@@ -43,6 +43,7 @@ def test_each_option_alone_is_read_back(option):
         Kind.TEXT: ("word", "zwölf"),
         Kind.PATH: ("a/b", "c d"),
         Kind.HOSTS: (("a",), ("a[0-1],b", "c")),
+        Kind.METRICS: (("csv:a.csv",), ("mlflow", "csv:a,jsonl:b")),
         Kind.FAULT: (("kill:instance=0",), ("stop:instance=0,step=2", "exit:instance=1")),
         Kind.ARGUMENTS: ((), ("-x", "A= b")),
         Kind.INSTANCE_ARGUMENTS: (("0:-x A",), ("0:\"-x A='b c'\"", "1:")),
