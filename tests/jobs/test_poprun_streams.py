@@ -76,7 +76,8 @@ def test_a_line_tells_of_the_beginning_on_a_terminal_and_leaves_nothing_there():
     program = "import popdist, time\npopdist.init()\ntime.sleep(2)\nprint('begins')\n"
     null = subprocess.DEVNULL
     environ = {"NO_COLOR": "1", "TERM": "xterm"}
-    status, shown = on_terminal(program, environ=environ, stdin=null, stdout="terminal", stderr="terminal")
+    streams = {"stdin": null, "stdout": "terminal", "stderr": "terminal"}
+    status, shown = on_terminal(program, "--summary", "no", environ=environ, **streams)
     erase = b"\r\x1b[K"
     assert status == 0
     assert erase + b"no step is completed yet: data are loaded, programs compiled (" in shown
