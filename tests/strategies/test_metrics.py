@@ -3,8 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from connected import ConnectedStrategy
 
+import collectives
 from collectives.instruments import Instruments
+from popdist.instance import Instance
 from strategies import Metrics
 from strategies.step.metrics import tell_end
 
@@ -42,15 +45,23 @@ class Counter:
         self.seen.append((steps, rows, loss))
 
 
+def counted(means, **more):
+    """What is told of steps of a job of one instance with two replicas."""
+    counter = Counter()
+    single = collectives.connect("single", collectives.Settings(progress=Instruments(counter)))
+    replicas = ConnectedStrategy(Instance(0, 1, 2, 0, 2, 0), single).replicas
+    tell_end(replicas, {"x": np.zeros((4, 8)), "n": 3}, Metrics(("loss",), means), 5, 2, **more)
+    ((steps, rows, loss),) = counter.seen
+    return steps, rows, loss()
+
+
 @pytest.mark.parametrize("arrays", [np, jnp])
 def test_who_counts_steps_is_told_of_them_with_the_rows_and_a_loss_that_need_not_be_waited_for(arrays):
-    counter = Counter()
     means = arrays.array([0.5, 2.0], np.float32)
     if arrays is jnp:
         means.block_until_ready()
-    tell_end(Instruments(counter), {"x": np.zeros((4, 8)), "n": 3}, Metrics(("loss",), means), steps=5)
-    ((steps, rows, loss),) = counter.seen
-    assert (steps, rows, loss()) == (5, 20, 0.5)
+    assert counted(means) == (1, 4, 0.5)
+    assert counted(means, tails=arrays.ones((5, 2), np.float32)) == (5, 20, 0.5)
 
 
 def test_a_loss_that_is_not_there_is_not_known():
