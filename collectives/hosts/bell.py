@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-import time
 
 LINE_BYTES = 64
 """What a bell takes, so that it shares no cache line."""
@@ -47,7 +46,8 @@ class Bells:
 
     def ring(self, rank: int) -> None:
         """Wake a rank, after what it waits for has been written."""
-        self._words[rank * (LINE_BYTES // 4)] = time.monotonic_ns() & 0xFFFFFFFF  # not what it was
+        place = rank * (LINE_BYTES // 4)
+        self._words[place] = (self._words[place] + 1) & 0xFFFFFFFF
         self._call(_SYSTEM_CALL, ctypes.byref(self._places[rank]), _WAKE, _EVERYBODY, None, None, 0)
 
     def wait(self, seconds: float) -> None:

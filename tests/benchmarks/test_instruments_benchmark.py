@@ -3,7 +3,7 @@
 import pytest
 from benchmark_runs import run_benchmark
 
-EVENTS = {"operation begins", "data move", "operation ends", "step begins", "phase"}
+EVENTS = {"operation begins", "data move", "operation ends", "step begins", "step made", "phase"}
 
 
 @pytest.mark.job
@@ -18,10 +18,11 @@ def test_all_events_are_measured_in_all_ways(tmp_path):
         "contextlib.nullcontext",
         "a barrier of one rank",
     }
-    assert [line.split("  ")[0] for line in table.splitlines()[1:6]] == [
+    assert [line.split("  ")[0] for line in table.splitlines()[1:7]] == [
         "operation begins",
         "data move",
         "operation ends",
         "step begins",
+        "step made",
         "phase",
     ]

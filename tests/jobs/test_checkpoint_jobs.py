@@ -50,7 +50,7 @@ def saved_by(folder: Path, number: signal.Signals, status: int) -> int:
     job.process.send_signal(number)
     finished = job.finish(LIMIT_S)
     assert finished.status == status, finished.stderr
-    [step] = re.findall(rf"{number.name}: leaving after step (\d+); see {folder}", finished.stderr)
+    [step] = set(re.findall(rf"{number.name}: leaving after step (\d+); see {folder}", finished.stderr))
     assert [path.name for path in folder.iterdir()] == [f"step_{int(step):08d}"]
     return int(step)
 
