@@ -116,6 +116,16 @@ def in_a_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor, fused: bool) -
     return step
 
 
+def in_lockstep(strategy: strategies.Strategy, step: Callable[[], object]) -> Callable[[], object]:
+    """The step, and a meeting of all instances: what a synchronous step takes where nothing is exchanged."""
+
+    def step_and_meet() -> None:
+        step()
+        strategy.communicator.barrier(name="step")
+
+    return step_and_meet
+
+
 def by_trainer(strategy: strategies.Strategy, module: nn.Module, x: torch.Tensor, y: torch.Tensor, fused: bool):
     optimizer = torch.optim.Adam(module.parameters(), fused=fused)
     trainer = strategies.torch.Trainer(
@@ -172,6 +182,7 @@ def compare(names: list[str], rounds: int, fused: bool) -> dict[str, dict[str, f
         module, (x, y) = MODELS[name](), batch_of(name)
         steps = {"torch alone": in_a_loop(copy.deepcopy(module), x, y, fused)}
         if strategy.num_instances > 1:
+            steps["in lockstep"] = in_lockstep(strategy, in_a_loop(copy.deepcopy(module), x, y, fused))
             ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=True)
             steps["DDP"] = in_a_loop(ddp, x, y, fused)
         steps["DistributedModel"] = in_a_loop(
