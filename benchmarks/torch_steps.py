@@ -1,213 +1,147 @@
-"""Steps of modules of PyTorch: alone, with DDP over gloo, and with `strategies.torch`, in turns in the same processes.
+"""Steps of modules of PyTorch: alone, with DDP over gloo, and with `strategies.torch`.
 
-All of them have what makes torch fastest here: Adam with one fused kernel per parameter, convolutions with the channels
-last; `--default-adam` is torch's default, several kernels per parameter.
+Usage:
 
-    poprun --num-instances 2 --num-replicas 2 python benchmarks/torch_steps.py
+    python benchmarks/torch_steps.py [--instances 2] [--models cnn mlp transformer] [--rounds 15] [--json PATH]
     python benchmarks/torch_steps.py --local-replicas 4    4 replicas in this process, against one after another
     python benchmarks/torch_steps.py --pipeline            what waiting for turns costs for each block and micro-batch
 
-Every process needs a core of its own; only ratios of one run mean anything.
+Each way has a job of its own under poprun, with one replica and one core per instance, and they take turns; of a round
+the ratios are formed, and their medians printed. "in lockstep" is "torch alone" whose instances meet after each step
+without exchanging anything: what a synchronous step takes at least on this machine. All have what makes torch fastest
+here: Adam with one fused kernel per parameter, convolutions with the channels last; `--default-adam` is torch's
+default, several kernels per parameter.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
-import os
-import socket
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
-import torch.nn.functional as F
+from control import Coordinator
+from timing import OtherLoad, describe_machine, environment, medians, write_figures
 from torch import nn
+from torch_models import BATCH, MODELS, Step, batch_of, by_trainer, in_a_loop
+from torch_steps_rank import JOBS
 
-import popdist
 import strategies
-import strategies.torch
 import strategies.torch.poptorch as poptorch
 
-BATCH = 64
-WORDS, LENGTH = 1031, 16
-ROUNDS, STEPS = 7, 10
+RANK = Path(__file__).with_name("torch_steps_rank.py")
+STEPS = 10
+LIMIT_S = 120.0
+ALONE, PEER, OURS = "torch alone", "DDP", ("DistributedModel", "Trainer", "trainingModel")
+AGAINST = (ALONE, "in lockstep", PEER)
+SETTINGS = ("instances", "local_replicas", "models", "rounds", "default_adam")
+
+Times = dict[str, list[float]]
 
 
-class Block(nn.Module):
-    """Attention to what came before, and a wide hidden layer, each behind a normalisation and with dropout."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self._heads = heads
-        self.norm, self.qkv, self.out = nn.RMSNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide = nn.Sequential(
-            nn.RMSNorm(width), nn.Linear(width, 3 * width), nn.GELU("tanh"), nn.Linear(3 * width, width)
-        )
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, length, width], the same."""
-        query, key, value = self.qkv(self.norm(x)).unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.wide(x))
+def main() -> None:
+    options = read_options()
+    machine, load = describe_machine(), OtherLoad()
+    torch.set_num_threads(1)
+    rows = {}
+    if options.pipeline:
+        rows["four blocks"] = compare_pipeline(options.rounds)
+    elif options.local_replicas:
+        for model in options.models:
+            rows[model] = compare_local(model, options.local_replicas, options.rounds, not options.default_adam)
+    else:
+        rows = compare(options)
+    for name, row in rows.items():
+        print_row(name, row)
+    load.warn()
+    write_figures(options, SETTINGS, machine, load, rows=rows)
 
 
-class Transformer(nn.Module):
-    """That of `tests/zoo`: two blocks of width 64, and one table for words and logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.position = nn.Embedding(WORDS, 64), nn.Parameter(torch.randn(LENGTH, 64))
-        self.blocks = nn.Sequential(Block(64, 4), Block(64, 4), nn.RMSNorm(64))
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Of words [rows, length] the logits of those that follow, [rows, WORDS, length]."""
-        hidden = self.blocks(self.words(words) + self.position)
-        return (hidden @ self.words.weight.T).transpose(1, 2)
-
-
-def cnn() -> nn.Module:
-    layers = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1352, 8), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(8, 10)).to(memory_format=torch.channels_last)
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--instances", type=int, default=2, metavar="N", help="with one replica each (%(default)s)")
+    add("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    add("--local-replicas", type=int, metavar="N")
+    add("--pipeline", action="store_true")
+    add("--default-adam", action="store_true")
+    add("--rounds", type=int, default=15, metavar="N", help="turns of each way (%(default)s)")
+    add("--json", metavar="PATH", help="write the figures to this file")
+    return parser.parse_args()
 
 
-def mlp() -> nn.Module:
-    layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
-    return nn.Sequential(nn.Flatten(), *layers)
+def print_row(name: str, row: dict[str, float]) -> None:
+    """Milliseconds, and ratios of times."""
+    print(name)
+    for kind, value in row.items():
+        print(f"    {kind:<34}" + (f"{value:9.2f} x" if " / " in kind else f"{value:9.3f} ms"), flush=True)
 
 
-MODELS = {"cnn": cnn, "mlp": mlp, "transformer": Transformer}
+# ---- several instances
 
 
-def batch_of(name: str, rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and their labels; of the transformer words, and those that follow."""
-    if name == "transformer":
-        words = torch.randint(0, WORDS, (rows, LENGTH + 1))
-        return words[:, :-1].contiguous(), words[:, 1:].contiguous()
-    images = torch.randn(rows, 1, 28, 28).to(memory_format=torch.channels_last)
-    return images, torch.randint(0, 10, (rows,))
+def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """All ways take turns with each of the models."""
+    count = str(options.instances)
+    poprun = [sys.executable, "-m", "poprun", "--num-instances", count, "--num-replicas", count, "--summary", "no"]
+    words = ["--default-adam"] * options.default_adam
+    with tempfile.TemporaryDirectory(prefix="torch-steps-") as folder, Coordinator(folder, LIMIT_S) as coordinator:
+        groups = {}
+        for job, ways in JOBS.items():
+            program = [sys.executable, str(RANK), job, coordinator.path, *words]
+            group = coordinator.start(job, options.instances, [[*poprun, *program]], environment())
+            groups.update(dict.fromkeys(ways, group))
+        rows = {}
+        for model in options.models:
+            times: Times = {way: [] for way in groups}
+            for round_ in range(options.rounds + 1):
+                for way, group in groups.items():
+                    took_s = group.ask(do="steps", way=way, model=model, count=STEPS)[0]
+                    times[way] += [took_s / STEPS * 1e3] * (round_ > 0)  # the first round is to get warm
+            rows[model] = medians(times) | ratios(times)
+    return rows
 
 
-class WithLoss(nn.Module):
-    """As PopTorch wants it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits and the loss."""
-        output = self.module(x)
-        return output, F.cross_entropy(output, y)
+def ratios(times: Times) -> dict[str, float]:
+    """Of each of our ways: its time by that of torch alone and in lockstep, and DDP's time by ours."""
+    found = {}
+    for way in OURS:
+        for other in AGAINST:
+            pair = (other, way) if other == PEER else (way, other)
+            found[" / ".join(pair)] = median(a / b for a, b in zip(*(times[each] for each in pair), strict=True))
+    return found
 
 
-def in_a_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor, fused: bool) -> Callable[[], object]:
-    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
+# ---- one process
 
 
-def in_lockstep(strategy: strategies.Strategy, step: Callable[[], object]) -> Callable[[], object]:
-    """The step, and a meeting of all instances: what a synchronous step takes where nothing is exchanged."""
-
-    def step_and_meet() -> None:
-        step()
-        strategy.communicator.barrier(name="step")
-
-    return step_and_meet
-
-
-def by_trainer(strategy: strategies.Strategy, module: nn.Module, x: torch.Tensor, y: torch.Tensor, fused: bool):
-    optimizer = torch.optim.Adam(module.parameters(), fused=fused)
-    trainer = strategies.torch.Trainer(
-        strategy, module, lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]), optimizer
-    )
-    return lambda: trainer.step((x, y))
-
-
-def by_poptorch(strategy: strategies.Strategy, module: nn.Module, x: torch.Tensor, y: torch.Tensor, fused: bool):
-    options = poptorch.Options()
-    options._strategy = strategy
-    wrapped = WithLoss(module)
-    training = poptorch.trainingModel(wrapped, options, torch.optim.Adam(wrapped.parameters(), fused=fused))
-    return lambda: training(x, y)
-
-
-def connect_gloo(strategy: strategies.Strategy) -> None:
-    """All instances, as ranks of torch.distributed."""
-    port = np.zeros(1, np.int64)
-    if strategy.instance_index == 0:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port[0] = found.getsockname()[1]
-    strategy.communicator.broadcast(port, 0, name="port")
-    rank, size = str(strategy.instance_index), str(strategy.num_instances)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "RANK": rank, "WORLD_SIZE": size}
-    torch.distributed.init_process_group("gloo")
-
-
-def medians_ms(steps: dict[str, Callable[[], object]], meet: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Of each kind of step the median over rounds of the mean of some steps; the kinds take turns."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds + 1):
+def in_turns(steps: dict[str, Step], rounds: int) -> Times:
+    """Milliseconds of each kind of step in each round."""
+    times: Times = {name: [] for name in steps}
+    for round_ in range(rounds + 1):
         for name, step in steps.items():
-            meet()
             began = time.perf_counter()
             for _ in range(STEPS):
                 step()
-            if number:  # the first round is to get warm
-                found[name].append((time.perf_counter() - began) / STEPS * 1e3)
-    return {name: median(each) for name, each in found.items()}
+            times[name] += [(time.perf_counter() - began) / STEPS * 1e3] * (round_ > 0)
+    return times
 
 
-def compare(names: list[str], rounds: int, fused: bool) -> dict[str, dict[str, float]]:
-    """All kinds of steps, for some models."""
-    popdist.init()
-    strategy = strategies.PopDistStrategy()
-    torch.set_num_threads(1)
-    if strategy.num_instances > 1:
-        connect_gloo(strategy)
-    found = {}
-    for name in names:
-        torch.manual_seed(0)
-        module, (x, y) = MODELS[name](), batch_of(name)
-        steps = {"torch alone": in_a_loop(copy.deepcopy(module), x, y, fused)}
-        if strategy.num_instances > 1:
-            steps["in lockstep"] = in_lockstep(strategy, in_a_loop(copy.deepcopy(module), x, y, fused))
-            ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=True)
-            steps["DDP"] = in_a_loop(ddp, x, y, fused)
-        steps["DistributedModel"] = in_a_loop(
-            strategies.torch.DistributedModel(copy.deepcopy(module), strategy), x, y, fused
-        )
-        steps["Trainer"] = by_trainer(strategy, copy.deepcopy(module), x, y, fused)
-        steps["trainingModel"] = by_poptorch(strategy, copy.deepcopy(module), x, y, fused)
-        found[name] = medians_ms(steps, lambda: strategy.communicator.barrier(name="round"), rounds)
-    return found if strategy.instance_index == 0 else {}
-
-
-def compare_local(names: list[str], replicas: int, rounds: int, fused: bool) -> dict[str, dict[str, float]]:
+def compare_local(model: str, replicas: int, rounds: int, fused: bool) -> dict[str, float]:
     """Replicas of one process at once, against as many steps of plain PyTorch one after another."""
-    torch.set_num_threads(1)
-    found = {}
-    for name in names:
-        torch.manual_seed(0)
-        module, (x, y) = MODELS[name](), batch_of(name, replicas * BATCH)
-        alone = in_a_loop(copy.deepcopy(module), x[:BATCH], y[:BATCH], fused)
-        steps = {
-            "one after another": lambda alone=alone: [alone() for _ in range(replicas)],
-            "at once": by_trainer(strategies.IPUStrategy(replicas), copy.deepcopy(module), x, y, fused),
-        }
-        found[name] = medians_ms(steps, lambda: None, rounds)
-    return found
+    torch.manual_seed(0)
+    x, y = batch_of(model, replicas * BATCH)
+    alone = in_a_loop(MODELS[model](), x[:BATCH], y[:BATCH], fused)
+    steps: dict[str, Step] = {
+        "one after another": lambda: [alone() for _ in range(replicas)],
+        "at once": by_trainer(strategies.IPUStrategy(replicas), MODELS[model](), x, y, fused),
+    }
+    times = in_turns(steps, rounds)
+    ratio = median(a / b for a, b in zip(times["one after another"], times["at once"], strict=True))
+    return medians(times) | {"one after another / at once": ratio}
 
 
 class Blocks(nn.Module):
@@ -225,43 +159,18 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def compare_pipeline(rounds: int, count: int = 16) -> dict[str, dict[str, float]]:
+def compare_pipeline(rounds: int, count: int = 16) -> dict[str, float]:
     """A step with and without waiting for turns: all stages on one device do not wait."""
-    found = {}
-    steps = {}
+    steps: dict[str, Step] = {}
     for name, devices in (("one device", [0] * 4), ("four devices", [0, 1, 2, 3])):
         options = poptorch.Options()
         options.Training.gradientAccumulation(count)
         stages = [poptorch.Stage(f"B{number}").ipu(device) for number, device in enumerate(devices)]
         options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
         training = poptorch.trainingModel(Blocks(), options)
-        steps[name] = lambda training=training: training(torch.ones(count, 8))
-    found["four blocks"] = medians_ms(steps, lambda: None, rounds)
-    row = found["four blocks"]
-    row["per block and micro-batch"] = (row["four devices"] - row["one device"]) / (4 * count)
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--local-replicas", type=int)
-    parser.add_argument("--pipeline", action="store_true")
-    parser.add_argument("--default-adam", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
-    if arguments.pipeline:
-        found = compare_pipeline(arguments.rounds)
-    elif arguments.local_replicas:
-        found = compare_local(arguments.models, arguments.local_replicas, arguments.rounds, not arguments.default_adam)
-    else:
-        found = compare(arguments.models, arguments.rounds, not arguments.default_adam)
-    if arguments.json:
-        print(json.dumps(found))
-        return
-    for name, row in found.items():
-        print(name, ", ".join(f"{kind} {value:.3f} ms" for kind, value in row.items()), flush=True)
+        steps[name] = lambda training=training: training(torch.ones(count, 8))  # type: ignore[misc]
+    row = medians(in_turns(steps, rounds))
+    return row | {"per block and micro-batch": (row["four devices"] - row["one device"]) / (4 * count)}
 
 
 if __name__ == "__main__":

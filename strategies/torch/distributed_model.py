@@ -16,6 +16,7 @@ from strategies.errors import StrategyError
 from strategies.replicas.membership import warn_of_loss
 from strategies.roles import Tree
 from strategies.strategy import Strategy
+from strategies.torch.allocator import keep_freed_memory
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_exchange import GradientExchange, Tail
 from strategies.torch.gradient_plan import GradientPlan, Parameter
@@ -91,6 +92,7 @@ class DistributedModel(torch.nn.Module):
             )
         if intra_op_threads is not None:
             torch.set_num_threads(intra_op_threads)
+        keep_freed_memory()
         self.module = module
         self._strategy = strategy
         self._options = options

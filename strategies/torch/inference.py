@@ -12,6 +12,7 @@ import torch
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch, Tree
+from strategies.torch.allocator import keep_freed_memory
 from strategies.torch.pipeline_run import PipelineRun, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_modules import ReplicaModule, slots_of
@@ -39,6 +40,7 @@ class InferenceReplicas:
         seed: int,
         pipeline: Pipeline | None = None,
     ) -> None:
+        keep_freed_memory()
         self._replicas = replicas
         self._module = module
         self._call = call

@@ -17,6 +17,7 @@ from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
+from strategies.torch.allocator import keep_freed_memory
 from strategies.torch.evaluation import Evaluator
 from strategies.torch.options import Options, TorchOptions
 from strategies.torch.replica_run import LossFunction
@@ -69,6 +70,7 @@ class Trainer:
         settings = TorchOptions(seed, **options)
         refuse_modules(module)
         refuse_optimizers(optimizer, module)
+        keep_freed_memory()
         self.module, self.optimizer = module, optimizer
         self.seed = seed
         self.notice = Notice()

@@ -1,0 +1,68 @@
+"""A training on PyTorch does not give its memory back to the kernel after each step; counted are the pages it gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from strategies.torch.allocator import keep_freed_memory
+
+PROGRAM = """
+import json, resource, sys
+import torch
+import strategies, strategies.torch
+
+def pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+module = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 26 * 26, 8))
+batch = torch.ones(64, 1, 28, 28)
+if sys.argv[1] == "Trainer":
+    trainer = strategies.torch.Trainer(
+        strategies.IPUStrategy(1), module, lambda module, x: module(x).square().mean(),
+        torch.optim.SGD(module.parameters(), 1e-9),
+    )
+    step = lambda: trainer.step(batch)
+else:
+    model = strategies.torch.DistributedModel(module, strategies.IPUStrategy(1))
+    step = lambda: model(batch).square().mean().backward()
+for _ in range(20):
+    step()
+before = pages()
+for _ in range(20):
+    step()
+print(json.dumps((pages() - before) / 20))
+"""
+ACTIVATIONS = 64 * 8 * 26 * 26 * 4 // os.sysconf("SC_PAGE_SIZE")
+"""Pages that what a step keeps for its backward pass takes."""
+
+
+def pages_of_a_step(way, **environment):
+    command = [sys.executable, "-c", PROGRAM, way]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment})
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.job
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are counted as Linux counts them")
+class TestPages:
+    @pytest.mark.parametrize("way", ["Trainer", "DistributedModel"])
+    def test_of_one_step_are_those_of_the_next(self, way):
+        assert pages_of_a_step(way) < ACTIVATIONS / 10
+
+    @pytest.mark.complete
+    def test_go_back_where_the_environment_wants_it(self):
+        assert pages_of_a_step("Trainer", MALLOC_TRIM_THRESHOLD_="65536", MALLOC_MMAP_THRESHOLD_="65536") > ACTIVATIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")]
+)
+def test_the_environment_decides_where_it_says_something(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert not keep_freed_memory()
