@@ -10,7 +10,7 @@ from collectives.plans.network import Network
 from collectives.plans.plan import Plan
 from collectives.plans.planning import plan_for, possible_ways
 from collectives.plans.spread import Spread
-from collectives.tree import Node
+from collectives.tree import Node, root_of
 
 _CACHED = 1024
 
@@ -29,7 +29,7 @@ class Width:
 
     def of(self, node: Node, replicas: int) -> int:
         """Of a node of so many replicas."""
-        return self.leaf if node.is_leaf or node == Node(0, replicas) else self.partial
+        return self.leaf if node.is_leaf or node == root_of(replicas) else self.partial
 
 
 @dataclass(frozen=True)
