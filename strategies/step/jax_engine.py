@@ -70,7 +70,7 @@ class JaxEngine(StepEngine):
         self._update = update
         self._is_recorded = is_recorded
         self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
-        self._first_communicator = replicas.communicator
+        self._instances_at_first = replicas.num_instances
         self._has_warned = False  # of what is lost with an instance
         self.claim_replicas()
 
@@ -186,9 +186,10 @@ class JaxEngine(StepEngine):
         One that is lost while the first step is prepared may leave others of which some have their plan, and some have
         not: what is measured or compared for it is measured and compared by all of them, or by none.
         """
-        found, communicator = self._plans.get(key), self._replicas.communicator
-        has_lost = communicator is not self._first_communicator
-        return found if not has_lost or is_so_everywhere(found is not None, communicator, "plans are there") else None
+        found = self._plans.get(key)
+        if self._replicas.num_instances == self._instances_at_first:
+            return found
+        return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
 
     def _plan(self, shapes: ReplicaShapes) -> _Plan:
         """What a replica computes of arguments of such shapes."""
