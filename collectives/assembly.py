@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from collectives.communicator import Communicator
+from collectives.errors import PeerRefusedError
 from collectives.hosts.hosts_link import HostsLink, ranks_beside
 from collectives.hosts.layout import memory_bytes
 from collectives.hosts.near import NearLink
 from collectives.instruments import Instruments
 from collectives.named import NamedQueue
+from collectives.plans.network import Network
 from collectives.ring.link import Link
 from collectives.ring.transport import RingTransport
 from collectives.transport import Transport
@@ -40,6 +42,7 @@ class Settings:
             "auto": the window where hosts have several ranks and the room, else the ring.
         shared_memory_dir: where shared memory is made.
         spins: how often a wait polls before it offers its core to others.
+        network: what messages and sums cost, by which plans are chosen; default: what suits most networks.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -47,6 +50,7 @@ class Settings:
     mechanism: str = "auto"
     shared_memory_dir: Path = SHARED_MEMORY_DIR
     spins: int = SPINS
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         if self.mechanism not in MECHANISMS:
@@ -76,6 +80,24 @@ class Group:
         return watch
 
 
+def refuse_other_networks(networks: Sequence[Network | None]) -> None:
+    """Insist that all ranks choose plans by the same costs: else each would wait for messages of another plan.
+
+    Raises:
+        PeerRefusedError: on all ranks, if they do not.
+    """
+    others = [rank for rank, network in enumerate(networks) if network != networks[0]]
+    if others:
+        raise PeerRefusedError(
+            f"rank 0 chooses plans by {_costs_of(networks[0])}, rank {others[0]} by {_costs_of(networks[others[0]])}; "
+            "give all of them the same costs"
+        )
+
+
+def _costs_of(network: Network | None) -> str:
+    return "the usual costs" if network is None else str(network)
+
+
 def assemble(
     settings: Settings, group: Group, links: tuple[Link, Link], share_memory: bool, make_subgroup: MakeSubgroup
 ) -> Communicator:
@@ -94,6 +116,8 @@ def assemble(
     watches = (group.watch(settings), group.watch(settings))
     for link, watch in zip(links, watches, strict=True):
         watch.pausing = link.pausing
+        if settings.network is not None:
+            link.costs, link.are_costs_measured = settings.network, True
     rings = [RingTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
     hosts = links[0].hosts
     beside = Counter(hosts).most_common(1)[0][1] if hosts else 1  # ranks on one host

@@ -4,7 +4,7 @@ CollectiveError
 ├── LayoutMismatchError     the ranks made different calls: a bug of the program; the communicator stays usable
 ├── CollectiveTimeoutError  a rank did not come within `timeout_s`: the communicator is broken, end the program
 ├── PeerLostError           a rank is gone: the communicator is broken, end the program or rebuild it
-├── PeerRefusedError        this worker may not join: fix its address, index, token or certificate
+├── PeerRefusedError        this worker may not join: fix its address, index, token, certificate or costs
 ├── SecurityError           the connection would not be safe, or its certificates are unusable: fix the settings
 ├── BrokenError             an earlier call failed half-way: make a new communicator
 ├── ClosedError             the communicator was closed: do not use it any more
@@ -45,7 +45,7 @@ class PeerLostError(CollectiveError):
 
 
 class PeerRefusedError(CollectiveError):
-    """This worker cannot take its place: its address is in use, or another worker refuses it."""
+    """This worker cannot take its place: its address is in use, another worker refuses it, or it has other costs."""
 
 
 class SecurityError(CollectiveError):

@@ -324,9 +324,14 @@ class NamedQueue:
         return f"; started there, but not here: {', '.join(sorted(calls))}" if calls else ""
 
     def _fail_all(self, error: BaseException) -> None:
+        """What is pending fails; what no other rank has brought about is logged, since nothing may be pending."""
         with self._condition:
-            failure = PeerLostError(f"the named collectives have ended: {error}")
-            self._failure = error if isinstance(error, CollectiveError) else failure
+            if isinstance(error, CollectiveError):
+                self._failure = error
+            else:
+                logger.error("the named collectives have ended", exc_info=error)
+                self._failure = PeerLostError(f"the named collectives have ended: {error}")
+                self._failure.__cause__ = error
             handles = [handle for _, handle in self._new]
             self._new = []
         handles += [entry.handle for entry in self._pending.values() if entry.handle is not None]

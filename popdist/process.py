@@ -99,11 +99,15 @@ class Process:
         """With which instances are connected."""
         from collectives import Settings
         from collectives.instruments import Instruments
-        from popdist.tuning import read_limits, read_mechanism
+        from popdist.tuning import read_limits, read_mechanism, read_network
 
-        limits, mechanism = read_limits(os.environ), read_mechanism(os.environ)
         instruments = Instruments(*self.attached, supervisor=self.progress)
-        return Settings(progress=instruments, limits=limits, mechanism=mechanism)
+        return Settings(
+            progress=instruments,
+            limits=read_limits(os.environ),
+            mechanism=read_mechanism(os.environ),
+            network=read_network(os.environ),
+        )
 
     def forget_backend(self) -> None:
         """There is none any more, and there will be none."""

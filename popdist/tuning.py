@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from collectives import Limits
 from collectives.assembly import MECHANISMS
+from collectives.plans.network import Network
 from popdist.errors import EnvironmentMismatchError
 
 PREFIX = "POPDIST_"
@@ -38,6 +40,24 @@ def read_mechanism(environ: Mapping[str, str]) -> str:
             f"{name}={mechanism!r} is no mechanism; use one of {', '.join(MECHANISMS)}, or unset it"
         )
     return mechanism
+
+
+def read_network(environ: Mapping[str, str]) -> Network | None:
+    """The network of `collectives.Settings`, in the file that POPDIST_NETWORK names.
+
+    Raises:
+        EnvironmentMismatchError: the file cannot be read, or has no network.
+    """
+    name = f"{PREFIX}NETWORK"
+    path = environ.get(name)
+    if path is None:
+        return None
+    try:
+        return Network.read(Path(path))
+    except (OSError, ValueError) as error:
+        raise EnvironmentMismatchError(
+            f"{name}={path!r}: {error}; name a file of `python -m simulator measure` that every host has, or unset it"
+        ) from error
 
 
 def _seconds(environ: Mapping[str, str], limit: str, usual: float) -> float:

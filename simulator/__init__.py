@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulator.network import Network
+from collectives.plans.network import Network
 from simulator.run import Outcome, simulate, steady_s
 from simulator.traffic import Traffic, chain, of_comparison, of_plan, ring
 

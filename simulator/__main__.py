@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from collectives.plans.network import Network
 from simulator.comparing import Job, compared
 from simulator.measuring import measured
-from simulator.network import Network
 from simulator.pictures.plotting import Curve, png_of, svg_of
 
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from collectives.plans.choice import Width
+from collectives.plans.network import Network
 from collectives.plans.planning import plan_for, possible_ways
 from collectives.plans.spread import Spread
-from simulator.network import Network
 from simulator.run import Outcome, simulate
 from simulator.traffic import Traffic, chain, of_plan, ring
 

@@ -17,10 +17,10 @@ from collectives import Limits, Settings, connect
 from collectives.hosts.layout import memory_bytes
 from collectives.hosts.near import NearLink
 from collectives.instruments import Instruments
+from collectives.plans.network import Network
 from collectives.ring.link import Link, Transfer
 from collectives.waiting import Watch
 from collectives.window.shared_memory import create_segment, open_segment
-from simulator.network import Network
 
 _SMALL_BYTES, _LARGE_BYTES = 64, 1 << 20
 _ROUNDS, _BURST, _STREAM = 200, 64, 32

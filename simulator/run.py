@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from simulator.network import Network
+from collectives.plans.network import Network
 from simulator.traffic import Traffic, Wave
 
 PARTS = ("adding", "messages", "latency", "bytes", "busy links and ranks")

@@ -137,6 +137,8 @@ def connect(
     titles = names or [f"rank {number}" for number in range(len(parsed))]
     full_names = [f"{title} at {address.text}" for title, address in zip(titles, parsed, strict=True)]
     security = security or Security.from_environ(os.environ)
+    if settings.network is not None:
+        description = ", ".join(filter(None, [description, f"plans by {settings.network}"]))
     node = Node(parsed, full_names, rank, description, security, settings.limits)
     node.join()
     return _communicator(replace(settings, spins=0), node, ALL, range(len(parsed)))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from collectives.agreement import LEAST_INLINE_BYTES
-from collectives.assembly import Group, Settings, assemble
+from collectives.assembly import Group, Settings, assemble, refuse_other_networks
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
 from collectives.open_mpi import open_mpi_prepared
@@ -158,12 +158,13 @@ def _connect_over(
         end: called when one of the links is closed.
         host: what the host of this rank is called; default: as MPI calls it.
     """
-    of_ranks = comm.allgather((host or MPI.Get_processor_name(), os.sched_getaffinity(0)))
-    hosts = [host for host, _ in of_ranks]
+    of_ranks = comm.allgather((host or MPI.Get_processor_name(), os.sched_getaffinity(0), settings.network))
+    refuse_other_networks([network for _, _, network in of_ranks])
+    hosts = [host for host, _, _ in of_ranks]
     here = hosts[comm.Get_rank()]
     size, of_one_host = len(hosts), max(Counter(hosts).values())
     sizes = Sizes() if of_one_host == size else _sizes_between_hosts(size, of_one_host)
-    cores = set().union(*[cores for host, cores in of_ranks if host == here])
+    cores = set().union(*[cores for host, cores, _ in of_ranks if host == here])
     if len(cores) < hosts.count(here):
         settings = replace(settings, spins=0)  # who spins takes a core that another rank needs
     numbers = host_numbers(hosts)

@@ -27,7 +27,7 @@ class HostsLink(Link):
         self.size = far.size
         self.hosts = self.nearby = far.hosts
         self.sizes = far.sizes
-        self.costs = far.costs
+        self.costs, self.are_costs_measured = far.costs, far.are_costs_measured
         self._far = far
         self._near = near
         self._under_way: deque[Transfer] = deque()  # over the network

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from collectives.plans.spread import Spread
-from collectives.tree import Node
+from collectives.tree import Node, root_of
 
 
 class Addition(NamedTuple):
@@ -94,7 +94,7 @@ class Plan:
         """Its first half: every rank has the results of its own slices only."""
         if not self.is_scattering:
             raise ValueError(f"{self.name} has every slice finished by all ranks; it has no half that scatters")
-        root = Node(0, self.spread.replicas)
+        root = root_of(self.spread.replicas)
         rounds = [
             Round(each.additions, tuple(message for message in each.messages if message.node != root))
             for each in self.rounds

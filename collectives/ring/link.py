@@ -9,12 +9,22 @@ from typing import Protocol
 
 import numpy as np
 
-from collectives.plans.choice import Costs
+from collectives.plans.network import Network
 
 CHUNK_BYTES = 1 << 18
 LANES = 3
 EXCHANGE, PARTIALS, RESULTS = range(LANES)
 """What a channel has between two ranks."""
+USUAL_COSTS = Network(
+    latency_s=50e-6,
+    message_s=20e-6,
+    bytes_per_s=1e9,
+    local_latency_s=50e-6,
+    local_message_s=20e-6,
+    local_bytes_per_s=1e9,
+    memory_bytes_per_s=5e9,
+)
+"""Where nobody has measured any."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,8 @@ class Link(ABC):
         hosts: the number of the host of each rank, from 0 on; nothing where every rank counts as a host.
         nearby: the same, where ranks of a host reach each other much sooner than those of others.
         sizes: how arrays are best cut.
-        costs: what messages cost, for the choice among plans.
+        costs: what messages and sums cost, for the choice among plans; the same on all ranks.
+        are_costs_measured: whether they are those of this network; else some plans are not considered.
         pause: returns when a transfer may have ended; None where the link cannot tell.
     """
 
@@ -107,7 +118,8 @@ class Link(ABC):
     hosts: tuple[int, ...] = ()
     nearby: tuple[int, ...] = ()
     sizes: Sizes = Sizes()
-    costs: Costs = Costs(50e-6, 20e-6, 1e9, 50e-6, 1e9, 5e9)
+    costs: Network = USUAL_COSTS
+    are_costs_measured: bool = False
     pause: Pause | None = None
 
     @abstractmethod

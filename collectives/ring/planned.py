@@ -10,7 +10,7 @@ from functools import cached_property
 from collectives.plans.choice import Width, quickest
 from collectives.plans.cutting import Piece, pieces_of, pieces_of_blocks
 from collectives.plans.plan import Plan
-from collectives.plans.planning import plan_for, possible_ways
+from collectives.plans.planning import possible_ways
 from collectives.plans.spread import Spread
 from collectives.reduction import Reduction
 from collectives.ring.link import Link
@@ -83,14 +83,14 @@ class Planner:
         width = Width(reduction.dtype.itemsize, reduction.accumulator.itemsize)
         elements = size * self._link.size if scatters else size
         is_whole = elements * width.partial <= self._sizes.whole_bytes
-        ways = list(possible_ways(spread) if is_whole else ("direct",))
+        ways = list(possible_ways(spread) if is_whole or self._link.are_costs_measured else ("direct",))
         if "doubling" in ways and (scatters or elements * width.partial > self._sizes.chunk_bytes):
             ways.remove("doubling")
-        plan = quickest(spread, elements, width, self._link.costs, tuple(ways))
+        is_short = elements * width.partial <= self._sizes.one_column_bytes
+        columns = 1 if self._link.nearby and is_short and not scatters else 0
+        plan = quickest(spread, elements, width, self._link.costs, tuple(ways), columns)
         if scatters:
             plan = plan.scattering
-        elif self._link.nearby and elements * width.partial <= self._sizes.one_column_bytes:
-            plan = plan_for(spread, plan.name, 1)
         in_slice = -(-elements // plan.slices)
         widest = width.leaf if max(counts) == 1 else width.partial
         longest = in_slice if is_whole else max(1, self._sizes.chunk_of(in_slice * widest) // widest)

@@ -70,6 +70,7 @@ class JaxEngine(StepEngine):
         self._update = update
         self._is_recorded = is_recorded
         self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
+        self._instances_at_first = replicas.num_instances
         self._has_warned = False  # of what is lost with an instance
         self.claim_replicas()
 
@@ -160,11 +161,11 @@ class JaxEngine(StepEngine):
         shapes = self._shapes_of(state, batch)
         check_takes_state(self._loss_fn, state.model_state is not None)
         key = _key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
-        plan = self._plans.get(key) or self._plan(shapes)
+        kept = self._kept(key)
+        plan = kept or self._plan(shapes)
         self._agree(state, batch, shapes, plan)
-        if key not in self._plans:
-            self._plans[key] = self._streaming(plan, shapes, state, batch)
-        plan = self._plans[key]
+        if kept is None:
+            plan = self._plans[key] = self._streaming(plan, shapes, state, batch)
         self._log_effective_batch(shapes.batch)
         communicator = self._replicas.communicator
         gradients = self._programs(plan.gradients, communicator.allocate)
@@ -178,6 +179,17 @@ class JaxEngine(StepEngine):
         of_state = gradients.means[plan.program.num_gradients :]
         structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
         return Prepared(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
+
+    def _kept(self, key: Any) -> _Plan | None:
+        """A plan that was made before, if all instances have it; a collective call where some have been lost.
+
+        One that is lost while the first step is prepared may leave others of which some have their plan, and some have
+        not: what is measured or compared for it is measured and compared by all of them, or by none.
+        """
+        found = self._plans.get(key)
+        if self._replicas.num_instances == self._instances_at_first:
+            return found
+        return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
 
     def _plan(self, shapes: ReplicaShapes) -> _Plan:
         """What a replica computes of arguments of such shapes."""

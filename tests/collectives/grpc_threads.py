@@ -13,6 +13,7 @@ import collectives
 from collectives import Communicator, Limits, Settings
 from collectives.clock import Clock, RealClock
 from collectives.network.security import Security
+from collectives.plans.network import Network
 
 LIMIT_S = 60.0
 
@@ -43,11 +44,13 @@ class WorkerThreads:
         security: Security | None = None,
         description: str = "",
         clock: Clock | None = None,
+        network: Network | None = None,
     ) -> Communicator:
         """One worker looks for the others, in this thread."""
+        limits = Limits(timeout_s=LIMIT_S, connect_timeout_s=connect_timeout_s, clock=clock or RealClock())
         return collectives.connect(
             "grpc",
-            Settings(limits=Limits(timeout_s=LIMIT_S, connect_timeout_s=connect_timeout_s, clock=clock or RealClock())),
+            Settings(limits=limits, network=network),
             addresses=addresses or self.addresses,
             rank=rank,
             description=description,

@@ -17,8 +17,10 @@ import collectives
 from collectives import Communicator, Settings, run_on_threads
 from collectives.assembly import Group
 from collectives.backends.single import SingleTransport
+from collectives.backends.thread import ThreadHub, ThreadLink
 from collectives.named import NamedQueue
 from collectives.network.wire import DaemonThreads
+from collectives.ring.transport import RingTransport
 
 
 def refuse(thread: threading.Thread) -> None:
@@ -132,3 +134,17 @@ def test_the_thread_of_a_group_that_nobody_has_any_more_ends() -> None:
     for thread in started:
         thread.join(60.0)
         assert not thread.is_alive()
+
+
+def test_what_ends_the_thread_of_named_collectives_is_said_though_nobody_waits_for_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(source: int, to: int) -> None:
+        raise MemoryError("no room for a message")
+
+    watch = Group(0, ["rank 0", "rank 1"], range(2)).watch(Settings())
+    queue = NamedQueue(RingTransport(ThreadLink(ThreadHub(2, fail), 0, 1), watch), watch)
+    queue.begin_close()
+    queue.end_close()
+    [said] = [record for record in caplog.records if record.message == "the named collectives have ended"]
+    assert "no room for a message" in (said.exc_text or "")

@@ -11,23 +11,28 @@ import pytest
 from reference import contributions, reduced
 from statements import assert_same_bits
 
-from collectives import Communicator, Settings
-from collectives.assembly import Group, assemble
+from collectives import Communicator, PeerRefusedError, Settings
+from collectives.assembly import Group, assemble, refuse_other_networks
 from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
-from collectives.plans.choice import Costs, Width, quickest
+from collectives.plans.choice import Width, quickest
+from collectives.plans.network import Network
 from collectives.plans.spread import Spread
+from collectives.reduction import Reduction
 from collectives.ring.link import Sizes
+from collectives.ring.planned import Planner
 
-FEW_ROUNDS = Costs(1.0, 1e-9, 1e6, 1.0, 1e6, 1e12)
-FEW_MESSAGES = Costs(1.0, 1.0, 1e12, 1.0, 1e12, 1e12)
-FEW_BYTES_AND_MESSAGES = Costs(1e-9, 1.0, 1e3, 1e-9, 1e3, 1e12)
+FEW_ROUNDS = Network(1.0, 1e-9, 1e6, 1.0, 1e-9, 1e6, 1e12)
+FEW_MESSAGES = Network(1.0, 1.0, 1e12, 1.0, 1.0, 1e12, 1e12)
+FEW_BYTES_AND_MESSAGES = Network(1e-9, 1.0, 1e3, 1e-9, 1.0, 1e3, 1e12)
 WAYS = {"direct": FEW_ROUNDS, "halving": FEW_BYTES_AND_MESSAGES, "doubling": FEW_MESSAGES}
 WHOLE = Sizes(inline_bytes=0, chunk_bytes=1 << 20)
 IN_PIECES = Sizes(0, 0, 512, 512, 2)
 LENGTH = 5040
 
 
-def on_links(hosts: Sequence[int], costs: Costs, sizes: Sizes, program, share_memory: bool = False):
+def on_links(
+    hosts: Sequence[int], costs: Network, sizes: Sizes, program, share_memory: bool = False, are_measured: bool = False
+):
     hub = ThreadHub(len(hosts))
 
     def no_subgroup(ranks) -> Communicator:
@@ -37,15 +42,22 @@ def on_links(hosts: Sequence[int], costs: Costs, sizes: Sizes, program, share_me
         links = [ThreadLink(hub, outer.rank, channel) for channel in (0, 1)]
         for link in links:
             link.hosts, link.costs, link.sizes = tuple(hosts), costs, sizes
+        settings = Settings(spins=0, network=costs if are_measured else None)
         group = Group(outer.rank, [f"rank {rank}" for rank in range(len(hosts))], range(len(hosts)))
-        with assemble(Settings(spins=0), group, (links[0], links[1]), share_memory, no_subgroup) as communicator:
+        with assemble(settings, group, (links[0], links[1]), share_memory, no_subgroup) as communicator:
             return program(communicator)
 
     return run_on_threads(len(hosts), run)
 
 
 def assert_reduces(
-    counts: Sequence[int], hosts: Sequence[int], costs: Costs, sizes: Sizes, dtype: str, share_memory: bool = False
+    counts: Sequence[int],
+    hosts: Sequence[int],
+    costs: Network,
+    sizes: Sizes,
+    dtype: str,
+    share_memory: bool = False,
+    are_measured: bool = False,
 ) -> None:
     bounds = [0, *accumulate(counts)]
     everything = contributions(dtype, LENGTH, range(bounds[-1]))
@@ -61,7 +73,7 @@ def assert_reduces(
         copies = [array.copy() for array in mine]
         assert_same_bits(communicator.ordered_all_reduce(copies, copies[-1], "mean"), expected)
 
-    on_links(hosts, costs, sizes, program, share_memory)
+    on_links(hosts, costs, sizes, program, share_memory, are_measured)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,3 +138,46 @@ def test_arrays_that_are_shorter_than_their_slices_are_reduced(length: int) -> N
     for costs in WAYS.values():
         for result in on_links((0, 0, 1, 1), costs, WHOLE, program):
             assert_same_bits(result, expected)
+
+
+# ---- costs that were measured
+
+
+LOOPBACK = Network(20e-6, 10e-6, 2e9, 5e-6, 2e-6, 8e9, 10e9)
+SHAPED = Network(1e-3, 30e-6, 25e6, 5e-6, 2e-6, 4e9, 10e9)
+MEASURED = {"loopback": LOOPBACK, "a shaped link": SHAPED, **WAYS}
+
+
+@pytest.mark.parametrize("sizes", [WHOLE, IN_PIECES], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("costs", MEASURED.values(), ids=MEASURED)
+@pytest.mark.parametrize(
+    ("counts", "hosts"), [((1,) * 8, (0, 0, 1, 1, 2, 2, 3, 3)), ((3, 3, 2), (0, 1, 2)), ((1, 2, 1, 2), (0, 0, 1, 1))]
+)
+def test_whatever_was_measured_the_bits_are_those_of_the_tree(
+    counts: tuple[int, ...], hosts: tuple[int, ...], costs: Network, sizes: Sizes
+) -> None:
+    sizes = replace(sizes, inline_bytes=512)
+    assert_reduces(counts, hosts, costs, sizes, "float32", share_memory=True, are_measured=True)
+
+
+def test_long_arrays_go_directly_unless_what_was_measured_says_otherwise() -> None:
+    def way(costs: Network, are_measured: bool) -> str:
+        link = ThreadLink(ThreadHub(8), 0, 0)
+        link.sizes, link.costs, link.are_costs_measured = IN_PIECES, costs, are_measured
+        planned = Planner(link, ()).planned(Reduction("sum", np.dtype(np.float32)), (1,) * 8, LENGTH, False)
+        assert len(planned.programs) > 1
+        return planned.plan.name
+
+    assert [way(FEW_BYTES_AND_MESSAGES, are_measured) for are_measured in (False, True)] == ["direct", "halving"]
+    assert [way(FEW_ROUNDS, are_measured) for are_measured in (False, True)] == ["direct", "direct"]
+
+
+def test_ranks_that_choose_by_different_costs_are_refused() -> None:
+    refuse_other_networks([None, None])
+    refuse_other_networks([SHAPED, replace(SHAPED)])
+    with pytest.raises(
+        PeerRefusedError, match="rank 0 chooses plans by the usual costs, rank 2 by Network.latency_s=2e"
+    ):
+        refuse_other_networks([None, None, LOOPBACK])
+    with pytest.raises(PeerRefusedError, match="rank 1 by Network.latency_s=0.001.*give all of them the same costs"):
+        refuse_other_networks([LOOPBACK, SHAPED])

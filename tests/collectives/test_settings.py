@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from mpi_jobs import mpirun_command, run_job
 
 import collectives
 from collectives import MissingBackendError, Settings
@@ -37,3 +39,14 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:
 
 def test_every_public_name_is_there() -> None:
     assert all(hasattr(collectives, name) for name in collectives.__all__)
+
+
+@pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.timeout(120)
+def test_ranks_over_mpi_choose_plans_by_the_same_costs() -> None:
+    job = run_job(mpirun_command(2, Path(__file__).with_name("network_job.py")))
+    assert job.returncode == 0, job.stderr
+    refused = [line for line in job.stdout.splitlines() if "is refused: rank 0 chooses plans by Network" in line]
+    assert sorted(line[:6] for line in refused) == ["rank 0", "rank 1"]
+    assert sorted(set(job.stdout.splitlines()) - set(refused)) == [f"rank {rank} has 3.0 to 3.0" for rank in range(2)]

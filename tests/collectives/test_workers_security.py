@@ -44,6 +44,7 @@ from collectives.network.addresses import Address
 from collectives.network.hello import CONTROL
 from collectives.network.security import AUTHORITY, CERTIFICATE, INSECURE, KEY, TLS_VARIABLES, TOKEN, Security
 from collectives.network.wire import CONTROL_METHOD, HELLO, PROOF, WELCOME
+from collectives.plans.network import Network
 
 ELSEWHERE = "192.0.2.1:3737"  # of TEST-NET-1, which nobody owns
 RIGHT_TOKEN = "the-right-token"
@@ -444,6 +445,11 @@ def test_a_worker_with_a_token_does_not_join_those_without(without_token: Waitin
 def test_a_worker_of_another_description_is_refused(with_token: Waiting) -> None:
     reason = f"its cluster is not ours, which is {', '.join(with_token.group.addresses)}"
     with_token.assert_refuses_with(reason, description="8 replicas")
+
+
+def test_a_worker_that_chooses_plans_by_other_costs_is_refused(with_token: Waiting) -> None:
+    reason = f"its cluster is not ours, which is {', '.join(with_token.group.addresses)}"
+    with_token.assert_refuses_with(reason, network=Network())
 
 
 def test_a_worker_of_another_cluster_is_refused(with_token: Waiting) -> None:

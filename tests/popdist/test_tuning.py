@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from collectives import Limits
+from collectives.plans.network import Network
 from popdist.errors import EnvironmentMismatchError
-from popdist.tuning import read_limits, read_mechanism
+from popdist.tuning import read_limits, read_mechanism, read_network
 
 
 def test_nothing_said_is_the_default():
     assert read_limits({}) == Limits()
     assert read_mechanism({}) == "auto"
+    assert read_network({}) is None
 
 
 def test_limits_are_in_seconds():
@@ -34,3 +38,20 @@ def test_a_mechanism_is_named(mechanism):
 def test_another_mechanism_is_refused(text):
     with pytest.raises(EnvironmentMismatchError, match=f"POPDIST_MECHANISM='{text}' is no mechanism; use one of auto"):
         read_mechanism({"POPDIST_MECHANISM": text})
+
+
+def test_costs_are_read_from_the_file_that_is_named(tmp_path: Path):
+    network = Network(latency_s=1e-3, bytes_per_s=25e6)
+    network.write(tmp_path / "net.json")
+    assert read_network({"POPDIST_NETWORK": str(tmp_path / "net.json")}) == network
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [(None, "No such file"), ("[]", "is no network"), ('{"speed": 1}', "has speed")]
+)
+def test_a_file_that_has_no_costs_is_refused(tmp_path: Path, text, why):
+    path = tmp_path / "net.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(EnvironmentMismatchError, match=f"POPDIST_NETWORK='.*{why}.*measure"):
+        read_network({"POPDIST_NETWORK": str(path)})

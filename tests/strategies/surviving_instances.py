@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeVar, final
 
 from losing import LIMITS, Lost, meeting_point, run_members
@@ -13,7 +14,7 @@ import collectives
 import strategies
 from collectives import Communicator, PeerLostError, Settings, ThreadHub
 from collectives.backends.thread import connect_survivors
-from collectives.instruments import Instruments
+from collectives.instruments import Instrument, Instruments
 from popdist import Instance
 from popdist.records.faults import Fault, FaultInjector, InjectedError, parse_fault
 from strategies.replicas.membership import Membership
@@ -166,6 +167,7 @@ def run_instances(
     mechanism: str = "window",
     survives: bool = True,
     hub: ThreadHub | None = None,
+    instruments: Mapping[int, Instrument] = MappingProxyType({}),
 ) -> list[Result | None]:
     """`function(strategy)` on so many instances; in their order what it returned, None where an instance was lost.
 
@@ -177,6 +179,7 @@ def run_instances(
         mechanism: how the instances exchange arrays.
         survives: whether the others go on.
         hub: where they meet; default: a new one.
+        instruments: by instance, what else sees what it does.
     """
     job = Job(hub or ThreadHub(count), survives)
     due = [ThreadFault.parse(fault, job) if isinstance(fault, str) else fault for fault in faults]
@@ -185,7 +188,8 @@ def run_instances(
         share = replicas // count
         instance = Instance(rank, count, share, rank * share, replicas, rank)
         injector = FaultInjector([fault for fault in due if fault.instance == rank])
-        settings = Settings(mechanism=mechanism, limits=LIMITS, progress=Instruments(injector))
+        attached = [injector, *([instruments[rank]] if rank in instruments else [])]
+        settings = Settings(mechanism=mechanism, limits=LIMITS, progress=Instruments(*attached))
         try:
             strategy = SurvivingStrategy(instance, settings, job)
             result = function(strategy)

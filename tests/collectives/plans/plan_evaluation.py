@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from collectives.plans.plan import Plan
 from collectives.plans.spread import Spread
-from collectives.tree import Node, steps
+from collectives.tree import Node, halves, steps
 
 Expression = int | tuple["Expression", "Expression"]
 
@@ -90,6 +90,26 @@ def assert_scatters(plan: Plan) -> None:
     held = outcome(plan.scattering)
     for number, owner in enumerate(plan.owners):
         assert [rank for rank, of_rank in enumerate(held) if root in of_rank[number]] == [owner]
+
+
+def fewest_sums(spread: Spread, owner: int) -> int:
+    """The fewest messages with sums of a slice by which its owner comes to the result, whatever the plan.
+
+    Each node of the tree is added on some rank, and each leaf is where it is owned: a message is an edge of the tree
+    with different ranks at its ends. The fewest such edges are found from the leaves up (Sankoff, Minimal Mutation
+    Trees of Sequences, 1975).
+    """
+    ranks = range(spread.size)
+
+    def costs(node: Node) -> list[int]:
+        """For each rank the fewest messages by which it has the sum of a node."""
+        if node.is_leaf:
+            return [int(node not in spread.leaves(rank)) for rank in ranks]
+        one, other = map(costs, halves(node))
+        added = [left + right for left, right in zip(one, other, strict=True)]
+        return [min(cost, min(added) + 1) for cost in added]
+
+    return costs(Node(0, spread.replicas))[owner]
 
 
 def compositions(replicas: int, ranks: int) -> Iterator[tuple[int, ...]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.plans.choice import Costs, Width, estimated_s, loads_of, quickest
+from collectives.plans.choice import Width, estimated_s, loads_of, quickest
 from collectives.plans.cutting import Table, pieces_of, pieces_of_blocks
+from collectives.plans.network import Network
 from collectives.plans.planning import plan_for, possible_ways
 from collectives.plans.spread import Spread
 
 FLOAT32, BFLOAT16 = Width(4, 4), Width(2, 4)
-GIGABIT = Costs(100e-6, 5e-6, 125e6, 1e-6, 5e9, 10e9)
+GIGABIT = Network(100e-6, 5e-6, 125e6, 1e-6, 5e-6, 5e9, 10e9)
 MEGABYTE = 1 << 18  # elements of float32
 
 
@@ -40,7 +41,7 @@ def test_a_choice_may_be_narrowed() -> None:
 def test_an_estimate_counts_rounds_messages_and_bytes() -> None:
     spread = Spread.apart([1] * 4)
     bytes_s = 2 * 3 / 4 * 4 * MEGABYTE / GIGABIT.bytes_per_s
-    added_s = 4 * MEGABYTE / GIGABIT.added_bytes_per_s
+    added_s = 4 * MEGABYTE / GIGABIT.memory_bytes_per_s
     estimates = {way: estimated_s(plan_for(spread, way), MEGABYTE, FLOAT32, GIGABIT) for way in possible_ways(spread)}
     assert estimates == pytest.approx(
         {
@@ -60,7 +61,8 @@ def test_contributions_and_results_of_16_bit_floats_travel_in_16_bits_and_sums_i
 
 def test_ranks_of_a_host_share_its_link() -> None:
     loads = loads_of(plan_for(Spread((1, 1, 1, 1), (0, 0, 1, 1)), "direct"), FLOAT32)
-    assert [(load.crosses, load.link_bytes) for load in loads] == [(False, 0), (True, 2), (True, 2), (False, 0)]
+    assert [(load.messages > 0, load.link_bytes) for load in loads] == [(False, 0), (True, 2), (True, 2), (False, 0)]
+    assert [load.local_messages > 0 for load in loads] == [True, False, False, True]
     assert [load.local_bytes for load in loads] == [2, 0, 0, 2]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
-from plan_evaluation import assert_right, compositions, drawn_spread, host_spreads, outcome
+from plan_evaluation import assert_right, compositions, drawn_spread, fewest_sums, host_spreads, outcome
 
 from collectives.plans.plan import Message, Plan, Round
 from collectives.plans.planning import plan_for, possible_ways
@@ -70,6 +71,43 @@ def test_every_rank_sends_what_is_least(hosts: int, way: str) -> None:
         assert sent_by(plan) == [2 * (hosts - 1)] * hosts
     else:
         assert max(sent_by(plan)) <= 1.25 * 2 * (hosts - 1)
+
+
+def sums_of(plan: Plan) -> Counter[int]:
+    """How many messages with sums each owner's slice takes."""
+    sums: Counter[int] = Counter()
+    for _, _, first, stop, node in plan.messages():
+        if node != Node(0, plan.spread.replicas):
+            sums.update(plan.owners[first:stop])
+    return sums
+
+
+@pytest.mark.parametrize("replicas", range(2, 9))
+def test_no_plan_sends_fewer_sums_than_the_tree_has_borders(replicas: int) -> None:
+    """And none more, where each rank owns one node."""
+    for ranks in range(2, replicas + 1):
+        for counts in compositions(replicas, ranks):
+            spread = Spread.apart(counts)
+            for way in possible_ways(spread):
+                plan = plan_for(spread, way)
+                fewest = {owner: fewest_sums(spread, owner) for owner in plan.owners if owner >= 0}
+                sums = sums_of(plan)
+                assert all(sums[owner] >= number for owner, number in fewest.items())
+                if all(len(nodes) == 1 for nodes in spread.sums) and fewest:
+                    assert sums == fewest == dict.fromkeys(range(ranks), ranks - 1)
+
+
+@pytest.mark.parametrize(
+    ("counts", "direct", "least"),
+    [((3, 3, 2), 2, 5 / 3), ((3, 3, 3, 3), 2.25, 2), ((5, 5, 5, 5), 3, 2.25), ((1, 2, 2, 1), 2.25, 1.75)],
+)
+def test_where_blocks_are_not_aligned_every_plan_sends_more(
+    counts: tuple[int, ...], direct: float, least: float
+) -> None:
+    """Arrays that the busiest rank sends, and that ranks send at least on average, with the results."""
+    spread, ranks = Spread.apart(counts), len(counts)
+    assert max(sent_by(plan_for(spread, "direct"))) / ranks == direct
+    assert (min(fewest_sums(spread, owner) for owner in range(ranks)) + ranks - 1) / ranks == pytest.approx(least)
 
 
 @pytest.mark.parametrize("of_hosts", [(2, 2), (1, 3), (4, 4, 4, 4), (2, 1, 3), (4, 2, 2, 1)])

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from losing import OnMessage
+from surviving_instances import run_instances
 
 import strategies
+from collectives import ThreadHub
 from strategies.pipelines import automatic
 from strategies.pipelines.choice import MIB
 
@@ -66,6 +69,46 @@ def test_all_instances_choose_the_same_and_no_bit_changes(instances, reference, 
     assert len(said()) == instances
     assert len(set(said())) == 1
     assert "ways to run it that keep at most 1 MiB on a device" in said()[0]
+
+
+class InCall:
+    """An instrument that lets a fault count from the beginning of a collective on, the first time that it is called."""
+
+    def __init__(self, name, fault):
+        self._name = name
+        self._fault = fault
+
+    def operation_begins(self, number, call):
+        if call.name == self._name:
+            self._fault.begin()
+
+
+def trained_with_losses(strategy):
+    trainer = strategies.Trainer(
+        strategy,
+        loss_fn,
+        optax.sgd(0.1),
+        gradient_accumulation_count=COUNT,
+        pipeline=strategies.Pipelining([0, 0], "auto"),
+    )
+    rows = np.random.default_rng(0).standard_normal((2 * 6 * COUNT * ROWS, 3)).astype(np.float32)
+    dataset = strategy.distribute_dataset(rows, ROWS, gradient_accumulation_count=COUNT)
+    state = trainer.init(START)
+    for batch in dataset.epoch(0):
+        state, _ = trainer.step(state, batch)
+    return strategies.fingerprint(state.variables)
+
+
+@pytest.mark.parametrize("name", ["times of the stages of a pipeline", "digests of options and programs"])
+def test_an_instance_is_lost_when_some_others_have_their_plan_and_some_have_not(name):
+    """What it sends in this collective comes to one of the others only, so that they are not equally far."""
+    fault = OnMessage(0, 1)
+    found = run_instances(
+        3, 6, trained_with_losses, mechanism="ring", hub=ThreadHub(3, fault), instruments={0: InCall(name, fault)}
+    )
+    assert fault.has_struck
+    [alone] = run_instances(1, 6, trained_with_losses)
+    assert found == [None, alone, alone]
 
 
 def test_the_limit_decides(reference, said):
