@@ -125,6 +125,8 @@ class PipelineRun:
     def _planned(self) -> Timetable:
         """The timetable, of the stages that the first step has met."""
         devices = self._stages.devices()
+        if self._trains:
+            self._stages.refuse_unmet()
         if self._trains and self._pipeline.needs_full and len(devices) > self._count:
             raise StrategyError(
                 f"the pipeline has {len(devices)} stages, and a step {self._count} micro-batches, which cannot fill "
@@ -164,6 +166,18 @@ class _Stages:
             stage, device = self._placing.of(name, ipu)
             self._devices.setdefault(stage, device)
         return stage
+
+    def refuse_unmet(self) -> None:
+        """Look for blocks that are in no micro-batch.
+
+        Raises:
+            StrategyError: if a stage has one.
+        """
+        if unmet := self._placing.unmet():
+            raise StrategyError(
+                f"a stage has the block {unmet[0]!r}, which no micro-batch of the first step has entered; mark it in "
+                f"the model with poptorch.Block({unmet[0]!r}), or leave it out of the strategy"
+            )
 
     def devices(self) -> list[int]:
         """For each stage its device; of stages that were not met that of the one before."""

@@ -148,7 +148,7 @@ class ReplicaRun:
                 with self._autocast():
                     loss, metrics, outputs = outcome_of(self._loss_fn(self.copy.module, parts[number]))
                 self.outputs[number] = jax.tree.map(_detached, outputs)
-                values[number] = [_number(loss), *map(_number, metrics.values())]
+                values[number] = [float(loss.detach()), *(_number(*each) for each in metrics.items())]
                 if number == 0:
                     self._prepare(turn.plan(("loss", *metrics)))
                 if walk is not None:
@@ -302,8 +302,15 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(
+            f"the metric {name!r} is {what}; metrics are scalars: return what is to be seen of every row as outputs, "
+            "(loss, metrics, outputs)"
+        ) from error
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -47,6 +47,8 @@ class PoplarExecutor:
         self, model: torch.nn.Module, options: Options | None, training: bool, optimizer: torch.optim.Optimizer | None
     ) -> None:
         options = Options() if options is None else options
+        if not isinstance(options, Options):
+            raise TypeError(f"the options are a {type(options).__name__}; give poptorch.Options(), or None for those")
         options._freeze()
         make_groupable(model)
         self.model: torch.nn.Module = model

@@ -45,6 +45,13 @@ class _Group:
         self._values[name] = value
         return self
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if callable(getattr(type(self), name, None)):
+            raise AttributeError(
+                f"{self._title}.{name} is a method, which would be overwritten; write .{name}({value!r}) instead"
+            )
+        super().__setattr__(name, value)
+
     def _refuse_frozen(self, name: str) -> None:
         if self._is_frozen:
             raise StrategyError(
@@ -314,8 +321,11 @@ class Options(_Group):
     def strategy(self) -> Strategy:
         """The replicas on which models with these options run; clones have the same."""
         if self._strategy is None:
-            self._strategy = IPUStrategy(self.replication_factor)
+            self._strategy = self._new_strategy()
         return self._strategy
+
+    def _new_strategy(self) -> Strategy:
+        return IPUStrategy(self.replication_factor)
 
     def deviceIterations(self, device_iterations: int) -> Options:
         """How many updates, or batches of an inference, a call makes."""
@@ -402,6 +412,12 @@ class Options(_Group):
             setattr(clone, name, group)
         clone._distributed = DistributedOptions(clone)
         return clone
+
+    def __copy__(self) -> Options:
+        return self.clone()
+
+    def __deepcopy__(self, memory: object) -> Options:
+        return self.clone()
 
     def _freeze(self) -> None:
         for group in (self._training, self._precision, self._locations):
@@ -503,8 +519,13 @@ class PopdistOptions(Options):
         super().__init__()
         if ipus_per_replica is not None:
             positive("ipus_per_replica", ipus_per_replica)
-        self._strategy = PopDistStrategy()
-        self.replication_factor = len(self._strategy.replicas.local_replicas)
+        self._strategy = self._new_strategy()
+
+    def _new_strategy(self) -> Strategy:
+        """All replicas of the job, also for options that were saved in another one."""
+        strategy = PopDistStrategy()
+        self.replication_factor = len(strategy.replicas.local_replicas)
+        return strategy
 
     def replicationFactor(self, replication_factor: int) -> Options:
         """Refused.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch_modules import data
 
+import strategies
 import strategies.torch.poptorch as poptorch
 from strategies import NonFiniteGradientError, StrategyError
-from strategies.torch.poptorch.options import Options
+from strategies.torch.poptorch.options import Options, PopdistOptions
 
 ROWS = 48
 
@@ -394,6 +396,27 @@ class TestOptions:
         clone.Training.gradientAccumulation(1)
         assert options.Training.gradient_accumulation == 2
         assert clone.strategy is options.strategy
+
+    def test_copies_may_be_changed_too_and_have_the_same_replicas(self):
+        """Otherwise the copy of an instance's options would train on that instance alone."""
+        options = new_options(iterations=3)
+        strategy = options.strategy
+        options._freeze()
+        for copied in (copy.copy(options), copy.deepcopy(options)):
+            assert copied.strategy is strategy
+            assert copied.deviceIterations(4).device_iterations == 4
+        assert options.device_iterations == 3
+
+    def test_of_a_job_that_were_saved_are_those_of_the_job_in_which_they_are_read(self):
+        options = pickle.loads(pickle.dumps(PopdistOptions()))
+        assert isinstance(options.strategy, strategies.PopDistStrategy)
+        assert options.replication_factor == options.strategy.num_replicas_in_sync == 1
+
+    def test_are_not_set_by_assigning_to_their_methods(self):
+        with pytest.raises(AttributeError, match=r"deviceIterations is a method, .* write .deviceIterations\(3\) instead"):
+            Options().deviceIterations = 3
+        with pytest.raises(TypeError, match="the options are a str"):
+            poptorch.inferenceModel(Classifier(), "options")
 
     def test_without_a_meaning_here_are_said_once(self, caplog):
         caplog.set_level(logging.INFO, "strategies.torch.poptorch.options")

@@ -377,6 +377,11 @@ class TestRefusals:
         with pytest.raises(StrategyError, match="zero_bubble takes backward passes apart"):
             call_two(Two(), execution=poptorch.PipelinedExecution("A", "B", schedule="zero_bubble"))
 
+    def test_blocks_that_the_model_does_not_have(self):
+        """It would run without a pipeline, and nobody would know."""
+        with pytest.raises(StrategyError, match=r"a stage has the block 'C', which no micro-batch .*Block\('C'\)"):
+            call_two(Two(), execution=poptorch.ShardedExecution("A", "B", "C"))
+
     def test_phases_that_are_not_said(self):
         with pytest.raises(ValueError, match="needs its phases"):
             poptorch.SerialPhasedExecution()
