@@ -151,13 +151,15 @@ class ReplicaRun:
                 values[number] = [float(loss.detach()), *(_number(*each) for each in metrics.items())]
                 if number == 0:
                     self._prepare(turn.plan(("loss", *metrics)))
+                loss = self._weighted(loss, number, count, turn.scale)
                 if walk is not None:
                     walk.turn_round(loss, walk.last_stage)
                 if number == count - 1 and self._leaves:
                     self._leaving = threading.get_ident()
-                self._backward(loss, number, count, turn.scale)
-                if walk is not None:
-                    walk.finish()
+                if walk is None:
+                    loss.backward()
+                else:
+                    walk.back(loss)
 
         try:
             if self.pipeline is None:
@@ -176,7 +178,8 @@ class ReplicaRun:
         dtype = self._options.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
-    def _backward(self, loss: torch.Tensor, number: int, count: int, scale: float) -> None:
+    def _weighted(self, loss: torch.Tensor, number: int, count: int, scale: float) -> torch.Tensor:
+        """That from which a backward pass begins; of a running mean the gradients are made ready for it, too."""
         if self._options.method is RUNNING_MEAN and number:
             for parameter in self.copy.parameters:
                 if parameter.grad is not None:
@@ -184,9 +187,7 @@ class ReplicaRun:
         divisor = 1 if self._options.method is SUM else number + 1 if self._options.method is RUNNING_MEAN else count
         if divisor != 1:
             loss = loss / divisor
-        if scale != 1:
-            loss = loss * scale
-        loss.backward()
+        return loss * scale if scale != 1 else loss
 
     # ---- gradients
 

@@ -285,8 +285,8 @@ def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:
         raise TypeError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
     if lazy := [name for name, one in module.named_parameters() if torch.nn.parameter.is_lazy(one)]:
         raise ValueError(
-            f"{lazy[0]} is of a lazy module that was not called yet, so it has no shape; call the module once with rows "
-            "like those of the data set, in every process"
+            f"{lazy[0]} is of a lazy module that was not called yet, so it has no shape; call the module once with "
+            "rows like those of the data set, in every process"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("the module has no parameter that is trained; set requires_grad of one of them at least")

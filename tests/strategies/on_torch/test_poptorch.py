@@ -413,7 +413,9 @@ class TestOptions:
         assert options.replication_factor == options.strategy.num_replicas_in_sync == 1
 
     def test_are_not_set_by_assigning_to_their_methods(self):
-        with pytest.raises(AttributeError, match=r"deviceIterations is a method, .* write .deviceIterations\(3\) instead"):
+        with pytest.raises(
+            AttributeError, match=r"deviceIterations is a method, .* write .deviceIterations\(3\) instead"
+        ):
             Options().deviceIterations = 3
         with pytest.raises(TypeError, match="the options are a str"):
             poptorch.inferenceModel(Classifier(), "options")

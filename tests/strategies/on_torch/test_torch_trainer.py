@@ -372,7 +372,9 @@ class TestRefusals:
             make({})
         with pytest.raises(ValueError, match="has no parameter that is trained"):
             make(nn.ReLU())
-        with pytest.raises(ValueError, match=r"0\.weight is of a lazy module that was not called yet, .* call the module"):
+        with pytest.raises(
+            ValueError, match=r"0\.weight is of a lazy module that was not called yet, .* call the module"
+        ):
             make(nn.Sequential(nn.LazyLinear(2)))
         with pytest.raises(ValueError, match="the optimizer has 4 parameters that are none of the module's"):
             make(new_module("mlp"))
