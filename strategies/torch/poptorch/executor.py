@@ -244,6 +244,14 @@ class PoplarExecutor:
         """Look at the rows; nothing is compiled."""
         self._rounds_of(tensors_of((args, kwargs)))
 
+    def compileAndExport(self, filename: str | Path, *args: Tree, export_model: bool = True, **kwargs: Tree) -> None:
+        """Look at the rows, and `save`."""
+        self.compile(*args, **kwargs)
+        self.save(filename, export_model)
+
+    def loadExecutable(self, filename: str | Path) -> None:
+        """Nothing is to be done: what was compiled is no part of the file."""
+
     def isCompiled(self) -> bool:
         """True: there is nothing to do before the first call."""
         return True

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 
+import strategies.torch.poptorch.blocks as blocks
+import strategies.torch.poptorch.enums as enums
 from strategies.errors import StrategyError
 from strategies.ipu import IPUStrategy
 from strategies.numbers import at_least, positive
@@ -234,6 +238,24 @@ class TensorLocationOptions(_Group):
         return bool(self.of_optimizer.get("useReplicatedTensorSharding"))
 
 
+class PopartOptions(_Group):
+    """Options of PopTorch's compiler, `Options._Popart`: all are taken, and none changes anything."""
+
+    _title = "Options._Popart"
+
+    def set(self, key: str, value: object) -> PopartOptions:
+        """Changes nothing."""
+        return self._accept(key, value, _NO_COMPILER)
+
+    def setEngineOptions(self, engine_options: Mapping[str, str]) -> PopartOptions:
+        """Changes nothing."""
+        return self._accept("setEngineOptions", dict(engine_options), _NO_COMPILER)
+
+    def setPatterns(self, patterns: Mapping[str, bool], level: int = 2) -> PopartOptions:
+        """Changes nothing."""
+        return self._accept("setPatterns", dict(patterns), _NO_COMPILER)
+
+
 class DistributedOptions(_Group):
     """Several processes, `Options.Distributed`: poprun knows them, and `popdist.poptorch.Options` asks it."""
 
@@ -397,6 +419,28 @@ class Options(_Group):
         self.execution_strategy = strategy
         return self
 
+    def loadFromFile(self, filepath: str | Path) -> Options:
+        """Set what the lines of a file say, each as in a program, without "options.": `deviceIterations(4)`.
+
+        The file is trusted as a program is.
+
+        Raises:
+            ValueError: if a line is none; it is named.
+        """
+        own = {"TensorLocationSettings": TensorLocationSettings}
+        words = SimpleNamespace(**{**vars(enums), **vars(blocks), **own})
+        for number, line in enumerate(Path(filepath).read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            try:
+                eval(f"options.{line.strip()}", {"options": self, "poptorch": words})
+            except (SyntaxError, NameError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"line {number} of {filepath} is {line.strip()!r}: {error}; write it as in a program, without "
+                    "'options.': deviceIterations(4)"
+                ) from error
+        return self
+
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Options:
         """Changes nothing: all instances begin with the buffers of instance 0, and agree on them after each step."""
         return self._accept("broadcastBuffers", broadcast_buffers, "all instances agree on buffers after each update")
@@ -445,6 +489,19 @@ class Options(_Group):
     def useIpuModel(self, use_model: bool) -> Options:
         """Changes nothing."""
         return self._accept("useIpuModel", use_model, _NO_IPU)
+
+    @property
+    def _Popart(self) -> PopartOptions:
+        """Those of the compiler, which programs reach by this name."""
+        return PopartOptions()
+
+    def updatableNamedBuffers(self, buffers: Sequence[str]) -> Options:
+        """Changes nothing."""
+        return self._accept("updatableNamedBuffers", list(buffers), "buffers of the module are read at every call")
+
+    def appendToLocationExcludes(self, *excludes: str) -> Options:
+        """Changes nothing."""
+        return self._accept("appendToLocationExcludes", excludes, _NO_COMPILER)
 
     def useIpuId(self, ipu_id: int) -> Options:
         """Changes nothing."""
