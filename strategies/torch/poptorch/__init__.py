@@ -49,7 +49,8 @@ from strategies.torch.poptorch.operations import (
     set_overlap_for_output,
     setLogLevel,
 )
-from strategies.torch.poptorch.options import Options, PopdistOptions, TensorLocationSettings
+from strategies.torch.poptorch.option_groups import TensorLocationSettings
+from strategies.torch.poptorch.options import Options, PopdistOptions
 
 __all__ = [
     "AsynchronousDataAccessor",
