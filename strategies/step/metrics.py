@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from collectives.instruments import is_seen
+from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
 from strategies.sinks.row import Reading
 
@@ -56,6 +57,21 @@ class Metrics(Mapping[str, float]):
 
     def __repr__(self) -> str:
         return f"Metrics({dict(self)})"
+
+
+def metrics_of(names: tuple[str, ...], tail: np.ndarray | jax.Array, scale: LossScale | None) -> Metrics:
+    """The metrics of a step, and those of its loss scale where there is one.
+
+    Args:
+        names: of the metrics.
+        tail: their means, and what has travelled behind them.
+        scale: of the next loss.
+    """
+    if scale is None:
+        return Metrics(names, tail)
+    own, rest = np.split(tail, [len(names)])
+    of_scale = np.array([scale.scale, scale.skipped], np.float32)
+    return Metrics((*names, "loss_scale", "skipped_steps"), np.concatenate([own, of_scale, rest]))
 
 
 def tell_end(

@@ -16,13 +16,12 @@ from strategies.errors import NonFiniteGradientError
 from strategies.gradients.arguments import check_state
 from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA
 from strategies.gradients.trainable import Trainable
-from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
 from strategies.replicas.membership import LOSSES, Meeting, meet, repeated
 from strategies.replicas.replicas import Replicas
 from strategies.step.engine import Prepared, StepEngine, control_of
 from strategies.step.in_one_program import InOneProgram, StepProgram
-from strategies.step.metrics import Metrics, tell_end
+from strategies.step.metrics import Metrics, metrics_of, tell_end
 from strategies.step.notice import Notice
 from strategies.step.options import StepOptions
 from strategies.step.step_record import Recorder
@@ -117,14 +116,14 @@ class SingleStep:
             state = self._compared(state)
         step = self._engine.prepare(state, batch)
         if self.metrics is None:
-            self.metrics = _metrics_of(step, np.zeros_like(step.gradients.tail), state.loss_scale)
+            self.metrics = metrics_of(step.program.names, np.zeros_like(step.gradients.tail), state.loss_scale)
         control = control_of(state, self._notice.is_given)
         run = self._in_one_program(step, state, batch, control) if self._may_be_one else None
         if run is None:
             return self._in_parts(step, state, batch, control)
         with self._replicas.instruments.during[FORWARD_BACKWARD]:
             after, tail = run(state, batch, control)
-        self.take_over(_metrics_of(step, tail, None))
+        self.take_over(metrics_of(step.program.names, tail, None))
         assert self.metrics is not None
         return after, self.metrics
 
@@ -172,7 +171,7 @@ class SingleStep:
             variables = step.program.trainable.put(variables, trained)
         else:
             residuals, model_state = state.residuals, state.model_state
-        self.metrics = _metrics_of(step, tail, scale)
+        self.metrics = metrics_of(step.program.names, tail, scale)
         after = TrainState(variables, optimizer_state, state.step + 1, scale, residuals, model_state)
         self._recorder.updated(after, self.metrics)
         return after, self.metrics
@@ -266,15 +265,6 @@ class SingleStep:
             f"{state.step} (first of the replicas {replicas}); the step was not applied: lower the learning rate, "
             "clip the gradients, or look at that replica's batch"
         )
-
-
-def _metrics_of(step: Prepared, tail: np.ndarray | jax.Array, scale: LossScale | None) -> Metrics:
-    names = step.program.names
-    if scale is None:
-        return Metrics(names, tail)
-    own, rest = np.split(tail, [len(names)])
-    of_scale = np.array([scale.scale, scale.skipped], np.float32)
-    return Metrics((*names, "loss_scale", "skipped_steps"), np.concatenate([own, of_scale, rest]))
 
 
 def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Any]:

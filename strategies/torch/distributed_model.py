@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ class DistributedModel(torch.nn.Module):
         self._strategy = strategy
         self._options = options
         self._replica = strategy.replicas.local_replicas.start
-        self._loop = _Loop()
+        self._loop = _Loop(strategy.replicas.instruments.step_begins)
         warn_of_loss(
             strategy.replicas,
             "a loop of the program's own is one replica, and who is left cannot carry the one of an instance besides",
@@ -123,6 +123,8 @@ class DistributedModel(torch.nn.Module):
         if self._loop.round is not None and torch._C._current_graph_task_id() < 0:
             self._loop.round = None  # its backward pass has failed half-way, and this is not one that computes again
         if torch.is_grad_enabled() and self.training:
+            if not self._loop.micro_batch:
+                self._loop.begins(self._loop.step)
             self._loop.micro_batch += 1
         with drawing_from(seed):
             return self.module(*arguments, **named)
@@ -276,12 +278,14 @@ class _Loop:
     """Where the program's loop is. Attributes of a module are slow to set, those of this are not.
 
     Attributes:
+        begins: told the number of each step that begins.
         step: how many backward passes were made, of those that are synchronised.
         micro_batch: how many forward passes were made since.
         syncs: whether backward passes are synchronised.
         round: the backward pass that runs.
     """
 
+    begins: Callable[[int], None]
     step: int = 0
     micro_batch: int = 0
     syncs: bool = True

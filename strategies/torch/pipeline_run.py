@@ -4,7 +4,8 @@ The forward pass of a micro-batch is told when blocks begin. Backward passes nee
 records as it records it, and goes back from the highest number to the lowest. So the first node of a stage that
 autograd comes to is known from the numbers at which the stage began and ended, and a hook there waits for the stage's
 turn. All kernels are those of a pass without a pipeline, and so are all bits: in each stage micro-batches keep
-their order.
+their order. Where a schedule takes backward passes apart the thread goes through the stages a third time, for the
+gradients of parameters (`strategies.torch.split_backward`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from strategies.pipelines.running.driver import AbandonedError
 from strategies.pipelines.schedules.registry import schedule_named
 from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, placed
 from strategies.torch.buffer_uses import BufferUses
+from strategies.torch.split_backward import SplitBackward, nodes_below
 from strategies.torch.stages import Pipeline, Placing, watch
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -125,6 +127,8 @@ class PipelineRun:
     def _planned(self) -> Timetable:
         """The timetable, of the stages that the first step has met."""
         devices = self._stages.devices()
+        if self._trains:
+            self._stages.refuse_unmet()
         if self._trains and self._pipeline.needs_full and len(devices) > self._count:
             raise StrategyError(
                 f"the pipeline has {len(devices)} stages, and a step {self._count} micro-batches, which cannot fill "
@@ -133,9 +137,11 @@ class PipelineRun:
         numbers = {device: number for number, device in enumerate(sorted(set(devices)))}
         schedule = schedule_named(self._pipeline.schedule)
         timetable = schedule.timetable(placed([numbers[device] for device in devices]), self._count, self._trains)
-        if timetable.has_split_backward:
+        if timetable.has_split_backward and 1 < len(timetable.devices) < timetable.num_stages:
             raise StrategyError(
-                f"the schedule {schedule.name} takes backward passes apart, which PyTorch does not; use another one"
+                f"the stages are on the devices {devices}, and the schedule {schedule.name} has a device with several "
+                "compute gradients of parameters in the middle of a backward pass, which is one call of autograd; use "
+                "a device for each stage, or another schedule"
             )
         return timetable
 
@@ -164,6 +170,18 @@ class _Stages:
             stage, device = self._placing.of(name, ipu)
             self._devices.setdefault(stage, device)
         return stage
+
+    def refuse_unmet(self) -> None:
+        """Look for blocks that are in no micro-batch.
+
+        Raises:
+            StrategyError: if a stage has one.
+        """
+        if unmet := self._placing.unmet():
+            raise StrategyError(
+                f"a stage has the block {unmet[0]!r}, which no micro-batch of the first step has entered; mark it in "
+                f"the model with poptorch.Block({unmet[0]!r}), or leave it out of the strategy"
+            )
 
     def devices(self) -> list[int]:
         """For each stage its device; of stages that were not met that of the one before."""
@@ -234,6 +252,7 @@ class Walk:
         self._seen_by = seen_by
         self._kind = Kind.FORWARD
         self.stage = 0
+        self._split: SplitBackward | None = None
         self._begins = [0]  # autograd's numbers at which the stages begin
         self._around: list[int] = []  # the stages of the blocks that are around this one
 
@@ -280,22 +299,38 @@ class Walk:
             last: the number of the last stage.
         """
         self._advance(last, "the loss")
+        if self._turns is not None and self._turns.timetable.has_split_backward:
+            self._split = SplitBackward(loss, self._stage_of)
         firsts = self._first_nodes(loss) if last else {}
         self._done()
-        self._kind = Kind.BACKWARD
+        self._kind = Kind.BACKWARD if self._split is None else Kind.BACKWARD_INPUTS
         self._wait()
         for stage, node in firsts.items():
             if stage != self.stage:
                 node.register_prehook(partial(self._go_back, stage))
 
+    def back(self, loss: torch.Tensor) -> None:
+        """The backward pass, from the loss that `turn_round` was given."""
+        if self._split is None:
+            loss.backward()
+        else:
+            self._split.of_inputs()
+        self._go_back(0)
+        self._done()
+        if self._split is not None:
+            self._go_through_weights(self._split, self._turns)
+
+    def _go_through_weights(self, split: SplitBackward, turns: MicroBatches | None) -> None:
+        assert turns is not None
+        self._kind = Kind.BACKWARD_WEIGHTS
+        for self.stage in range(turns.timetable.num_stages):
+            self._wait()
+            split.of_weights(self.stage)
+            self._done()
+
     def leave(self) -> None:
         """The forward pass has ended, and there is no backward pass."""
         self._advance(self.last_stage, "the end")
-        self._done()
-
-    def finish(self) -> None:
-        """The backward pass has ended."""
-        self._go_back(0)
         self._done()
 
     @property
@@ -310,16 +345,20 @@ class Walk:
             self.stage -= 1
             self._wait()
 
+    def _stage_of(self, node: Any) -> int:
+        """Which stage has recorded a node; 0 where it was there before."""
+        return max(bisect_right(self._begins, node._sequence_nr()) - 1, 0)
+
     def _first_nodes(self, loss: torch.Tensor) -> dict[int, Any]:
         """For each stage the node that autograd comes to first; parameters are looked at on the way."""
         firsts: dict[int, tuple[int, Any]] = {}
-        for node in _nodes(loss.grad_fn):
-            number = node._sequence_nr()
-            stage = bisect_right(self._begins, number) - 1
-            if stage >= 0 and number > firsts.get(stage, (-1, None))[0]:
+        for node in nodes_below(loss.grad_fn):
+            number, stage = node._sequence_nr(), self._stage_of(node)
+            is_run = self._split is None or node in self._split.of_first_part
+            if is_run and number >= self._begins[0] and number > firsts.get(stage, (-1, None))[0]:
                 firsts[stage] = number, node
             for parameter in _parameters_of(node):
-                self._stages.use(parameter, max(stage, 0))
+                self._stages.use(parameter, stage)
         return {stage: node for stage, (_, node) in firsts.items()}
 
     def _wait(self) -> None:
@@ -350,18 +389,6 @@ def _walk(walk: Walk, work: Callable[[int, Walk], None]) -> None:
     finally:
         watch(None)
         _of_thread.walk = None
-
-
-def _nodes(root: Any) -> Iterator[Any]:
-    """Those of autograd's graph, without those of parameters."""
-    seen, waiting = {root}, [root]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen and not hasattr(following, "variable"):
-                seen.add(following)
-                waiting.append(following)
 
 
 def _parameters_of(node: Any) -> Iterator[torch.Tensor]:

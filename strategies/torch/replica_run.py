@@ -148,16 +148,18 @@ class ReplicaRun:
                 with self._autocast():
                     loss, metrics, outputs = outcome_of(self._loss_fn(self.copy.module, parts[number]))
                 self.outputs[number] = jax.tree.map(_detached, outputs)
-                values[number] = [_number(loss), *map(_number, metrics.values())]
+                values[number] = [float(loss.detach()), *(_number(*each) for each in metrics.items())]
                 if number == 0:
                     self._prepare(turn.plan(("loss", *metrics)))
+                loss = self._weighted(loss, number, count, turn.scale)
                 if walk is not None:
                     walk.turn_round(loss, walk.last_stage)
                 if number == count - 1 and self._leaves:
                     self._leaving = threading.get_ident()
-                self._backward(loss, number, count, turn.scale)
-                if walk is not None:
-                    walk.finish()
+                if walk is None:
+                    loss.backward()
+                else:
+                    walk.back(loss)
 
         try:
             if self.pipeline is None:
@@ -176,7 +178,8 @@ class ReplicaRun:
         dtype = self._options.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
-    def _backward(self, loss: torch.Tensor, number: int, count: int, scale: float) -> None:
+    def _weighted(self, loss: torch.Tensor, number: int, count: int, scale: float) -> torch.Tensor:
+        """That from which a backward pass begins; of a running mean the gradients are made ready for it, too."""
         if self._options.method is RUNNING_MEAN and number:
             for parameter in self.copy.parameters:
                 if parameter.grad is not None:
@@ -184,9 +187,7 @@ class ReplicaRun:
         divisor = 1 if self._options.method is SUM else number + 1 if self._options.method is RUNNING_MEAN else count
         if divisor != 1:
             loss = loss / divisor
-        if scale != 1:
-            loss = loss * scale
-        loss.backward()
+        return loss * scale if scale != 1 else loss
 
     # ---- gradients
 
@@ -302,8 +303,15 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(
+            f"the metric {name!r} is {what}; metrics are scalars: return what is to be seen of every row as outputs, "
+            "(loss, metrics, outputs)"
+        ) from error
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

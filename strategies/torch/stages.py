@@ -24,6 +24,9 @@ class Placing(Protocol):
             StrategyError: if there is none.
         """
 
+    def unmet(self) -> list[str]:
+        """The names of blocks that are expected, and were not met."""
+
 
 class Watcher(Protocol):
     """Who is told of the blocks that a forward pass enters, in its thread."""

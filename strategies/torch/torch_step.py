@@ -22,7 +22,7 @@ from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree
-from strategies.step.metrics import Metrics, tell_end
+from strategies.step.metrics import Metrics, metrics_of, tell_end
 from strategies.step.notice import Notice
 from strategies.step.step_record import Recorder
 from strategies.torch.gradient_exchange import GradientExchange, Tail
@@ -188,7 +188,7 @@ class TorchStep:
                 training.residuals = [run.residuals for run in local.runs]
         training.step += 1
         training.replaced()
-        training.metrics = _metrics_of(exchange.names, tail, training)
+        training.metrics = metrics_of(exchange.names, tail.metrics, training.scale)
         if self._recorder.is_on:
             self._recorder.updated(training.recorded(), training.metrics)
         return training.metrics
@@ -364,10 +364,3 @@ def _shape_for_one(leaf: Any, local: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return None
     return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))
-
-
-def _metrics_of(names: tuple[str, ...], tail: Tail, training: Training) -> Metrics:
-    if training.scale is None:
-        return Metrics(names, tail.metrics)
-    of_scale = np.array([training.scale.scale, training.scale.skipped], np.float32)
-    return Metrics((*names, "loss_scale", "skipped_steps"), np.concatenate([tail.metrics, of_scale]))

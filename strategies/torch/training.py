@@ -278,11 +278,16 @@ def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:
 
     Raises:
         TypeError: if it is no module.
-        ValueError: if it has no parameter that is trained.
+        ValueError: if it has no parameter that is trained, or one whose shape is not known yet.
         StrategyError: if a parameter is not on the CPU, complex or sparse.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
+    if lazy := [name for name, one in module.named_parameters() if torch.nn.parameter.is_lazy(one)]:
+        raise ValueError(
+            f"{lazy[0]} is of a lazy module that was not called yet, so it has no shape; call the module once with "
+            "rows like those of the data set, in every process"
+        )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("the module has no parameter that is trained; set requires_grad of one of them at least")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

@@ -1,6 +1,7 @@
 """PopTorch's interface: `import strategies.torch.poptorch as poptorch`, and programs of PopTorch run, without IPUs."""
 
 import strategies.torch.poptorch.optim as optim
+from strategies.errors import StrategyError as Error
 from strategies.torch.poptorch.blocks import (
     BeginBlock,
     Block,
@@ -13,7 +14,7 @@ from strategies.torch.poptorch.blocks import (
     Stage,
     removeBlocks,
 )
-from strategies.torch.poptorch.data_loader import DataLoader
+from strategies.torch.poptorch.data_loader import AsynchronousDataAccessor, DataLoader
 from strategies.torch.poptorch.enums import (
     AutoStage,
     CommGroupType,
@@ -23,6 +24,7 @@ from strategies.torch.poptorch.enums import (
     MeanReductionStrategy,
     MultiConvPlanType,
     OutputMode,
+    OverlapMode,
     ReductionType,
     SyncPattern,
     VariableRetrievalMode,
@@ -43,11 +45,15 @@ from strategies.torch.poptorch.operations import (
     nop,
     recomputationCheckpoint,
     set_available_memory,
+    set_overlap_for_input,
+    set_overlap_for_output,
     setLogLevel,
 )
-from strategies.torch.poptorch.options import Options, PopdistOptions, TensorLocationSettings
+from strategies.torch.poptorch.option_groups import TensorLocationSettings
+from strategies.torch.poptorch.options import Options, PopdistOptions
 
 __all__ = [
+    "AsynchronousDataAccessor",
     "AutoStage",
     "BeginBlock",
     "Block",
@@ -57,6 +63,7 @@ __all__ = [
     "ConnectionType",
     "DataLoader",
     "DataLoaderMode",
+    "Error",
     "Liveness",
     "MeanReductionStrategy",
     "MultiConv",
@@ -64,6 +71,7 @@ __all__ = [
     "NameScope",
     "Options",
     "OutputMode",
+    "OverlapMode",
     "ParallelPhasedExecution",
     "Phase",
     "PipelinedExecution",
@@ -92,5 +100,7 @@ __all__ = [
     "removeBlocks",
     "setLogLevel",
     "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
     "trainingModel",
 ]

@@ -177,7 +177,8 @@ class Placing:
             StrategyError: if no stage has it, or it says no device where there are no stages.
         """
         if self.stages:
-            return self._listed(name)
+            self.found[name] = self._listed(name)
+            return self.found[name]
         if ipu is None and name not in self.found:
             raise StrategyError(
                 f"block {name!r} has no ipu_id, and the strategy lists no stages; give the block one, or write "
@@ -188,6 +189,10 @@ class Placing:
             number = ipu if self.auto_stage is AutoStage.SameAsIpu else len(self.found)
             self.found[name] = number, ipu
         return self.found[name]
+
+    def unmet(self) -> list[str]:
+        """See `strategies.torch.stages.Placing`."""
+        return [name for stage in self.stages for name in stage.blocks if name not in self.found]
 
     def _listed(self, name: str) -> tuple[int, int]:
         for number, stage in enumerate(self.stages):
@@ -216,6 +221,10 @@ class Leniently:
         if name not in self.found:
             self.last = self.found[name] = self.last if ipu is None else self.placing.of(name, ipu)
         return self.found[name]
+
+    def unmet(self) -> list[str]:
+        """None: no block is expected."""
+        return []
 
 
 class ExecutionStrategy:

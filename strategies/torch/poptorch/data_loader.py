@@ -186,3 +186,26 @@ class _Rows:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+class AsynchronousDataAccessor:
+    """Reads ahead, in a thread, of what an iterable gives: of a `DataLoader` in the mode `Sync`, say.
+
+    Args:
+        dataset: the iterable; each loop begins it anew.
+        buffer_size: how many items ahead.
+        named: PopTorch's other arguments, which change nothing.
+    """
+
+    def __init__(self, dataset: Iterable[Any], buffer_size: int = BUFFERS, **named: object) -> None:
+        self._dataset = dataset
+        self._buffers = positive("buffer_size", buffer_size)
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return prefetched((item for item in self._dataset), self._buffers)
+
+    def terminate(self) -> None:
+        """Nothing is to be done: a thread ends with its iterator."""

@@ -55,6 +55,14 @@ class Liveness(IntEnum):
     OffChipAfterEachPhase = 3
 
 
+class OverlapMode(IntEnum):
+    """When tensors are copied to a device and back; they are not copied here."""
+
+    NoOverlap = 0
+    OverlapAccumulationLoop = 1
+    OverlapDeviceIterationLoop = 2
+
+
 class ConnectionType(IntEnum):
     """When a device is attached; there is none to attach here."""
 

@@ -47,6 +47,8 @@ class PoplarExecutor:
         self, model: torch.nn.Module, options: Options | None, training: bool, optimizer: torch.optim.Optimizer | None
     ) -> None:
         options = Options() if options is None else options
+        if not isinstance(options, Options):
+            raise TypeError(f"the options are a {type(options).__name__}; give poptorch.Options(), or None for those")
         options._freeze()
         make_groupable(model)
         self.model: torch.nn.Module = model
@@ -241,6 +243,14 @@ class PoplarExecutor:
     def compile(self, *args: Tree, **kwargs: Tree) -> None:
         """Look at the rows; nothing is compiled."""
         self._rounds_of(tensors_of((args, kwargs)))
+
+    def compileAndExport(self, filename: str | Path, *args: Tree, export_model: bool = True, **kwargs: Tree) -> None:
+        """Look at the rows, and `save`."""
+        self.compile(*args, **kwargs)
+        self.save(filename, export_model)
+
+    def loadExecutable(self, filename: str | Path) -> None:
+        """Nothing is to be done: what was compiled is no part of the file."""
 
     def isCompiled(self) -> bool:
         """True: there is nothing to do before the first call."""

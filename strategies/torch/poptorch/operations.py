@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from strategies.errors import StrategyError
+from strategies.torch.poptorch.enums import OverlapMode
 
 
 class _OfThread(threading.local):
@@ -88,6 +89,16 @@ def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: Any) -> torch.Te
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
     """The tensor; memory is that of the host."""
     return tensor
+
+
+def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
+    """The tensors: nothing is copied to a device that could be copied while it computes."""
+    return input_tensors
+
+
+def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
+    """The tensors, see `set_overlap_for_input`."""
+    return output_tensors
 
 
 def recomputationCheckpoint(*tensors: torch.Tensor) -> torch.Tensor | Sequence[torch.Tensor]:

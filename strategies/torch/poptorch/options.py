@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import torch
-
+import strategies.torch.poptorch.blocks as blocks
+import strategies.torch.poptorch.enums as enums
 from strategies.errors import StrategyError
 from strategies.ipu import IPUStrategy
 from strategies.numbers import at_least, positive
@@ -16,218 +17,20 @@ from strategies.popdist_strategy import PopDistStrategy
 from strategies.strategy import Strategy
 from strategies.torch.poptorch.anchors import Anchor
 from strategies.torch.poptorch.blocks import ExecutionStrategy
-from strategies.torch.poptorch.enums import (
-    ConnectionType,
-    MeanReductionStrategy,
-    OutputMode,
-    ReductionType,
-    SyncPattern,
+from strategies.torch.poptorch.enums import ConnectionType, OutputMode, SyncPattern
+from strategies.torch.poptorch.option_groups import (
+    NO_COMPILER,
+    NO_IPU,
+    OptionGroup,
+    PopartOptions,
+    PrecisionOptions,
+    TensorLocationOptions,
+    TensorLocationSettings,
+    TrainingOptions,
 )
 
-logger = logging.getLogger(__name__)
 
-Self = TypeVar("Self", bound="_Group")
-
-_told: set[str] = set()
-
-
-class _Group:
-    """Options that can be set until a model, or a data loader, has been made with them."""
-
-    _title = "Options"
-
-    def __init__(self) -> None:
-        self._values: dict[str, object] = {}
-        self._is_frozen = False
-
-    def _set(self: Self, name: str, value: object) -> Self:
-        self._refuse_frozen(name)
-        self._values[name] = value
-        return self
-
-    def _refuse_frozen(self, name: str) -> None:
-        if self._is_frozen:
-            raise StrategyError(
-                f"{self._title}.{name} is set after a model or a data loader was made with these options; set it "
-                "before, or change a clone: options.clone()"
-            )
-
-    def _accept(self: Self, name: str, value: object, why: str) -> Self:
-        """Take an option that changes nothing here, and say so once."""
-        if name not in _told:
-            _told.add(name)
-            logger.info("%s.%s changes nothing here: %s", self._title, name, why)
-        return self._set(name, value)
-
-    def _freeze(self) -> None:
-        self._is_frozen = True
-
-    def toDict(self) -> Mapping[str, object]:
-        """What has been set, by name."""
-        return dict(self._values)
-
-    def __repr__(self) -> str:
-        return f"{self._title}({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
-
-
-_NO_IPU = "replicas run on the cores of this machine"
-_NO_COMPILER = "nothing is compiled"
-_ONE_MEMORY = "all tensors lie in the memory of the host"
-
-
-class TrainingOptions(_Group):
-    """Options of training, `Options.Training`."""
-
-    _title = "Options.Training"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradient_accumulation = 1
-        self.reduction = ReductionType.Mean
-        self.mean_strategy = MeanReductionStrategy.Post
-        self.automatic_loss_scaling = False
-
-    def gradientAccumulation(self, gradient_accumulation: int) -> TrainingOptions:
-        """Micro-batches of each replica for one update."""
-        self._refuse_frozen("gradientAccumulation")
-        self.gradient_accumulation = positive("gradientAccumulation", gradient_accumulation)
-        return self._set("gradientAccumulation", gradient_accumulation)
-
-    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> TrainingOptions:
-        """Mean or sum of gradients, over micro-batches and replicas.
-
-        Raises:
-            ValueError: for another type.
-        """
-        if reduction_type not in (ReductionType.Sum, ReductionType.Mean):
-            raise ValueError(f"gradients are reduced by ReductionType.Sum or .Mean, and this is {reduction_type!r}")
-        self._refuse_frozen("accumulationAndReplicationReductionType")
-        self.reduction = ReductionType(reduction_type)
-        return self._set("accumulationAndReplicationReductionType", self.reduction)
-
-    def setMeanAccumulationAndReplicationReductionStrategy(
-        self, mean_reduction_strategy: MeanReductionStrategy
-    ) -> TrainingOptions:
-        """How a mean over micro-batches is computed: Running, or Post, where each loss is divided by their number."""
-        self._refuse_frozen("setMeanAccumulationAndReplicationReductionStrategy")
-        self.mean_strategy = MeanReductionStrategy(mean_reduction_strategy)
-        return self._set("setMeanAccumulationAndReplicationReductionStrategy", self.mean_strategy)
-
-    def setAutomaticLossScaling(self, enabled: bool) -> TrainingOptions:
-        """Scale losses dynamically, see `LossScaling`."""
-        self._refuse_frozen("setAutomaticLossScaling")
-        self.automatic_loss_scaling = enabled
-        return self._set("setAutomaticLossScaling", enabled)
-
-    def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
-        """Changes nothing."""
-        return self._accept("setConvolutionDithering", enabled, "convolutions are not spread over tiles")
-
-
-class PrecisionOptions(_Group):
-    """Options of precision, `Options.Precision`."""
-
-    _title = "Options.Precision"
-
-    def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
-        """Refused where it is enabled: PyTorch's optimizers round to nearest.
-
-        Raises:
-            StrategyError: if it is enabled.
-        """
-        if enabled:
-            raise StrategyError(
-                "stochastic rounding is not there for PyTorch; strategies.Trainer(..., stochastic_rounding=True) has "
-                "it for JAX"
-            )
-        return self._set("enableStochasticRounding", enabled)
-
-    def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
-        """Changes nothing."""
-        return self._accept("setPartialsType", dtype, "PyTorch chooses in what it adds up")
-
-    def runningStatisticsAlwaysFloat(self, value: bool) -> PrecisionOptions:
-        """Changes nothing."""
-        return self._accept("runningStatisticsAlwaysFloat", value, "buffers keep their dtypes")
-
-    def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
-        """Raise `NonFiniteGradientError` for the first gradient that is not finite."""
-        return self._set("enableFloatingPointExceptions", enabled)
-
-    @property
-    def checks_numerics(self) -> bool:
-        """Whether gradients are looked at."""
-        return bool(self._values.get("enableFloatingPointExceptions"))
-
-
-class TensorLocationSettings(_Group):
-    """Where tensors lie."""
-
-    _title = "TensorLocationSettings"
-
-    def useOnChipStorage(self, use: bool = True) -> TensorLocationSettings:
-        """Changes nothing: there is one memory."""
-        return self._accept("useOnChipStorage", use, _ONE_MEMORY)
-
-    def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
-        """Of optimizer state: every replica keeps a part of it."""
-        return self._set("useReplicatedTensorSharding", use)
-
-    def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
-        """Smaller tensors are not sharded."""
-        return self._set("minElementsForReplicatedTensorSharding", positive("min_elements", min_elements))
-
-    def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
-        """Changes nothing."""
-        return self._accept("minElementsForOffChip", min_elements, _ONE_MEMORY)
-
-    def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
-        """Changes nothing."""
-        return self._accept("useIOTilesToLoad", use, _NO_IPU)
-
-    def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
-        """Changes nothing."""
-        return self._accept("useIOTilesToStore", use, _NO_IPU)
-
-
-class TensorLocationOptions(_Group):
-    """Where tensors lie, `Options.TensorLocations`."""
-
-    _title = "Options.TensorLocations"
-
-    def setActivationLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
-        """Changes nothing."""
-        return self._accept("setActivationLocation", location, _ONE_MEMORY)
-
-    def setWeightLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
-        """Changes nothing."""
-        return self._accept("setWeightLocation", location, _ONE_MEMORY)
-
-    def setOptimizerLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
-        """Its `useReplicatedTensorSharding` is heeded; results do not change."""
-        return self._set("setOptimizerLocation", location)
-
-    def setAccumulatorLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
-        """Changes nothing."""
-        return self._accept("setAccumulatorLocation", location, _ONE_MEMORY)
-
-    def numIOTiles(self, num_tiles: int) -> TensorLocationOptions:
-        """Changes nothing."""
-        return self._accept("numIOTiles", num_tiles, _NO_IPU)
-
-    @property
-    def of_optimizer(self) -> Mapping[str, object]:
-        """What was said of optimizer state."""
-        location = self._values.get("setOptimizerLocation")
-        return location.toDict() if isinstance(location, TensorLocationSettings) else {}
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Whether every replica keeps a part of the optimizer state."""
-        return bool(self.of_optimizer.get("useReplicatedTensorSharding"))
-
-
-class DistributedOptions(_Group):
+class DistributedOptions(OptionGroup):
     """Several processes, `Options.Distributed`: poprun knows them, and `popdist.poptorch.Options` asks it."""
 
     _title = "Options.Distributed"
@@ -265,7 +68,7 @@ class DistributedOptions(_Group):
         return self.configureProcessId(0, 1)
 
 
-class Options(_Group):
+class Options(OptionGroup):
     """How a model runs. Every setter returns the options, so that they can be chained; print them to see what is set.
 
     Semantics: PopTorch's options of the same names. What has no meaning without an IPU is taken, and one line of the
@@ -314,8 +117,11 @@ class Options(_Group):
     def strategy(self) -> Strategy:
         """The replicas on which models with these options run; clones have the same."""
         if self._strategy is None:
-            self._strategy = IPUStrategy(self.replication_factor)
+            self._strategy = self._new_strategy()
         return self._strategy
+
+    def _new_strategy(self) -> Strategy:
+        return IPUStrategy(self.replication_factor)
 
     def deviceIterations(self, device_iterations: int) -> Options:
         """How many updates, or batches of an inference, a call makes."""
@@ -387,6 +193,28 @@ class Options(_Group):
         self.execution_strategy = strategy
         return self
 
+    def loadFromFile(self, filepath: str | Path) -> Options:
+        """Set what the lines of a file say, each as in a program, without "options.": `deviceIterations(4)`.
+
+        The file is trusted as a program is.
+
+        Raises:
+            ValueError: if a line is none; it is named.
+        """
+        own = {"TensorLocationSettings": TensorLocationSettings}
+        words = SimpleNamespace(**{**vars(enums), **vars(blocks), **own})
+        for number, line in enumerate(Path(filepath).read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            try:
+                eval(f"options.{line.strip()}", {"options": self, "poptorch": words})
+            except (SyntaxError, NameError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"line {number} of {filepath} is {line.strip()!r}: {error}; write it as in a program, without "
+                    "'options.': deviceIterations(4)"
+                ) from error
+        return self
+
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Options:
         """Changes nothing: all instances begin with the buffers of instance 0, and agree on them after each step."""
         return self._accept("broadcastBuffers", broadcast_buffers, "all instances agree on buffers after each update")
@@ -402,6 +230,12 @@ class Options(_Group):
             setattr(clone, name, group)
         clone._distributed = DistributedOptions(clone)
         return clone
+
+    def __copy__(self) -> Options:
+        return self.clone()
+
+    def __deepcopy__(self, memory: object) -> Options:
+        return self.clone()
 
     def _freeze(self) -> None:
         for group in (self._training, self._precision, self._locations):
@@ -428,39 +262,52 @@ class Options(_Group):
 
     def useIpuModel(self, use_model: bool) -> Options:
         """Changes nothing."""
-        return self._accept("useIpuModel", use_model, _NO_IPU)
+        return self._accept("useIpuModel", use_model, NO_IPU)
+
+    @property
+    def _Popart(self) -> PopartOptions:
+        """Those of the compiler, which programs reach by this name."""
+        return PopartOptions()
+
+    def updatableNamedBuffers(self, buffers: Sequence[str]) -> Options:
+        """Changes nothing."""
+        return self._accept("updatableNamedBuffers", list(buffers), "buffers of the module are read at every call")
+
+    def appendToLocationExcludes(self, *excludes: str) -> Options:
+        """Changes nothing."""
+        return self._accept("appendToLocationExcludes", excludes, NO_COMPILER)
 
     def useIpuId(self, ipu_id: int) -> Options:
         """Changes nothing."""
-        return self._accept("useIpuId", ipu_id, _NO_IPU)
+        return self._accept("useIpuId", ipu_id, NO_IPU)
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Options:
         """Changes nothing."""
-        return self._accept("useOfflineIpuTarget", ipu_version, _NO_IPU)
+        return self._accept("useOfflineIpuTarget", ipu_version, NO_IPU)
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Options:
         """Changes nothing."""
-        return self._accept("autoRoundNumIPUs", auto_round_num_ipus, _NO_IPU)
+        return self._accept("autoRoundNumIPUs", auto_round_num_ipus, NO_IPU)
 
     def connectionType(self, connection_type: ConnectionType) -> Options:
         """Changes nothing."""
-        return self._accept("connectionType", connection_type, _NO_IPU)
+        return self._accept("connectionType", connection_type, NO_IPU)
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Options:
         """Changes nothing."""
-        return self._accept("syncPattern", sync_pattern, _NO_IPU)
+        return self._accept("syncPattern", sync_pattern, NO_IPU)
 
     def setAvailableMemoryProportion(self, available_memory_proportion: Mapping[str, float]) -> Options:
         """Changes nothing."""
-        return self._accept("setAvailableMemoryProportion", dict(available_memory_proportion), _NO_IPU)
+        return self._accept("setAvailableMemoryProportion", dict(available_memory_proportion), NO_IPU)
 
     def enableExecutableCaching(self, path: str) -> Options:
         """Changes nothing."""
-        return self._accept("enableExecutableCaching", path, _NO_COMPILER)
+        return self._accept("enableExecutableCaching", path, NO_COMPILER)
 
     def showCompilationProgressBar(self, show: bool = True) -> Options:
         """Changes nothing."""
-        return self._accept("showCompilationProgressBar", show, _NO_COMPILER)
+        return self._accept("showCompilationProgressBar", show, NO_COMPILER)
 
     def enableProfiling(self, profile_dir: str | None = None) -> Options:
         """Changes nothing: `PoplarExecutor.trace` has what the stages of a pipeline did."""
@@ -480,15 +327,15 @@ class Options(_Group):
 
     def logCycleCount(self, log_cycle_count: bool) -> Options:
         """Changes nothing."""
-        return self._accept("logCycleCount", log_cycle_count, _NO_IPU)
+        return self._accept("logCycleCount", log_cycle_count, NO_IPU)
 
     def logDir(self, log_dir: str) -> Options:
         """Changes nothing."""
-        return self._accept("logDir", log_dir, _NO_COMPILER)
+        return self._accept("logDir", log_dir, NO_COMPILER)
 
     def modelName(self, name: str) -> Options:
         """Changes nothing."""
-        return self._accept("modelName", name, _NO_COMPILER)
+        return self._accept("modelName", name, NO_COMPILER)
 
 
 class PopdistOptions(Options):
@@ -503,8 +350,13 @@ class PopdistOptions(Options):
         super().__init__()
         if ipus_per_replica is not None:
             positive("ipus_per_replica", ipus_per_replica)
-        self._strategy = PopDistStrategy()
-        self.replication_factor = len(self._strategy.replicas.local_replicas)
+        self._strategy = self._new_strategy()
+
+    def _new_strategy(self) -> Strategy:
+        """All replicas of the job, also for options that were saved in another one."""
+        strategy = PopDistStrategy()
+        self.replication_factor = len(strategy.replicas.local_replicas)
+        return strategy
 
     def replicationFactor(self, replication_factor: int) -> Options:
         """Refused.

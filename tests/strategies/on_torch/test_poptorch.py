@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch_modules import data
 
+import strategies
 import strategies.torch.poptorch as poptorch
 from strategies import NonFiniteGradientError, StrategyError
-from strategies.torch.poptorch.options import Options
+from strategies.torch.poptorch.options import Options, PopdistOptions
 
 ROWS = 48
 
@@ -348,6 +350,14 @@ class TestDataLoader:
         loader = poptorch.DataLoader(new_options(), torch.arange(7), batch_size=2, mode=mode)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
+    def test_may_be_read_ahead_by_an_accessor(self):
+        loader = poptorch.DataLoader(new_options(), torch.arange(7), batch_size=2)
+        accessor = poptorch.AsynchronousDataAccessor(loader, buffer_size=2, load_indefinitely=True)
+        assert len(accessor) == 3
+        for _ in range(2):
+            assert [batch.tolist() for batch in accessor] == [[0, 1], [2, 3], [4, 5]]
+        accessor.terminate()
+
     def test_may_keep_the_rest_on_one_instance(self, on_instances):
         loader = poptorch.DataLoader(new_options(), torch.arange(5), batch_size=2, drop_last=False)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
@@ -395,8 +405,50 @@ class TestOptions:
         assert options.Training.gradient_accumulation == 2
         assert clone.strategy is options.strategy
 
+    def test_copies_may_be_changed_too_and_have_the_same_replicas(self):
+        """Otherwise the copy of an instance's options would train on that instance alone."""
+        options = new_options(iterations=3)
+        strategy = options.strategy
+        options._freeze()
+        for copied in (copy.copy(options), copy.deepcopy(options)):
+            assert copied.strategy is strategy
+            assert copied.deviceIterations(4).device_iterations == 4
+        assert options.device_iterations == 3
+
+    def test_of_a_job_that_were_saved_are_those_of_the_job_in_which_they_are_read(self):
+        options = pickle.loads(pickle.dumps(PopdistOptions()))
+        assert isinstance(options.strategy, strategies.PopDistStrategy)
+        assert options.replication_factor == options.strategy.num_replicas_in_sync == 1
+
+    def test_are_not_set_by_assigning_to_their_methods(self):
+        with pytest.raises(
+            AttributeError, match=r"deviceIterations is a method, .* write .deviceIterations\(3\) instead"
+        ):
+            Options().deviceIterations = 3
+        with pytest.raises(TypeError, match="the options are a str"):
+            poptorch.inferenceModel(Classifier(), "options")
+
+    def test_may_stand_in_a_file(self, tmp_path):
+        file = tmp_path / "options"
+        file.write_text(
+            "# of a training\ndeviceIterations(4)\n\nTraining.gradientAccumulation(2)\n"
+            "setExecutionStrategy(poptorch.ShardedExecution())\noutputMode(poptorch.OutputMode.All)\n"
+        )
+        options = Options().loadFromFile(file)
+        assert (options.device_iterations, options.Training.gradient_accumulation) == (4, 2)
+        assert options.output_mode is poptorch.OutputMode.All
+        file.write_text("deviceIterations(4)\ndeviceIteration(4)\n")
+        with pytest.raises(ValueError, match=r"line 2 of .* is 'deviceIteration\(4\)': .* without 'options.'"):
+            Options().loadFromFile(file)
+
+    def test_of_a_compiler_are_taken(self, caplog):
+        caplog.set_level(logging.INFO, "strategies.torch.poptorch.option_groups")
+        Options()._Popart.set("autoRecomputation", 3).setPatterns({"TiedGather": True}).setEngineOptions({})
+        Options().updatableNamedBuffers(["mean"]).appendToLocationExcludes("models")
+        assert "Options._Popart.autoRecomputation changes nothing here: nothing is compiled" in caplog.text
+
     def test_without_a_meaning_here_are_said_once(self, caplog):
-        caplog.set_level(logging.INFO, "strategies.torch.poptorch.options")
+        caplog.set_level(logging.INFO, "strategies.torch.poptorch.option_groups")
         for _ in range(2):
             Options().useIpuModel(True).enableStableNorm(True)
         messages = [record.message for record in caplog.records]
@@ -430,8 +482,11 @@ def test_models_are_saved_and_loaded(model, tmp_path):
     again(*batch)
     assert torch.equal(again.model.first.weight, own.first.weight)
     assert again.options.seed == 5
+    again.compileAndExport(tmp_path / "compiled", *batch)
+    again.loadExecutable(tmp_path / "compiled")
+    assert torch.equal(poptorch.load(tmp_path / "compiled").model.first.weight, again.model.first.weight)
     training.save(tmp_path / "weights", export_model=False)
-    with pytest.raises(StrategyError, match="export_model=False"):
+    with pytest.raises(poptorch.Error, match="export_model=False"):
         poptorch.load(tmp_path / "weights")
 
 
@@ -490,6 +545,8 @@ def test_operators_that_mean_nothing_return_what_they_got(capsys):
     assert poptorch.nop(x) is x
     assert poptorch.set_available_memory(x, 0.1) is x
     assert poptorch.recomputationCheckpoint(x) is x
+    assert poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapAccumulationLoop) is x
+    assert poptorch.set_overlap_for_output(x, poptorch.OverlapMode.NoOverlap) is x
     assert poptorch.ipu_print_tensor(x, "x") is x
     assert capsys.readouterr().out == "x: tensor([0., 1., 2.])\n"
     assert poptorch.for_loop(3, lambda y: y * 2, [x])[0].tolist() == [0, 8, 16]
@@ -500,6 +557,19 @@ def test_operators_that_mean_nothing_return_what_they_got(capsys):
     assert not poptorch.ipuHardwareIsAvailable()
     with pytest.raises(StrategyError, match=r"torch\.autograd\.Function"):
         poptorch.custom_op([x], "name", "domain", 1)
+
+
+def test_weights_are_where_the_program_sees_them_without_a_copy(model):
+    own = copy.deepcopy(model)
+    training = poptorch.trainingModel(own, optimizer=torch.optim.SGD(own.parameters(), 0.5))
+    training(data()["x"], data()["y"])
+    trained = own.first.weight.clone()
+    assert not torch.equal(trained, model.first.weight)
+    training.copyWeightsToHost()
+    assert torch.equal(training.state_dict()["first.weight"], trained)
+    own.load_state_dict(model.state_dict())
+    training.copyWeightsToDevice()
+    assert torch.equal(poptorch.inferenceModel(own)(data()["x"]), model(data()["x"]).detach())
 
 
 def test_a_module_knows_when_an_executor_calls_it():

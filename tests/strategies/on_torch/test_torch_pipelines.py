@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import strategies
+import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
-from strategies.pipelines.timetable import Kind
+from strategies.pipelines.schedules.registry import schedule_named
+from strategies.pipelines.timetable import Kind, placed
 from strategies.torch.poptorch.options import Options
 
 
@@ -84,6 +87,7 @@ PIPELINED = [
     poptorch.PipelinedExecution("B1", "B2", "B3", "B4"),
     poptorch.PipelinedExecution(*(poptorch.Stage(f"B{n + 1}").ipu(n) for n in range(4)), schedule="grouped"),
     poptorch.PipelinedExecution(["B1", "B2"], ["B3", "B4"], schedule="interleaved"),
+    poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule="zero_bubble"),
     poptorch.PipelinedExecution(
         poptorch.Stage("B1").ipu(0), poptorch.Stage("B2").ipu(1), poptorch.Stage("B3", "B4").ipu(0)
     ),
@@ -172,8 +176,9 @@ def test_random_numbers_and_moving_means_are_those_without_a_pipeline(on_instanc
         return [each.detach().numpy().tobytes() for each in own.state_dict().values()]
 
     executions = [None, poptorch.PipelinedExecution(), poptorch.ShardedExecution()]
+    executions.append(poptorch.PipelinedExecution(schedule="zero_bubble"))
     found = on_instances(1, 2, lambda strategy: [train(strategy, execution) for execution in executions])[0]
-    assert found[0] == found[1] == found[2]
+    assert all(each == found[0] for each in found)
 
 
 def test_stages_run_at_once_in_the_order_of_the_timetable(network):
@@ -230,6 +235,51 @@ def test_what_they_did_is_a_trace_and_the_stash_is_that_of_the_schedule(network)
     assert most == 4, "one forward pass, one backward pass: as many as there are stages behind"
     assert "stage" in str(training.trace)
     training.destroy()
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "zero_bubble"])
+def test_devices_do_what_the_timetable_says_one_thing_after_another(schedule, network):
+    strategy = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
+    training = poptorch.trainingModel(copy.deepcopy(network), new_options(strategy, iterations=1))
+    for _ in range(2):
+        training(*(each[: COUNT * ROWS] for each in batch()))
+    timetable = schedule_named(schedule).timetable(placed(range(4)), COUNT, True)
+    for device, actions in enumerate(timetable.devices):
+        spans = [span for span in training.trace.replicas[0] if span.device == device]
+        assert [span.action for span in spans] == list(actions)
+        assert all(one.end_s <= other.begin_s for one, other in zip(spans, spans[1:], strict=False))
+    training.destroy()
+
+
+@pytest.mark.parametrize("schedule", ["one_forward_one_backward", "zero_bubble"])
+def test_gradients_leave_while_the_stages_still_work(schedule, on_instances):
+    """Those of the last micro-batch, from whichever thread: the bits of a step without pipeline and streaming."""
+    torch.manual_seed(2)
+    module = Noisy()
+    x, y = (each[: 4 * COUNT] for each in noisy_batch())
+
+    def train(strategy, **options):
+        own = copy.deepcopy(module)
+        optimizer = torch.optim.SGD(own.parameters(), 0.1)
+        trainer = strategies.torch.Trainer(
+            strategy,
+            own,
+            lambda module, rows: module(*rows)[1],
+            optimizer,
+            gradient_accumulation_count=4,
+            loss_scaling="dynamic",
+            **options,
+        )
+        for _ in range(3):
+            local = strategy.local_replicas
+            trainer.step(tuple(each.chunk(2)[local.start] if len(local) == 1 else each for each in (x, y)))
+        found = strategies.fingerprint(trainer.state.variables)
+        trainer.close()
+        return found
+
+    pipeline = poptorch.PipelinedExecution(schedule=schedule).pipeline
+    streamed = on_instances(2, 2, lambda strategy: train(strategy, pipeline=pipeline, stream_gradients=True))
+    assert streamed == on_instances(1, 2, train) * 2
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "one_forward_one_backward", "zero_bubble"])
@@ -373,9 +423,18 @@ class TestRefusals:
         with pytest.raises(StrategyError, match="block 'A' is in two stages"):
             poptorch.PipelinedExecution("A", ["A", "B"])
 
-    def test_backward_passes_in_two_parts(self):
-        with pytest.raises(StrategyError, match="zero_bubble takes backward passes apart"):
-            call_two(Two(), execution=poptorch.PipelinedExecution("A", "B", schedule="zero_bubble"))
+    def test_backward_passes_in_two_parts_with_several_stages_on_a_device(self, network):
+        stages = [poptorch.Stage("B1").ipu(0), poptorch.Stage("B2").ipu(1), poptorch.Stage("B3", "B4").ipu(0)]
+        execution = poptorch.PipelinedExecution(*stages, schedule="zero_bubble")
+        training = poptorch.trainingModel(copy.deepcopy(network), new_options(execution))
+        with pytest.raises(StrategyError, match=r"are on the devices \[0, 1, 0\], .* use a device for each stage"):
+            training(*batch())
+        training.destroy()
+
+    def test_blocks_that_the_model_does_not_have(self):
+        """It would run without a pipeline, and nobody would know."""
+        with pytest.raises(StrategyError, match=r"a stage has the block 'C', which no micro-batch .*Block\('C'\)"):
+            call_two(Two(), execution=poptorch.ShardedExecution("A", "B", "C"))
 
     def test_phases_that_are_not_said(self):
         with pytest.raises(ValueError, match="needs its phases"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -116,11 +117,17 @@ def test_sharded_state_is_lost_with_an_instance(module, caplog):
 
 
 def test_a_loop_of_ones_own_says_that_it_ends_with_an_instance(module, caplog):
+    steps = []
+
     def train(strategy):
         model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
-        for _ in range(STEPS):
-            model(data()["x"]).mean().backward()
+        for step in range(STEPS):
+            for synchronises in (False, True):
+                with nullcontext() if synchronises else model.no_sync():
+                    model(data()["x"]).mean().backward()
+            steps.append(step)
 
     with pytest.raises(PeerLostError):
-        run_instances(2, 2, train, ["kill:instance=1,phase=all_reduce"])
+        run_instances(2, 2, train, ["kill:instance=1,step=2,phase=all_reduce"])
+    assert sorted(steps) == [0, 0, 1, 1], "a step has all micro-batches until instances wait for each other"
     assert "cannot carry the one of an instance besides: if one is lost the job ends" in caplog.text

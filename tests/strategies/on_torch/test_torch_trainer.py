@@ -338,6 +338,8 @@ class TestRefusals:
             (lambda m, b: 3.0, "the loss is float; return"),
             (lambda m, b: torch.ones(()), "the loss depends on no parameter that is trained"),
             (lambda m, b: (m(b["x"]).mean(), [1]), r"the metrics are a list; return \(loss, dictionary"),
+            (lambda m, b: (m(b["x"]).mean(), {"all": m(b["x"])}), r"the metric 'all' is of shape \[4, 5\]; .* scalars"),
+            (lambda m, b: (m(b["x"]).mean(), {"word": "all"}), "the metric 'word' is 'all'; metrics are scalars"),
         ):
             with pytest.raises(TypeError, match=message):
                 one_step(new_module("mlp"), returned)
@@ -370,6 +372,10 @@ class TestRefusals:
             make({})
         with pytest.raises(ValueError, match="has no parameter that is trained"):
             make(nn.ReLU())
+        with pytest.raises(
+            ValueError, match=r"0\.weight is of a lazy module that was not called yet, .* call the module"
+        ):
+            make(nn.Sequential(nn.LazyLinear(2)))
         with pytest.raises(ValueError, match="the optimizer has 4 parameters that are none of the module's"):
             make(new_module("mlp"))
         with pytest.raises(TypeError, match="the optimizer is a type; give one of torch.optim, made already"):

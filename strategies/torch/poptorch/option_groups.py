@@ -1,0 +1,240 @@
+"""Groups of PopTorch's options: of training, of precision, of where tensors lie, of the compiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+from strategies.errors import StrategyError
+from strategies.numbers import positive
+from strategies.torch.poptorch.enums import MeanReductionStrategy, ReductionType
+
+logger = logging.getLogger(__name__)
+
+Self = TypeVar("Self", bound="OptionGroup")
+
+_told: set[str] = set()
+
+
+class OptionGroup:
+    """Options that can be set until a model, or a data loader, has been made with them."""
+
+    _title = "Options"
+
+    def __init__(self) -> None:
+        self._values: dict[str, object] = {}
+        self._is_frozen = False
+
+    def _set(self: Self, name: str, value: object) -> Self:
+        self._refuse_frozen(name)
+        self._values[name] = value
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if callable(getattr(type(self), name, None)):
+            raise AttributeError(
+                f"{self._title}.{name} is a method, which would be overwritten; write .{name}({value!r}) instead"
+            )
+        super().__setattr__(name, value)
+
+    def _refuse_frozen(self, name: str) -> None:
+        if self._is_frozen:
+            raise StrategyError(
+                f"{self._title}.{name} is set after a model or a data loader was made with these options; set it "
+                "before, or change a clone: options.clone()"
+            )
+
+    def _accept(self: Self, name: str, value: object, why: str) -> Self:
+        """Take an option that changes nothing here, and say so once."""
+        if name not in _told:
+            _told.add(name)
+            logger.info("%s.%s changes nothing here: %s", self._title, name, why)
+        return self._set(name, value)
+
+    def _freeze(self) -> None:
+        self._is_frozen = True
+
+    def toDict(self) -> Mapping[str, object]:
+        """What has been set, by name."""
+        return dict(self._values)
+
+    def __repr__(self) -> str:
+        return f"{self._title}({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+NO_IPU = "replicas run on the cores of this machine"
+NO_COMPILER = "nothing is compiled"
+ONE_MEMORY = "all tensors lie in the memory of the host"
+
+
+class TrainingOptions(OptionGroup):
+    """Options of training, `Options.Training`."""
+
+    _title = "Options.Training"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_accumulation = 1
+        self.reduction = ReductionType.Mean
+        self.mean_strategy = MeanReductionStrategy.Post
+        self.automatic_loss_scaling = False
+
+    def gradientAccumulation(self, gradient_accumulation: int) -> TrainingOptions:
+        """Micro-batches of each replica for one update."""
+        self._refuse_frozen("gradientAccumulation")
+        self.gradient_accumulation = positive("gradientAccumulation", gradient_accumulation)
+        return self._set("gradientAccumulation", gradient_accumulation)
+
+    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> TrainingOptions:
+        """Mean or sum of gradients, over micro-batches and replicas.
+
+        Raises:
+            ValueError: for another type.
+        """
+        if reduction_type not in (ReductionType.Sum, ReductionType.Mean):
+            raise ValueError(f"gradients are reduced by ReductionType.Sum or .Mean, and this is {reduction_type!r}")
+        self._refuse_frozen("accumulationAndReplicationReductionType")
+        self.reduction = ReductionType(reduction_type)
+        return self._set("accumulationAndReplicationReductionType", self.reduction)
+
+    def setMeanAccumulationAndReplicationReductionStrategy(
+        self, mean_reduction_strategy: MeanReductionStrategy
+    ) -> TrainingOptions:
+        """How a mean over micro-batches is computed: Running, or Post, where each loss is divided by their number."""
+        self._refuse_frozen("setMeanAccumulationAndReplicationReductionStrategy")
+        self.mean_strategy = MeanReductionStrategy(mean_reduction_strategy)
+        return self._set("setMeanAccumulationAndReplicationReductionStrategy", self.mean_strategy)
+
+    def setAutomaticLossScaling(self, enabled: bool) -> TrainingOptions:
+        """Scale losses dynamically, see `LossScaling`."""
+        self._refuse_frozen("setAutomaticLossScaling")
+        self.automatic_loss_scaling = enabled
+        return self._set("setAutomaticLossScaling", enabled)
+
+    def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
+        """Changes nothing."""
+        return self._accept("setConvolutionDithering", enabled, "convolutions are not spread over tiles")
+
+
+class PrecisionOptions(OptionGroup):
+    """Options of precision, `Options.Precision`."""
+
+    _title = "Options.Precision"
+
+    def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
+        """Refused where it is enabled: PyTorch's optimizers round to nearest.
+
+        Raises:
+            StrategyError: if it is enabled.
+        """
+        if enabled:
+            raise StrategyError(
+                "stochastic rounding is not there for PyTorch; strategies.Trainer(..., stochastic_rounding=True) has "
+                "it for JAX"
+            )
+        return self._set("enableStochasticRounding", enabled)
+
+    def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
+        """Changes nothing."""
+        return self._accept("setPartialsType", dtype, "PyTorch chooses in what it adds up")
+
+    def runningStatisticsAlwaysFloat(self, value: bool) -> PrecisionOptions:
+        """Changes nothing."""
+        return self._accept("runningStatisticsAlwaysFloat", value, "buffers keep their dtypes")
+
+    def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
+        """Raise `NonFiniteGradientError` for the first gradient that is not finite."""
+        return self._set("enableFloatingPointExceptions", enabled)
+
+    @property
+    def checks_numerics(self) -> bool:
+        """Whether gradients are looked at."""
+        return bool(self._values.get("enableFloatingPointExceptions"))
+
+
+class TensorLocationSettings(OptionGroup):
+    """Where tensors lie."""
+
+    _title = "TensorLocationSettings"
+
+    def useOnChipStorage(self, use: bool = True) -> TensorLocationSettings:
+        """Changes nothing: there is one memory."""
+        return self._accept("useOnChipStorage", use, ONE_MEMORY)
+
+    def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
+        """Of optimizer state: every replica keeps a part of it."""
+        return self._set("useReplicatedTensorSharding", use)
+
+    def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
+        """Smaller tensors are not sharded."""
+        return self._set("minElementsForReplicatedTensorSharding", positive("min_elements", min_elements))
+
+    def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
+        """Changes nothing."""
+        return self._accept("minElementsForOffChip", min_elements, ONE_MEMORY)
+
+    def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
+        """Changes nothing."""
+        return self._accept("useIOTilesToLoad", use, NO_IPU)
+
+    def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
+        """Changes nothing."""
+        return self._accept("useIOTilesToStore", use, NO_IPU)
+
+
+class TensorLocationOptions(OptionGroup):
+    """Where tensors lie, `Options.TensorLocations`."""
+
+    _title = "Options.TensorLocations"
+
+    def setActivationLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
+        """Changes nothing."""
+        return self._accept("setActivationLocation", location, ONE_MEMORY)
+
+    def setWeightLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
+        """Changes nothing."""
+        return self._accept("setWeightLocation", location, ONE_MEMORY)
+
+    def setOptimizerLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
+        """Its `useReplicatedTensorSharding` is heeded; results do not change."""
+        return self._set("setOptimizerLocation", location)
+
+    def setAccumulatorLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
+        """Changes nothing."""
+        return self._accept("setAccumulatorLocation", location, ONE_MEMORY)
+
+    def numIOTiles(self, num_tiles: int) -> TensorLocationOptions:
+        """Changes nothing."""
+        return self._accept("numIOTiles", num_tiles, NO_IPU)
+
+    @property
+    def of_optimizer(self) -> Mapping[str, object]:
+        """What was said of optimizer state."""
+        location = self._values.get("setOptimizerLocation")
+        return location.toDict() if isinstance(location, TensorLocationSettings) else {}
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether every replica keeps a part of the optimizer state."""
+        return bool(self.of_optimizer.get("useReplicatedTensorSharding"))
+
+
+class PopartOptions(OptionGroup):
+    """Options of PopTorch's compiler, `Options._Popart`: all are taken, and none changes anything."""
+
+    _title = "Options._Popart"
+
+    def set(self, key: str, value: object) -> PopartOptions:
+        """Changes nothing."""
+        return self._accept(key, value, NO_COMPILER)
+
+    def setEngineOptions(self, engine_options: Mapping[str, str]) -> PopartOptions:
+        """Changes nothing."""
+        return self._accept("setEngineOptions", dict(engine_options), NO_COMPILER)
+
+    def setPatterns(self, patterns: Mapping[str, bool], level: int = 2) -> PopartOptions:
+        """Changes nothing."""
+        return self._accept("setPatterns", dict(patterns), NO_COMPILER)

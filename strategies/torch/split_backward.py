@@ -1,0 +1,217 @@
+"""A backward pass in two parts: what earlier stages wait for, and later, stage by stage, the gradients of parameters.
+
+A node of autograd computes only those gradients that are asked for: that of a layer's input without those of its
+weights, and the other way round. So the first part asks for the gradients with which nodes are entered that have
+parameters below them, and what comes to them is kept; the second one enters them with it. Each gradient is
+computed by the kernel that computes it in a whole backward pass, from the same numbers, and what is added up is added
+in the same order.
+
+The first part of stage 0 has nothing to do: nobody waits for the gradients of its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from strategies.errors import StrategyError
+
+Edge = tuple[Any, int]
+"""A node of autograd, and which of its inputs: the gradient that flows in there."""
+
+
+class SplitBackward:
+    """The backward pass of one micro-batch.
+
+    Args:
+        loss: a scalar, from which it begins.
+        stage_of: the number of the stage that has recorded a node.
+
+    Attributes:
+        of_first_part: the nodes that the first part runs.
+
+    Raises:
+        StrategyError: if a parameter is used in several stages, whose gradients would be added in another order.
+    """
+
+    def __init__(self, loss: torch.Tensor, stage_of: Callable[[Any], int]) -> None:
+        self._loss = loss
+        graph = _Graph((loss.grad_fn, loss.output_nr), stage_of)
+        self._entrances = graph.entrances()
+        self.of_first_part = graph.trunk | graph.early
+        self._edges = {edge for of_stage in self._entrances.values() for each in of_stage for edge in each.edges}
+        self._kept: dict[Edge, torch.Tensor] = {}
+        if graph.root in self._edges:
+            self._kept[graph.root] = torch.ones_like(loss)
+
+    def of_inputs(self) -> None:
+        """The first part: no parameter gets a gradient."""
+        hooks = []
+        for node in self.of_first_part:
+            aims = {place: edge for place, edge in enumerate(node.next_functions) if edge in self._edges}
+            if aims:
+                hooks.append(node.register_hook(partial(self._keep, aims)))
+        edges = [GradientEdge(*edge) for edge in self._edges]
+        torch.autograd.grad(self._loss, edges, retain_graph=True, allow_unused=True)
+        for hook in hooks:
+            hook.remove()
+
+    def _keep(self, aims: Mapping[int, Edge], found: Sequence[torch.Tensor | None], _: Any) -> None:
+        """A node has run: add up what flows into an edge as autograd does, in the order in which it comes."""
+        for place, edge in aims.items():
+            gradient = found[place]
+            if gradient is not None:
+                before = self._kept.get(edge)
+                self._kept[edge] = gradient if before is None else before + gradient
+
+    def of_weights(self, stage: int) -> None:
+        """The second part for one stage: its parameters get their gradients."""
+        for entrance in self._entrances.pop(stage, ()):
+            kept = {edge: self._kept.pop(edge) for edge in entrance.edges if edge in self._kept}
+            if kept:
+                edges = [GradientEdge(*edge) for edge in kept]
+                torch.autograd.backward(edges, list(kept.values()), inputs=entrance.parameters)
+
+
+@dataclass(frozen=True)
+class _Entrance:
+    """Where autograd begins for parameters.
+
+    Attributes:
+        edges: with what is kept for these.
+        parameters: that get gradients; None: all that it comes to.
+    """
+
+    edges: Sequence[Edge]
+    parameters: Sequence[torch.Tensor] | None
+
+
+@dataclass
+class _Group:
+    """What has to run at once, because it adds to the gradients of the same parameters.
+
+    Attributes:
+        edges: from the trunk to its nodes.
+        users: the nodes of the trunk that these edges leave; None for the loss.
+        nodes: its own, and those of its parameters.
+    """
+
+    edges: set[Edge] = field(default_factory=set)
+    users: set[Any] = field(default_factory=set)
+    nodes: set[Any] = field(default_factory=set)
+
+
+class _Graph:
+    """Autograd's graph: its trunk, on which gradients flow to earlier stages, and what hangs on it and has parameters.
+
+    Args:
+        root: where it begins.
+        stage_of: see `SplitBackward`.
+
+    Attributes:
+        root: see above.
+        trunk: the nodes from which one of an earlier stage is reached.
+        early: nodes that hang on several of the trunk in their own stage. Parameters that they lead to get sums, whose
+            terms come from the trunk and from these nodes in turn: so these nodes run with the trunk.
+    """
+
+    def __init__(self, root: Edge, stage_of: Callable[[Any], int]) -> None:
+        self.root = root
+        nodes = sorted(nodes_below(root[0]), key=lambda node: node._sequence_nr())
+        self._next = {node: [edge for edge in node.next_functions if edge[0] is not None] for node in nodes}
+        self._stages = {node: stage_of(node) for node in nodes}
+        self.trunk: set[Any] = set()
+        self.early: set[Any] = set()
+        for node in nodes:  # what a node leads to was recorded before it
+            inner = [following for following, _ in self._next[node] if not _is_leaf(following)]
+            if any(each in self.trunk or self._stages[each] < self._stages[node] for each in inner):
+                self.trunk.add(node)
+
+    def entrances(self) -> dict[int, list[_Entrance]]:
+        """For each stage where its second part begins."""
+        return {stage: self._entrances_of(stage, groups) for stage, groups in self._groups().items()}
+
+    def _groups(self) -> dict[int, list[_Group]]:
+        found: dict[int, list[_Group]] = {}
+        stages: dict[Any, int] = {}
+        for edge, user in self._leaving_trunk():
+            stage = self._stages[user if _is_leaf(edge[0]) else edge[0]]
+            nodes = self._hanging(edge[0])
+            for node in nodes:
+                if stages.setdefault(node, stage) != stage:
+                    raise StrategyError(
+                        f"a parameter of shape {list(node.variable.shape)} is used in the stages {stages[node]} and "
+                        f"{stage}, and the schedule takes backward passes apart, stage by stage; use it in one stage, "
+                        "or another schedule"
+                    )
+            groups = found.setdefault(stage, [])
+            met = [group for group in groups if not group.nodes.isdisjoint(nodes)]
+            groups[:] = [group for group in groups if group not in met]
+            groups.append(_united([*met, _Group({edge}, {user}, nodes)]))
+        return found
+
+    def _leaving_trunk(self) -> Iterator[tuple[Edge, Any]]:
+        """The edges from the trunk to what hangs on it, and the nodes that they leave."""
+        if self.root[0] not in self.trunk:
+            yield self.root, None
+        for node in self.trunk:
+            yield from ((edge, node) for edge in self._next[node] if edge[0] not in self.trunk)
+
+    def _hanging(self, node: Any) -> set[Any]:
+        """A node, and all that is reached from it."""
+        found, waiting = {node}, [node]
+        while waiting:
+            for following, _ in self._next.get(waiting.pop(), ()):
+                if following not in found:
+                    found.add(following)
+                    waiting.append(following)
+        return found
+
+    def _entrances_of(self, stage: int, groups: Sequence[_Group]) -> list[_Entrance]:
+        alone: dict[Any, list[torch.Tensor]] = {}
+        edges: list[Edge] = []
+        for group in groups:
+            own = [user for user in group.users if user is not None and self._stages[user] == stage]
+            if not own:  # what flows in from later stages is added up before anything of this stage is
+                edges += group.edges
+            elif len(group.users) == 1:  # runs again, for its parameters
+                alone.setdefault(own[0], []).extend(node.variable for node in group.nodes if _is_leaf(node))
+            else:
+                self.early |= {node for node in group.nodes if not _is_leaf(node)}
+                edges += [(node, 0) for node in group.nodes if _is_leaf(node)]
+        entrances = [_Entrance(self._into(user), parameters) for user, parameters in alone.items()]
+        return [*entrances, _Entrance(edges, None)] if edges else entrances
+
+    def _into(self, node: Any) -> list[Edge]:
+        """The edges that lead to a node of the trunk."""
+        edges = {edge for user in self.trunk for edge in self._next[user] if edge[0] is node}
+        return [*edges, self.root] if self.root[0] is node else [*edges]
+
+
+def nodes_below(root: Any) -> Iterator[Any]:
+    """Those of autograd's graph, without those of parameters."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and not _is_leaf(following):
+                seen.add(following)
+                waiting.append(following)
+
+
+def _is_leaf(node: Any) -> bool:
+    return hasattr(node, "variable")
+
+
+def _united(groups: Sequence[_Group]) -> _Group:
+    return _Group(
+        set().union(*(group.edges for group in groups)),
+        set().union(*(group.users for group in groups)),
+        set().union(*(group.nodes for group in groups)),
+    )
