@@ -72,7 +72,9 @@ class Recording:
         self._take_exchanges: Callable[[], Sequence[Exchange]] = list
         self._lost = 0  # events that had no room in the file
         self._lock = threading.Lock()
-        self._ending = threading.Event()
+        self._is_closed = False
+        self._running = threading.Lock()  # held until it ends: to wait for a lock is one call, for an event it is many
+        self._running.acquire()
         self._file: BinaryIO | None = None
         self._path = path
         self._process = os.getpid()
@@ -113,9 +115,10 @@ class Recording:
 
     def close(self) -> None:
         """Write the rest and end; may be called again, and by processes that were forked, to which it is not theirs."""
-        if self._ending.is_set() or os.getpid() != self._process:
+        if self._is_closed or os.getpid() != self._process:
             return
-        self._ending.set()
+        self._is_closed = True
+        self._running.release()
         if self._thread.is_alive():
             self._thread.join(5)
         self._measure()
@@ -129,7 +132,7 @@ class Recording:
 
     def _spill_again_and_again(self) -> None:
         rounds = 0
-        while not self._ending.wait(EVERY_S):
+        while not self._running.acquire(timeout=EVERY_S):
             if rounds % _GAUGES_EVERY == 0:
                 self._measure()
             rounds += 1
