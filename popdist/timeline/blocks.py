@@ -18,7 +18,7 @@ import numpy as np
 from popdist.timeline.events import EVENT
 
 MAGIC = b"popdist timeline 1\n"
-HEADER, NAMES, EVENTS, CLOCKS, JOINED, END = b"HEAD", b"NAME", b"EVNT", b"CLCK", b"JOIN", b"DONE"
+HEADER, NAMES, EVENTS, CLOCKS, JOINED, PROFILE, END = b"HEAD", b"NAME", b"EVNT", b"CLCK", b"JOIN", b"PROF", b"DONE"
 _HEAD = struct.Struct("<4sII")
 _COUNT = struct.Struct("<I")
 
