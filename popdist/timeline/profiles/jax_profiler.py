@@ -36,4 +36,6 @@ class JaxProfiler(Profiler):
     def stop(self) -> Path:
         """See `Profiler`."""
         jax.profiler.stop_trace()
-        return next(self._folder.rglob(f"*{_SUFFIX}"))
+        for file in self._folder.rglob(f"*{_SUFFIX}"):
+            return file
+        raise FileNotFoundError(f"JAX has written no *{_SUFFIX} into {self._folder}")

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from popdist.timeline.profiles.wanted import JAX
-
 
 class Profiler(ABC):
     """Starts and stops once. Errors of the library come as RuntimeError, those of files as OSError.
@@ -34,18 +32,3 @@ class Profiler(ABC):
         Returns:
             The profile, in the format of chrome://tracing, compressed by gzip.
         """
-
-
-def open_profiler(name: str, folder: Path) -> Profiler:
-    """The profiler with one of the names of `PROFILERS`, which writes into this folder.
-
-    Raises:
-        ImportError: its library is missing.
-    """
-    if name == JAX:
-        from popdist.timeline.profiles.jax_profiler import JaxProfiler
-
-        return JaxProfiler(folder)
-    from popdist.timeline.profiles.torch_profiler import TorchProfiler
-
-    return TorchProfiler(folder)

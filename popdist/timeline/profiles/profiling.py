@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, final
 
 from popdist.errors import EnvironmentMismatchError
-from popdist.timeline.profiles.profiler import Profiler, open_profiler
-from popdist.timeline.profiles.wanted import Wanted
+from popdist.timeline.profiles.profiler import Profiler
+from popdist.timeline.profiles.wanted import JAX, Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Profiling:
 
     def _start(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        profiler = open_profiler(self._wanted.profiler, self._folder)
+        profiler = _open(self._wanted.profiler, self._folder)
         profiler.start()
         self._profiler = profiler
         for _ in range(_AT_ENDS):
@@ -100,3 +100,18 @@ class Profiling:
         except (RuntimeError, OSError, ImportError) as error:
             self._is_over = True
             logger.warning("the profiler of %s failed: %s; the program goes on without", self._wanted.profiler, error)
+
+
+def _open(name: str, folder: Path) -> Profiler:
+    """The profiler with one of the names of `PROFILERS`, which writes into this folder.
+
+    Raises:
+        ImportError: its library is missing.
+    """
+    if name == JAX:
+        from popdist.timeline.profiles.jax_profiler import JaxProfiler
+
+        return JaxProfiler(folder)
+    from popdist.timeline.profiles.torch_profiler import TorchProfiler
+
+    return TorchProfiler(folder)
