@@ -32,7 +32,7 @@ slow_input = "input" in sys.argv
 
 def read(index):
     if slow_input:
-        time.sleep(0.0005)
+        time.sleep(0.002)
     return {"x": np.sin(np.arange(512, dtype=np.float32) + index)}
 
 def loss_fn(variables, batch, key):

@@ -88,7 +88,7 @@ class Process:
             from popdist.timeline.attaching import Timeline  # loads numpy
 
             self.timeline = Timeline(asked, instance, os.environ)
-            attached.append(self.timeline.recorder)
+            attached += self.timeline.instruments
         if any(word.kind == PROMETHEUS for word in words_in(os.environ)):
             attached.append(Waits())
         if faults := due_faults(os.environ, instance.index):

@@ -43,6 +43,8 @@ TRANSPORTS = {
     "launch_scripts/listings/poptorch_network.py": {"torch"},
     "launch_scripts/poptorch_digits.py": {"torch"},
     "launch_scripts/torch_digits.py": {"torch"},
+    "popdist/timeline/profiles/jax_profiler.py": {"jax"},
+    "popdist/timeline/profiles/torch_profiler.py": {"torch"},
     "poprun/top/rich_screen.py": {"rich"},
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
     "strategies/data/grain_source.py": {"absl", "grain"},

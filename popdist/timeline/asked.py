@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from popdist.errors import EnvironmentMismatchError
+from popdist.timeline.profiles.wanted import Wanted
 
 FOLDER_VARIABLE = "POPDIST_TIMELINE"
 """The folder that gets a file from each instance; every instance of a job has to have it."""
 LIMIT_VARIABLE = "POPDIST_TIMELINE_LIMIT"
 """How many MB the file of an instance may have."""
+PROFILE_VARIABLE = "POPDIST_PROFILE"
+"""Which profiler runs beside, and when; see `popdist.timeline.profiles.wanted`."""
 SUFFIX = ".timeline"
 """Of the files."""
+PROFILE_SUFFIX = ".profile"
+"""Of the folders of profiles beside them."""
 USUAL_LIMIT_MB = 256
 _BESIDE = ".parts"
 
@@ -30,23 +35,42 @@ class Asked:
     Attributes:
         folder: where the files go.
         limit_bytes: how large one may be.
+        profile: what a profiler is to see besides.
     """
 
     folder: Path
     limit_bytes: int = USUAL_LIMIT_MB * 10**6
+    profile: Wanted | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Asked | None:
         """What the environment asks for; None if nothing.
 
         Raises:
-            EnvironmentMismatchError: the limit is no positive whole number.
+            EnvironmentMismatchError: the limit is no positive whole number, or the profile none that there is.
         """
         if not environ.get(FOLDER_VARIABLE):
+            _refuse_profile_alone(environ)
             return None
         limit = environ.get(LIMIT_VARIABLE) or str(USUAL_LIMIT_MB)
         if not limit.isdecimal() or not int(limit):
             raise EnvironmentMismatchError(
                 f"{LIMIT_VARIABLE}={limit!r} is not a positive whole number of MB; correct or unset it"
             )
-        return cls(Path(environ[FOLDER_VARIABLE]).absolute(), int(limit) * 10**6)
+        return cls(Path(environ[FOLDER_VARIABLE]).absolute(), int(limit) * 10**6, _profile_in(environ))
+
+
+def _refuse_profile_alone(environ: Mapping[str, str]) -> None:
+    if environ.get(PROFILE_VARIABLE):
+        raise EnvironmentMismatchError(
+            f"{PROFILE_VARIABLE} is set, {FOLDER_VARIABLE} is not, and a profile is a part of a timeline; set both"
+        )
+
+
+def _profile_in(environ: Mapping[str, str]) -> Wanted | None:
+    if not environ.get(PROFILE_VARIABLE):
+        return None
+    try:
+        return Wanted.parse(environ[PROFILE_VARIABLE])
+    except ValueError as error:
+        raise EnvironmentMismatchError(f"{PROFILE_VARIABLE}: {error}") from None

@@ -8,14 +8,15 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 
 from popdist.instance import Instance
 from popdist.records.faults import ATTEMPT_VARIABLE
-from popdist.timeline.asked import SUFFIX, Asked
-from popdist.timeline.blocks import JOINED
+from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, Asked
+from popdist.timeline.blocks import JOINED, PROFILE
 from popdist.timeline.clocks import Exchange
 from popdist.timeline.events import MAIN_TRACK, Kind
 from popdist.timeline.meeting import (
@@ -29,11 +30,13 @@ from popdist.timeline.meeting import (
     own_addresses,
     this_clock,
 )
+from popdist.timeline.profiles.profiling import Profiling
+from popdist.timeline.profiles.wanted import Wanted
 from popdist.timeline.spilling import Recording
 
 if TYPE_CHECKING:
     from collectives import Communicator
-    from popdist.timeline.recorder import Recorder
+    from collectives.instruments import Instrument
 
 
 @final
@@ -45,6 +48,9 @@ class Timeline:
         instance: this one.
         environ: says which attempt this is.
         clock: of this host; None: the one that this process reads.
+
+    Raises:
+        EnvironmentMismatchError: the library of the profiler that is asked for is not there.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Timeline:
         }
         name = f"instance-{instance.index}{f'.{attempt}' if attempt else ''}{SUFFIX}"
         self._recording = Recording(asked.folder / name, header, asked.limit_bytes, self._clock.now_ns)
+        self._profiling = None if asked.profile is None else self._open_profiling(asked.profile)
         self._process = os.getpid()
         self._answering: Answering | None = None
         self._asking: Asking | None = None
@@ -73,9 +80,10 @@ class Timeline:
         atexit.register(self.close)  # before what waits for the others at exit is registered, so it comes after that
 
     @property
-    def recorder(self) -> Recorder:
-        """The instrument."""
-        return self._recording.recorder
+    def instruments(self) -> tuple[Instrument, ...]:
+        """What sees what this instance does: the recorder, and what starts a profiler."""
+        profiling = () if self._profiling is None else (self._profiling,)
+        return (self._recording.recorder, *profiling)
 
     @property
     def writing_s(self) -> float:
@@ -112,12 +120,18 @@ class Timeline:
         """Write what is left; may be called again, and by processes that were forked, whose recording it is not."""
         if os.getpid() != self._process:
             return
+        if self._profiling is not None:
+            self._profiling.close()
         if self._asking is not None:
             self._asking.close()
         self._recording.close()
         if self._answering is not None:
             self._answering.close()
         atexit.unregister(self.close)
+
+    def _open_profiling(self, wanted: Wanted) -> Profiling:
+        folder = self._recording.path.with_suffix(PROFILE_SUFFIX)
+        return Profiling(wanted, folder, self._clock.now_ns, partial(self._recording.add, PROFILE))
 
     def _take_exchanges(self) -> list[Exchange]:
         taken: list[Exchange] = []

@@ -18,7 +18,7 @@ import numpy as np
 from popdist.timeline.events import EVENT
 
 MAGIC = b"popdist timeline 1\n"
-HEADER, NAMES, EVENTS, CLOCKS, JOINED, END = b"HEAD", b"NAME", b"EVNT", b"CLCK", b"JOIN", b"DONE"
+HEADER, NAMES, EVENTS, CLOCKS, JOINED, PROFILE, END = b"HEAD", b"NAME", b"EVNT", b"CLCK", b"JOIN", b"PROF", b"DONE"
 _HEAD = struct.Struct("<4sII")
 _COUNT = struct.Struct("<I")
 
@@ -66,28 +66,23 @@ def read_blocks(data: bytes) -> Iterator[Block]:
 
 
 def pack_events(events: np.ndarray) -> bytes:
-    """Events, column by column, of which times and values are differences: that leaves about 5 bytes of each."""
-    columns = []
-    for name in EVENT.names or ():
-        column = events[name]
-        if name == "when_ns":
-            column = np.diff(column, prepend=np.int64(0))
-        columns.append(_bytes_apart(column))
-    return _COUNT.pack(len(events)) + zlib.compress(b"".join(columns), 1)
+    """Events, of which times are differences, byte by byte: all first bytes, then all second ones, ...
+
+    Those that are always 0 take no room then: that leaves about 5 bytes of each event.
+    """
+    apart = events.copy()
+    later = apart["when_ns"][1:]
+    later -= events["when_ns"][:-1]
+    columns = apart.view(np.uint8).reshape(-1, EVENT.itemsize).T.tobytes()
+    return _COUNT.pack(len(events)) + zlib.compress(columns, 1)
 
 
 def unpack_events(content: bytes) -> np.ndarray:
     """What `pack_events` has packed."""
     (count,) = _COUNT.unpack_from(content)
-    data = np.frombuffer(zlib.decompress(content[_COUNT.size :]), np.uint8)
-    events, position = np.empty(count, EVENT), 0
-    for name in EVENT.names or ():
-        dtype = EVENT[name]
-        end = position + count * dtype.itemsize
-        together = np.ascontiguousarray(data[position:end].reshape(dtype.itemsize, count).T)
-        events[name] = together.view(dtype).reshape(count)
-        position = end
-    events["when_ns"] = np.cumsum(events["when_ns"])
+    columns = np.frombuffer(zlib.decompress(content[_COUNT.size :]), np.uint8)
+    events = columns.reshape(EVENT.itemsize, count).T.copy().view(EVENT).reshape(count)
+    np.cumsum(events["when_ns"], out=events["when_ns"])
     return events
 
 
@@ -104,9 +99,3 @@ def unpack_exchanges(content: bytes) -> np.ndarray:
 def names_block(names: Mapping[int, Mapping[str, Any]]) -> bytes:
     """The block that says what names stand for."""
     return json_block(NAMES, [[number, dict(said)] for number, said in names.items()])
-
-
-def _bytes_apart(column: np.ndarray) -> bytes:
-    """All first bytes, then all second ones...: those that are always 0 take no room then."""
-    size = column.dtype.itemsize
-    return np.ascontiguousarray(np.ascontiguousarray(column).view(np.uint8).reshape(-1, size).T).tobytes()

@@ -15,9 +15,9 @@ from popdist.timeline.events import EVENT
 RECORD = struct.Struct("<QqHHIq")
 """The number of the record, which is 0 where there never was one, and an event."""
 _SHIFT = 5  # records are 32 bytes long
-_WINDOW = 256
-_SLOT = np.dtype([("number", "<u8"), *((name, EVENT[name]) for name in EVENT.names or ())])
-assert RECORD.size == _SLOT.itemsize == 1 << _SHIFT
+_NUMBER_BYTES = 8
+_WINDOW = 64
+assert RECORD.size == _NUMBER_BYTES + EVENT.itemsize == 1 << _SHIFT
 
 Append = Callable[[int, int, int, int], None]
 
@@ -64,43 +64,47 @@ class Ring:
             An array of `EVENT`, and a number.
         """
         first, window = self._taken + 1, min(_WINDOW, self._size)
-        slots = self._following(first, window)
-        while window < self._size and slots[-1]["number"] >= first:
+        slots, numbers = self._following(first, window)
+        while window < self._size and numbers[-1] >= first:
             window *= 2
-            slots = self._following(first, window)
-        has_come = slots["number"] >= np.uint64(first)
-        if not has_come.any():
+            slots, numbers = self._following(first, window)
+        newest = max(numbers)
+        if newest < first:
             return np.empty(0, EVENT), 0
-        whole = window if has_come.all() else int(np.argmin(has_come))
-        is_newer = bool((slots["number"] >= np.uint64(first + self._size)).any())
-        has_hole = bool(has_come[whole:].any())
-        if not is_newer and (not has_hole or (waits and self._hole != first + whole)):
-            self._hole = first + whole if has_hole else 0
-            self._taken += whole
-            return _events(slots[:whole]), 0
+        if numbers[: newest - self._taken] == list(range(first, newest + 1)):  # no hole, and nothing was overwritten
+            self._taken, self._hole = newest, 0
+            return _events(slots, newest - first + 1), 0
+        hole = next((number for number, found in enumerate(numbers, first) if found < first), first + window)
+        if waits and newest < first + self._size and hole != self._hole:
+            self._taken, self._hole = hole - 1, hole
+            return _events(slots, hole - first), 0
         return self._all_that_is_left(first)
 
     def _all_that_is_left(self, first: int) -> tuple[np.ndarray, int]:
         """Where the ring was overtaken, or a record never came: what there is, oldest first."""
-        slots = self._following(first, self._size)
-        slots = np.sort(slots[slots["number"] >= np.uint64(first)], order="number")
-        newest = int(slots["number"][-1])
-        lost = newest - self._taken - len(slots)
+        slots, _ = self._following(first, self._size)
+        rows = np.frombuffer(slots, "<u8").reshape(self._size, -1)
+        rows = rows[rows[:, 0] >= first]
+        rows = rows[np.argsort(rows[:, 0])]
+        newest = int(rows[-1, 0])
+        lost = newest - self._taken - len(rows)
         self._taken, self._hole = newest, 0
-        return _events(slots), lost
+        return _events(rows.tobytes(), len(rows)), lost
 
-    def _following(self, first: int, count: int) -> np.ndarray:
-        """A copy of so many slots, from that of the record with this number on."""
+    def _following(self, first: int, count: int) -> tuple[bytes | bytearray, list[int]]:
+        """A copy of so many slots, from that of the record with this number on, and the numbers in them.
+
+        Numbers are a list, because a spill mostly finds a few records and cold caches, where NumPy's first calls cost
+        more than anything that is done to so few.
+        """
         begin = (first & (self._size - 1)) << _SHIFT
         end = begin + (count << _SHIFT)
         copied = self._memory[begin:end]
         if end > len(self._memory):
             copied += self._memory[: end - len(self._memory)]
-        return np.frombuffer(copied, _SLOT)
+        return copied, memoryview(copied).cast("Q")[:: RECORD.size // _NUMBER_BYTES].tolist()
 
 
-def _events(slots: np.ndarray) -> np.ndarray:
-    events = np.empty(len(slots), EVENT)
-    for name in EVENT.names or ():
-        events[name] = slots[name]
-    return events
+def _events(slots: bytes | bytearray, count: int) -> np.ndarray:
+    """The first events in a copy of slots, seen there: what follows a number is an event as `EVENT` has it."""
+    return np.ndarray((count,), EVENT, slots, _NUMBER_BYTES, (RECORD.size,))

@@ -51,6 +51,7 @@ class Recording:
         now_ns: the clock of events.
 
     Attributes:
+        path: of the file, in the end.
         recorder: the instrument whose events are written.
         written_bytes: so many are in the file.
         writing_s: so much time of a core its thread has taken.
@@ -72,12 +73,15 @@ class Recording:
         self._take_exchanges: Callable[[], Sequence[Exchange]] = list
         self._lost = 0  # events that had no room in the file
         self._lock = threading.Lock()
-        self._ending = threading.Event()
+        self._is_closed = False
+        self._running = threading.Lock()  # held until it ends: to wait for a lock is one call, for an event it is many
+        self._running.acquire()
         self._file: BinaryIO | None = None
-        self._path = path
+        self.path = path
         self._process = os.getpid()
         try:
             self._file = open_recording(path)
+            self.path = Path(self._file.name)
         except OSError as error:
             self._fail(error)
         self._write(MAGIC + json_block(HEADER, header))
@@ -89,7 +93,8 @@ class Recording:
 
     def add(self, kind: bytes, value: Any) -> None:
         """Write a block of JSON now."""
-        self._write(json_block(kind, value))
+        with self._lock:
+            self._write(json_block(kind, value))
 
     def align_by(self, take_exchanges: Callable[[], Sequence[Exchange]]) -> None:
         """Write, from now on, the exchanges that this returns whenever it is called."""
@@ -113,9 +118,10 @@ class Recording:
 
     def close(self) -> None:
         """Write the rest and end; may be called again, and by processes that were forked, to which it is not theirs."""
-        if self._ending.is_set() or os.getpid() != self._process:
+        if self._is_closed or os.getpid() != self._process:
             return
-        self._ending.set()
+        self._is_closed = True
+        self._running.release()
         if self._thread.is_alive():
             self._thread.join(5)
         self._measure()
@@ -129,7 +135,7 @@ class Recording:
 
     def _spill_again_and_again(self) -> None:
         rounds = 0
-        while not self._ending.wait(EVERY_S):
+        while not self._running.acquire(timeout=EVERY_S):
             if rounds % _GAUGES_EVERY == 0:
                 self._measure()
             rounds += 1
@@ -157,7 +163,7 @@ class Recording:
 
     def _fail(self, error: OSError) -> None:
         self._file = None
-        logger.warning("the timeline cannot be written to %s: %s; the program goes on without", self._path, error)
+        logger.warning("the timeline cannot be written to %s: %s; the program goes on without", self.path, error)
 
 
 def _note_of_loss(following: np.ndarray, lost: int, when_ns: int = 0) -> np.ndarray:

@@ -114,6 +114,7 @@ _RARE = frozenset(
         *("version-format", "overwrite-config", "json", "ipus-per-replica", "num-ilds", "sync-type", "numa-aware"),
         *(
             "timeline-limit",
+            "profile",
             "top-address",
             "instance-mpi-local-args",
             "synchronise-poplar-sdk",
@@ -263,6 +264,12 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("timeline", Kind.PATH, "record what instances do, and write it to this file, for Perfetto", OUTPUT),
     Option("timeline-limit", Kind.NUMBER, "MB that one instance may record", OUTPUT, default="256", at_most=_MOST),
+    Option(
+        "profile",
+        Kind.TEXT,
+        "put what the profiler of jax or torch sees of five steps into the timeline; jax:20@100: of 20, after 100",
+        OUTPUT,
+    ),
     Option(
         "summary",
         Kind.TEXT,

@@ -11,6 +11,7 @@ from typing import Any
 
 from popdist.environments.environment import nearest_multiples
 from popdist.records.metric_words import RUN_VARIABLE, parse_words
+from popdist.timeline.profiles.wanted import Wanted
 from poprun.asking.command_line import CommandLine, Value, read_fault, read_instance_arguments
 from poprun.asking.options import OPTIONS
 from poprun.asking.summary import read_summary
@@ -58,6 +59,7 @@ class Settings:
         metrics_run: a name of this job that no other has, for services; the same when it is started again.
         timeline: the file that gets what instances did; None: nothing is recorded.
         timeline_limit: MB that one of them may record; None: the usual.
+        profile: which profiler sees which of their steps, as `popdist.timeline.profiles` has it; None: none.
         summary: what is said when the job is over: `yes`, `no`, `json:FILE`; "": as usual.
         top_address: where those who know the job's token may look at it, `HOST:PORT`; None: on this machine only.
         executable_cache_path: what programs find in POPDIST_EXECUTABLE_CACHE_PATH.
@@ -107,6 +109,7 @@ class Settings:
     metrics_run: str = ""
     timeline: str | None = None
     timeline_limit: int | None = None
+    profile: str | None = None
     summary: str = ""
     top_address: str | None = None
     executable_cache_path: str | None = None
@@ -200,6 +203,7 @@ class Settings:
             parse_words(self.metrics)
         except ValueError as error:
             raise UsageError(f"--metrics {error}") from None
+        self._check_profile()
         if self.host and self.hostfile:
             raise UsageError("--host and --hostfile are both given, each names all hosts; give one of them")
         if self.min_instances > self.num_instances:
@@ -213,6 +217,16 @@ class Settings:
             )
         if self.json and not self.dry_run:
             raise UsageError("--json is given without --dry-run, and a job has no JSON form; give both")
+
+    def _check_profile(self) -> None:
+        if self.profile is None:
+            return
+        try:
+            Wanted.parse(self.profile)
+        except ValueError as error:
+            raise UsageError(f"--profile {error}") from None
+        if self.timeline is None:
+            raise UsageError("--profile is given without --timeline, and a profile is a part of a timeline; give both")
 
     @property
     def replicas_per_instance(self) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from popdist.environments.poprun import DEVICE, IPUS, LOCAL, LOCAL_INSTANCE, OFFSET, SHRINKS_VARIABLE, TOTAL, UNIFORM
 from popdist.records.faults import VARIABLE as FAULTS_VARIABLE
-from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, folder_beside
+from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, PROFILE_VARIABLE, folder_beside
+from popdist.timeline.profiles.wanted import TORCH, Wanted
 from poprun.asking.settings import Settings
 from poprun.asking.vipu import PARTITION_VARIABLE
 from poprun.hosts.hosts import Host
@@ -21,6 +22,7 @@ from poprun.talking.wire import CONTROL_VARIABLE, HOST_VARIABLE
 from poprun.wording import list_ranges
 
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_SILENT = "6"
 SHIM = Path(__file__).parents[1] / "shim" / "__main__.py"
 
 _QUIET_AND_INDEPENDENT = {
@@ -125,7 +127,8 @@ def _recording_variables(settings: Settings) -> dict[str, str]:
     if settings.timeline is None:
         return {}
     limit = {} if settings.timeline_limit is None else {LIMIT_VARIABLE: str(settings.timeline_limit)}
-    return {FOLDER_VARIABLE: str(folder_beside(settings.timeline))} | limit
+    profile = {} if settings.profile is None else {PROFILE_VARIABLE: settings.profile}
+    return {FOLDER_VARIABLE: str(folder_beside(settings.timeline))} | limit | profile
 
 
 def extra_variables(settings: Settings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -138,6 +141,8 @@ def extra_variables(settings: Settings, pool: Mapping[str, str], environ: Mappin
     """
     # Output goes through a pipe; without this a Python program's lines would come only when 8 KiB are full.
     defaults = {**pool, "PYTHONUNBUFFERED": "1"}
+    if settings.profile is not None and Wanted.parse(settings.profile).profiler == TORCH:
+        defaults["KINETO_LOG_LEVEL"] = _SILENT  # it says on standard error that it begins, and that it ends
     wanted = {name: value for name, value in defaults.items() if name not in environ}
     if settings.offline_mode:
         wanted["JAX_PLATFORMS"] = "cpu"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from poprun.deciding.facts import Facts
 from poprun.errors import UsageError
-from poprun.summary.attempts import Attempt, add_up, waiting_share
+from poprun.summary.attempts import Attempt, Totals, add_up, waiting_share
 
 VERSION = 1
 """Grows when a key gets another meaning or goes; docs/observability.md has all of them."""
@@ -44,12 +44,7 @@ def describe_job(whole: Whole, attempts: Sequence[Attempt]) -> dict[str, object]
         "duration_s": whole.duration_s,
         "exit_status": whole.exit_status,
         "failure": (attempts[-1].failure or None) if attempts else None,
-        "steps": totals.steps,
-        "samples": totals.samples,
-        "steps_per_s": totals.steps_per_s,
-        "samples_per_s": totals.samples_per_s,
-        "waiting_share": totals.waiting_share,
-        "slowest": None if totals.slowest is None else asdict(totals.slowest),
+        **_describe_totals(totals),
         "faults_survived": [
             {"attempt": attempt, "followed_by": followed_by, "fault": fault}
             for attempt, followed_by, fault in totals.survived
@@ -60,18 +55,23 @@ def describe_job(whole: Whole, attempts: Sequence[Attempt]) -> dict[str, object]
 
 
 def _describe_attempt(attempt: Attempt) -> dict[str, object]:
-    totals = add_up([attempt])
     return {
         "duration_s": attempt.duration_s,
         "exit_status": attempt.ended.exit_status,
         "failure": attempt.failure or None,
+        **_describe_totals(add_up([attempt])),
+        "instances": [_describe_instance(each) for each in attempt.facts],
+    }
+
+
+def _describe_totals(totals: Totals) -> dict[str, object]:
+    return {
         "steps": totals.steps,
         "samples": totals.samples,
         "steps_per_s": totals.steps_per_s,
         "samples_per_s": totals.samples_per_s,
         "waiting_share": totals.waiting_share,
         "slowest": None if totals.slowest is None else asdict(totals.slowest),
-        "instances": [_describe_instance(each) for each in attempt.facts],
     }
 
 

@@ -25,6 +25,7 @@ class Aligned:
         ahead_ns: by how much instance 0's clock is ahead, on the average.
         drift: how much faster it runs, in parts of one.
         drift_uncertainty: that is wrong by no more than this.
+        alignment: what is known of both clocks; nothing where they differ by `ahead_ns` all the time.
     """
 
     recording: Recording
@@ -33,6 +34,14 @@ class Aligned:
     ahead_ns: float = 0.0
     drift: float = 0.0
     drift_uncertainty: float = 0.0
+    alignment: Alignment = Alignment()
+
+    def at_home(self, times_ns: np.ndarray) -> np.ndarray:
+        """Times of the recording's own clock as those of instance 0."""
+        if not self.alignment.is_known:
+            return times_ns + round(self.ahead_ns)
+        moved: np.ndarray = times_ns + np.rint(self.alignment.at(times_ns).middle_ns).astype(np.int64)
+        return moved
 
 
 def align(recordings: Sequence[Recording]) -> list[Aligned]:
@@ -70,6 +79,7 @@ def _align(recording: Recording, home: str, alignment: Alignment) -> Aligned | N
         float(difference.middle_ns.mean()) if len(events) else 0.0,
         drift,
         drift_uncertainty,
+        alignment,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from poprun.timeline.aligned import Aligned, align, doubts
 from poprun.timeline.matching import Meetings, match
 from poprun.timeline.memberships import of_longest_membership, with_first_numbers
+from poprun.timeline.profiles import Profiled, read_profile
 from poprun.timeline.recordings import Recording, read_recordings, what_is_missing
 from poprun.timeline.spans import Spans, spans_of
 from poprun.timeline.trace import Counts, write_trace
@@ -64,4 +65,25 @@ def merge(folder: Path, to: Path) -> tuple[Job, Counts]:
         OSError: the trace cannot be written.
     """
     job = put_together(read_recordings(folder))
-    return job, write_trace(to, job.aligned, job.spans, job.meetings)
+    profiles, said = profiles_of(job.aligned, folder)
+    job = replace(job, warnings=[*job.warnings, *said])
+    return job, write_trace(to, job.aligned, job.spans, job.meetings, profiles)
+
+
+def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled | None], list[str]]:
+    """What profilers saw of each instance, and whose profile is not to be had."""
+    found: list[Profiled | None] = [None] * len(aligned)
+    warnings = []
+    for place, each in enumerate(aligned):
+        profile = each.recording.profile
+        if profile is None:
+            continue
+        try:
+            found[place] = read_profile(folder, profile)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            warnings.append(
+                f"{each.recording.title}: its profile is left out, {folder / profile.file}: {why}; if that was written "
+                "on another host, copy it there"
+            )
+    return found, warnings

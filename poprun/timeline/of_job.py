@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
-from popdist.timeline.asked import SUFFIX, folder_beside
+from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, folder_beside
 from popdist.timeline.opening import is_being_written
 from poprun.errors import PopRunError, UsageError
 from poprun.log import Log
@@ -25,6 +26,8 @@ def make_room(trace: str) -> None:
             raise UsageError(f"--timeline {trace}: another job records into {folder}; name another file")
         for old in files:
             old.unlink()
+        for profile in folder.glob(f"*{PROFILE_SUFFIX}"):
+            shutil.rmtree(profile)
     except OSError as error:
         raise UsageError(
             f"--timeline {trace}: recordings go to {folder}, which cannot be made: {error.strerror}; name another file"

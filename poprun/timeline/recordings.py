@@ -18,12 +18,14 @@ from popdist.timeline.blocks import (
     HEADER,
     JOINED,
     NAMES,
+    PROFILE,
     read_blocks,
     unpack_events,
     unpack_exchanges,
 )
 from popdist.timeline.events import EVENT, Kind
 from poprun.errors import PopRunError
+from poprun.timeline.profiles import Profile
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class Recording:
         events: an array of `popdist.timeline.events.EVENT`.
         exchanges: int64, four of each exchange with the clock of instance 0; see `popdist.timeline.clocks`.
         is_complete: whether the instance came to its end.
+        profile: what is to be known of the profile beside it, as `popdist.timeline.profiles` says; None: there is none.
     """
 
     instance: int = 0
@@ -59,6 +62,7 @@ class Recording:
     events: np.ndarray = field(default_factory=lambda: np.empty(0, EVENT))
     exchanges: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int64))
     is_complete: bool = False
+    profile: Profile | None = None
 
     @property
     def title(self) -> str:
@@ -99,6 +103,8 @@ def parse_recording(data: bytes) -> Recording | None:
         elif found.kind == JOINED:
             joined = json.loads(found.content)
             facts |= {"job": joined["job"], "asked_clock": joined["clocks"][0]}
+        elif found.kind == PROFILE:
+            facts["profile"] = Profile(**json.loads(found.content))
         is_complete = found.kind == END
     if not facts:
         return None

@@ -6,25 +6,24 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU:
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 
 from popdist.timeline.events import Kind
 from poprun.timeline.aligned import Aligned
 from poprun.timeline.matching import Meetings
+from poprun.timeline.profiles import Profiled, nested
 from poprun.timeline.spans import Sort, Spans
+from poprun.timeline.trace_file import Writer, name_of, opened, us_of
 
-STEPS, PHASES, COMMUNICATION, REPLICAS = 1, 2, 3, 16
+STEPS, PHASES, COMMUNICATION, REPLICAS, PROFILE = 1, 2, 3, 16, 1 << 24
 """Threads of the trace."""
 _STAGES = 64
-_CHUNK = 20_000
-_COMPRESSED = ".gz"
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Counts:
     """How much a trace has.
 
     Attributes:
-        spans: complete events.
+        spans: complete events, those of profiles too.
         flows: arrows.
         counters: values.
     """
@@ -42,61 +41,42 @@ class Counts:
     counters: int
 
 
-def write_trace(path: Path, aligned: Sequence[Aligned], spans: Sequence[Spans], meetings: Meetings) -> Counts:
+def write_trace(
+    path: Path,
+    aligned: Sequence[Aligned],
+    spans: Sequence[Spans],
+    meetings: Meetings,
+    profiles: Sequence[Profiled | None] = (),
+) -> Counts:
     """Write the trace; compressed where the name ends in .gz.
+
+    Args:
+        path: of the trace.
+        aligned: the recordings.
+        spans: of each.
+        meetings: what they have in common.
+        profiles: what a profiler saw of each, if one did; none of any where there are fewer.
 
     Raises:
         OSError: it cannot be written.
     """
     began = min(int(each.recording.events["when_ns"].min(initial=np.iinfo(np.int64).max)) for each in aligned)
-    with _opened(path) as file:
+    with opened(path) as file:
         file.write(b'{"displayTimeUnit":"ns","otherData":')
         file.write(json.dumps(_facts(aligned)).encode() + b',"traceEvents":[\n')
-        writer = _Writer(file)
+        writer = Writer(file)
         for process, (each, own) in enumerate(zip(aligned, spans, strict=True)):
             writer.lines(_metadata(process, each, own))
             _write_spans(writer, process, each, own, began)
             _write_instants(writer, process, each, began)
             _write_counters(writer, process, each, own, began)
+        for process, (each, profile) in enumerate(zip(aligned, profiles, strict=False)):
+            if profile is not None:
+                _write_profile(writer, process, each, profile, began)
         flows = _write_flows(writer, meetings, began)
         file.write(b"\n]}\n")
-    return Counts(sum(len(each.spans) for each in spans), flows, writer.counters)
-
-
-class _Writer:
-    """Events of a trace, with commas between them."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._is_first = True
-        self.counters = 0
-
-    def text(self, text: str) -> None:
-        """Events that end with a comma and a new line each."""
-        if text:
-            self._file.write((text[:-2] if self._is_first else f",\n{text[:-2]}").encode())
-            self._is_first = False
-
-    def lines(self, events: Iterator[Mapping[str, Any]]) -> None:
-        """A few events."""
-        self.text("".join(f"{json.dumps(event)},\n" for event in events))
-
-    def table(self, form: str, columns: Sequence[Sequence[Any] | np.ndarray]) -> None:
-        """Many events: a text with as many `%` as there are columns, once for each row."""
-        count = len(columns[0])
-        for start in range(0, count, _CHUNK):
-            parts = [each[start : start + _CHUNK] for each in columns]
-            size = len(parts[0])
-            flat: list[Any] = [None] * (size * len(parts))
-            for place, part in enumerate(parts):
-                flat[place :: len(parts)] = part.tolist() if isinstance(part, np.ndarray) else part
-            self.text((form * size) % tuple(flat))
-
-
-def _opened(path: Path) -> BinaryIO:
-    if path.suffix == _COMPRESSED:
-        return cast(BinaryIO, gzip.open(path, "wb", compresslevel=1))
-    return path.open("wb", buffering=1 << 20)
+    of_profiles = sum(len(each.names) for each in profiles if each is not None)
+    return Counts(sum(len(each.spans) for each in spans) + of_profiles, flows, writer.counters)
 
 
 def _facts(aligned: Sequence[Aligned]) -> dict[str, Any]:
@@ -115,7 +95,7 @@ def _facts(aligned: Sequence[Aligned]) -> dict[str, Any]:
 
 
 def _metadata(process: int, aligned: Aligned, spans: Spans) -> Iterator[Mapping[str, Any]]:
-    yield _name("process_name", process, 0, aligned.recording.title)
+    yield name_of("process_name", process, 0, aligned.recording.title)
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
     if not aligned.is_measured or aligned.uncertainty_ns > 1:
         known = f"+- {aligned.uncertainty_ns / 1e3:.0f} us" if aligned.is_measured else "clock unknown"
@@ -127,12 +107,8 @@ def _metadata(process: int, aligned: Aligned, spans: Spans) -> Iterator[Mapping[
         several = np.any(of_replicas["track"] > 1)
         threads[track] = f"replica {replica} stage {stage}" if several else f"replica {replica}"
     for thread, name in threads.items():
-        yield _name("thread_name", process, thread, name)
+        yield name_of("thread_name", process, thread, name)
         yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
-
-
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}
 
 
 def _thread_of_replicas(spans: np.ndarray) -> np.ndarray:
@@ -140,12 +116,7 @@ def _thread_of_replicas(spans: np.ndarray) -> np.ndarray:
     return found
 
 
-def _us(times_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whole us, and the ns that are left."""
-    return times_ns // 1000, times_ns % 1000
-
-
-def _write_spans(writer: _Writer, process: int, aligned: Aligned, spans: Spans, began: int) -> None:
+def _write_spans(writer: Writer, process: int, aligned: Aligned, spans: Spans, began: int) -> None:
     names = {number: str(said["name"]) for number, said in aligned.recording.names.items()}
     head = f'{{"ph":"X","pid":{process},"tid":'
     for sort in Sort:
@@ -153,7 +124,7 @@ def _write_spans(writer: _Writer, process: int, aligned: Aligned, spans: Spans, 
         texts = _heads(sort, head, names)
         keys = _thread_of_replicas(own) if sort is Sort.REPLICA else own["name"].astype(np.int64)
         heads = [texts(key) for key in keys.tolist()]
-        start, duration = _us(own["begin_ns"] - began), _us(own["end_ns"] - own["begin_ns"])
+        start, duration = us_of(own["begin_ns"] - began), us_of(own["end_ns"] - own["begin_ns"])
         failed = np.where(own["failed"], ',"failed":true', "") if own["failed"].any() else [""] * len(own)
         form = '%s,"ts":%d.%03d,"dur":%d.%03d,"args":{"step":%d%s}},\n'
         writer.table(form, [heads, *start, *duration, own["step"], failed])
@@ -175,6 +146,18 @@ def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], s
     return texts.__getitem__
 
 
+def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Profiled, began: int) -> None:
+    """As further threads of the instance, with how well its clock is known in their names."""
+    known = f"(+- {(aligned.uncertainty_ns + profile.uncertainty_ns) / 1e3:.0f} us)"
+    for thread, name in enumerate(profile.threads, PROFILE):
+        writer.lines(iter([name_of("thread_name", process, thread, f"{name} {known}")]))
+    begin = np.maximum(aligned.at_home(profile.begin_ns), began)
+    end = nested(profile.thread, begin, np.maximum(aligned.at_home(profile.end_ns), begin))
+    names = [json.dumps(name) for name in profile.names]
+    form = f'{{"ph":"X","pid":{process},"tid":%d,"name":%s,"cat":"profile","ts":%d.%03d,"dur":%d.%03d,"args":%s}},\n'
+    writer.table(form, [PROFILE + profile.thread, names, *us_of(begin - began), *us_of(end - begin), profile.args])
+
+
 _SAID: Mapping[Kind, Callable[[int], str]] = {
     Kind.WAITS_FOR: lambda value: f"still waits for instance {value}",
     Kind.EVENTS_LOST: lambda value: f"{value} events are not recorded",
@@ -182,16 +165,16 @@ _SAID: Mapping[Kind, Callable[[int], str]] = {
 }
 
 
-def _write_instants(writer: _Writer, process: int, aligned: Aligned, began: int) -> None:
+def _write_instants(writer: Writer, process: int, aligned: Aligned, began: int) -> None:
     events = aligned.recording.events
     for kind, said in _SAID.items():
         own = events[events["kind"] == kind]
         head = f'{{"ph":"i","s":"t","pid":{process},"tid":{COMMUNICATION},"cat":"{kind.name.lower()}"'
         names = [said(value) for value in own["value"].tolist()]
-        writer.table(f'{head},"name":"%s","ts":%d.%03d}},\n', [names, *_us(own["when_ns"] - began)])
+        writer.table(f'{head},"name":"%s","ts":%d.%03d}},\n', [names, *us_of(own["when_ns"] - began)])
 
 
-def _write_counters(writer: _Writer, process: int, aligned: Aligned, spans: Spans, began: int) -> None:
+def _write_counters(writer: Writer, process: int, aligned: Aligned, spans: Spans, began: int) -> None:
     counters = dict(spans.measured)
     moved = spans.moved
     counters["exchanged bytes"] = (moved["when_ns"], np.cumsum(moved["value"]))
@@ -203,12 +186,12 @@ def _write_counters(writer: _Writer, process: int, aligned: Aligned, spans: Span
     for name, (times, values) in counters.items():
         finite = np.isfinite(values)
         head = f'{{"ph":"C","pid":{process},"tid":0,"name":{json.dumps(name)},"ts":'.replace("%", "%%")
-        columns = [*_us(times[finite] - began), values[finite].astype(np.float64)]
+        columns = [*us_of(times[finite] - began), values[finite].astype(np.float64)]
         writer.table(f'{head}%d.%03d,"args":{{"value":%r}}}},\n', columns)
         writer.counters += int(finite.sum())
 
 
-def _write_flows(writer: _Writer, meetings: Meetings, began: int) -> int:
+def _write_flows(writer: Writer, meetings: Meetings, began: int) -> int:
     """From who came last to a collective, to each of those who waited for it."""
     if not len(meetings.step):
         return 0
@@ -223,5 +206,5 @@ def _write_flows(writer: _Writer, meetings: Meetings, began: int) -> int:
         ("f", receivers, meetings.moved_ns[rows, receivers]),
     ):
         head = f'{{"ph":"{phase}","bp":"e","cat":"flow","name":"last","tid":{COMMUNICATION}'
-        writer.table(f'{head},"id":%d,"pid":%d,"ts":%d.%03d}},\n', [numbers, processes, *_us(times - began)])
+        writer.table(f'{head},"id":%d,"pid":%d,"ts":%d.%03d}},\n', [numbers, processes, *us_of(times - began)])
     return len(rows)

@@ -49,6 +49,7 @@ _NOT_OF_VERIFY = {
     "metrics": "every run would write them; start the program without verify",
     "timeline": "a timeline is of one run; start the program without verify",
     "timeline-limit": "a timeline is of one run; leave it out",
+    "profile": "a profile is of one run; leave it out",
     "version": "write poprun --version",
     "version-format": "write poprun --version",
 }

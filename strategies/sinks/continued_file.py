@@ -33,25 +33,20 @@ class ContinuedFile:
 
     Args:
         path: of the file; its folder is made.
+        start: with which every file begins that is none of something else.
+        goes_on: whether this job has begun it.
+
+    Raises:
+        ValueError: the file that is there begins otherwise.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, start: bytes, goes_on: bool) -> None:
         self.path = path
+        self._goes_on = goes_on
+        self._is_begun = False
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-
-    def refuse_others(self, start: bytes) -> None:
-        """Refuse a file of something else.
-
-        Args:
-            start: with which every file begins that is none of something else.
-
-        Raises:
-            ValueError: it begins otherwise.
-        """
-        begins = next(iter(self.lines()), b"")[: len(start)] if self.is_regular else b""
-        if not start.startswith(begins):
-            raise ValueError(f"the file is there, and does not begin with {start.decode()}; name another file")
+        self._refuse_others(start)
 
     @property
     def is_regular(self) -> bool:
@@ -68,8 +63,8 @@ class ContinuedFile:
         while left:
             left = left[os.write(self._file, left) :]
 
-    def cut(self, first: Row, said_by: SaidBy, heading: int, goes_on: bool) -> None:
-        """Take out what comes again, from the line on where the first row belongs.
+    def begin(self, first: Row, said_by: SaidBy, heading: int = 0) -> None:
+        """Take out what comes again, from the line on where the first row belongs; the first call of it does.
 
         Where that is all of a file which this job has not begun, the file is kept under another name.
 
@@ -77,10 +72,12 @@ class ContinuedFile:
             first: the first row that is about to be written.
             said_by: reads a line.
             heading: how many lines in front are of no step.
-            goes_on: whether this job has begun it.
         """
+        if self._is_begun or not self.is_regular:
+            return
+        self._is_begun = True
         position, is_all = self._place_of(first, said_by, heading)
-        if is_all and not goes_on:
+        if is_all and not self._goes_on:
             self._set_aside()
             return
         if position < os.fstat(self._file).st_size:
@@ -107,6 +104,11 @@ class ContinuedFile:
     def close(self) -> None:
         """End."""
         os.close(self._file)
+
+    def _refuse_others(self, start: bytes) -> None:
+        begins = next(iter(self.lines()), b"")[: len(start)] if self.is_regular else b""
+        if not start.startswith(begins):
+            raise ValueError(f"the file is there, and does not begin with {start.decode()}; name another file")
 
     def _place_of(self, first: Row, said_by: SaidBy, heading: int) -> tuple[int, bool]:
         """Where the first row belongs, and whether nothing but headings is in front and something behind."""

@@ -32,7 +32,7 @@ class CsvFile(Sink):
         self.name = f"csv:{path}"
         self._path = path
         self._file: ContinuedFile | None = None
-        self._goes_on = self._is_begun = False
+        self._is_begun = False
         self._columns: list[str] = []
 
     def open(self, goes_on: bool) -> None:
@@ -41,18 +41,16 @@ class CsvFile(Sink):
         Raises:
             ValueError: the file that is there is another table.
         """
-        self._file = ContinuedFile(self._path)
-        self._file.refuse_others(b"step,time")
-        self._goes_on, self._is_begun = goes_on, False
-        self._read_columns(self._file)
+        self._file = ContinuedFile(self._path, b"step,time", goes_on)
+        self._columns = _columns_of(self._file)
+        self._is_begun = False
 
     def write(self, rows: Sequence[Row]) -> None:
         """See `Sink`."""
         assert self._file is not None
         if not self._is_begun:
-            if self._file.is_regular:
-                self._file.cut(rows[0], self._said, 1, self._goes_on)
-                self._read_columns(self._file)
+            self._file.begin(rows[0], self._said, heading=1)
+            self._columns = _columns_of(self._file)
             self._is_begun = True
         known = set(self._columns)
         new = [name for name in dict.fromkeys(chain.from_iterable(row.values for row in rows)) if name not in known]
@@ -65,10 +63,6 @@ class CsvFile(Sink):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _read_columns(self, file: ContinuedFile) -> None:
-        heading = next(iter(file.lines()), b"") if file.is_regular else b""
-        self._columns = next(csv.reader([heading.decode(errors="replace")]), []) if heading.endswith(b"\n") else []
 
     def _widen(self, file: ContinuedFile, new: Sequence[str]) -> None:
         """Have columns of these names besides."""
@@ -90,6 +84,11 @@ class CsvFile(Sink):
             return None
         numbers = zip(self._columns[2:], fields[2:], strict=False)
         return Said(int(fields[0]), frozenset(name for name, number in numbers if number))
+
+
+def _columns_of(file: ContinuedFile) -> list[str]:
+    heading = next(iter(file.lines()), b"") if file.is_regular else b""
+    return next(csv.reader([heading.decode(errors="replace")]), []) if heading.endswith(b"\n") else []
 
 
 def _widened(heading: bytes, lines: Iterator[bytes], more: bytes) -> Iterator[bytes]:

@@ -30,7 +30,6 @@ class JsonLines(Sink):
         self.name = f"jsonl:{path}"
         self._path = path
         self._file: ContinuedFile | None = None
-        self._goes_on = self._is_cut = False
 
     def open(self, goes_on: bool) -> None:
         """See `Sink`.
@@ -38,16 +37,12 @@ class JsonLines(Sink):
         Raises:
             ValueError: the file that is there is another one.
         """
-        self._file = ContinuedFile(self._path)
-        self._file.refuse_others(b'{"step": ')
-        self._goes_on, self._is_cut = goes_on, False
+        self._file = ContinuedFile(self._path, b'{"step": ', goes_on)
 
     def write(self, rows: Sequence[Row]) -> None:
         """See `Sink`."""
         assert self._file is not None
-        if not self._is_cut and self._file.is_regular:
-            self._file.cut(rows[0], _said, 0, self._goes_on)
-        self._is_cut = True
+        self._file.begin(rows[0], _said)
         self._file.append("".join(map(line_of, rows)).encode())
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from poprun_jobs import start
 from strict_trace import read_strictly
 
+from popdist.timeline.asked import folder_beside
 from poprun.timeline.merging import put_together
 from poprun.timeline.recordings import read_recordings
 from poprun.timeline.report.findings import Cause
@@ -35,6 +36,33 @@ for step in range(30):
 LOST = 22
 SLOW = range(2, LOST)
 """For 50 ms each: so those but the last two ended more than 100 ms before the loss."""
+
+
+SLOW_INPUT = """\
+import popdist, time
+popdist.init()
+communicator = popdist.context.communicator()
+instruments = communicator.instruments
+for step in range(30):
+    with instruments.during["data"]:
+        time.sleep(0.05 if communicator.rank == communicator.size - 1 else 0)
+    instruments.step_begins(step)
+    with instruments.during["exchange"]:
+        communicator.barrier(name="gradients")
+    instruments.step_ends(1, 0.5)
+"""
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("instances", [2, 3, 4])
+def test_an_instance_whose_data_are_slow_is_named_with_its_input(tmp_path: Path, instances: int) -> None:
+    trace = tmp_path / "trace.json"
+    words = [f"-n={instances}", f"--timeline={trace}", sys.executable, "-c", SLOW_INPUT]
+    finished = start(*words).finish()
+    assert finished.status == 0, finished.stderr
+    culprit = judge(put_together(read_recordings(folder_beside(str(trace))))).culprit
+    assert culprit is not None
+    assert (culprit.instance, culprit.cause) == (instances - 1, Cause.INPUT)
 
 
 def test_a_slow_instance_is_named_and_all_that_it_did_is_there_until_it_was_lost(tmp_path: Path) -> None:

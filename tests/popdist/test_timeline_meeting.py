@@ -34,7 +34,7 @@ def record(folder):
         rank = communicator.rank
         timeline = Timeline(Asked(folder), Instance(rank, 4, 1, rank, 4, 0), {}, clock_of(rank))
         timeline.meet(communicator)
-        recorder = timeline.recorder
+        recorder = timeline.instruments[0]
         for step in range(20):
             recorder.step_begins(step)
             recorder.operation_begins(step + 1, CALL)

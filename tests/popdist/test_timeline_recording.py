@@ -8,6 +8,7 @@ import multiprocessing
 import subprocess
 import sys
 import threading
+import zlib
 from contextlib import suppress
 
 import numpy as np
@@ -125,6 +126,19 @@ class TestAFile:
     def test_holds_events_as_they_were(self, seed, count):
         events = some_events(seed, count)
         assert blocks.unpack_events(blocks.pack_events(events)).tolist() == events.tolist()
+
+    def test_has_the_bytes_that_versions_before_have_written(self):
+        """All first bytes of the differences of times, all second ones, ...; then kinds, tracks, names and values."""
+        first = 10**15
+        events = [(first, 1, 0, 0, 7), (first + 256, 3, 2, 70_000, -1), (first + 200, 12, 0, 3, 2**40)]
+        columns = (
+            "0000c8 8001ff c600ff a400ff 7e00ff 8d00ff 0300ff 0000ff"
+            "01030c 000000 000200 000000 007003 001100 000100 000000"
+            "07ff00 00ff00 00ff00 00ff00 00ff00 00ff01 00ff00 00ff00"
+        )
+        packed = blocks.pack_events(np.array(events, EVENT))
+        assert (packed[:4], zlib.decompress(packed[4:])) == (b"\x03\0\0\0", bytes.fromhex(columns))
+        assert blocks.unpack_events(packed[:4] + zlib.compress(bytes.fromhex(columns))).tolist() == events
 
     def test_that_is_cut_at_any_byte_is_read_up_to_there(self, seed):
         written = [

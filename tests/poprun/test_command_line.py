@@ -275,6 +275,7 @@ def test_every_option_changes_the_settings_unless_it_is_known_to_be_without_effe
         "json": {"json": True, "dry-run": True},
         "only-output-from-instance": {option.name: 0},
         "summary": {option.name: "json:job.json"},
+        "profile": {option.name: "jax:3", "timeline": "a.json"},
     }
     given = own.get(option.name, {option.name: numbers.get(option.name, value)})
     if option.name in ("num-instances", "min-instances"):
@@ -285,6 +286,18 @@ def test_every_option_changes_the_settings_unless_it_is_known_to_be_without_effe
 
 
 class TestSettings:
+    @pytest.mark.parametrize(
+        ("profile", "timeline", "why"),
+        [
+            ("jx", "a.json", "--profile 'jx' names no profile; write jax or torch"),
+            ("jax:0", "a.json", "--profile 'jax:0' asks for 0 steps, a profile has at least one; write a number"),
+            ("jax", None, "--profile is given without --timeline, and a profile is a part of a timeline; give both"),
+        ],
+    )
+    def test_a_profile_is_one_of_a_timeline(self, profile, timeline, why):
+        with pytest.raises(UsageError, match=why):
+            Settings(program=("p",), profile=profile, timeline=timeline)
+
     @pytest.mark.parametrize(
         ("replicas", "instances", "nearest"), [(6, 4, "use 4 or 8 "), (1, 2, "use 2 "), (7, 3, "use 6 or 9 ")]
     )

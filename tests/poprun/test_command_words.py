@@ -83,3 +83,8 @@ def test_what_is_recorded_for_a_timeline_goes_into_a_folder_beside_it() -> None:
     assert [word for word in words if "TIMELINE" in word] == [folder, "POPDIST_TIMELINE_LIMIT=3"] * 2
     assert [word for word in command(timeline="a.json") if "TIMELINE" in word] == [folder] * 2
     assert not [word for word in command(timeline_limit=3) if "TIMELINE" in word]
+
+
+def test_a_profile_is_told_to_the_instances_that_record() -> None:
+    assert "POPDIST_PROFILE=jax:3" in command(timeline="a.json", profile="jax:3")
+    assert not [word for word in command(timeline="a.json") if "PROFILE" in word]

@@ -2,8 +2,8 @@
 
 usage: saved_training.py DIRECTORY LAST_STEP HOW
 
-HOW is "plain" or "die": then it saves every 3 steps, and instance 0 is killed while it saves step 6. Instance 0 prints
-`resumed at STEP`, `in step 5`, and `done at STEP FINGERPRINT`.
+HOW is "plain"; "save": it saves every 3 steps; or "die": and instance 0 is killed while it saves step 6. Instance 0
+prints `resumed at STEP`, `in step 5`, and `done at STEP FINGERPRINT`.
 """
 
 import os
@@ -31,7 +31,7 @@ def train(strategy, directory, last_step, how="plain", say=lambda text: None):
     dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01, momentum=0.9), seed=2)
     state = trainer.init({"w": jnp.ones((3, 2)), "b": jnp.zeros(1)})
-    every = 3 if how == "die" else 10**9
+    every = 10**9 if how == "plain" else 3
     with strategies.Checkpoints(directory, trainer, dataset, every=every) as checkpoints:
         state = checkpoints.restore(state)
         first_step = state.step

@@ -1,0 +1,126 @@
+"""Profiles of JAX and PyTorch in a trace: on which clock, in which threads, and who has none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from strict_trace import read_strictly
+from timeline_jobs import MS, Made
+
+from popdist.timeline.clocks import DRIFT
+from poprun.timeline.merging import profiles_of, put_together
+from poprun.timeline.profiles import Profile, nested, on_clock_of_recording
+from poprun.timeline.trace import write_trace
+
+AHEAD_NS = 3 * 10**15
+MARKED_NS = (1 * MS, 5 * MS, 9 * MS)
+HALF_NS = 2000
+"""Markers lie in the middle of twice as much of the recording's clock."""
+PROFILE = Profile("jax", "a.profile/b.trace.json.gz", [(at - HALF_NS, at + HALF_NS) for at in MARKED_NS])
+
+
+def span(name, begin_ns, lasts_ns, thread=7, process=3, faster=0.0, **facts):
+    """As a profiler writes it whose clock is ahead, and may run faster."""
+    at = AHEAD_NS + begin_ns * (1 + faster)
+    return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": at / 1e3, "dur": lasts_ns / 1e3} | facts
+
+
+def trace_of(*spans, faster=0.0):
+    said = [("process_name", 3, 0, "/host:CPU"), ("thread_name", 3, 7, "python"), ("thread_name", 3, 8, "XLA")]
+    named = [{"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": of}} for kind, pid, tid, of in said]
+    markers = [span(f"popdist marker {number}", at, 0, faster=faster) for number, at in enumerate(MARKED_NS)]
+    return {"traceEvents": [*named, *markers, *spans, {"args": {}}, {"ph": "i", "name": "else", "pid": 3, "tid": 7}]}
+
+
+class TestAProfile:
+    @pytest.mark.parametrize("faster", [0.0, 3e-4, -3e-4])
+    def test_is_set_onto_the_clock_of_the_recording_no_worse_than_it_says(self, faster):
+        true = np.arange(0, 10 * MS, MS // 3)
+        seen = on_clock_of_recording(
+            trace_of(*(span("op", at, 10, faster=faster) for at in true), faster=faster), PROFILE
+        )
+        assert np.abs(seen.begin_ns - true).max() <= seen.uncertainty_ns < HALF_NS + DRIFT * 4 * MS + 100
+        assert set((seen.end_ns - seen.begin_ns).tolist()) == {10}
+
+    def test_has_its_spans_without_markers_in_threads_with_names(self):
+        seen = on_clock_of_recording(
+            trace_of(
+                span("a", 0, 5, args={"op": "dot"}),
+                span("b", 0, 5, thread=8),
+                span("c", 0, 5, thread=9),
+                span("all", 0, 5, cat="Trace"),
+            ),
+            PROFILE,
+        )
+        assert seen.threads == ["jax: python", "jax: XLA", "jax: thread 9"]
+        assert (seen.thread.tolist(), seen.names) == ([0, 1, 2], ["a", "b", "c"])
+        assert seen.args == ['{"op": "dot"}', "{}", "{}"]
+
+    def test_names_processes_where_several_are_shown(self):
+        seen = on_clock_of_recording(trace_of(span("a", 0, 5), span("b", 0, 5, process=4)), PROFILE)
+        assert seen.threads == ["jax: /host:CPU python", "jax: thread 7"]
+
+    def test_is_not_set_by_what_a_device_calls_like_a_marker(self):
+        """PyTorch shows annotations again where a GPU came to them, which is later."""
+        late = span("popdist marker 0", 8 * MS, 0, thread=9, cat="gpu_user_annotation")
+        seen = on_clock_of_recording(trace_of(span("a", 4 * MS, 5), late), PROFILE)
+        assert abs(int(seen.begin_ns[0]) - 4 * MS) <= seen.uncertainty_ns
+        assert seen.names == ["a"]
+
+    def test_without_markers_is_refused(self):
+        with pytest.raises(ValueError, match="none of the markers"):
+            on_clock_of_recording(trace_of(), replace(PROFILE, markers=[]))
+
+
+@pytest.mark.parametrize(
+    ("spans", "ends"),
+    [
+        ([(0, 0, 10), (0, 2, 11), (0, 3, 12)], [10, 10, 10]),
+        ([(0, 0, 10), (1, 2, 11), (0, 10, 12)], [10, 11, 12]),
+        ([(0, 0, 4), (0, 0, 9), (0, 5, 10)], [4, 9, 9]),
+    ],
+    ids=["one inside of another", "another thread", "begun together"],
+)
+def test_spans_of_a_thread_end_no_later_than_those_around_them(spans, ends):
+    assert nested(*np.array(spans).T).tolist() == ends
+
+
+class TestATrace:
+    def merged(self, tmp_path, profile, file=b""):
+        """A job of two instances, of which the second has this profile."""
+        (tmp_path / "a.profile").mkdir()
+        (tmp_path / PROFILE.file).write_bytes(file)
+        first, second = Made(instances=2, steps=3).recordings()
+        job = put_together([first, replace(second, profile=profile)])
+        found, said = profiles_of(job.aligned, tmp_path)
+        counts = write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings, found)
+        return read_strictly(tmp_path / "trace.json"), counts, said
+
+    def test_has_a_profile_as_further_threads_of_its_instance(self, tmp_path):
+        written = trace_of(span("dot %s", MS, MS), span("tanh", MS + 10, 2 * MS, args={"op": 1}))
+        events, counts, said = self.merged(tmp_path, PROFILE, gzip.compress(json.dumps(written).encode()))
+        found = [event for event in events if event.get("cat") == "profile"]
+        assert [(event["pid"], event["name"], event["args"]) for event in found] == [
+            (1, "dot %s", {}),
+            (1, "tanh", {"op": 1}),
+        ]
+        assert abs(1e3 * (found[1]["ts"] - found[0]["ts"]) - 10) <= 1
+        assert found[1]["ts"] + found[1]["dur"] == pytest.approx(found[0]["ts"] + found[0]["dur"])
+        names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        assert {names[event["pid"], event["tid"]] for event in found} == {"jax: python (+- 2 us)"}
+        assert (said, counts.spans) == ([], sum(event["ph"] == "X" for event in events))
+
+    @pytest.mark.parametrize("file", [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"{}")[:-9]])
+    def test_says_whose_profile_cannot_be_read(self, tmp_path, file):
+        events, _, (said,) = self.merged(tmp_path, PROFILE, file)
+        assert not [event for event in events if event.get("cat") == "profile"]
+        assert "instance 1 (host0): its profile is left out, " in said
+        assert "it is cut off or damaged" in said
+
+    def test_says_whose_profile_is_not_there(self, tmp_path):
+        _, _, (said,) = self.merged(tmp_path, replace(PROFILE, file="elsewhere"))
+        assert "elsewhere: No such file or directory; if that was written on another host, copy it there" in said
