@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -306,6 +306,9 @@ def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch,
         x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
     )
 
+    if given.steps is None and _has_no_end(x):
+        _refuse_endless(x)
+
     def begin() -> Iterator[Batch]:
         return map(_standard, adapter.get_numpy_iterator())
 
@@ -331,11 +334,21 @@ def _numbered(
     if count is not None:
         return NumberedBatches(read, count), read(0)
     if given.steps is None:
-        raise ValueError(
-            f"the {type(given.x).__name__} is an infinite dataset, and nobody says where an epoch ends; give "
-            "steps_per_epoch to fit, validation_steps for what it validates, or steps to evaluate and predict"
-        )
+        _refuse_endless(given.x)
     return _peeked(map(read, itertools.count()), given.x)
+
+
+def _has_no_end(x: Any) -> bool:
+    """Whether it is a `tf.data.Dataset` that repeats for ever; of others that have no numbers nobody knows."""
+    cardinality = getattr(x, "cardinality", None)
+    return callable(cardinality) and int(cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
+
+
+def _refuse_endless(x: Any) -> NoReturn:
+    raise ValueError(
+        f"the {type(x).__name__} is an infinite dataset, and nobody says where an epoch ends; give steps_per_epoch to "
+        "fit, validation_steps for what it validates, or steps to evaluate and predict"
+    )
 
 
 def _is_map_dataset(x: Any) -> bool:
