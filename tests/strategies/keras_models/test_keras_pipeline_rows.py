@@ -140,7 +140,9 @@ def test_kp_09_layers_of_a_pipeline_know_whether_they_are_trained(alone):
         zeros = model.fit(X[:24], X[:24], batch_size=3, **SETTINGS).history["loss"]
         return zeros, model.evaluate(X[:24], 10 * X[:24], verbose=0), float(model.layers[0].calls.value)
 
-    assert alone(program, replicas=2, ipus_per_replica=2) == ([0.0], 0.0, 4.0)
+    trained, evaluated, calls = alone(program, replicas=2, ipus_per_replica=2)
+    assert (trained, calls) == ([0.0], 4.0)
+    assert evaluated < 1e-9
 
 
 def test_kp_10_moving_statistics_are_those_of_each_micro_batch_in_turn(alone):

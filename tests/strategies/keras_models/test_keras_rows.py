@@ -186,6 +186,7 @@ def test_kr_04_what_stock_keras_has_trained_is_loaded_and_predicts_the_same(in_s
 
     def program(strategy):
         of_weights = functional(keras.optimizers.Adam(0.05))
+        of_weights.optimizer.build(of_weights.trainable_variables)
         of_weights.load_weights(tmp_path / "its.weights.h5")
         whole = keras.models.load_model(tmp_path / "whole.keras")
         assert int(whole.optimizer.iterations.value) == int(stock.optimizer.iterations.value)
