@@ -251,7 +251,7 @@ def open_feed(
         hooks=hooks,
     )
     if trains and feed.num_batches == 0:
-        _refuse_too_few(rows, strategy.num_replicas_in_sync, accumulated)
+        _refuse_too_few(rows * source.count, strategy.num_replicas_in_sync, accumulated)
     return feed
 
 

@@ -95,13 +95,13 @@ def test_ke_03_data_of_which_no_step_can_be_made_are_refused(alone, given, error
         alone(lambda strategy: regression().fit(**given, verbose=0))
 
 
-def test_ke_03_one_batch_that_is_too_small_for_all_replicas_is_refused(alone):
+def test_ke_03_batches_that_are_too_small_for_all_replicas_are_refused(alone):
     class Small(keras.utils.PyDataset):
         def __len__(self):
-            return 1
+            return 3
 
         def __getitem__(self, number):
-            return X[:3], TARGETS[:3]
+            return X[number : number + 1], TARGETS[number : number + 1]
 
     def program(strategy):
         with pytest.raises(ValueError, match="the data have 3 rows, for 4 replicas"):
