@@ -8,9 +8,10 @@ The MLP 784-1024-1024-10 with Adam, batch 64 for each replica, one core for each
 model, and the same steps of `Trainer` with the same network in JAX alternate in one process; a step in milliseconds.
 
 "two": two instances with one replica each, under poprun. An epoch of `fit` on both alternates with one of stock Keras
-on instance 0, which the other one waits for in a barrier, and with one of stock Keras on both that tell each other
-nothing ("apart": what two processes of this machine can reach at all); rows per second. By CPU time: what instance 0
-takes.
+on instance 0, which the other one waits for in a barrier, and with two of stock Keras on both: "apart", where they tell
+each other nothing (what two processes of this machine can reach at all), and "lockstep", where they meet in a barrier
+after every step (what a step that both make together takes at least, though nothing is exchanged); rows per second. By
+CPU time: what instance 0 takes.
 
 "parallel": Keras's own `keras.distribution.DataParallel` over two devices of one process with two cores; a process of
 its own, so that it is not paired with the others. null where that fails: its two devices may wait for each other until
@@ -126,7 +127,7 @@ def measure_one(rounds: int, steps: int) -> dict[str, list[float]]:
 
 
 def measure_two(rounds: int, steps: int) -> dict[str, list[float]]:
-    """See above; seconds of an epoch of each, as instance 0 sees them."""
+    """See above; seconds of an epoch of each, as instance 0 sees them, and nothing on the other one."""
     import keras
 
     import popdist
@@ -146,13 +147,23 @@ def measure_two(rounds: int, steps: int) -> dict[str, list[float]]:
 
     half = BATCH_SIZE * steps
 
-    def train_stock(is_training: bool) -> None:
+    def train_stock(is_training: bool, *callbacks: Any) -> None:
         if is_training:
-            stock.fit(x[:half], y[:half], batch_size=BATCH_SIZE, verbose=0)
+            stock.fit(x[:half], y[:half], batch_size=BATCH_SIZE, verbose=0, callbacks=callbacks)
         strategy.communicator.barrier(name="end of stock Keras")
 
-    ways = {"fit": fit, "stock": lambda: train_stock(strategy.is_chief), "apart": lambda: train_stock(True)}
-    return timed(ways, rounds)
+    def meet(batch: int, logs: Any) -> None:
+        float(logs["loss"])  # the step is done
+        strategy.communicator.barrier(name="end of a step")
+
+    ways = {
+        "fit": fit,
+        "stock": lambda: train_stock(strategy.is_chief),
+        "apart": lambda: train_stock(True),
+        "lockstep": lambda: train_stock(True, keras.callbacks.LambdaCallback(on_train_batch_end=meet)),
+    }
+    times = timed(ways, rounds)
+    return times if strategy.is_chief else {}
 
 
 def measure_parallel(rounds: int, steps: int) -> dict[str, list[float]]:
@@ -172,11 +183,10 @@ MEASURE = {"one": measure_one, "two": measure_two, "parallel": measure_parallel}
 
 
 def told_by(command: Sequence[str]) -> dict[str, list[float]]:
-    """What the first process of a command has measured."""
-    for line in output_lines(command, LIMIT_S):
-        start = line.find("{")
-        if start >= 0 and ('"fit"' in line or '"parallel"' in line):
-            return dict(json.loads(line[start:]))
+    """What the processes of a command have measured, of which one says so; it is let end."""
+    told = [line[line.index("{") :] for line in output_lines(command, LIMIT_S) if '{"' in line]
+    if told:
+        return dict(json.loads(told[0]))
     raise SystemExit(f"{' '.join(command)} has told nothing")
 
 
@@ -198,7 +208,9 @@ def main() -> None:
     parser.add_argument("--measure", choices=MEASURE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps(MEASURE[arguments.measure](arguments.rounds, arguments.steps)), flush=True)
+        measured = MEASURE[arguments.measure](arguments.rounds, arguments.steps)
+        if measured:
+            print(json.dumps(measured), flush=True)
         return
     if find_spec("keras") is None:
         raise SystemExit("Keras is not installed; run: pip install 'popdist-everywhere[keras]'")
@@ -223,6 +235,8 @@ def main() -> None:
         "two_fit_by_stock_cpu": 2 * ratio(two, "stock_cpu", "fit_cpu"),
         "two_apart_by_stock": 2 * ratio(two, "stock", "apart"),
         "two_apart_by_stock_cpu": 2 * ratio(two, "stock_cpu", "apart_cpu"),
+        "two_lockstep_by_stock": 2 * ratio(two, "stock", "lockstep"),
+        "two_fit_by_lockstep": ratio(two, "lockstep", "fit"),
         "parallel_rows_per_s": 2 * rows / median(parallel["parallel"]) if parallel else None,
     }
     print(json.dumps(figures, indent=2))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import keras
+from keras import tree
 from keras.src.callbacks import CallbackList
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 
+from strategies.errors import StrategyError
 from strategies.keras.agreement import is_so_anywhere, number_of_leader
 from strategies.keras.state import random_states, set_random_states
 from strategies.step.metrics import EVALUATION
@@ -241,7 +244,11 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
         callbacks: what the user gave, or a list of Keras's.
         running: the loop.
         settings: of a new list; see Keras.
+
+    Raises:
+        StrategyError: if one needs a library that is not there.
     """
+    _refuse_tensorboard(callbacks)
     if not isinstance(callbacks, CallbackList):
         add_progbar = settings.get("verbose") != 0
         callbacks = CallbackList(callbacks, add_progbar=add_progbar, model=running.model, **settings)
@@ -250,6 +257,16 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
     told = [_Told(running)] if running.strategy.replicas.sinks else []
     callbacks.callbacks = [_First(running), *told, *(_placed(each, running.strategy) for each in own), last]
     return callbacks
+
+
+def _refuse_tensorboard(callbacks: Any) -> None:
+    """Refuse a `TensorBoard` without TensorFlow on all instances, not when the chief begins to write."""
+    has_one = any(isinstance(each, keras.callbacks.TensorBoard) for each in tree.flatten(callbacks))
+    if has_one and find_spec("tensorflow") is None:
+        raise StrategyError(
+            "keras.callbacks.TensorBoard writes with TensorFlow, which is not installed; pip install tensorflow, or "
+            "leave it out and use poprun --metrics tensorboard:FOLDER, which needs only tensorboard"
+        )
 
 
 def _placed(callback: Any, strategy: Strategy) -> Any:

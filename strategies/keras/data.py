@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset, PyDat
 from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Told
 from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
+from strategies.numbers import positive
 from strategies.roles import Batch
 from strategies.strategy import Strategy
 
@@ -220,17 +221,24 @@ def open_feed(
         prefetch: see `Feed`.
 
     Raises:
-        TypeError, ValueError: for what Keras refuses, and batches that have no rows.
+        TypeError, ValueError: for what Keras refuses, data without rows or with too few for all replicas, and data
+            without an end where nobody says how many steps there are.
     """
+    if given.x is None:
+        raise ValueError("x is None, and is where rows come from; give arrays, or batches")
+    if given.batch_size is not None:
+        positive("batch_size", given.batch_size)
     if can_convert_arrays((given.x, given.y, given.sample_weight)):
         source, example, rows = _of_arrays(given, strategy.num_replicas_in_sync * accumulated)
-        if not trains:
+        if trains:
+            _refuse_too_few(rows_of(source), strategy.num_replicas_in_sync, accumulated)
+        else:
             source = np.arange(rows_of(source), dtype=np.int32), source
         shuffles, hooks = shuffle is True, _NO_HOOKS
     else:
         source, example, hooks = _of_batches(given)
         shuffles, rows = bool(shuffle) and isinstance(given.x, PyDataset), rows_of(example)
-    return Feed(
+    feed = Feed(
         source,
         strategy,
         rows,
@@ -242,6 +250,22 @@ def open_feed(
         prefetch=prefetch,
         hooks=hooks,
     )
+    if trains and feed.num_batches == 0:
+        _refuse_too_few(rows * source.count, strategy.num_replicas_in_sync, accumulated)
+    return feed
+
+
+def _refuse_too_few(rows: int, replicas: int, accumulated: int) -> None:
+    """Refuse data of which no step can be made.
+
+    Raises:
+        ValueError: saying how many rows there have to be.
+    """
+    if rows < replicas * accumulated:
+        raise ValueError(
+            f"the data have {rows} rows, for {replicas} replicas x {accumulated} micro-batches; give at least "
+            f"{replicas * accumulated}, or use fewer replicas"
+        )
 
 
 def _once(batches: Iterator[Batch]) -> Callable[[], Iterator[Batch]]:
@@ -254,9 +278,14 @@ def _of_arrays(given: Given, per_step: int) -> tuple[Batch, Batch, int]:
     Args:
         given: see there.
         per_step: micro-batches of all replicas.
+
+    Raises:
+        ValueError: if there are no rows.
     """
     settings = {"sample_weight": given.sample_weight, "class_weight": given.class_weight}
     rows = ArrayDataAdapter(given.x, given.y, **settings)._num_samples
+    if not rows:
+        raise ValueError("the data have no rows; give one at least")
     whole = ArrayDataAdapter(given.x, given.y, **settings, batch_size=max(1, rows))
     arrays = unpack_x_y_sample_weight(next(iter(whole.get_numpy_iterator())))
     size = given.batch_size or (-(-rows // (given.steps * per_step)) if given.steps else DEFAULT_BATCH_SIZE)
@@ -269,14 +298,16 @@ def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch,
     if isinstance(x, PyDataset):
         hooks = (x.on_epoch_begin, x.on_epoch_end)
         read = _reader(x, given.class_weight)
-        if x.num_batches is not None:
-            return NumberedBatches(read, x.num_batches), read(0), hooks
-        return *_peeked(map(read, itertools.count()), x), hooks
+        return *_numbered(read, x.num_batches, given), hooks
     if _is_map_dataset(x):
-        return NumberedBatches(lambda number: _standard(x[number]), len(x)), _standard(x[0]), _NO_HOOKS
+        count = None if len(x) == sys.maxsize else len(x)  # as grain has those that repeat for ever
+        return *_numbered(lambda number: _standard(x[number]), count, given), _NO_HOOKS
     adapter = data_adapters.get_data_adapter(
         x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
     )
+
+    if given.steps is None and _has_no_end(x):
+        _refuse_endless(x)
 
     def begin() -> Iterator[Batch]:
         return map(_standard, adapter.get_numpy_iterator())
@@ -285,6 +316,39 @@ def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch,
     if isinstance(x, types.GeneratorType):
         return *_peeked(begin(), x), hooks
     return StreamOfBatches(begin, adapter.num_batches), _peeked(begin(), x)[1], hooks
+
+
+def _numbered(
+    read: Callable[[int], Batch], count: int | None, given: Given
+) -> tuple[NumberedBatches | StreamOfBatches, Batch]:
+    """Batches that can be read by their numbers, and the first of them.
+
+    Args:
+        read: reads one.
+        count: how many there are; None where they have no end.
+        given: whose they are.
+
+    Raises:
+        ValueError: if they have no end, and nobody says where an epoch ends.
+    """
+    if count is not None:
+        return NumberedBatches(read, count), read(0)
+    if given.steps is None:
+        _refuse_endless(given.x)
+    return _peeked(map(read, itertools.count()), given.x)
+
+
+def _has_no_end(x: Any) -> bool:
+    """Whether it is a `tf.data.Dataset` that repeats for ever; of others that have no numbers nobody knows."""
+    cardinality = getattr(x, "cardinality", None)
+    return callable(cardinality) and int(cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
+
+
+def _refuse_endless(x: Any) -> NoReturn:
+    raise ValueError(
+        f"the {type(x).__name__} is an infinite dataset, and nobody says where an epoch ends; give steps_per_epoch to "
+        "fit, validation_steps for what it validates, or steps to evaluate and predict"
+    )
 
 
 def _is_map_dataset(x: Any) -> bool:

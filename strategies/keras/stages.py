@@ -181,8 +181,10 @@ class Assignments:
     # ---- as the user sees them
 
     def listed(self, stages: Stages | None) -> list[Any]:
-        """An assignment for each call."""
+        """An assignment for each call; those of other calls than the model has now are forgotten."""
         layers = self._layers
+        if stages is not None and len(stages) != len(layers):
+            stages = None
         stages = stages or (None,) * len(layers)
         if self._is_sequential:
             pairs = zip(layers, stages, strict=True)
@@ -254,9 +256,14 @@ class Assignments:
         """Refuse stages that no pipeline can have.
 
         Raises:
-            RuntimeError: if one is empty.
+            RuntimeError: if one is empty, or layers were added or removed since they were assigned.
             ValueError: if a call uses the outputs of a later stage, or stages of a sequential model skip one.
         """
+        if len(stages) != len(self._layers):
+            raise RuntimeError(
+                f"stages were assigned to {len(stages)} calls of layers, and model {self._model.name!r} has "
+                f"{len(self._layers)} now; assign them again, or have none with reset_pipeline_stage_assignment()"
+            )
         flat = [stage for one in stages for stage in _flat(one)]
         missing = sorted(set(range(max(flat, default=0))) - set(flat))
         if missing or not flat:

@@ -299,7 +299,7 @@ def _are_the_same(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _is_placed(leaf: Any) -> bool:
     """Whether programs take it as it is, as they do arrays of the host."""
-    return isinstance(leaf, np.ndarray) or (isinstance(leaf, jax.Array) and bool(leaf.committed))
+    return isinstance(leaf, np.ndarray | np.generic) or (isinstance(leaf, jax.Array) and bool(leaf.committed))
 
 
 def _may_be_used_up(state: TrainState) -> bool:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import jax
 
 from strategies.numbers import integer
+from strategies.pipelines.penalties import Place, homes_of_penalties
 from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import Atom, Equation, Graph, Group, bodies, cut, every_equation, variables
 from strategies.programs.segments import Part, Segment
@@ -19,14 +20,12 @@ _MARK = re.compile(rf"{_SCOPE}(\d+)(?:{_FUNCTION}(\d+))?")
 _SHARD = "ipu_shard_"
 _ON_SHARD = re.compile(rf"{_SHARD}(\d+)")
 
-Place = tuple[int, int]
-"""A stage, and a function of it."""
-
 
 def pipeline_stage(stage: int) -> AbstractContextManager[None]:
     """What is computed inside belongs to this stage of a pipeline; does nothing without one.
 
-    What lies between the stages belongs to the one before; what depends on no stage to those that need it.
+    What lies between the stages belongs to the one before; what depends on no stage to those that need it. A
+    number that depends on variables alone, such as a penalty, belongs to the stage of these.
 
     Args:
         stage: its number; they come in their order.
@@ -69,7 +68,7 @@ def function_of_stage(stage: int, function: int) -> AbstractContextManager[None]
 
 
 def cut_in_stages(
-    graph: Graph, widths: Sequence[int], without: Collection[int] = frozenset()
+    graph: Graph, widths: Sequence[int], without: Collection[int] = frozenset(), weights: Collection[int] = ()
 ) -> tuple[tuple[Segment, ...], ...]:
     """Cut a loss function at its marks.
 
@@ -77,6 +76,7 @@ def cut_in_stages(
         graph: of the function.
         widths: for each stage how many functions it has.
         without: the numbers of results that no stage makes.
+        weights: the numbers of arguments that are weights; penalties on them are where they are used.
 
     Returns:
         For each stage its segments, one for each of its functions.
@@ -86,12 +86,14 @@ def cut_in_stages(
             loop; or if a stage reads what a later one makes.
     """
     homes = _homes(graph, _marks(graph, len(widths)))
+    last = len(widths) - 1, 0
+    homes |= homes_of_penalties(graph, homes, weights, last)
     again = {id(equation) for number, equation in enumerate(graph.equations) if number not in homes}
     places = [(stage, function) for stage, width in enumerate(widths) for function in range(width)]
     parts: dict[Place, dict[Part, Atom]] = {place: {} for place in places}
     for number, atom in enumerate(graph.results):
         if number not in without:
-            parts[homes.get(graph.place(atom), (len(widths) - 1, 0))][Part(number)] = atom
+            parts[homes.get(graph.place(atom), last)][Part(number)] = atom
     groups = [Group({number for number, home in homes.items() if home == place}, parts[place]) for place in places]
     segments = iter(cut(graph, groups, lambda equation: id(equation) in again))
     return tuple(tuple(next(segments) for _ in range(width)) for width in widths)

@@ -224,7 +224,7 @@ class Pipelining:
         refuse_other_shards(graph, timetable.mapping)
         carried, untouched = arguments.carried(graph)
         staged = Staged(
-            cut_in_stages(graph, self.widths(timetable), untouched),
+            cut_in_stages(graph, self.widths(timetable), untouched, arguments.places[0]),
             tuple(arguments.shapes),
             arguments.weights,
             arguments.varying,

@@ -1,12 +1,14 @@
 """Callbacks: those that write do so once, and what others decide all instances do."""
 
 import csv
+from importlib.util import find_spec
 
 import keras
 import pytest
 from small_models import TARGETS, X, bits_of, regression
 
 import strategies
+from strategies.errors import StrategyError
 
 
 class Counts(keras.callbacks.Callback):
@@ -78,6 +80,26 @@ def test_files_are_written_once_by_the_chief(in_scopes, tmp_path):
     assert list((tmp_path / "1").iterdir()) == []
     with (tmp_path / "0/log.csv").open() as file:
         assert [float(row["loss"]) for row in csv.DictReader(file)][-1] == pytest.approx(results[0][0])
+
+
+def test_tensorboard_writes_on_the_chief_where_tensorflow_is_installed(in_scopes, tmp_path):
+    """Otherwise every instance is told so, before anything is trained."""
+
+    def program(strategy):
+        folder = tmp_path / str(strategy.instance_index)
+        regression().fit(X, TARGETS, batch_size=4, verbose=0, callbacks=[keras.callbacks.TensorBoard(folder)])
+        return folder.exists()
+
+    if find_spec("tensorflow") is not None:
+        assert in_scopes(2, program) == [True, False]
+        return
+
+    def refused(strategy):
+        with pytest.raises(StrategyError, match="TensorFlow, which is not installed; .* poprun --metrics tensorboard"):
+            program(strategy)
+        return strategy.instance_index
+
+    assert in_scopes(2, refused) == [0, 1]
 
 
 def test_a_callback_of_the_users_may_write_on_the_chief_too(in_scopes):

@@ -45,6 +45,11 @@ def as_grain():
     return grain.MapDataset.range(ROWS).map(lambda i: (X[i], TARGETS[i])).batch(BATCH)
 
 
+def as_tensorflow():
+    tensorflow = pytest.importorskip("tensorflow")
+    return tensorflow.data.Dataset.from_tensor_slices((X, TARGETS)).batch(BATCH)
+
+
 def as_generator():
     for number in itertools.cycle(range(COUNT)):
         yield X[number * BATCH : (number + 1) * BATCH], TARGETS[number * BATCH : (number + 1) * BATCH]
@@ -56,6 +61,7 @@ SOURCES = {
     "PyDataset with workers": lambda: ({"x": Numbered(workers=2)}, {}),
     "torch": lambda: ({"x": as_torch()}, {}),
     "grain": lambda: ({"x": as_grain()}, {}),
+    "tf.data": lambda: ({"x": as_tensorflow()}, {}),
     "generator": lambda: ({"x": as_generator()}, {"steps_per_epoch": 3}),
 }
 

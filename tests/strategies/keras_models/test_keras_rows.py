@@ -1,9 +1,210 @@
 """Rows of the original's tests that are checked nowhere else."""
 
+import itertools
+
 import keras
 import numpy as np
+import pytest
 from keras import layers
-from small_models import TARGETS, X, bits_of, dense, regression
+from small_models import TARGETS, X, bits_of, dense, largest_difference, regression, values_of
+
+
+def functional(optimizer=None):
+    given = keras.Input((6,))
+    model = keras.Model(given, dense(1, 2)(dense(4, 1)(given)))
+    model.compile(optimizer or keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+@pytest.mark.parametrize("make", [regression, functional])
+@pytest.mark.parametrize("settings", [{"batch_size": 4}, {"batch_size": 4, "steps_per_epoch": 2}], ids=str)
+def test_kf_01_a_history_has_a_float_for_each_epoch(alone, make, settings):
+    losses = alone(lambda strategy: make().fit(X, TARGETS, epochs=3, verbose=0, **settings).history)["loss"]
+    assert [type(loss) for loss in losses] == [float] * 3
+    assert len(set(losses)) == 3
+
+
+SCHEDULES = {
+    "exponential": lambda: keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5),
+    "piecewise": lambda: keras.optimizers.schedules.PiecewiseConstantDecay([4, 9], [0.1, 0.05, 0.01]),
+    "callback": lambda: 0.1,
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_kf_05_rates_that_fall_are_those_of_stock_keras(alone, kind):
+    """In an execution too, which has several steps."""
+
+    def program(strategy=None):
+        model = regression(keras.optimizers.SGD(SCHEDULES[kind]()), steps_per_execution=3)
+        falls = [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)] if kind == "callback" else []
+        settings = {"epochs": 4, "shuffle": False, "verbose": 0, "callbacks": falls}
+        model.fit(X[:48], TARGETS[:48], batch_size=16 if strategy is None else 4, **settings)
+        return values_of(model), float(model.optimizer.learning_rate)
+
+    values, rate = program()
+    ours, our_rate = alone(program)
+    assert largest_difference(ours, values) < 1e-6
+    assert our_rate == rate != SCHEDULES["callback"]()
+
+
+class Endless(keras.utils.PyDataset):
+    num_batches = None
+
+    def __getitem__(self, number):
+        assert number < 20, "it goes on for ever"
+        return X[:4], TARGETS[:4]
+
+
+def endless_grain():
+    grain = pytest.importorskip("grain")
+    return grain.MapDataset.range(48).map(lambda i: (X[i], TARGETS[i])).batch(4).repeat()
+
+
+def endless_tensorflow():
+    tensorflow = pytest.importorskip("tensorflow")
+    return tensorflow.data.Dataset.from_tensor_slices((X, TARGETS)).batch(4).repeat()
+
+
+@pytest.mark.parametrize("make", [Endless, endless_grain, endless_tensorflow])
+def test_kf_07_of_data_without_an_end_the_number_of_steps_is_said(alone, make):
+    def program(strategy):
+        for use in ("fit", "evaluate", "predict"):
+            with pytest.raises(ValueError, match=r"is an infinite dataset, .*; give steps_per_epoch to fit"):
+                getattr(regression(), use)(make(), verbose=0)
+        model = regression()
+        model.fit(make(), steps_per_epoch=2, epochs=2, verbose=0)
+        return int(model.optimizer.iterations.value), model.predict(make(), steps=1, verbose=0).shape
+
+    assert alone(program) == (4, (16, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"x": X[:3], "y": TARGETS[:3]}, ValueError, "the data have 3 rows, for 4 replicas x 1 micro-batches; give at"),
+        ({"x": X[:0], "y": TARGETS[:0]}, ValueError, "the data have no rows"),
+        ({"x": None}, ValueError, "x is None"),
+        ({"x": X, "y": TARGETS, "batch_size": 0}, ValueError, "batch_size is 0; it must be at least 1"),
+        ({"x": X, "y": TARGETS, "batch_size": 1.5}, TypeError, r"batch_size is 1\.5; an integer"),
+        ({"x": X, "y": TARGETS[:7]}, ValueError, "same number of samples"),
+    ],
+)
+def test_ke_03_data_of_which_no_step_can_be_made_are_refused(alone, given, error, message):
+    with pytest.raises(error, match=message):
+        alone(lambda strategy: regression().fit(**given, verbose=0))
+
+
+def test_ke_03_batches_that_are_too_small_for_all_replicas_are_refused(alone):
+    class Small(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, number):
+            return X[number : number + 1], TARGETS[number : number + 1]
+
+    def program(strategy):
+        with pytest.raises(ValueError, match="the data have 3 rows, for 4 replicas"):
+            regression().fit(Small(), verbose=0)
+        return regression().predict(Small(), verbose=0).shape
+
+    assert alone(program) == (3, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_ke_03_a_training_with_too_few_batches_makes_the_steps_that_there_are(alone):
+    """As stock Keras, which warns; the original refuses what it can count."""
+
+    def program(strategy):
+        model = regression()
+        given = ((X[:4], TARGETS[:4]) for _ in range(12))
+        model.fit(given, steps_per_epoch=2, epochs=3, verbose=0)
+        return int(model.optimizer.iterations.value)
+
+    assert alone(program) == 3
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.uint8])
+def test_kf_09_data_of_other_dtypes_are_what_stock_keras_makes_of_them(alone, dtype):
+    given, wanted = (10 * np.abs(X)).astype(dtype), TARGETS.astype(np.float64)
+
+    def program(strategy=None):
+        model = regression(keras.optimizers.SGD(1e-4))
+        model.fit(given[:48], wanted[:48], batch_size=16 if strategy is None else 4, shuffle=False, verbose=0)
+        predicted = model.predict(given, verbose=0)
+        return predicted, model.evaluate(given, wanted, verbose=0)
+
+    predicted, loss = program()
+    ours, our_loss = alone(program)
+    assert ours.dtype == predicted.dtype
+    np.testing.assert_allclose(ours, predicted, rtol=1e-4, atol=1e-5)
+    assert our_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_kf_10_kg_01_options_survive_files_but_for_keyword_arguments(alone, tmp_path):
+    def program(strategy):
+        model = regression()
+        model.set_infeed_queue_options(prefetch_depth=5)
+        model.set_asynchronous_callbacks(True)
+        model.set_gradient_accumulation_options(4, "running_mean", dtype="bfloat16")
+        model.save(tmp_path / "model.keras")
+        before, after = (one._replicated.options for one in (model, keras.models.load_model(tmp_path / "model.keras")))
+        kept = ("prefetch", "each_step", "accumulated", "reduction_method")
+        return [(getattr(before, name), getattr(after, name)) for name in kept], before.step, after.step
+
+    kept, step, loaded = alone(program)
+    assert all(one == other for one, other in kept)
+    assert kept[0] == (5, 5)
+    assert (bool(step), loaded) == (True, {})
+
+
+@pytest.mark.parametrize(
+    "method", ["NONE", "SUM", *(pytest.param(name, marks=pytest.mark.complete) for name in ("LIST", "MEAN"))]
+)
+def test_kr_03_metrics_are_those_of_all_rows_whatever_the_method(alone, method):
+    """In the original NONE says those of the last replica. Here y is 1 to 4 and the model says 0."""
+
+    def program(strategy):
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae", "mse"], steps_per_execution=2)
+        model.set_replication_options(method)
+        wanted = np.arange(1, 5, dtype=np.float32).repeat(4)[:, None]
+        history = model.fit(X[:16], wanted, batch_size=2, shuffle=False, verbose=0).history
+        return {name: values[0] for name, values in history.items()}, model.evaluate(X[:16], wanted, verbose=0)
+
+    history, evaluated = alone(program, replicas=2)
+    assert history == {"loss": 7.5, "mae": 2.5, "mse": 7.5}
+    assert evaluated == [7.5, 2.5, 7.5]
+
+
+def test_kr_04_what_stock_keras_has_trained_is_loaded_and_predicts_the_same(in_scopes, tmp_path):
+    stock = functional(keras.optimizers.Adam(0.05))
+    stock.fit(X, TARGETS, epochs=2, verbose=0)
+    stock.save(tmp_path / "whole.keras")
+    stock.save_weights(tmp_path / "its.weights.h5")
+    expected = stock.predict(X, verbose=0)
+
+    def program(strategy):
+        of_weights = functional(keras.optimizers.Adam(0.05))
+        of_weights.optimizer.build(of_weights.trainable_variables)
+        of_weights.load_weights(tmp_path / "its.weights.h5")
+        whole = keras.models.load_model(tmp_path / "whole.keras")
+        assert int(whole.optimizer.iterations.value) == int(stock.optimizer.iterations.value)
+        return [model.predict(X, batch_size=2, verbose=0) for model in (of_weights, whole)]
+
+    for predicted in itertools.chain(*in_scopes(2, program, replicas=2)):
+        np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ka_04_inputs_that_a_model_has_not_are_refused(alone):
+    def program(strategy):
+        one, other = keras.Input((6,)), keras.Input((6,))
+        model = keras.Model([one, other], dense(1, 1)(layers.Add()([one, other])))
+        model.compile("sgd", "mse")
+        model.fit(X, TARGETS, verbose=0)
+
+    with pytest.raises(ValueError, match=r"expects 2 .*input\(s\)"):
+        alone(program)
 
 
 def test_kr_06_replicas_have_the_same_weights_after_every_update_in_16_bits(in_scopes):

@@ -113,7 +113,77 @@ class Marked(keras.Model):
             return self.last(hidden)
 
 
+class Adds(layers.Layer):
+    def call(self, values):
+        self.add_loss(0.1 * keras.ops.mean(values**2))
+        return values
+
+
+def penalised_layers():
+    """A penalty on the weights of each stage, and two on what the first one makes."""
+    first = dense(4, 1, kernel_regularizer="l2", activity_regularizer="l1")
+    return first, Adds(), dense(1, 2, kernel_regularizer="l1")
+
+
+def penalised(kind):
+    first, added, last = penalised_layers()
+    if kind == "subclass":
+        return MarkedParts([first, added], [last])
+    model = keras.Sequential([keras.Input((6,)), first, added, last])
+    model.set_pipeline_stage_assignment([0, 0, 1])
+    return model
+
+
+class MarkedParts(keras.Model):
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = [keras.Sequential(layers) for layers in parts]
+
+    def call(self, values):
+        for stage, part in enumerate(self.parts):
+            with strategies.pipeline_stage(stage):
+                values = part(values)
+        return values
+
+
+@pytest.mark.parametrize("kind", ["sequential", "subclass"])
+def test_penalties_belong_to_the_stages_of_their_weights(in_scopes, kind):
+    """On two devices, and with the bits of one; and what stock Keras learns."""
+    given, wanted, settings = X[:48], TARGETS[:48], {"epochs": 2, "shuffle": False, "verbose": 0}
+
+    def program(strategy, devices):
+        model = penalised(kind)
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        pipelined(model, device_mapping=devices)
+        history = model.fit(given, wanted, batch_size=3, **settings).history
+        return bits_of(model), history, values_of(model)
+
+    stock = keras.Sequential([keras.Input((6,)), *penalised_layers()])
+    stock.compile(keras.optimizers.SGD(0.05), "mse")
+    expected = stock.fit(given, wanted, batch_size=48, **settings).history
+    [alone] = in_scopes(1, lambda strategy: program(strategy, [0, 0]))
+    for bits, history, values in in_scopes(2, lambda strategy: program(strategy, [0, 1]), ipus_per_replica=2):
+        assert (bits, history) == alone[:2]
+        assert history["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert largest_difference(values, values_of(stock)) < 1e-6
+
+
+def test_evaluation_and_prediction_of_stages_are_those_of_the_model_without(in_scopes):
+    """They run unpipelined, on the first device of each replica, and say the same bits."""
+
+    def program(strategy, stages):
+        model = sequential()
+        if stages:
+            pipelined(model).set_pipeline_stage_assignment(stages)
+        return model.evaluate(X, LABELS, verbose=0), strategies.fingerprint(model.predict(X, verbose=0))
+
+    [whole] = in_scopes(1, lambda strategy: program(strategy, None))
+    assert in_scopes(2, lambda strategy: program(strategy, [0, 0, 1, 1]), ipus_per_replica=2) == [whole] * 2
+
+
 def test_a_subclass_marks_its_stages_in_call(alone):
+    """Their number is that of the mapping; assignments are for models whose calls are known."""
+
     def program(strategy, devices):
         model = Marked()
         model.compile("sgd", "mse")
@@ -125,6 +195,33 @@ def test_a_subclass_marks_its_stages_in_call(alone):
 
     apart = alone(lambda strategy: program(strategy, [0, 1]), ipus_per_replica=2)
     assert apart == alone(lambda strategy: program(strategy, [0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (
+            lambda model: model.set_pipeline_stage_assignment([0, 1]),
+            RuntimeError,
+            "'marked'.*with strategies.pipeline_",
+        ),
+        (lambda model: model.get_pipeline_stage_assignment(), RuntimeError, "'marked'.*with strategies.pipeline_stage"),
+        (lambda model: fit(pipelined(model), TARGETS), ValueError, "give device_mapping to set_pipelining_options"),
+        (
+            lambda model: fit(pipelined(model, 6, device_mapping=[0, 0, 0]), TARGETS, 6),
+            ValueError,
+            "stage 2 is marked nowhere .*, and device_mapping has 3 stages",
+        ),
+    ],
+)
+def test_ka_02_what_a_subclass_does_not_say_is_asked_for(alone, use, error, message):
+    def program(strategy):
+        model = Marked()
+        model.compile("sgd", "mse")
+        use(model)
+
+    with pytest.raises(error, match=message):
+        alone(program)
 
 
 def shared():
@@ -203,6 +300,28 @@ def assigned(model):
 def test_ka_02_stages_of_a_sequential_model_follow_each_other(alone, stages):
     with pytest.raises((ValueError, RuntimeError), match="stages of a sequential model are|strictly increasing"):
         alone(lambda strategy: sequential().set_pipeline_stage_assignment(stages))
+
+
+def test_ka_02_stages_of_a_model_whose_layers_have_changed_are_assigned_again(alone):
+    def program(strategy):
+        model = keras.Sequential([keras.Input((6,)), dense(4, 1), dense(1, 2)])
+        pipelined(model).set_pipeline_stage_assignment([0, 1])
+        model.add(dense(1, 3))
+        model.compile("sgd", "mse")
+        found = [one.pipeline_stage for one in assigned(model)]
+        with pytest.raises(RuntimeError, match="assigned to 2 calls of layers, and model .* has 3 now; assign them"):
+            fit(model, TARGETS)
+        model.set_pipeline_stage_assignment([0, 1, 1])
+        fit(model, TARGETS)
+        model.pop()
+        model.compile("sgd", "mse")
+        with pytest.raises(RuntimeError, match="has 2 now"):
+            fit(model, TARGETS)
+        model.reset_pipeline_stage_assignment()
+        model.set_pipeline_stage_assignment([0, 1])
+        return found, bool(fit(model, TARGETS))
+
+    assert alone(program) == ([None] * 3, True)
 
 
 def test_partial_scopes_and_scopes_in_scopes_are_refused(alone):
