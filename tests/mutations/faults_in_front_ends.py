@@ -95,4 +95,22 @@ IN_FRONT_ENDS = (
             "tests/strategies/on_torch/test_poptorch.py::TestTraining::test_gradients_are_reduced_over_micro_batches_and_replicas",
         ),
     ),
+    Fault(
+        name="of what flows into an operator only the last part counts where backward passes are taken apart",
+        path="strategies/torch/split_backward.py",
+        old="self._kept[edge] = gradient if before is None else before + gradient",
+        new="self._kept[edge] = gradient",
+        caught_by=(
+            "tests/strategies/on_torch/test_split_backward.py::test_gradients_have_the_bits_of_a_whole_backward_pass",
+        ),
+    ),
+    Fault(
+        name="each step asks the kernel for its memory anew",
+        path="strategies/torch/trainer.py",
+        old="        keep_freed_memory()\n",
+        new="",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_allocator.py::TestPages::test_of_one_step_are_those_of_the_next",
+        ),
+    ),
 )

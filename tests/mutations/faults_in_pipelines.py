@@ -109,4 +109,13 @@ IN_PIPELINES = (
             "tests/strategies/pipelines/test_pipeline_captures.py::test_they_are_whole_where_the_optimizer_state_is_in_parts",
         ),
     ),
+    Fault(
+        name="a penalty is computed where it is added, not where its weights are",
+        path="strategies/pipelines/penalties.py",
+        old="if before or _is_penalty(equation, own, needed):",
+        new="if before:",
+        caught_by=(
+            "tests/strategies/pipelines/test_pipeline_penalties.py::test_a_penalty_is_computed_by_the_stage_that_has_the_weight",
+        ),
+    ),
 )
