@@ -114,7 +114,11 @@ class TestATrace:
         assert {names[event["pid"], event["tid"]] for event in found} == {"jax: python (+- 2 us)"}
         assert (said, counts.spans) == ([], sum(event["ph"] == "X" for event in events))
 
-    @pytest.mark.parametrize("file", [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"{}")[:-9]])
+    @pytest.mark.parametrize(
+        "file",
+        [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"{}")[:-9]],
+        ids=["empty", "no gzip", "no profile", "cut off"],  # a file of gzip has the time in it
+    )
     def test_says_whose_profile_cannot_be_read(self, tmp_path, file):
         events, _, (said,) = self.merged(tmp_path, PROFILE, file)
         assert not [event for event in events if event.get("cat") == "profile"]
