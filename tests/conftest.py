@@ -16,6 +16,7 @@ from leftovers import Lookout
 from sharing_cores import SERVER_VARIABLE, TokenServer, cores_of
 
 import collectives.network  # noqa: F401  # sets what gRPC reads when it is loaded, which tests may do first
+from popdist.process import process
 
 if TYPE_CHECKING:
     from handing_out import FilesOfTheDead
@@ -109,6 +110,15 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
     yield
     left = lookout.left_since(before)
     assert not left, "the test has left behind:\n" + "\n".join(left)
+
+
+@pytest.fixture(autouse=True)
+def joins_no_job() -> Iterator[None]:
+    """A job that a test joins in the process of all tests makes an instance of it for those of other files, too."""
+    before = process.instance, process.cluster, process.num_replicas
+    yield
+    after = process.instance, process.cluster, process.num_replicas
+    assert after == before, "the test has called popdist.init, for all tests after it; let it start a process"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
