@@ -151,7 +151,9 @@ def test_those_who_look_may_be_stopped_or_killed_and_the_job_goes_on_to_its_end(
     job = start("--summary=yes", *two(STANDS_STILL), stdin=subprocess.PIPE)
     job.wait_for("stands still")
     command = [sys.executable, "-m", "poprun", "top", f"--job={job.process.pid}", "--plain"]
-    viewers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    # each in a group of its own: one that is stopped in the group of pytest may have the kernel hang up on all of it
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "process_group": 0}
+    viewers = [subprocess.Popen(command, **options) for _ in range(3)]
     for number, viewer in zip((signal.SIGSTOP, signal.SIGKILL, signal.SIGINT), viewers, strict=True):
         assert viewer.stdout is not None
         assert viewer.stdout.readline().startswith("poprun ")
