@@ -79,7 +79,11 @@ def alone(replicas: int, model: str) -> str:
 class TestTheVariablesAreTheSameForEveryNumberOfInstances:
     @pytest.mark.parametrize(
         ("replicas", "instances", "how", "models"),
-        [(8, 2, "auto", ["cnn"]), (6, 3, "ring", ["dropout"]), (8, 8, "auto", ["dropout"])],
+        [
+            (8, 2, "auto", ["cnn"]),
+            (6, 3, "ring", ["dropout"]),
+            pytest.param(8, 8, "auto", ["dropout"], marks=pytest.mark.complete),
+        ],
     )
     def test_as_those_of_one_process(self, train, replicas, instances, how, models):
         found = train(replicas, instances, how, *models)

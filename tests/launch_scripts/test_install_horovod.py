@@ -407,6 +407,7 @@ def is_prepared():
 
 
 @pytest.mark.job
+@pytest.mark.complete  # .ci/run does it before every run, too
 def test_an_installed_horovod_is_tried_within_seconds():
     required = os.environ.get("POPDIST_REQUIRE_HOROVOD")
     if not required and importlib.util.find_spec("horovod") is None:
