@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -81,11 +82,13 @@ def _infos() -> Iterator[tuple[Ends, bytes]]:
 
 def _look_at(descriptor: int) -> tuple[Ends, bytes]:
     """The ends of a connection, and what is counted; OSError where it is none of TCP."""
-    with socket.socket(fileno=os.dup(descriptor)) as same:
+    # AF_INET6 has room for addresses of both families; to ask each socket for its own takes longer than all the rest.
+    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, os.dup(descriptor)) as same:
         info = same.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONGEST_INFO)
         return Ends(_plain(same.getsockname()[0]), _plain(same.getpeername()[0])), info
 
 
+@lru_cache(256)
 def _plain(address: str) -> str:
     """IPv4 addresses that are written as IPv6 as what they are."""
     read = ip_address(address.partition("%")[0])
