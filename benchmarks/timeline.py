@@ -195,7 +195,7 @@ def compare_clocks(delay_s: float, seconds: float) -> dict[str, float]:
     answering = Answering(lambda: int((now := time.monotonic_ns()) + ahead_ns(now)))
     answering.start()
     link = Link(answering.port, delay_s) if delay_s else None
-    asking = Asking(Card("there", answering.token, link.port if link else answering.port, ("127.0.0.1",)))
+    asking = Asking(Card("there", "host", answering.token, link.port if link else answering.port, ("127.0.0.1",)))
     asking.start()
     time.sleep(seconds)
     asking.close()

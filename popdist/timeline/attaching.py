@@ -18,6 +18,7 @@ from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, Asked
 from popdist.timeline.blocks import JOINED, PROFILE
 from popdist.timeline.clocks import Exchange
+from popdist.timeline.connections import read_connections
 from popdist.timeline.events import MAIN_TRACK, Kind
 from popdist.timeline.meeting import (
     CARD_BYTES,
@@ -58,6 +59,7 @@ class Timeline:
     ) -> None:
         attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
         self._clock = clock or this_clock()
+        self._host = instance.host
         header = {
             "instance": instance.index,
             "instances": instance.count,
@@ -95,13 +97,15 @@ class Timeline:
         answering = None
         if communicator.rank == 0 and communicator.size > 1:
             answering = Answering(self._clock.now_ns)
-            card = Card(self._clock.name, answering.token, answering.port, own_addresses())
+            card = Card(self._clock.name, self._host, answering.token, answering.port, own_addresses())
         else:
-            card = Card(self._clock.name, secrets.token_bytes(16))
+            card = Card(self._clock.name, self._host, secrets.token_bytes(16))
         packed = np.frombuffer(card.pack(), np.uint8)
         gathered = communicator.all_gather(packed, name="whose clocks are others (POPDIST_TIMELINE)")
         cards = [Card.unpack(row.tobytes()) for row in gathered.reshape(communicator.size, CARD_BYTES)]
         self._recording.add(JOINED, {"job": cards[0].token.hex(), "clocks": [each.clock for each in cards]})
+        if len({each.host for each in cards}) > 1:
+            self._recording.measure(read_connections)
         if answering is not None and answers(cards):
             self._answering = answering
             answering.start()

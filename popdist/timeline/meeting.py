@@ -25,7 +25,7 @@ from popdist.timeline.clocks import Exchange
 TOKEN_BYTES = 16
 _QUESTION = struct.Struct(f"<{TOKEN_BYTES}sq")
 _ANSWER = struct.Struct(f"<{TOKEN_BYTES}sqqq")
-_CARD = struct.Struct(f"<32s{TOKEN_BYTES}sH4s4s4s4s4s4s")
+_CARD = struct.Struct(f"<32s64s{TOKEN_BYTES}sH4s4s4s4s4s4s")
 CARD_BYTES = _CARD.size
 _MOST_ADDRESSES = 6
 _SIOCGIFADDR = 0x8915
@@ -40,12 +40,14 @@ class Card:
 
     Attributes:
         clock: names the clock that it reads.
+        host: where it runs; the first 64 bytes count.
         token: names the job and keeps strangers out; that of instance 0 counts.
         port: where it answers; 0: nowhere.
         addresses: of its host, IPv4.
     """
 
     clock: str
+    host: str
     token: bytes
     port: int = 0
     addresses: tuple[str, ...] = ()
@@ -54,14 +56,14 @@ class Card:
         """As bytes, always equally many."""
         addresses = [socket.inet_aton(each) for each in self.addresses[:_MOST_ADDRESSES]]
         addresses += [bytes(4)] * (_MOST_ADDRESSES - len(addresses))
-        return _CARD.pack(self.clock.encode()[:32], self.token, self.port, *addresses)
+        return _CARD.pack(self.clock.encode()[:32], self.host.encode()[:64], self.token, self.port, *addresses)
 
     @classmethod
     def unpack(cls, data: bytes) -> Card:
         """What `pack` has packed."""
-        clock, token, port, *addresses = _CARD.unpack(data)
+        clock, host, token, port, *addresses = _CARD.unpack(data)
         known = tuple(socket.inet_ntoa(each) for each in addresses if any(each))
-        return cls(clock.rstrip(b"\0").decode(), token, port, known)
+        return cls(clock.rstrip(b"\0").decode(), host.rstrip(b"\0").decode(errors="replace"), token, port, known)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class Recording:
         self.writing_s = 0.0
         self.recorder = Recorder(self._ring, self._stride)
         self._take_exchanges: Callable[[], Sequence[Exchange]] = list
+        self._gauges: list[Callable[[], Mapping[str, float]]] = [read_gauges]
         self._lost = 0  # events that had no room in the file
         self._lock = threading.Lock()
         self._is_closed = False
@@ -99,6 +100,10 @@ class Recording:
     def align_by(self, take_exchanges: Callable[[], Sequence[Exchange]]) -> None:
         """Write, from now on, the exchanges that this returns whenever it is called."""
         self._take_exchanges = take_exchanges
+
+    def measure(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Measure, from now on, what this returns too, every half second."""
+        self._gauges.append(read)
 
     def spill(self, is_last: bool = False) -> None:
         """Write what is in memory now; from any thread."""
@@ -143,8 +148,9 @@ class Recording:
             self.writing_s = time.thread_time()
 
     def _measure(self) -> None:
-        for name, number in read_gauges().items():
-            self.recorder.measured(name, number)
+        for read in self._gauges:
+            for name, number in read().items():
+                self.recorder.measured(name, number)
 
     def _stride(self) -> int:
         return stride_of(self.written_bytes, self._limit_bytes)

@@ -78,6 +78,12 @@ def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled
         profile = each.recording.profile
         if profile is None:
             continue
+        if not profile.file:
+            warnings.append(
+                f"{each.recording.title}: the profiler of {profile.profiler} had begun, and its profile is lost: it is "
+                "written when it ends, which this instance did not live to see; ask for fewer steps"
+            )
+            continue
         try:
             found[place] = read_profile(folder, profile)
         except (OSError, ValueError) as error:

@@ -31,7 +31,7 @@ class Profile:
 
     Attributes:
         profiler: its name.
-        file: relative to the folder of the recording.
+        file: relative to the folder of the recording; empty where it has begun, and was never written.
         markers: times of the recording's clock before and after each of them, in ns.
     """
 

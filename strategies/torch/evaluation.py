@@ -140,7 +140,8 @@ class _Local:
             self.close()
             count, seed = self._replicas.num_replicas_in_sync, self._options.seed
             self._of = local
-            self._inference = InferenceReplicas(local, count, self._training.module, self._tell, seed)
+            instruments = self._replicas.instruments
+            self._inference = InferenceReplicas(local, count, self._training.module, self._tell, seed, instruments)
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]
         parts = parts_of(tensors_of(batch.values), len(local))
         rounds = [[(_first(part, mask), len(mask), int(mask.sum())) for part, mask in zip(parts, masks, strict=True)]]

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from collectives.instruments import Instruments
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch, Tree
 from strategies.torch.allocator import keep_freed_memory
-from strategies.torch.pipeline_run import PipelineRun, Walk
+from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_modules import ReplicaModule, slots_of
 from strategies.torch.stages import Pipeline
@@ -28,6 +29,7 @@ class InferenceReplicas:
         module: of which they are copies.
         call: (module, batch) -> outputs.
         seed: of random numbers.
+        instruments: are told when replicas compute, of a pipeline when its stages do.
         pipeline: how the blocks of the module run as stages; None: one after another.
     """
 
@@ -38,6 +40,7 @@ class InferenceReplicas:
         module: torch.nn.Module,
         call: Callable[[torch.nn.Module, Any], Tree],
         seed: int,
+        instruments: Instruments,
         pipeline: Pipeline | None = None,
     ) -> None:
         keep_freed_memory()
@@ -45,6 +48,7 @@ class InferenceReplicas:
         self._module = module
         self._call = call
         self._seed = seed
+        self._instruments = instruments
         self._pipeline = pipeline
         self._copies = [ReplicaModule(module, replica, of_all) for replica in replicas]
         self._runs: list[PipelineRun] = []
@@ -86,7 +90,10 @@ class InferenceReplicas:
     def _new_runs(self, pipeline: Pipeline, rounds: int) -> None:
         self._close_runs()
         self._rounds = rounds
-        self._runs = [PipelineRun(pipeline, rounds, 1, copy.module, training=False) for copy in self._copies]
+        self._runs = [
+            PipelineRun(pipeline, rounds, 1, copy.module, False, SeenBy(self._instruments, replica))
+            for copy, replica in zip(self._copies, self._replicas, strict=True)
+        ]
 
     def _run(self, position: int, batches: Sequence[Batch], number: int) -> list[Tree]:
         found: list[Tree] = [None] * len(batches)
@@ -101,8 +108,11 @@ class InferenceReplicas:
         if self._runs:
             self._runs[position].each(work)
         else:
+            replica = self._replicas[position]
+            self._instruments.replica_begins(replica, 0)
             for micro_batch in range(len(batches)):
                 work(micro_batch, None)
+                self._instruments.replica_ends(replica, 0, micro_batch)
         return found
 
     def _close_runs(self) -> None:

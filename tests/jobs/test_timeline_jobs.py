@@ -12,10 +12,10 @@ from poprun_jobs import start
 from strict_trace import read_strictly
 
 from popdist.timeline.asked import folder_beside
-from poprun.timeline.merging import put_together
+from poprun.timeline.merging import put_together, to_be_judged
 from poprun.timeline.recordings import read_recordings
 from poprun.timeline.report.findings import Cause
-from poprun.timeline.report.verdict import judge
+from poprun.timeline.report.verdict import Verdict, judge
 from poprun.timeline.spans import Sort
 
 pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(150)]
@@ -53,16 +53,62 @@ for step in range(30):
 """
 
 
+TRAINING = """\
+import sys, time
+import jax.numpy as jnp, numpy as np, optax
+import popdist, strategies
+popdist.init()
+strategy = strategies.PopDistStrategy()
+is_slow = strategy.instance_index == int(sys.argv[1])
+
+class Rows:
+    def __len__(self): return 30 * strategy.num_replicas_in_sync
+    def __getitem__(self, index):
+        time.sleep(0.05 if is_slow else 0)
+        return {"x": np.sin(np.arange(8, dtype=np.float32) + index)}
+
+trainer = strategies.Trainer(strategy, lambda own, batch, key: (jnp.mean((batch["x"] @ own) ** 2), {}), optax.sgd(0.1))
+state = trainer.init(np.ones((8, 3), np.float32))
+for batch in strategy.distribute_dataset(Rows(), batch_size=1, seed=0).epoch(0):
+    state, _ = trainer.step(state, batch)
+"""
+
+
+def verdict_of(tmp_path: Path, *words: str) -> Verdict:
+    trace = tmp_path / "trace.json"
+    finished = start(f"--timeline={trace}", *words).finish()
+    assert finished.status == 0, finished.stderr
+    return judge(to_be_judged(read_recordings(folder_beside(str(trace)))))
+
+
 @pytest.mark.complete
 @pytest.mark.parametrize("instances", [2, 3, 4])
-def test_an_instance_whose_data_are_slow_is_named_with_its_input(tmp_path: Path, instances: int) -> None:
-    trace = tmp_path / "trace.json"
-    words = [f"-n={instances}", f"--timeline={trace}", sys.executable, "-c", SLOW_INPUT]
-    finished = start(*words).finish()
-    assert finished.status == 0, finished.stderr
-    culprit = judge(put_together(read_recordings(folder_beside(str(trace))))).culprit
-    assert culprit is not None
-    assert (culprit.instance, culprit.cause) == (instances - 1, Cause.INPUT)
+class TestOfSeveralInstances:
+    def test_one_whose_data_are_slow_is_named_with_its_input(self, tmp_path: Path, instances: int) -> None:
+        culprit = verdict_of(tmp_path, f"-n={instances}", sys.executable, "-c", SLOW_INPUT).culprit
+        assert culprit is not None
+        assert (culprit.instance, culprit.cause) == (instances - 1, Cause.INPUT)
+
+    def test_one_whose_data_are_slow_is_named_in_a_training(self, tmp_path: Path, instances: int) -> None:
+        words = [f"-n={instances}", sys.executable, "-c", TRAINING, str(instances - 1)]
+        culprit = verdict_of(tmp_path, *words).culprit
+        assert culprit is not None
+        assert (culprit.instance, culprit.cause) == (instances - 1, Cause.INPUT)
+
+    def test_one_that_is_delayed_is_named_with_its_compute(self, tmp_path: Path, instances: int) -> None:
+        faults = [f"--inject=delay:instance={instances - 1},step={step},seconds=0.05" for step in range(2, 30)]
+        culprit = verdict_of(tmp_path, f"-n={instances}", *faults, sys.executable, "-c", PROGRAM).culprit
+        assert culprit is not None
+        assert (culprit.instance, culprit.cause) == (instances - 1, Cause.COMPUTE)
+
+    def test_none_is_named_where_all_are_alike(self, tmp_path: Path, instances: int) -> None:
+        faults = [
+            f"--inject=delay:instance={instance},step={step},seconds=0.05"
+            for step in range(2, 30)
+            for instance in range(instances)
+        ]
+        verdict = verdict_of(tmp_path, f"-n={instances}", *faults, sys.executable, "-c", PROGRAM)
+        assert (verdict.culprit, verdict.link, verdict.traffic, verdict.input_bound) == (None, None, None, 0)
 
 
 def test_a_slow_instance_is_named_and_all_that_it_did_is_there_until_it_was_lost(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class TestMessages:
         ahead = 5 * SECOND
         answering = Answering(lambda: time.monotonic_ns() + ahead)
         answering.start()
-        asking = Asking(Card("there", answering.token, answering.port, ("127.0.0.1",)))
+        asking = Asking(Card("there", "host", answering.token, answering.port, ("127.0.0.1",)))
         asking.start()
         asking.close()
         answering.close()
@@ -102,12 +102,12 @@ class TestMessages:
     def test_are_answered_to_those_only_who_know_the_token(self):
         answering = Answering()
         answering.start()
-        asking = Asking(Card("there", bytes(16), answering.port, ("127.0.0.1",)))
+        asking = Asking(Card("there", "host", bytes(16), answering.port, ("127.0.0.1",)))
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mine:
             mine.settimeout(0.01)
             assert not asking._exchange(mine, "127.0.0.1")
-            known = Asking(Card("there", answering.token, answering.port, ("127.0.0.1",)))
+            known = Asking(Card("there", "host", answering.token, answering.port, ("127.0.0.1",)))
             mine.settimeout(5)
             assert known._exchange(mine, "127.0.0.1")
         answering.close()
@@ -115,12 +115,12 @@ class TestMessages:
 
 class TestCards:
     def test_survive_being_packed(self):
-        card = Card("a.b", bytes(range(16)), 4711, ("10.0.0.1", "127.0.0.1"))
+        card = Card("a.b", "a host", bytes(range(16)), 4711, ("10.0.0.1", "127.0.0.1"))
         assert len(card.pack()) == CARD_BYTES
         assert Card.unpack(card.pack()) == card
 
     def test_say_who_asks_and_whether_anybody_does(self):
-        cards = [Card(clock, bytes(16)) for clock in "aabbac"]
+        cards = [Card(clock, "host", bytes(16)) for clock in "aabbac"]
         assert [asks(cards, index) for index in range(6)] == [False, False, True, False, False, True]
         assert answers(cards)
         assert not answers(cards[:2])

@@ -128,3 +128,8 @@ class TestATrace:
     def test_says_whose_profile_is_not_there(self, tmp_path):
         _, _, (said,) = self.merged(tmp_path, replace(PROFILE, file="elsewhere"))
         assert "elsewhere: No such file or directory; if that was written on another host, copy it there" in said
+
+    def test_says_whose_profile_was_begun_and_never_written(self, tmp_path):
+        events, _, (said,) = self.merged(tmp_path, Profile("jax", "", []), b"")
+        assert not [event for event in events if event.get("cat") == "profile"]
+        assert said.startswith("instance 1 (host0): the profiler of jax had begun, and its profile is lost")

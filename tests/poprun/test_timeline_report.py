@@ -113,6 +113,74 @@ def test_a_slow_link_is_named(seed, instances):
     assert "mend or avoid the link" in verdict.changes[0].what
 
 
+def traffic_among(instances, slow=(), nbytes=1e6, ms=2.0, slow_ms=20.0):
+    """As much on all links; some need longer."""
+    pairs = [(source, target) for source in range(instances) for target in range(instances) if source != target]
+    return {pair: (nbytes, slow_ms if pair in slow else ms) for pair in pairs}
+
+
+class TestHowFastDataGetFromHostToHost:
+    @pytest.mark.parametrize("instances", SIZES)
+    def test_a_link_on_which_they_take_longer_is_named_with_both_rates(self, seed, instances):
+        traffic = traffic_among(instances, slow={(instances - 1, 0)})
+        verdict = verdict_of(Made(instances, traffic=traffic, transfer_ms=20, seed=seed))
+        (said,) = findings(verdict)
+        assert said.startswith(
+            f"The link from host{instances - 1} to host0 is slow: it carries 400 Mbit/s while data are on their way, "
+            "others 4 Gbit/s. That costs 5"
+        )
+        assert verdict.changes[0].what == f"mend or avoid the link from host{instances - 1} to host0"
+        assert verdict.traffic.gain == pytest.approx(18 / 31.2, rel=0.05)
+        assert verdict.culprit is None
+
+    @pytest.mark.parametrize("instances", [3, 4])
+    def test_a_host_is_named_where_all_of_its_links_are_slow_and_no_other(self, instances):
+        slow = {pair for pair in traffic_among(instances) if 1 in pair}
+        verdict = verdict_of(Made(instances, traffic=traffic_among(instances, slow=slow), transfer_ms=20))
+        assert findings(verdict)[0].startswith("The links of host1 to other hosts are slow: they carry 400 Mbit/s")
+        assert verdict.changes[0].what == "mend or avoid the links of host1"
+
+    def test_no_host_is_named_where_one_of_its_links_is_as_fast_as_others(self):
+        slow = {(0, 1), (1, 0)}
+        verdict = verdict_of(Made(3, traffic=traffic_among(3, slow=slow), transfer_ms=20))
+        assert verdict.traffic.host == ""
+        assert "is slow, as 1 more: it carries" in findings(verdict)[0]
+
+    @pytest.mark.parametrize("instances", SIZES)
+    def test_none_is_named_where_all_are_alike_but_how_busy_they_are(self, instances):
+        verdict = verdict_of(Made(instances, traffic=traffic_among(instances, ms=20.0), transfer_ms=20))
+        (said,) = findings(verdict)
+        assert said.startswith("Data from host")
+        assert "at 400 Mbit/s. No link is much faster, so the numbers do not show whether that is slow." in said
+        assert not any("mend" in each.what for each in verdict.changes)
+
+    @pytest.mark.parametrize("instances", SIZES)
+    def test_links_of_a_healthy_job_are_not_named(self, seed, instances):
+        random = np.random.default_rng(seed)
+        traffic = {pair: (1e6, random.uniform(0.5, 1.4)) for pair in traffic_among(instances)}
+        assert verdict_of(Made(instances, traffic=traffic)).traffic is None
+
+    def test_links_that_carry_next_to_nothing_are_not_compared(self):
+        traffic = traffic_among(3) | {(0, 1): (1e3, 8.0)}
+        assert verdict_of(Made(3, traffic=traffic, transfer_ms=10)).traffic is None
+
+    def test_a_slow_link_that_nobody_waits_for_is_not_named(self):
+        """Its data are on their way while everybody computes."""
+        traffic = traffic_among(3, slow={(0, 1)}, slow_ms=9.0)
+        verdict = verdict_of(Made(3, traffic=traffic, transfer_ms=0.1))
+        assert verdict.table.of["exchange"].sum() < 0.02 * verdict.table.lasted_ns.sum()
+        assert verdict.traffic is None
+
+
+class TestALateInstanceBehindASlowLink:
+    @pytest.mark.parametrize("instances", SIZES)
+    def test_is_named_with_its_link(self, seed, instances):
+        """Its exchanges take longer, and so it comes later to the next ones."""
+        verdict = verdict_of(Made(instances, late_data_ms={1: 5}, seed=seed))
+        assert (verdict.culprit.instance, verdict.culprit.cause) == (1, Cause.LINK)
+        assert verdict.changes[0].what == "instance 1 is late: mend or avoid its link"
+
+
 @pytest.mark.parametrize("held_up", [1, 10])
 def test_a_link_that_held_few_exchanges_up_is_not_named(held_up):
     """Only some of the steps have a wait in the middle."""

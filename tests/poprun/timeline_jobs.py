@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from popdist.timeline.connections import BUSY, SENT, Ends
 from popdist.timeline.events import EVENT, Kind
 from poprun.timeline.recordings import Recording
 
@@ -14,6 +16,20 @@ MS = 10**6
 NAMES = (
     *("data", "forward and backward", "exchange", "update", "checkpoint", "compile"),
     *("loss", "memory", "wait for cores", "all_reduce 'gradients'"),
+)
+MOST_HOSTS = 4
+
+
+def address(host: int) -> str:
+    """Of a host that has an instance of its own."""
+    return f"10.0.0.{host}"
+
+
+NAMES += tuple(
+    Ends(address(source), address(target)).named(what)
+    for source in range(MOST_HOSTS)
+    for target in range(MOST_HOSTS)
+    for what in (SENT, BUSY)
 )
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 _SAID = {number: {"name": name} for name, number in _NUMBERS.items()}
@@ -32,6 +48,9 @@ class Made:
         transfer_ms: of the gradients, for all.
         slow_link: from which instance to which other one the gradients need `link_ms` longer.
         link_ms: see there.
+        late_data_ms: how much longer the gradients need to some instances.
+        traffic: what goes from one instance to another one in each step: bytes, and the ms in which any are on their
+            way. Instances are on hosts of their own then.
         core_wait_ms: of each step, by instances that differ.
         delays_ms: what else is computed in a step: (instance, step): ms.
         jitter: by which part times vary.
@@ -45,6 +64,8 @@ class Made:
     transfer_ms: float = 1.0
     slow_link: tuple[int, int] | None = None
     link_ms: float = 0.0
+    late_data_ms: dict[int, float] = field(default_factory=dict)
+    traffic: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     core_wait_ms: dict[int, float] = field(default_factory=dict)
     delays_ms: dict[tuple[int, int], float] = field(default_factory=dict)
     all_input_ms: float = 0.2
@@ -67,11 +88,12 @@ class Made:
                 page.measured("memory", 1e8 + 1e5 * step)
                 page.waited += self.core_wait_ms.get(instance, 0.1) / 1e3
                 page.measured("wait for cores", page.waited)
+                self._count_traffic(instance, step, page)
         return [
             Recording(
                 instance=instance,
                 instances=self.instances,
-                host=f"host{instance // 2}",
+                host=f"host{instance if self.traffic else instance // 2}",
                 clock="one",
                 job="a",
                 names=_SAID,
@@ -98,9 +120,16 @@ class Made:
                 page.note(Kind.WAITS_FOR, value=self.slow_link[0])
                 page.now -= MS // 10
             page.now += self.link_ms * MS
-        page.now += self.transfer_ms * MS
+        page.now += (self.transfer_ms + self.late_data_ms.get(instance, 0.0)) * MS
         page.note(Kind.OPERATION_ENDS)
         page.note(Kind.PHASE_ENDS, "exchange")
+
+    def _count_traffic(self, instance, step, page):
+        for (source, target), (nbytes, ms) in self.traffic.items():
+            if source == instance:
+                ends = Ends(address(source), address(target))
+                page.measured(ends.named(SENT), nbytes * (step + 1))
+                page.measured(ends.named(BUSY), ms / 1e3 * (step + 1))
 
     def _varied(self, random, ms):
         return ms * random.uniform(1 - self.jitter, 1 + self.jitter)

@@ -30,7 +30,7 @@ class Profiling:
         wanted: which profiler, and when.
         folder: of its files; an older one is replaced.
         now_ns: the clock of the recording.
-        add: gets what is to be known of a profile when it is merged.
+        add: gets what is to be known of a profile when it is merged: first that it has begun, without a file.
 
     Raises:
         EnvironmentMismatchError: the library of the profiler is not there.
@@ -78,6 +78,7 @@ class Profiling:
         profiler = _open(self._wanted.profiler, self._folder)
         profiler.start()
         self._profiler = profiler
+        self._add({"profiler": self._wanted.profiler, "file": "", "markers": []})
         for _ in range(_AT_ENDS):
             self._mark(profiler)
 

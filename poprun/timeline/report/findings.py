@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,6 +17,7 @@ class Cause(Enum):
 
     COMPUTE = "its own compute"
     INPUT = "its input"
+    LINK = "its link: data of exchanges take longer to and from it"
     HOST = "the load of its host"
     UNCLEAR = "a reason that the numbers do not show"
 
@@ -55,6 +57,45 @@ class SlowLink:
     source: int
     target: int
     share: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What was on its way from a host to another one, as the kernel has counted it.
+
+    Attributes:
+        source: the host that sent it.
+        target: the other one.
+        nbytes: how much.
+        busy_s: for how long any of it was on its way and the receiver had room for it; positive.
+    """
+
+    source: str
+    target: str
+    nbytes: float
+    busy_s: float
+
+    @property
+    def rate(self) -> float:
+        """How many bytes came in each second in which any were on their way: no link is slower than that."""
+        return self.nbytes / self.busy_s
+
+
+@dataclass(frozen=True)
+class SlowTraffic:
+    """Links between hosts on which data are far slower than on others.
+
+    Attributes:
+        links: they; the first one costs most.
+        usual: the rate of the others, the median; None: they are all alike, so this is only the busiest one.
+        host: the one where all of these links end and none of the others does; empty if there is none.
+        gain: which part of the time would be saved at most if they were as fast as the others, or took no time.
+    """
+
+    links: Sequence[Traffic]
+    usual: float | None
+    host: str
     gain: float
 
 

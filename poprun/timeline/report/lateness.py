@@ -9,7 +9,7 @@ import numpy as np
 
 from popdist.timeline.gauges import CORE_WAIT
 from poprun.timeline.report.findings import LEAST_GAIN, LEAST_SHARE, Cause, Culprit
-from poprun.timeline.report.step_table import INPUT, StepTable
+from poprun.timeline.report.step_table import EXCHANGE, INPUT, StepTable
 from poprun.timeline.spans import Spans
 
 _SURPRISE = 4.0
@@ -64,8 +64,12 @@ def _cause(known: Lateness, row: int, late_ns: float) -> tuple[Cause, float]:
         difference = category_ns[row] - np.median(category_ns[others], axis=0)
         return float(difference[known.usual].sum()) / late_ns
 
-    own_work, own_input = longer(table.own_work_ns()), longer(table.of[INPUT])
-    cause, explained = max(((Cause.COMPUTE, own_work), (Cause.INPUT, own_input)), key=lambda pair: pair[1])
+    possible = {
+        Cause.COMPUTE: longer(table.own_work_ns()),
+        Cause.INPUT: longer(table.of[INPUT]),
+        Cause.LINK: longer(table.of[EXCHANGE]),
+    }
+    cause, explained = max(possible.items(), key=lambda item: item[1])
     if explained < _EXPLAINED:
         return Cause.UNCLEAR, min(max(explained, 0.0), 1.0)
     if cause is Cause.COMPUTE:

@@ -37,7 +37,7 @@ def headline(verdict: Verdict) -> str:
 
 def findings(verdict: Verdict) -> list[str]:
     """What held the job up, the first one being the most important; that nothing did, where nothing did."""
-    found = [*_of_culprit(verdict), *_of_link(verdict)]
+    found = [*_of_culprit(verdict), *_of_link(verdict), *_of_traffic(verdict)]
     if verdict.input_bound:
         found.append(
             f"The job is bound by its input: every instance waits {verdict.input_bound:.0%} of the time for data."
@@ -75,6 +75,30 @@ def _of_link(verdict: Verdict) -> list[str]:
         f"The link from {verdict.titles[link.source]} to {verdict.titles[link.target]} is slow: {link.share:.0%} of "
         f"the waits in the middle of exchanges are for its data, in exchanges that take {link.gain:.0%} of the time."
     ]
+
+
+def _of_traffic(verdict: Verdict) -> list[str]:
+    traffic = verdict.traffic
+    if traffic is None:
+        return []
+    first = traffic.links[0]
+    if traffic.usual is None:
+        return [
+            f"Data from {first.source} to {first.target} are on their way for {traffic.gain:.0%} of the time, at "
+            f"{rate_text(first.rate)}. No link is much faster, so the numbers do not show whether that is slow."
+        ]
+    rates = f"{rate_text(first.rate)} while data are on their way, others {rate_text(traffic.usual)}"
+    costs = f"That costs {traffic.gain:.0%} of the time at most."
+    if traffic.host:
+        return [f"The links of {traffic.host} to other hosts are slow: they carry {rates}. {costs}"]
+    also = f", as {len(traffic.links) - 1} more" if len(traffic.links) > 1 else ""
+    return [f"The link from {first.source} to {first.target} is slow{also}: it carries {rates}. {costs}"]
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """A rate in the unit of networks."""
+    megabits = 8e-6 * bytes_per_s
+    return f"{megabits:.3g} Mbit/s" if megabits < 1000 else f"{megabits / 1000:.3g} Gbit/s"
 
 
 def share_rows(verdict: Verdict) -> list[list[str]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from poprun.timeline.matching import Meetings
 from poprun.timeline.merging import Job
-from poprun.timeline.report.findings import LEAST_GAIN, Cause, Change, Culprit, Outlier, Segment, SlowLink
+from poprun.timeline.report.findings import LEAST_GAIN, Cause, Change, Culprit, Outlier, Segment, SlowLink, SlowTraffic
 from poprun.timeline.report.lateness import Lateness, culprit_of
 from poprun.timeline.report.overlap import Overlap, overlap_of
 from poprun.timeline.report.single_steps import are_outliers, outliers_of, path_of
@@ -25,7 +25,8 @@ from poprun.timeline.report.step_table import (
     last_attempt,
     table_of,
 )
-from poprun.timeline.spans import COMPILE
+from poprun.timeline.report.traffic import slow_traffic_of, traffic_of
+from poprun.timeline.spans import COMPILE, Spans
 
 _MUCH_INPUT = 0.1
 
@@ -44,6 +45,7 @@ class Verdict:
         late_s: for each instance for how long it did, in all of them.
         culprit: None where the numbers support none.
         link: None where there is none.
+        traffic: links between hosts that are slow by what the kernel counts; None where there is none.
         input_bound: the part of the time in which even the instance that waits least for data waits for them, if much.
         overlap: for each instance what is known of its replicas at work.
         outliers: the worst ones.
@@ -62,6 +64,7 @@ class Verdict:
     late_s: Sequence[float]
     culprit: Culprit | None
     link: SlowLink | None
+    traffic: SlowTraffic | None
     input_bound: float
     overlap: Sequence[Overlap]
     outliers: Sequence[Outlier]
@@ -101,9 +104,11 @@ def judge(job: Job) -> Verdict:
     culprit = culprit_of(Lateness(table, usual, spans, late[usual], settled_ns))
     rows = {job.aligned[place].recording.instance: row for row, place in enumerate(places)}
     link = slow_link_of(spans, rows, table.steps[usual], settled_ns)
+    hosts = [job.aligned[place].recording.host for place in places]
+    traffic = _slow_traffic(table, hosts, spans, shares)
     input_bound = _input_share(table)
     overlap = [overlap_of(own) for own in spans]
-    changes = _changes(table, culprit, link, input_bound, overlap)
+    changes = _changes(table, culprit, link, traffic, input_bound, overlap)
     lasted = table.lasted_ns.max(axis=0)
     chosen = np.flatnonzero(settled)
     by_length = chosen[np.argsort(lasted[chosen], kind="stable")]
@@ -117,6 +122,7 @@ def judge(job: Job) -> Verdict:
         late_s=late_s,
         culprit=culprit,
         link=link,
+        traffic=traffic,
         input_bound=input_bound if input_bound >= _MUCH_INPUT else 0.0,
         overlap=overlap,
         outliers=outliers_of(table),
@@ -145,6 +151,16 @@ def _late_ns(meetings: Meetings, table: StepTable, instances: int) -> np.ndarray
     return late
 
 
+def _slow_traffic(
+    table: StepTable, hosts: Sequence[str], spans: Sequence[Spans], shares: Sequence[Mapping[str, float]]
+) -> SlowTraffic | None:
+    """From the first settled step to the last one, with what lies between."""
+    settled = table.is_settled
+    begin_ns, end_ns = int(table.begin_ns[:, settled].min()), int(table.end_ns[:, settled].max())
+    traffic = traffic_of(hosts, spans, begin_ns, end_ns)
+    return slow_traffic_of(traffic, (end_ns - begin_ns) / 1e9, max(each[EXCHANGE] for each in shares))
+
+
 def _input_share(table: StepTable) -> float:
     """The part of settled steps in which even those wait for data who wait least."""
     settled = table.is_settled
@@ -156,6 +172,7 @@ def _changes(
     table: StepTable,
     culprit: Culprit | None,
     link: SlowLink | None,
+    traffic: SlowTraffic | None,
     input_bound: float,
     overlap: Sequence[Overlap],
 ) -> list[Change]:
@@ -166,12 +183,17 @@ def _changes(
             Cause.COMPUTE: "let it compute as fast as the others: an equal core, no other program on it",
             Cause.INPUT: "let it read its data as fast as the others: a local copy, or reading ahead "
             "(they may read as slowly, while they wait for it)",
+            Cause.LINK: "mend or avoid its link",
             Cause.HOST: "take the other programs off its host, or give it a core of its own",
             Cause.UNCLEAR: "look at it in the trace",
         }[culprit.cause]
         found.append(Change(f"instance {culprit.instance} is late: {advice}", culprit.gain))
     if link is not None:
         found.append(Change(f"mend or avoid the link from instance {link.source} to {link.target}", link.gain))
+    if traffic is not None and traffic.usual is not None:
+        first = traffic.links[0]
+        where = f"links of {traffic.host}" if traffic.host else f"link from {first.source} to {first.target}"
+        found.append(Change(f"mend or avoid the {where}", traffic.gain))
     found.append(Change("read data ahead of the steps, or with more threads", input_bound))
 
     def everywhere(category: str) -> float:
@@ -180,7 +202,8 @@ def _changes(
         return float(of_each.min())
 
     hidden = min((each.share for each in overlap if each.share is not None), default=0.0)
-    exchange = (everywhere(EXCHANGE) - (link.gain if link else 0.0)) * (1 - hidden)
+    of_links = max(link.gain if link else 0.0, traffic.gain if traffic and traffic.usual else 0.0)
+    exchange = max(everywhere(EXCHANGE) - of_links, 0.0) * (1 - hidden)
     found.append(Change("exchange less often (gradient accumulation), or fewer bytes (16 bits, int8)", exchange))
     found.append(Change("write checkpoints less often", everywhere(CHECKPOINT)))
     found.append(Change("keep compiled programs (--executable-cache-path)", everywhere(COMPILE)))

@@ -140,8 +140,9 @@ class PoplarExecutor:
         if self._inference is None:
             replicas = self.options.strategy.replicas
             local, count = replicas.local_replicas, replicas.num_replicas_in_sync
+            seed, instruments = self.options.seed, replicas.instruments
             self._inference = InferenceReplicas(
-                local, count, self.model, call_in_model, self.options.seed, self._pipeline()
+                local, count, self.model, call_in_model, seed, instruments, self._pipeline()
             )
         self._calls += 1
         began_s = time.perf_counter()

@@ -22,7 +22,7 @@ from poprun.timeline.recordings import Recording
 from poprun.timeline.spans import Sort
 from strategies.torch.poptorch.options import Options
 
-REPLICAS, STEPS, COUNT = 2, 3, 4
+REPLICAS, STEPS, COUNT, CALLS = 2, 3, 4, 2
 
 
 class TwoBlocks(nn.Module):
@@ -106,3 +106,28 @@ def test_each_stage_has_every_micro_batch_forward_and_back(execution):
             own = np.sort(own, order="begin_ns")
             assert np.all(own["end_ns"][:-1] <= own["begin_ns"][1:]), "a stage has one micro-batch at a time"
     assert record(train_pipeline, execution, is_recorded=False) == (None, bits)
+
+
+def infer(strategy, module, execution):
+    """With stages; without an execution strategy a part of the module, that has none."""
+    options = Options().deviceIterations(COUNT).replicationFactor(REPLICAS)
+    inputs = data(2 * COUNT * REPLICAS)
+    if execution is None:
+        module, inputs = module.first, inputs[:1]
+    else:
+        options.setExecutionStrategy(execution)
+    options._strategy = strategy
+    model = poptorch.inferenceModel(module, options)
+    for _ in range(CALLS):
+        model(*inputs)
+    model.destroy()
+
+
+@pytest.mark.parametrize(("execution", "tracks"), [(poptorch.PipelinedExecution(), {1, 2}), (None, {1})], ids=str)
+def test_each_stage_of_an_inference_has_every_micro_batch_once_in_each_call(execution, tracks):
+    replicas = record(infer, execution)[0].of(Sort.REPLICA)
+    assert set(replicas["track"].tolist()) == tracks
+    for replica in range(REPLICAS):
+        for track in tracks:
+            own = replicas[(replicas["name"] == replica) & (replicas["track"] == track)]
+            assert sorted(own["value"].tolist()) == sorted([*range(COUNT)] * CALLS)

@@ -1,0 +1,98 @@
+"""A host behind a narrow link, and links that are all alike: what a report says of real traffic."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from beds import Bed, open_bed
+from test_launch import run
+
+from poprun.timeline.merging import to_be_judged
+from poprun.timeline.recordings import read_recordings
+from poprun.timeline.report.sentences import findings
+from poprun.timeline.report.verdict import Verdict, judge
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.long,
+    pytest.mark.complete,
+    pytest.mark.cores(2),
+    pytest.mark.timeout(170),
+]
+
+PROGRAM = """
+import sys
+import numpy as np
+import popdist
+
+popdist.init()
+communicator = popdist.context.communicator()
+instruments = communicator.instruments
+gradients = np.ones(1 << 19, np.float32)
+for step in range(12):
+    instruments.step_begins(step)
+    with instruments.during["forward and backward"]:
+        sum(range(int(sys.argv[1])))
+    with instruments.during["exchange"]:
+        communicator.all_reduce(gradients, "sum", name="gradients")
+    instruments.step_ends(1, 0.5)
+"""
+LITTLE, MUCH = "1000", "10000000"
+"""What is computed in a step: next to nothing, and some tenths of a second."""
+
+
+@pytest.fixture(scope="module")
+def beds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    with open_bed(tmp_path_factory.mktemp("links"), 4) as hosts:
+        yield hosts
+
+
+def verdict_of(bed: Bed, hosts: int, computes: str, folder: str) -> Verdict:
+    recordings = bed.shared / f"{folder}-{hosts}"
+    command = [sys.executable, "-c", PROGRAM, computes]
+    done = run(bed, bed.names[:hosts], hosts, *command, POPDIST_TIMELINE=str(recordings))
+    assert done.returncode == 0, done.stderr
+    return judge(to_be_judged(read_recordings(Path(recordings))))
+
+
+@pytest.fixture
+def hosts(beds: Bed) -> Iterator[Bed]:
+    yield beds
+    beds.restore()
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_host_behind_a_narrow_link_is_named_with_what_it_carries(hosts: Bed, count: int) -> None:
+    hosts.link("all", "rate=1000mbit")
+    hosts.link("h1", "rate=50mbit")
+    verdict = verdict_of(hosts, count, LITTLE, "narrow")
+    traffic = verdict.traffic
+    assert traffic is not None
+    assert traffic.host == "h1"
+    assert len(traffic.links) == 2 * (count - 1)
+    megabits = [8e-6 * each.rate for each in traffic.links]
+    assert max(megabits) <= 55
+    assert traffic.usual is not None
+    assert traffic.usual > 3 * max(each.rate for each in traffic.links)
+    assert any(each.startswith("The links of h1 to other hosts are slow") for each in findings(verdict))
+
+
+def test_the_only_link_is_named_as_busy_and_not_as_slow(hosts: Bed) -> None:
+    """Of two hosts both directions are as narrow."""
+    hosts.link("h1", "rate=50mbit")
+    verdict = verdict_of(hosts, 2, LITTLE, "narrow")
+    traffic = verdict.traffic
+    assert traffic is not None
+    assert traffic.usual is None
+    assert 8e-6 * traffic.links[0].rate <= 55
+    assert any("the numbers do not show whether that is slow" in each for each in findings(verdict))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_no_link_of_a_healthy_job_is_named(hosts: Bed, count: int) -> None:
+    verdict = verdict_of(hosts, count, MUCH, "healthy")
+    assert verdict.traffic is None
+    assert verdict.link is None

@@ -1,0 +1,92 @@
+"""What the kernel counts of connections: as much as was sent, by the addresses of both ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from popdist.timeline.connections import BUSY, ROUND_TRIP, SENT, Ends, ends_in, read_connections
+
+HERE, THERE = "127.0.0.1", "127.0.0.2"
+
+
+@pytest.fixture
+def connected():
+    with socket.create_server((THERE, 0)) as server:
+        near = socket.create_connection(server.getsockname(), source_address=(HERE, 0))
+        far, _ = server.accept()
+        with near, far:
+            yield near, far
+
+
+def sent_by(near, far, nbytes):
+    """All of it has come, and the sender knows that."""
+    near.sendall(bytes(nbytes))
+    while nbytes:
+        nbytes -= len(far.recv(nbytes))
+    far.sendall(b"!")
+    near.recv(1)
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 100_003])
+def test_as_many_bytes_as_were_sent(connected, nbytes):
+    name = Ends(HERE, THERE).named(SENT)
+    before = read_connections()[name]
+    sent_by(*connected, nbytes)
+    assert read_connections()[name] - before == pytest.approx(nbytes, abs=1)  # the kernel counts the greeting too
+
+
+def test_both_directions_with_how_long_they_take(connected):
+    sent_by(*connected, 1000)
+    found = read_connections()
+    for ends in (Ends(HERE, THERE), Ends(THERE, HERE)):
+        assert found[ends.named(SENT)] >= 1
+        assert found[ends.named(BUSY)] >= 0
+        assert ends.named(ROUND_TRIP) in found
+
+
+def test_connections_between_the_same_addresses_together(connected):
+    sent_by(*connected, 1000)
+    name = Ends(HERE, THERE).named(SENT)
+    alone = read_connections()[name]
+    with socket.create_server((THERE, 0)) as server:
+        near = socket.create_connection(server.getsockname(), source_address=(HERE, 0))
+        far, _ = server.accept()
+        with near, far:
+            sent_by(near, far, 500)
+            assert read_connections()[name] - alone == pytest.approx(500, abs=1)
+
+
+def test_no_others_and_nothing_is_left_open():
+    """Those of one address, servers, datagrams, pipes and pairs of a process."""
+    with (
+        socket.create_server((HERE, 0)) as server,
+        socket.create_connection(server.getsockname()),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+    ):
+        pair = socket.socketpair()
+        before = os.listdir("/proc/self/fd")
+        assert not any(THERE in name or f"to {HERE}" in name for name in read_connections())
+        assert os.listdir("/proc/self/fd") == before
+        for each in pair:
+            each.close()
+
+
+def test_addresses_of_ipv4_are_named_alike_however_they_are_written():
+    with socket.socket(socket.AF_INET6) as server:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server.bind((f"::ffff:{THERE}", 0))
+        server.listen()
+        with socket.create_connection((THERE, server.getsockname()[1]), source_address=(HERE, 0)):
+            far, _ = server.accept()
+            with far:
+                assert Ends(THERE, HERE).named(SENT) in read_connections()
+
+
+@pytest.mark.parametrize("ends", [Ends(HERE, THERE), Ends("fe80::1", "fd00::2")])
+def test_names_say_which_they_are(ends):
+    assert ends_in(ends.named(SENT), SENT) == ends
+    assert ends_in(ends.named(SENT), BUSY) is None
+    assert ends_in("memory", SENT) is None
