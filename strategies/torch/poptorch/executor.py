@@ -29,6 +29,7 @@ from strategies.torch.replica_groups import summed
 from strategies.torch.stages import Pipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
+from strategies.torch.training import refuse_other_devices
 
 
 class PoplarExecutor:
@@ -50,6 +51,7 @@ class PoplarExecutor:
         if not isinstance(options, Options):
             raise TypeError(f"the options are a {type(options).__name__}; give poptorch.Options(), or None for those")
         options._freeze()
+        refuse_other_devices(model)
         make_groupable(model)
         self.model: torch.nn.Module = model
         self.options = options

@@ -328,6 +328,10 @@ class TestInference:
         with pytest.raises(StrategyError, match=r"options.clone\(\) for it"):
             poptorch.inferenceModel(model, new_options(accumulation=2))
 
+    def test_is_refused_off_the_cpu(self, model):
+        with pytest.raises(StrategyError, match=r"first\.weight is on meta, .* module.cpu\(\)"):
+            poptorch.inferenceModel(copy.deepcopy(model).to("meta"))
+
 
 class TestDataLoader:
     def test_gives_each_element_once(self, on_instances):
