@@ -161,7 +161,11 @@ class Blocks(nn.Module):
 
 def compare_pipeline(rounds: int, count: int = 16) -> dict[str, float]:
     """A step with and without waiting for turns: all stages on one device do not wait."""
-    schedules = {"one device": None, "four devices": "one_forward_one_backward", "four devices, zero_bubble": "zero_bubble"}
+    schedules = {
+        "one device": None,
+        "four devices": "one_forward_one_backward",
+        "four devices, zero_bubble": "zero_bubble",
+    }
     row = medians(in_turns({name: by_pipeline(schedule, count) for name, schedule in schedules.items()}, rounds))
     costs = {name: (row[name] - row["one device"]) / (4 * count) for name in list(row)[1:]}
     return row | {f"a block and micro-batch on {name}": cost for name, cost in costs.items()}
