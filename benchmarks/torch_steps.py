@@ -77,7 +77,7 @@ def print_row(name: str, row: dict[str, float]) -> None:
     """Milliseconds, and ratios of times."""
     print(name)
     for kind, value in row.items():
-        print(f"    {kind:<34}" + (f"{value:9.2f} x" if " / " in kind else f"{value:9.3f} ms"), flush=True)
+        print(f"    {kind:<52}" + (f"{value:9.2f} x" if " / " in kind else f"{value:9.3f} ms"), flush=True)
 
 
 # ---- several instances
@@ -161,16 +161,24 @@ class Blocks(nn.Module):
 
 def compare_pipeline(rounds: int, count: int = 16) -> dict[str, float]:
     """A step with and without waiting for turns: all stages on one device do not wait."""
-    steps: dict[str, Step] = {}
-    for name, devices in (("one device", [0] * 4), ("four devices", [0, 1, 2, 3])):
-        options = poptorch.Options()
-        options.Training.gradientAccumulation(count)
-        stages = [poptorch.Stage(f"B{number}").ipu(device) for number, device in enumerate(devices)]
-        options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
-        training = poptorch.trainingModel(Blocks(), options)
-        steps[name] = lambda training=training: training(torch.ones(count, 8))  # type: ignore[misc]
-    row = medians(in_turns(steps, rounds))
-    return row | {"per block and micro-batch": (row["four devices"] - row["one device"]) / (4 * count)}
+    schedules = {
+        "one device": None,
+        "four devices": "one_forward_one_backward",
+        "four devices, zero_bubble": "zero_bubble",
+    }
+    row = medians(in_turns({name: by_pipeline(schedule, count) for name, schedule in schedules.items()}, rounds))
+    costs = {name: (row[name] - row["one device"]) / (4 * count) for name in list(row)[1:]}
+    return row | {f"a block and micro-batch on {name}": cost for name, cost in costs.items()}
+
+
+def by_pipeline(schedule: str | None, count: int) -> Step:
+    """Four blocks on a device each; without a schedule on one."""
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(count)
+    stages = [poptorch.Stage(f"B{number}").ipu(0 if schedule is None else number) for number in range(4)]
+    options.setExecutionStrategy(poptorch.PipelinedExecution(*stages, schedule=schedule or "one_forward_one_backward"))
+    training = poptorch.trainingModel(Blocks(), options)
+    return lambda: training(torch.ones(count, 8))
 
 
 if __name__ == "__main__":

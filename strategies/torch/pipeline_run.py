@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,6 +81,7 @@ class PipelineRun:
         self._count = count
         self._stages = _Stages(pipeline.placing())
         self._timetable: Timetable | None = None
+        self._followers: Mapping[Action, Sequence[Action]] = {}
         self._overlaps = False
         self._trains = training
         self._seen_by = seen_by or SeenBy()
@@ -108,9 +110,10 @@ class PipelineRun:
                     _walk(walk, work)
             if self._timetable is None:
                 self._timetable = self._planned()
+                self._followers = followers_in(self._timetable)
                 self._overlaps = len(self._timetable.devices) > 1
             return
-        drive = MicroBatches(self._timetable)
+        drive = MicroBatches(self._timetable, self._followers)
         walks = [Walk(self._stages, number, drive, self._seen_by) for number in range(self._count)]
         begun = [self._threads.submit(_walk, walk, work) for walk in walks]
         errors = [error for future in begun if (error := future.exception()) is not None]
@@ -400,26 +403,30 @@ def _parameters_of(node: Any) -> Iterator[torch.Tensor]:
 class MicroBatches:
     """Whose turn it is while a timetable is followed once.
 
+    A thread is woken once for each action, by the last of what the action needs.
+
     Attributes:
         timetable: what each device does, in which order.
+        followers: what `followers_in` says of it.
         clock: seconds.
     """
 
     timetable: Timetable
+    followers: Mapping[Action, Sequence[Action]]
     clock: Callable[[], float] = time.perf_counter
-    _needs: dict[Action, list[Action]] = field(default_factory=dict)
-    _ended: dict[Action, threading.Event] = field(default_factory=dict)
+    _missing: Counter[Action] = field(default_factory=Counter)  # how much of what an action needs has not ended
+    _gates: dict[Action, threading.Lock] = field(default_factory=dict)  # locked until it is its turn
+    _changing: threading.Lock = field(default_factory=threading.Lock)
     _begun_s: dict[Action, float] = field(default_factory=dict)
     _spans: list[Timed] = field(default_factory=list)
     _has_failed: bool = False
 
     def __post_init__(self) -> None:
-        for actions in self.timetable.devices:
-            own = [action for action in actions if action.kind is not Kind.UPDATE]
-            for before, action in zip([None, *own], own, strict=False):
-                needed = list(self.timetable.dependencies(action))
-                self._needs[action] = [*needed, before] if before is not None else needed
-                self._ended[action] = threading.Event()
+        for following in self.followers.values():
+            self._missing.update(following)
+        self._gates = {action: threading.Lock() for action in self.followers}
+        for action in self._missing:
+            self._gates[action].acquire()
         self._start_s = self.clock()
 
     @property
@@ -443,8 +450,7 @@ class MicroBatches:
         Raises:
             AbandonedError: another micro-batch has failed.
         """
-        for needed in self._needs[action]:
-            self._ended[needed].wait()
+        self._gates[action].acquire()
         if self._has_failed:
             raise AbandonedError(f"the {action} is given up: another micro-batch has failed")
         self._begun_s[action] = self.clock() - self._start_s
@@ -454,10 +460,31 @@ class MicroBatches:
         end_s = self.clock() - self._start_s
         for device in self.timetable.mapping[action.stage]:
             self._spans.append(Timed(device, action, self._begun_s[action], end_s))
-        self._ended[action].set()
+        with self._changing:
+            if not self._has_failed:
+                for following in self.followers[action]:
+                    self._missing[following] -= 1
+                    if not self._missing[following]:
+                        self._gates[following].release()
 
     def give_up(self) -> None:
         """Have all end that wait."""
-        self._has_failed = True
-        for ended in self._ended.values():
-            ended.set()
+        with self._changing:
+            if not self._has_failed:
+                self._has_failed = True
+                for action, missing in self._missing.items():
+                    if missing:
+                        self._gates[action].release()
+
+
+def followers_in(timetable: Timetable) -> Mapping[Action, Sequence[Action]]:
+    """For each action those that need its end: by the data, or as the next ones of the device; no updates."""
+    found: dict[Action, list[Action]] = {
+        action: [] for actions in timetable.devices for action in actions if action.kind is not Kind.UPDATE
+    }
+    for actions in timetable.devices:
+        own = [action for action in actions if action.kind is not Kind.UPDATE]
+        for before, action in zip([None, *own], own, strict=False):
+            for needed in {*timetable.dependencies(action), *([] if before is None else [before])}:
+                found[needed].append(action)
+    return found

@@ -290,15 +290,24 @@ def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("the module has no parameter that is trained; set requires_grad of one of them at least")
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.device.type != "cpu":
-            raise StrategyError(
-                f"{name} is on {tensor.device}, and replicas of PyTorch share parameters in the memory of the host; "
-                "move the module there with module.cpu(), or train on GPUs with JAX (docs/gpus.md)"
-            )
+    refuse_other_devices(module)
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() or parameter.layout is not torch.strided:
             raise StrategyError(
                 f"{name} is a {parameter.dtype} tensor of layout {parameter.layout}; gradients that are exchanged are "
                 "dense and real: keep the parameter so, and compute the other from it in the forward pass"
+            )
+
+
+def refuse_other_devices(module: torch.nn.Module) -> None:
+    """Look where a module is.
+
+    Raises:
+        StrategyError: if a parameter or buffer is not on the CPU.
+    """
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise StrategyError(
+                f"{name} is on {tensor.device}, and replicas of PyTorch share parameters in the memory of the host; "
+                "move the module there with module.cpu(), or train on GPUs with JAX (docs/gpus.md)"
             )

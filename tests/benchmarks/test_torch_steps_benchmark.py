@@ -33,4 +33,10 @@ def test_replicas_of_one_process_and_turns_of_a_pipeline_are_measured(tmp_path):
     local = rows_of(tmp_path, "--local-replicas", "2")["cnn"]
     assert list(local) == ["one after another", "at once", "one after another / at once"]
     pipeline = rows_of(tmp_path, "--pipeline")["four blocks"]
-    assert list(pipeline) == ["one device", "four devices", "per block and micro-batch"]
+    assert list(pipeline) == [
+        "one device",
+        "four devices",
+        "four devices, zero_bubble",
+        "a block and micro-batch on four devices",
+        "a block and micro-batch on four devices, zero_bubble",
+    ]

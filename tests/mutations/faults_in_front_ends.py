@@ -105,6 +105,15 @@ IN_FRONT_ENDS = (
         ),
     ),
     Fault(
+        name="of a parameter that several operators use one alone counts where backward passes are taken apart",
+        path="strategies/torch/split_backward.py",
+        old="elif len(group.users) == 1:",
+        new="elif group.users:",
+        caught_by=(
+            "tests/strategies/on_torch/test_split_backward.py::test_gradients_have_the_bits_of_a_whole_backward_pass",
+        ),
+    ),
+    Fault(
         name="each step asks the kernel for its memory anew",
         path="strategies/torch/trainer.py",
         old="        keep_freed_memory()\n",

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from strategies.errors import StrategyError
-from strategies.pipelines.schedules.registry import PipelineSchedule
+from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
 from strategies.torch.poptorch.enums import AutoStage, Liveness
 from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
 
@@ -236,6 +236,7 @@ class ExecutionStrategy:
 
     Raises:
         StrategyError: if a block is in two stages.
+        ValueError: if there is no such schedule.
     """
 
     overlaps = True
@@ -245,6 +246,7 @@ class ExecutionStrategy:
         *stages: Stage | str | Sequence[str] | AutoStage,
         schedule: PipelineSchedule | str = PipelineSchedule.OneForwardOneBackward,
     ) -> None:
+        schedule_named(schedule)
         self.schedule = schedule if self.overlaps else PipelineSchedule.Sequential
         self.auto_stage = AutoStage.SameAsIpu
         if len(stages) == 1 and isinstance(stages[0], AutoStage):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NoReturn
 
 import jax
@@ -20,6 +19,7 @@ from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
 from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
+from strategies.torch.poptorch.counters import Counters, Latency
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from strategies.torch.poptorch.operations import losses_marked_by
 from strategies.torch.poptorch.options import Options
@@ -29,6 +29,7 @@ from strategies.torch.replica_groups import summed
 from strategies.torch.stages import Pipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
+from strategies.torch.training import refuse_other_devices
 
 
 class PoplarExecutor:
@@ -50,6 +51,7 @@ class PoplarExecutor:
         if not isinstance(options, Options):
             raise TypeError(f"the options are a {type(options).__name__}; give poptorch.Options(), or None for those")
         options._freeze()
+        refuse_other_devices(model)
         make_groupable(model)
         self.model: torch.nn.Module = model
         self.options = options
@@ -58,7 +60,7 @@ class PoplarExecutor:
         self._trainer: Trainer | None = None
         self._inference: InferenceReplicas | None = None
         self._calls = 0  # of an inference
-        self._seconds: list[float] = []  # of the updates of the last call, or of an inference
+        self._counters = Counters()
         refuse_unknown(options.anchors, model, training and options.TensorLocations.shards_optimizer)
         self._anchored = Anchored(options.anchors, model)
         if training:
@@ -92,13 +94,16 @@ class PoplarExecutor:
         """
         batch = tensors_of((args, kwargs))
         mode = self.options.output_mode
+        self._counters.begin(batch)
         if self._is_training:
             rounds = self._train(batch)
             mode = OutputMode.Final if mode is OutputMode.Default else mode
         else:
             rounds = self._infer(batch)
             mode = OutputMode.All if mode is OutputMode.Default else mode
-        return put_together(rounds, mode, self.options.output_every)
+        outputs = put_together(rounds, mode, self.options.output_every)
+        self._counters.end(outputs)
+        return outputs
 
     def _rounds_of(self, batch: Batch) -> list[list[Batch]]:
         """For each micro-batch of the call the batches of the local replicas."""
@@ -121,14 +126,13 @@ class PoplarExecutor:
             for parameter in self.model.parameters():
                 summed(parameter)
         found: list[list[Tree]] = []
-        self._seconds = []
         self._anchored.begin()
         for iteration in range(self.options.device_iterations):
             began_s = time.perf_counter()
             rounds = every[iteration * count : (iteration + 1) * count]
             in_order = [each for of_replica in zip(*rounds, strict=True) for each in of_replica]
             self.trainer.step(jax.tree.map(lambda *leaves: _united(leaves), *in_order))
-            self._seconds.append(time.perf_counter() - began_s)
+            self._counters.add(began_s, time.perf_counter())
             self._anchored.look()
             found += [list(of_replicas) for of_replicas in zip(*self.trainer.outputs, strict=True)]
             if self.options.output_mode in (OutputMode.Default, OutputMode.Final):
@@ -147,7 +151,7 @@ class PoplarExecutor:
         self._calls += 1
         began_s = time.perf_counter()
         outputs = self._inference(rounds, self._calls - 1)
-        self._seconds = [time.perf_counter() - began_s]
+        self._counters.add(began_s, time.perf_counter())
         return outputs
 
     def _new_trainer(self, optimizer: torch.optim.Optimizer) -> Trainer:
@@ -214,15 +218,60 @@ class PoplarExecutor:
         """
         return self._anchored.of_call(short_name)
 
-    def getLatency(self) -> tuple[float, float, float]:
+    def getPerfCounters(self) -> dict[str, list[list[float]]]:
+        """When what happened in the last call, in seconds whose differences count: for each tensor and each update.
+
+        An "input" is asked for and "input_complete" when the update begins, an "output" and "output_complete" when it
+        has ended, as nothing is transferred. An inference counts as one update.
+        """
+        return self._counters.events()
+
+    def getLatency(self) -> Latency:
         """Seconds of the updates of the last call, or of that call of an inference: least, most and mean; once called.
 
         Raises:
             StrategyError: if there was no call.
         """
-        if not self._seconds:
-            raise StrategyError("the model was not called, so nothing has taken time; call it first")
-        return min(self._seconds), max(self._seconds), fmean(self._seconds)
+        return self._counters.of_updates()
+
+    def getComputeLatency(self) -> Latency:
+        """The same as `getLatency`: all of it is computing."""
+        return self._counters.of_updates()
+
+    def getHostIpuLatency(self) -> Latency:
+        """Zeros: inputs are where they are needed."""
+        return self._counters.of_transfers()
+
+    def getIpuHostLatency(self) -> Latency:
+        """Zeros: outputs are where the program wants them."""
+        return self._counters.of_transfers()
+
+    @property
+    def rng_state(self) -> list[int]:
+        """The seed, and how many updates, or calls of an inference, were made: all random numbers follow from these.
+
+        An inference may be told another number of calls; a training has its number of updates from its checkpoint.
+
+        Raises:
+            StrategyError: if it is set to another seed, or a training to another number.
+        """
+        return [self.options.seed, self._calls if self._trainer is None else self._trainer.steps_made]
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        seed, made = state
+        if seed != self.options.seed:
+            raise StrategyError(
+                f"the seed of this model is {self.options.seed}, and the state has {seed}; make the model with "
+                f"options.randomSeed({seed})"
+            )
+        if self._trainer is None:
+            self._calls = made
+        elif made != self._trainer.steps_made:
+            raise StrategyError(
+                f"{self._trainer.steps_made} updates were made, and the state is that after {made}; random numbers "
+                "follow the number of updates, which strategies.Checkpoints saves and restores with the training"
+            )
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the numbers of an optimizer, such as its learning rate; its state stays what it was.
@@ -284,12 +333,13 @@ class PoplarExecutor:
             self._inference.close()
             self._inference = None
 
-    def save(self, filename: str | Path, export_model: bool = True) -> None:
+    def save(self, filename: str | Path, export_model: bool = True, save_rng_state: bool = True) -> None:
         """Write the module, the options and the optimizer, as `load` reads them; by pickle, so read only your own.
 
         Args:
             filename: of the file.
             export_model: False for parameters and state alone; they can only be loaded into a model then.
+            save_rng_state: accepted: the seed is among the options, and a model that is loaded begins anew.
         """
         content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
         if export_model:

@@ -42,6 +42,13 @@ class Classifier(nn.Module):
             return output, F.cross_entropy(output, labels)
 
 
+class Noise(nn.Module):
+    """Draws in evaluation mode, too."""
+
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(1)
@@ -325,6 +332,10 @@ class TestInference:
         with pytest.raises(StrategyError, match=r"options.clone\(\) for it"):
             poptorch.inferenceModel(model, new_options(accumulation=2))
 
+    def test_is_refused_off_the_cpu(self, model):
+        with pytest.raises(StrategyError, match=r"first\.weight is on meta, .* module.cpu\(\)"):
+            poptorch.inferenceModel(copy.deepcopy(model).to("meta"))
+
 
 class TestDataLoader:
     def test_gives_each_element_once(self, on_instances):
@@ -540,6 +551,56 @@ class TestAnchors:
         options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useReplicatedTensorSharding())
         with pytest.raises(StrategyError, match="anchor UpdatedVar___last.bias, or do not shard"):
             poptorch.trainingModel(copy.deepcopy(model), options)
+
+
+class TestCounters:
+    EVENTS = ("input", "input_complete", "output", "output_complete")
+
+    @pytest.mark.parametrize("mode", [poptorch.OutputMode.Final, poptorch.OutputMode.All])
+    def test_have_a_time_for_each_tensor_and_update(self, mode, model):
+        training = poptorch.trainingModel(copy.deepcopy(model), new_options(iterations=3, mode=mode))
+        assert training.getPerfCounters() == dict.fromkeys(self.EVENTS, [[]])
+        training(data()["x"][:12], data()["y"][:12])
+        found = training.getPerfCounters()
+        assert [[len(of_tensor) for of_tensor in found[event]] for event in self.EVENTS] == [[3, 3]] * 4
+        moments = [[of_tensor[update] for event in self.EVENTS for of_tensor in found[event]] for update in range(3)]
+        assert moments == sorted(map(sorted, moments)), "an update ends before it begins, or before the one before it"
+
+    def test_say_that_all_time_is_computing(self, model):
+        inference = poptorch.inferenceModel(model, new_options())
+        inference(data()["x"][:4])
+        assert inference.getComputeLatency() == inference.getLatency() > (0, 0, 0)
+        assert inference.getHostIpuLatency() == inference.getIpuHostLatency() == (0, 0, 0)
+        inference.destroy()
+
+    def test_of_transfers_need_a_call_as_well(self, model):
+        inference = poptorch.inferenceModel(model, new_options())
+        with pytest.raises(StrategyError, match="call it first"):
+            inference.getHostIpuLatency()
+
+
+class TestRandomState:
+    def test_of_an_inference_can_be_set_back(self):
+        inference = poptorch.inferenceModel(Noise(), new_options().randomSeed(5))
+        ones = torch.ones(4, 8)
+        inference(ones)
+        state = inference.rng_state
+        assert state == [5, 1]
+        second, third = inference(ones), inference(ones)
+        assert not torch.equal(second, third)
+        inference.rng_state = state
+        assert torch.equal(inference(ones), second)
+        inference.destroy()
+
+    def test_of_a_training_is_its_seed_and_its_updates(self, model):
+        training = poptorch.trainingModel(copy.deepcopy(model), new_options(iterations=2).randomSeed(5))
+        training(data()["x"][:8], data()["y"][:8])
+        assert training.rng_state == [5, 2]
+        training.rng_state = [5, 2]
+        with pytest.raises(StrategyError, match=r"2 updates were made, and the state is that after 3; .*Checkpoints"):
+            training.rng_state = [5, 3]
+        with pytest.raises(StrategyError, match=r"the seed of this model is 5, .* options.randomSeed\(6\)"):
+            training.rng_state = [6, 2]
 
 
 def test_operators_that_mean_nothing_return_what_they_got(capsys):

@@ -423,6 +423,11 @@ class TestRefusals:
         with pytest.raises(StrategyError, match="block 'A' is in two stages"):
             poptorch.PipelinedExecution("A", ["A", "B"])
 
+    @pytest.mark.parametrize("kind", [poptorch.PipelinedExecution, poptorch.ShardedExecution])
+    def test_schedules_that_are_not_there(self, kind):
+        with pytest.raises(ValueError, match="there is no pipeline schedule '1f1b'; use one of grouped, "):
+            kind("A", "B", schedule="1f1b")
+
     def test_backward_passes_in_two_parts_with_several_stages_on_a_device(self, network):
         stages = [poptorch.Stage("B1").ipu(0), poptorch.Stage("B2").ipu(1), poptorch.Stage("B3", "B4").ipu(0)]
         execution = poptorch.PipelinedExecution(*stages, schedule="zero_bubble")
