@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,14 @@ EPOCH = "epoch/"
 """In front of the names of Keras's logs at the end of an epoch, in sinks of metrics."""
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
+_ENDINGS = {f"on_{loop}_end": f"on_{loop}_begin" for loop in ("train", "test", "predict")}
+_BEGINNINGS = ("set_model", *_ENDINGS.values())
 
 
 class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
     """A callback that is called on the instance that is the chief at the time, and on no other.
+
+    One that becomes the chief in the midst of a loop is told first how that began: there may be files to open.
 
     Args:
         callback: it is.
@@ -44,25 +49,42 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self.callback = callback
         self._strategy = strategy or get_strategy()
+        self._missed: dict[str, Callable[[], object]] = {}  # what has begun on another instance, and not ended
 
     def set_params(self, params: Any) -> None:
         """See Keras."""
         self.callback.set_params(params)
 
     def set_model(self, model: Any) -> None:
-        """See Keras."""
-        self.callback.set_model(model)
+        """See Keras. A `TensorBoard` writes then already."""
+        self._call("set_model", model)
 
     @property
     def is_called(self) -> bool:
         """Whether this is the chief."""
         return self._strategy is None or self._strategy.replicas.is_chief
 
+    def _call(self, name: str, *arguments: Any, **named: Any) -> None:
+        call = partial(getattr(self.callback, name), *arguments, **named)
+        if self.is_called:
+            self._catch_up()
+            call()
+        elif name in _BEGINNINGS:
+            self._missed[name] = call
+        else:
+            self._missed.pop(_ENDINGS.get(name, ""), None)
+
+    def _catch_up(self) -> None:
+        missed, self._missed = self._missed, {}
+        if "on_train_begin" in missed and isinstance(self.callback, keras.callbacks.CSVLogger):
+            self.callback.append = True  # the chief that is lost has written the lines before
+        for call in missed.values():
+            call()
+
 
 def _on_chief(name: str) -> Callable[..., None]:
     def hook(self: OnChief, *arguments: Any, **named: Any) -> None:
-        if self.is_called:
-            getattr(self.callback, name)(*arguments, **named)
+        self._call(name, *arguments, **named)
 
     return hook
 
@@ -249,13 +271,16 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
         StrategyError: if one needs a library that is not there.
     """
     _refuse_tensorboard(callbacks)
-    if not isinstance(callbacks, CallbackList):
+    is_new = not isinstance(callbacks, CallbackList)
+    if is_new:
         add_progbar = settings.get("verbose") != 0
-        callbacks = CallbackList(callbacks, add_progbar=add_progbar, model=running.model, **settings)
+        callbacks = CallbackList(callbacks, add_progbar=add_progbar, **settings)
     own = [each for each in callbacks.callbacks if not isinstance(each, _First | _Told | _Last)]
     last = _Last(running, any(map(_has_batch_hooks, own)))
     told = [_Told(running)] if running.strategy.replicas.sinks else []
     callbacks.callbacks = [_First(running), *told, *(_placed(each, running.strategy) for each in own), last]
+    if is_new:  # only when they are placed: some write when they are told of the model
+        callbacks.set_model(running.model)
     return callbacks
 
 

@@ -2,6 +2,7 @@
 
 import csv
 from importlib.util import find_spec
+from pathlib import Path
 
 import keras
 import pytest
@@ -100,6 +101,54 @@ def test_tensorboard_writes_on_the_chief_where_tensorflow_is_installed(in_scopes
         return strategy.instance_index
 
     assert in_scopes(2, refused) == [0, 1]
+
+
+class WritesOfTheModel(keras.callbacks.CSVLogger):
+    """As a `TensorBoard` does, it writes when it is told of the model."""
+
+    def set_model(self, model):
+        super().set_model(model)
+        Path(self.filename + ".txt").write_text(model.name)
+
+
+def test_what_writes_when_it_is_told_of_the_model_does_so_on_the_chief(in_scopes, tmp_path):
+    def program(strategy):
+        written = WritesOfTheModel(tmp_path / f"{strategy.instance_index}.csv")
+        regression().fit(X, TARGETS, batch_size=4, verbose=0, callbacks=[written])
+
+    in_scopes(2, program)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.csv", "0.csv.txt"]
+
+
+def test_a_later_chief_is_told_what_had_begun_and_goes_on_with_the_file(tmp_path):
+    """The epochs of the chief before stay in it, and an evaluation that has ended is none of the later one's."""
+    calls = []
+
+    class Later(strategies.keras.OnChief):
+        is_called = False
+
+    class Seen(keras.callbacks.CSVLogger):
+        def on_test_begin(self, logs=None):
+            calls.append("evaluation")
+
+    file = tmp_path / "log.csv"
+    first, second = keras.callbacks.CSVLogger(file), Seen(file)
+    later = Later(second)
+    model = regression()
+    for each in (first, later):
+        each.set_model(model)
+        each.on_train_begin()
+        each.on_epoch_end(0, {"loss": 2.0})
+    later.on_test_begin()
+    later.on_test_end()
+    first.csv_file.close()
+    assert second.csv_file is None
+    later.is_called = True
+    later.on_epoch_end(1, {"loss": 1.0})
+    later.on_train_end()
+    assert file.read_text().split() == ["epoch,loss,val_loss", "0,2.0,NA", "1,1.0,NA"]
+    assert second.model is model
+    assert calls == []
 
 
 def test_a_callback_of_the_users_may_write_on_the_chief_too(in_scopes):
