@@ -9,7 +9,8 @@ Usage:
 All ways take turns in the same run: "ordered" is ours; "mpi" is MPI_Allreduce in the same processes, so with the same
 options; "mpi ring" is a job with Open MPI's ring forced; "chain" is ours of another commit, in the folder `--chain`.
 "bound" is the time that 2 (h - 1) / h of the array need on a link at its nominal rate. "sent" and "received" are
-what the busiest link has carried for one all-reduce, in arrays, by the counters of the interfaces.
+what the busiest link has carried for one all-reduce, in arrays, by the counters of the interfaces, less what it carries
+while nobody reduces: the instances of each job tell poprun on the first host how they are, five times a second.
 Before it comes a table of launches; see `hosts_launch.py`.
 """
 
@@ -50,6 +51,7 @@ RING_FORCED = "--mca coll ^han --mca coll_tuned_use_dynamic_rules 1 --mca coll_t
 JOBS: dict[str, Sequence[str]] = {"ours": (), "ring": ("--mpi-global-args", RING_FORCED)}
 PARTS = ("all-reduce", "launch")
 ANSWER_S = 300.0
+IDLE_S = 4.0
 SETTINGS = ("hosts", "instances", "rate", "delay", "rounds")
 
 
@@ -112,8 +114,9 @@ def compare(bed: Bed, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with Coordinator(bed.shared, ANSWER_S) as coordinator:
         folders = {name: HERE.parent for name in JOBS} | ({"chain": options.chain.resolve()} if options.chain else {})
         groups = {name: start(coordinator, bed, options.instances, name, folder) for name, folder in folders.items()}
+        idle = groups["ours"].ask(do="idle", seconds=IDLE_S)
         for nbytes in options.sizes:
-            row = compare_size(groups, nbytes, options)
+            row = compare_size(groups, nbytes, idle, options)
             print_row(row)
             yield row
 
@@ -125,16 +128,18 @@ def start(coordinator: Coordinator, bed: Bed, instances: int, name: str, folder:
     return coordinator.start(name, instances * len(bed.names), [bed.command("h0", *command)], bed.environ)
 
 
-def compare_size(groups: dict[str, Group], nbytes: int, options: argparse.Namespace) -> dict[str, Any]:
+def compare_size(
+    groups: dict[str, Group], nbytes: int, idle: Sequence[dict[str, float]], options: argparse.Namespace
+) -> dict[str, Any]:
     """One row: every way takes its turn in each of the rounds."""
     checks = prepare(groups, nbytes)
     bound_s = 2 * (options.hosts - 1) / options.hosts * nbytes / bytes_per_s(options.rate)
     ways = list(checks)
-    repeats = {way: max(1, round(options.block_s / turn(groups, way, 1)["seconds"])) for way in ways}
+    repeats = {way: max(1, round(options.block_s / turn(groups, way, idle, 1)["seconds"])) for way in ways}
     turns: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(options.rounds):
         for way in ways:
-            turns[way].append(turn(groups, way, repeats[way]))
+            turns[way].append(turn(groups, way, idle, repeats[way]))
     seconds = {way: median(each["seconds"] for each in turns[way]) for way in ways}
     return {
         "bytes": nbytes,
@@ -165,10 +170,13 @@ def prepare(groups: dict[str, Group], nbytes: int) -> dict[str, dict[str, bool]]
     return checks
 
 
-def turn(groups: dict[str, Group], way: str, repeats: int) -> dict[str, float]:
+def turn(groups: dict[str, Group], way: str, idle: Sequence[dict[str, float]], repeats: int) -> dict[str, float]:
     """For one all-reduce: seconds of the slowest instance, bytes on the busiest link in each direction."""
     group, deed = WAYS[way]
     answers: list[dict[str, float]] = groups[group].ask(do="turn", way=deed, repeats=repeats)
+    for answer, of_others in zip(answers, idle, strict=True):
+        for name, of_a_second in of_others.items():
+            answer[name] -= of_a_second * answer["seconds"]
     return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
 

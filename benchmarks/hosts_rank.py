@@ -64,6 +64,13 @@ class Instance:
         sent, received = (now - then for now, then in zip(link_bytes(), before, strict=True))
         return {"seconds": seconds / repeats, "sent": sent / repeats, "received": received / repeats}
 
+    def idle(self, seconds: float) -> dict[str, float]:
+        """What this host's link carries in a second while nobody reduces, both ways."""
+        before = link_bytes()
+        time.sleep(seconds)
+        sent, received = (now - then for now, then in zip(link_bytes(), before, strict=True))
+        return {"sent": sent / seconds, "received": received / seconds}
+
     def close(self) -> None:
         """Leave the others."""
         self._ours.close()
@@ -78,7 +85,7 @@ def link_bytes() -> tuple[int, int]:
 def main() -> None:
     path, group = sys.argv[1:]
     instance = Instance()
-    serve(path, group, instance.rank, {"prepare": instance.prepare, "turn": instance.turn})
+    serve(path, group, instance.rank, {"prepare": instance.prepare, "turn": instance.turn, "idle": instance.idle})
     instance.close()
 
 
