@@ -20,17 +20,29 @@ class Anchor:
 
     Attributes:
         name: of a parameter, or one of these with `GRADIENT` or `UPDATED` before it.
-        mode: of which updates of a call it is returned.
+        mode: of which updates of a call it is returned; None: of those whose outputs are.
         every: n of `OutputMode.EveryN`.
     """
 
     name: str
-    mode: OutputMode
+    mode: OutputMode | None
     every: int = 1
+
+    def following(self, mode: OutputMode, every: int, count: int) -> Anchor:
+        """The same with a mode: its own, or that of outputs.
+
+        Args:
+            mode: of outputs.
+            every: of how many micro-batches one is returned, with `OutputMode.EveryN`.
+            count: micro-batches of an update; of a period that is shorter every update is returned.
+        """
+        if self.mode is not None:
+            return self
+        return Anchor(self.name, mode, max(1, every // count))
 
     def of_call(self, seen: Sequence[torch.Tensor]) -> torch.Tensor:
         """What is returned of what it was after each update; with a first axis for them, of several."""
-        if self.mode in (OutputMode.Default, OutputMode.Final):
+        if self.mode in (None, OutputMode.Default, OutputMode.Final):
             return seen[-1]
         if self.mode is OutputMode.Sum:
             return torch.stack(tuple(seen)).sum(0)
@@ -43,16 +55,18 @@ def names_of(module: torch.nn.Module) -> list[str]:
     return [*names, *(f"{kind}{name}" for kind in (GRADIENT, UPDATED) for name in names)]
 
 
-def refuse_unknown(anchors: Mapping[str, Anchor], module: torch.nn.Module, is_sharded: bool) -> None:
+def refuse_unknown(anchors: Mapping[str, Anchor], module: torch.nn.Module, is_sharded: bool, iterations: int) -> None:
     """Look for the tensors in a module.
 
     Args:
         anchors: by their short names.
         module: of which they are.
         is_sharded: whether this instance has parts only of mean gradients.
+        iterations: updates of a call.
 
     Raises:
         StrategyError: if there is none of a name, or not the whole of it.
+        ValueError: if every n-th update is wanted of a number that n does not divide.
     """
     known = names_of(module)
     for anchor in anchors.values():
@@ -60,6 +74,11 @@ def refuse_unknown(anchors: Mapping[str, Anchor], module: torch.nn.Module, is_sh
             raise StrategyError(
                 f"there is no tensor {anchor.name!r} to anchor; there are parameters, and {GRADIENT} and {UPDATED} of "
                 f"them: {', '.join(known)}"
+            )
+        if anchor.mode is OutputMode.EveryN and iterations % anchor.every:
+            raise ValueError(
+                f"{anchor.name} is anchored in every {anchor.every}th of {iterations} updates; use a period that "
+                "divides deviceIterations"
             )
         if is_sharded and anchor.name.startswith(GRADIENT):
             raise StrategyError(

@@ -131,11 +131,20 @@ class Phase:
 
     Args:
         stages: stages, or names of the blocks of one.
+
+    Raises:
+        TypeError: if there is something else, both, or nothing.
     """
 
     def __init__(self, *stages: Stage | str) -> None:
+        own = [each for each in stages if isinstance(each, Stage)]
         names = [each for each in stages if isinstance(each, str)]
-        self.stages = [Stage(*names)] if names else [each for each in stages if isinstance(each, Stage)]
+        if not stages or len(stages) not in (len(own), len(names)):
+            raise TypeError(
+                f"a phase is made of stages, or of names of blocks, and this of {stages}; poptorch.Phase('B1', 'B2') "
+                "or poptorch.Phase(poptorch.Stage('B1'), poptorch.Stage('B2'))"
+            )
+        self.stages = own or [Stage(*names)]
 
     def stage(self, number: int) -> Stage:
         """One of them."""
@@ -293,6 +302,12 @@ def _stage_of(each: object) -> Stage:
     raise TypeError(f"{each!r} is no stage; use poptorch.Stage('B1'), a name of a block, or a list of names")
 
 
+def _phase_of(each: Any) -> Phase:
+    if isinstance(each, Phase):
+        return each
+    return Phase(each) if isinstance(each, Stage | str) else Phase(*each)
+
+
 class PipelinedExecution(ExecutionStrategy):
     """Stages work on different micro-batches at once, each on its device; needs gradient accumulation to train."""
 
@@ -307,15 +322,18 @@ class _Phased(ExecutionStrategy):
     """What phased strategies have in common: here they are executed as shards, since there is one memory.
 
     Args:
-        phases: phases, lists of stages, or lists of names of blocks.
+        phases: phases, lists of stages, or lists of names of blocks; a stage or a name is a phase alone. Or one list of
+            phases.
     """
 
     overlaps = False
 
-    def __init__(self, *phases: Phase | Sequence[Stage] | Sequence[str]) -> None:
+    def __init__(self, *phases: Phase | Stage | str | Sequence[Phase | Stage | str]) -> None:
+        if len(phases) == 1 and isinstance(phases[0], list) and any(isinstance(each, Phase) for each in phases[0]):
+            phases = tuple(phases[0])
         if not phases:
             raise ValueError("a phased strategy needs its phases; poptorch.SerialPhasedExecution(['B1'], ['B2'])")
-        self.phases = [each if isinstance(each, Phase) else Phase(*each) for each in phases]
+        self.phases = [_phase_of(each) for each in phases]
         super().__init__(*(stage for phase in self.phases for stage in phase.stages))
 
     def phase(self, phase: int) -> Phase:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ from strategies.torch.poptorch.options import Options
 
 BUFFERS = 3
 """Batches that are prepared ahead in the asynchronous modes."""
+
+WITHOUT_EFFECT = ("miss_sleep_time_in_ms", "load_indefinitely", "early_preload", "sharing_strategy")
+"""What PopTorch's accessor takes besides, of its process and how it waits for it."""
+
+logger = logging.getLogger(__name__)
 
 
 class DataLoader:
@@ -38,7 +44,8 @@ class DataLoader:
         persistent_workers: whether workers stay for the next epoch; None: where there are some.
         auto_distributed_partitioning: False where the program deals the data set out to instances by itself.
         mode: in the asynchronous ones batches are made ahead in a thread.
-        async_options: `buffer_size`: how many batches ahead; others change nothing.
+        async_options: `buffer_size`: how many batches ahead; what else an `AsynchronousDataAccessor` takes changes
+            nothing.
         rebatched_worker_size: changes nothing: workers read whole batches, whose elements are the same.
         batch_sampler: refused.
         kwargs: of `torch.utils.data.DataLoader`.
@@ -49,7 +56,9 @@ class DataLoader:
 
     Raises:
         ValueError: if the data set does not fill a batch.
-        StrategyError: if batches of several instances would be shorter, or there is a `batch_sampler`.
+        StrategyError: if batches of several instances would be shorter, or there is a `batch_sampler`. Of a stream it
+            is found at its end, on all instances.
+        TypeError: for other `async_options`, and options that are none.
     """
 
     def __init__(
@@ -70,12 +79,14 @@ class DataLoader:
     ) -> None:
         if batch_sampler is not None:
             raise StrategyError("a batch_sampler does not know replicas; give batch_size and shuffle")
+        if not isinstance(options, Options):
+            raise TypeError(f"the options are a {type(options).__name__}; poptorch.DataLoader(options, dataset, ...)")
         options._freeze()
         self.options, self.dataset = options, dataset
         self._batch_size = positive("batch_size", batch_size)
         self._is_dealt = auto_distributed_partitioning
         self._mode = DataLoaderMode(mode)
-        self._buffers = positive("buffer_size", int((async_options or {}).get("buffer_size", BUFFERS)))
+        self._buffers = _buffers_of(async_options or {})
         self._epoch = 0
         self._drops = drop_last
         self._is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
@@ -84,6 +95,13 @@ class DataLoader:
         if self._is_iterable:
             if shuffle:
                 raise StrategyError("an IterableDataset comes in its own order; shuffle inside of it, with a seed")
+            if num_workers > 1 and "worker_init_fn" not in kwargs:
+                logger.warning(
+                    "%d workers read an IterableDataset, each all of it: its elements come %d times unless it asks "
+                    "torch.utils.data.get_worker_info(), or there is a worker_init_fn",
+                    num_workers,
+                    num_workers,
+                )
             self._loader = torch.utils.data.DataLoader(dataset, batch_size=None, **workers)
             return
         self._shuffle = bool(shuffle)
@@ -142,14 +160,19 @@ class DataLoader:
             yield from self._of_stream()
         else:
             yield from self._loader
-        self._epoch += 1
 
     def _of_stream(self) -> Generator[Batch, None, None]:
         total, local = self._replicas
         elements = iter(self._loader)
         while rows := list(itertools.islice(elements, self._rows_of_all)):
-            if len(rows) < self._rows_of_all and (self._drops or total != len(local)):
+            if len(rows) < self._rows_of_all and self._drops:
                 return
+            if len(rows) < self._rows_of_all and total != len(local):
+                raise StrategyError(
+                    f"the stream ends with {len(rows)} elements that do not fill the {self._rows_of_all} of a batch of "
+                    "all instances, and drop_last is False; a shorter batch cannot be dealt out to several instances: "
+                    "use drop_last=True"
+                )
             picked = rows if total == len(local) else [rows[number] for number in self._places(total, local)]
             yield torch.utils.data.default_collate(picked)
 
@@ -160,10 +183,14 @@ class DataLoader:
         rows: list[int] = places[:, local.start : local.stop].reshape(-1).tolist()
         return rows
 
-    def rows(self) -> Iterator[list[int]]:
-        """The numbers of the elements in each batch of the next epoch."""
+    def next_epoch(self) -> Iterator[list[int]]:
+        """The numbers of the elements in each batch of an epoch that begins; however it ends, another one is next."""
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self._rows_of(epoch)
+
+    def _rows_of(self, epoch: int) -> Iterator[list[int]]:
         total, local = self._replicas
-        order = epoch_order(len(self.dataset), self.options.seed, self._epoch, shuffle=self._shuffle)
+        order = epoch_order(len(self.dataset), self.options.seed, epoch, shuffle=self._shuffle)
         places = np.array(self._places(total, local))
         whole, rest = divmod(len(order), self._rows_of_all)
         for number in range(whole):
@@ -175,6 +202,20 @@ class DataLoader:
         """Nothing is to be done: threads and workers end with their iterators."""
 
 
+def _buffers_of(named: Mapping[str, Any]) -> int:
+    """How many items are to be read ahead, of all that an accessor is told."""
+    if unknown := [name for name in named if name not in ("buffer_size", "rebatched_size", *WITHOUT_EFFECT)]:
+        raise TypeError(
+            f"an AsynchronousDataAccessor takes no {unknown[0]}; it takes buffer_size, {', '.join(WITHOUT_EFFECT)}"
+        )
+    if named.get("rebatched_size") is not None:
+        raise StrategyError(
+            f"rebatched_size is {named['rebatched_size']}, and items are not joined on their way; have the DataLoader "
+            "make batches of that size"
+        )
+    return positive("buffer_size", named.get("buffer_size", BUFFERS))
+
+
 class _Rows:
     """What PyTorch's loader asks for the elements of batches."""
 
@@ -182,7 +223,7 @@ class _Rows:
         self._loader = loader
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._loader.rows()
+        return self._loader.next_epoch()
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -195,11 +236,15 @@ class AsynchronousDataAccessor:
         dataset: the iterable; each loop begins it anew.
         buffer_size: how many items ahead.
         named: PopTorch's other arguments, which change nothing.
+
+    Raises:
+        StrategyError: for a `rebatched_size`.
+        TypeError: for arguments that PopTorch's does not take.
     """
 
     def __init__(self, dataset: Iterable[Any], buffer_size: int = BUFFERS, **named: object) -> None:
         self._dataset = dataset
-        self._buffers = positive("buffer_size", buffer_size)
+        self._buffers = _buffers_of({"buffer_size": buffer_size, **named})
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]

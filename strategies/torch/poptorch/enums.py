@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 
 class OutputMode(IntEnum):
@@ -37,6 +37,32 @@ class DataLoaderMode(IntEnum):
     Sync = 0
     Async = 1
     AsyncRebatched = 2
+
+
+class SharingStrategy(IntEnum):
+    """How a data set gets into the process that reads ahead; a thread does here."""
+
+    SharedMemory = 0
+    FileSystem = 1
+    Fork = 2
+    ForkServer = 3
+
+
+class HalfFloatCastingBehavior(IntEnum):
+    """What becomes of float16 that meets float32; PyTorch makes float32 of it."""
+
+    FloatDowncastToHalf = 0
+    HalfUpcastToFloat = 1
+    Default = 2
+
+
+class MatMulSerializationMode(Enum):
+    """Along which axis a product of matrices is computed piece by piece; all of it is computed at once here."""
+
+    InputChannels = "input_channels"
+    ReducingDim = "reducing_dim"
+    OutputChannels = "output_channels"
+    Disabled = "none"
 
 
 class AutoStage(IntEnum):

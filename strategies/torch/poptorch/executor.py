@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 import torch
 
 from strategies.errors import StrategyError
@@ -50,6 +52,10 @@ class PoplarExecutor:
         options = Options() if options is None else options
         if not isinstance(options, Options):
             raise TypeError(f"the options are a {type(options).__name__}; give poptorch.Options(), or None for those")
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"the model is a {type(model).__name__}; give a torch.nn.Module, whose forward calls a function, say"
+            )
         options._freeze()
         refuse_other_devices(model)
         make_groupable(model)
@@ -61,10 +67,14 @@ class PoplarExecutor:
         self._inference: InferenceReplicas | None = None
         self._calls = 0  # of an inference
         self._counters = Counters()
-        refuse_unknown(options.anchors, model, training and options.TensorLocations.shards_optimizer)
-        self._anchored = Anchored(options.anchors, model)
+        is_sharded = training and options.TensorLocations.shards_optimizer
+        refuse_unknown(options.anchors, model, is_sharded, options.device_iterations)
+        mode, every, count = self._mode, options.output_every, options.Training.gradient_accumulation
+        followed = {short: anchor.following(mode, every, count) for short, anchor in options.anchors.items()}
+        self._anchored = Anchored(followed, model)
         if training:
             self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+            self._made_with = scale_and_limit(self._optimizer)
             self._trainer = self._new_trainer(self._optimizer)
         elif options.Training.gradient_accumulation != 1:
             raise StrategyError(
@@ -93,17 +103,18 @@ class PoplarExecutor:
             StrategyError: if there is no loss, or several.
         """
         batch = tensors_of((args, kwargs))
-        mode = self.options.output_mode
         self._counters.begin(batch)
-        if self._is_training:
-            rounds = self._train(batch)
-            mode = OutputMode.Final if mode is OutputMode.Default else mode
-        else:
-            rounds = self._infer(batch)
-            mode = OutputMode.All if mode is OutputMode.Default else mode
-        outputs = put_together(rounds, mode, self.options.output_every)
+        rounds = self._train(batch) if self._is_training else self._infer(batch)
+        outputs = put_together(rounds, self._mode, self.options.output_every)
         self._counters.end(outputs)
         return outputs
+
+    @property
+    def _mode(self) -> OutputMode:
+        """Which outputs come back: unless it is said, those of the last micro-batch, or all of an inference."""
+        if self.options.output_mode is not OutputMode.Default:
+            return self.options.output_mode
+        return OutputMode.Final if self._is_training else OutputMode.All
 
     def _rounds_of(self, batch: Batch) -> list[list[Batch]]:
         """For each micro-batch of the call the batches of the local replicas."""
@@ -135,7 +146,7 @@ class PoplarExecutor:
             self._counters.add(began_s, time.perf_counter())
             self._anchored.look()
             found += [list(of_replicas) for of_replicas in zip(*self.trainer.outputs, strict=True)]
-            if self.options.output_mode in (OutputMode.Default, OutputMode.Final):
+            if self._mode is OutputMode.Final:
                 found = found[-1:]
         return found
 
@@ -158,10 +169,14 @@ class PoplarExecutor:
         options, training = self.options, self.options.Training
         replicas = options.strategy.replicas.num_replicas_in_sync
         is_sum = training.reduction is ReductionType.Sum
-        running = training.mean_strategy is MeanReductionStrategy.Running
+        running = training.mean_strategy is MeanReductionStrategy.Running and not is_sum
         of_optimizer = options.TensorLocations.of_optimizer
-        scale = float(getattr(optimizer, "loss_scaling", 1.0))
-        limit = getattr(optimizer, "max_grad_norm", None)
+        scale, limit = scale_and_limit(optimizer)
+        refuse_pairs(options, scale, limit)
+        scaling = LossScaling(scale, 1.0) if scale != 1 else None
+        if training.automatic_loss_scaling:
+            scaling = LossScaling() if scale == 1 else LossScaling(scale)
+        is_pipelined = not running or options.execution_strategy is not None
         return Trainer(
             options.strategy,
             self.model,
@@ -171,15 +186,11 @@ class PoplarExecutor:
             check_numerics=options.Precision.checks_numerics,
             gradient_accumulation_count=training.gradient_accumulation,
             reduction_method=Method.SUM if is_sum else Method.RUNNING_MEAN if running else Method.MEAN,
-            loss_scaling="dynamic"
-            if training.automatic_loss_scaling
-            else LossScaling(scale, 1.0)
-            if scale != 1
-            else None,
+            loss_scaling=scaling,
             replicated_optimizer_state_sharding=options.TensorLocations.shards_optimizer,
             min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
             before_update=None if limit is None else clipping(limit),
-            pipeline=self._pipeline(),
+            pipeline=self._pipeline() if is_pipelined else None,
         )
 
     def _pipeline(self) -> Pipeline:
@@ -279,13 +290,18 @@ class PoplarExecutor:
         Changes of the optimizer that the model was made with act at once, without this call.
 
         Raises:
-            StrategyError: if it is of another kind, or has other groups.
+            StrategyError: if it is of another kind, or has other groups, another `loss_scaling` or `max_grad_norm`.
         """
         mine = self.trainer.optimizer
         if type(optimizer) is not type(mine) or len(optimizer.param_groups) != len(mine.param_groups):
             raise StrategyError(
                 f"the model was made with {type(mine).__name__} of {len(mine.param_groups)} groups, and this is "
                 f"{type(optimizer).__name__} of {len(optimizer.param_groups)}; make another model with it"
+            )
+        if scale_and_limit(optimizer) != self._made_with:
+            raise StrategyError(
+                f"the model was made with (loss_scaling, max_grad_norm) {self._made_with}, and this optimizer has "
+                f"{scale_and_limit(optimizer)}; make another model with it, or use setAutomaticLossScaling"
             )
         if optimizer is not mine:
             set_numbers(mine, numbers_of_groups(optimizer))
@@ -294,10 +310,17 @@ class PoplarExecutor:
         """Look at the rows; nothing is compiled."""
         self._rounds_of(tensors_of((args, kwargs)))
 
-    def compileAndExport(self, filename: str | Path, *args: Tree, export_model: bool = True, **kwargs: Tree) -> None:
+    def compileAndExport(
+        self,
+        filename: str | Path,
+        *args: Tree,
+        export_model: bool = True,
+        save_rng_state: bool = True,
+        **kwargs: Tree,
+    ) -> None:
         """Look at the rows, and `save`."""
         self.compile(*args, **kwargs)
-        self.save(filename, export_model)
+        self.save(filename, export_model, save_rng_state)
 
     def loadExecutable(self, filename: str | Path) -> None:
         """Nothing is to be done: what was compiled is no part of the file."""
@@ -318,6 +341,10 @@ class PoplarExecutor:
 
     def copyWeightsToHost(self) -> None:
         """Nothing is to be done: they are there, in the module."""
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """False: it is never needed."""
+        return False
 
     def copyWeightsToDevice(self) -> None:
         """Nothing is to be done: all models of a module share its parameters."""
@@ -427,9 +454,25 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
 
 def call_in_model(module: torch.nn.Module, batch: Batch) -> Tree:
     """What the module returns; inside of it the program is told that an executor calls."""
-    args, kwargs = batch
-    outputs, _ = losses_marked_by(lambda: module(*args, **kwargs))
+    outputs, _ = outputs_and_losses(module, batch)
     return outputs
+
+
+def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, list[torch.Tensor]]:
+    """What the module returns, and the losses that it has marked.
+
+    Raises:
+        TypeError: if tensors are in something that is not looked into: those of other replicas would be lost.
+    """
+    args, kwargs = batch
+    outputs, marked = losses_marked_by(lambda: module(*args, **kwargs))
+    for leaf in jax.tree.leaves(outputs):
+        if is_dataclass(leaf) or isinstance(leaf, Mapping | np.ndarray):
+            raise TypeError(
+                f"the model returns a {type(leaf).__name__}, of which replicas' rows are not put together; return "
+                "tensors, in tuples, lists or dictionaries"
+            )
+    return outputs, marked
 
 
 def loss_function(factor: int) -> Callable[[torch.nn.Module, Any], Any]:
@@ -440,8 +483,7 @@ def loss_function(factor: int) -> Callable[[torch.nn.Module, Any], Any]:
     """
 
     def loss_fn(module: torch.nn.Module, batch: Batch) -> Any:
-        args, kwargs = batch
-        outputs, marked = losses_marked_by(lambda: module(*args, **kwargs))
+        outputs, marked = outputs_and_losses(module, batch)
         loss = loss_of(outputs, marked)
         return (loss * factor if factor != 1 else loss), {}, outputs
 
@@ -468,6 +510,35 @@ def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
             "poptorch.identity_loss"
         )
     return scalars[-1]
+
+
+def scale_and_limit(optimizer: object) -> tuple[float, float | None]:
+    """What an optimizer of `poptorch.optim` has besides PyTorch's numbers: loss_scaling, and max_grad_norm."""
+    return float(getattr(optimizer, "loss_scaling", 1.0)), getattr(optimizer, "max_grad_norm", None)
+
+
+def refuse_pairs(options: Options, scale: float, limit: float | None) -> None:
+    """Look for options that exclude each other, by their names in programs.
+
+    Raises:
+        StrategyError: if there are such.
+    """
+    running = options.Training.mean_strategy is MeanReductionStrategy.Running
+    if running and options.Training.reduction is ReductionType.Mean and options.execution_strategy is not None:
+        raise StrategyError(
+            "MeanReductionStrategy.Running changes all gradients before each micro-batch, and with an execution "
+            "strategy others are being added up then; use MeanReductionStrategy.Post, or no execution strategy"
+        )
+    if options.Precision.checks_numerics and (scale != 1 or options.Training.automatic_loss_scaling):
+        raise StrategyError(
+            "enableFloatingPointExceptions raises for gradients that are not finite, and steps with scaled losses are "
+            "left out where gradients are; use it without setAutomaticLossScaling, and with loss_scaling=1.0"
+        )
+    if limit is not None and options.TensorLocations.shards_optimizer:
+        raise StrategyError(
+            f"max_grad_norm is {limit}, the norm of whole gradients, and with useReplicatedTensorSharding an instance "
+            "has parts of them; use one of the two"
+        )
 
 
 def clipping(limit: float) -> Callable[[torch.nn.Module], object]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from strategies.errors import StrategyError
-from strategies.torch.poptorch.enums import OverlapMode
+from strategies.torch.poptorch.enums import MatMulSerializationMode, OverlapMode
 
 
 class _OfThread(threading.local):
@@ -80,8 +80,8 @@ def nop(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: Any) -> torch.Tensor:
-    """Print a tensor where it is computed, and return it."""
+def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: Any, **named: Any) -> torch.Tensor:
+    """Print a tensor where it is computed, and return it; what says how it is printed changes nothing."""
     print(f"{title}: {tensor.detach()}" if title else str(tensor.detach()))
     return tensor
 
@@ -89,6 +89,44 @@ def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: Any) -> torch.Te
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
     """The tensor; memory is that of the host."""
     return tensor
+
+
+def serializedMatMul(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    mode: MatMulSerializationMode,
+    factor: int = 0,
+    keep_precision: bool = False,
+) -> torch.Tensor:
+    """The product of two matrices; memory is that of the host, so it is computed at once."""
+    return torch.matmul(lhs, rhs)
+
+
+def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
+    """A part of a tensor along an axis, from where another tensor says.
+
+    Args:
+        tensor: of which it is a part.
+        dim: the axis.
+        start: one integer.
+        size: from there on, of which every `step`-th element is taken.
+        step: see there.
+    """
+    return torch.narrow(tensor, dim, start.reshape(()), size).index_select(dim, torch.arange(0, size, step))
+
+
+def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> torch.Tensor:
+    """A copy of a tensor of which a part along an axis is that of another tensor.
+
+    Args:
+        input: the tensor.
+        src: the other one.
+        dim: the axis.
+        start: one integer: where the part begins.
+        size: of the part.
+    """
+    first = int(start)
+    return torch.slice_scatter(input, src, dim, first, first + size)
 
 
 def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
@@ -119,12 +157,12 @@ def for_loop(count: int, body: Callable[..., Any], inputs: Sequence[torch.Tensor
 def cond(
     condition: torch.Tensor,
     then_body: Callable[..., Any],
-    then_inputs: Sequence[torch.Tensor],
+    then_inps: Sequence[torch.Tensor],
     else_body: Callable[..., Any],
-    else_inputs: Sequence[torch.Tensor],
+    else_inps: Sequence[torch.Tensor],
 ) -> Any:
     """One of two functions, by a tensor of one element; the other one is not called."""
-    return then_body(*then_inputs) if bool(condition) else else_body(*else_inputs)
+    return then_body(*then_inps) if bool(condition) else else_body(*else_inps)
 
 
 class NameScope:

@@ -24,6 +24,44 @@ _NAMES = (
 _told: set[str] = set()
 
 
+class VariableAttributes:
+    """Which numbers of an optimizer were said to change: `optimizer.variable_attrs`. All of them may, said or not.
+
+    Args:
+        variable: the names of those that were given when the optimizer was made.
+        known: the names of all.
+    """
+
+    def __init__(self, variable: Iterable[str], known: Iterable[str]) -> None:
+        self._known = tuple(known)
+        self._variable = {name for name in variable if name in self._known}
+
+    def isConstant(self, attr: str) -> bool:
+        """Whether it was not said to change."""
+        return attr not in self._variable
+
+    def markAsConstant(self, attr: str) -> None:
+        """Say that it does not change; it stays to be read at every update.
+
+        Raises:
+            ValueError: if there is none of that name.
+        """
+        self._variable.discard(self._checked(attr))
+
+    def markAsVariable(self, attr: str) -> None:
+        """Say that it changes.
+
+        Raises:
+            ValueError: if there is none of that name.
+        """
+        self._variable.add(self._checked(attr))
+
+    def _checked(self, attr: str) -> str:
+        if attr not in self._known:
+            raise ValueError(f"the optimizer has no attribute {attr!r}; there are {', '.join(self._known)}")
+        return attr
+
+
 def _without_effect(named: dict[str, Any]) -> dict[str, Any]:
     """What PyTorch's optimizer takes of arguments, without None; others that PopTorch's takes are named once."""
     given = {name: value for name, value in named.items() if value is not None}
@@ -40,14 +78,19 @@ class _Scaled:
     Attributes:
         loss_scaling: by which losses are multiplied for backward passes, and mean gradients divided.
         max_grad_norm: to which all mean gradients together are clipped; None: to none.
+        variable_attrs: see there.
     """
+
+    defaults: dict[str, Any]
 
     loss_scaling: float = 1.0
     max_grad_norm: float | None = None
 
-    def _take(self, loss_scaling: float | None, max_grad_norm: float | None) -> None:
+    def _take(self, loss_scaling: float | None, max_grad_norm: float | None, given: Iterable[str]) -> None:
         self.loss_scaling = 1.0 if loss_scaling is None else float(loss_scaling)
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = None if max_grad_norm == math.inf else max_grad_norm
+        said = ["lr", *given] if loss_scaling is None else ["lr", "loss_scaling", *given]
+        self.variable_attrs = VariableAttributes(said, [*self.defaults, "loss_scaling"])
 
     @property
     def is_elementwise(self) -> bool:
@@ -67,8 +110,9 @@ class SGD(_Scaled, torch.optim.SGD):
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
-        super().__init__(params, lr, *arguments, **_without_effect(named))
-        self._take(loss_scaling, max_grad_norm)
+        own = _without_effect(named)
+        super().__init__(params, lr, *arguments, **own)
+        self._take(loss_scaling, max_grad_norm, own)
 
 
 class Adam(_Scaled, torch.optim.Adam):
@@ -77,14 +121,15 @@ class Adam(_Scaled, torch.optim.Adam):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | None = 1e-3,
         *arguments: Any,
         loss_scaling: float | None = None,
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
-        super().__init__(params, lr, *arguments, **_without_effect(named))
-        self._take(loss_scaling, max_grad_norm)
+        own = _without_effect(named)
+        super().__init__(params, 1e-3 if lr is None else lr, *arguments, **own)
+        self._take(loss_scaling, max_grad_norm, own)
 
 
 class AdamW(_Scaled, torch.optim.AdamW):
@@ -93,17 +138,18 @@ class AdamW(_Scaled, torch.optim.AdamW):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | None = 1e-3,
         *arguments: Any,
-        bias_correction: bool = True,
+        bias_correction: bool | None = None,
         loss_scaling: float | None = None,
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
-        if not bias_correction:
+        if bias_correction is False:
             raise StrategyError("AdamW without bias correction is not there; LAMB(bias_correction=False) is")
-        super().__init__(params, lr, *arguments, **_without_effect(named))
-        self._take(loss_scaling, max_grad_norm)
+        own = _without_effect(named)
+        super().__init__(params, 1e-3 if lr is None else lr, *arguments, **own)
+        self._take(loss_scaling, max_grad_norm, own)
 
 
 class RMSprop(_Scaled, torch.optim.RMSprop):
@@ -112,7 +158,7 @@ class RMSprop(_Scaled, torch.optim.RMSprop):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-2,
+        lr: float | None = 1e-2,
         *arguments: Any,
         use_tf_variant: bool = False,
         loss_scaling: float | None = None,
@@ -121,8 +167,19 @@ class RMSprop(_Scaled, torch.optim.RMSprop):
     ) -> None:
         if use_tf_variant:
             raise StrategyError("the variant of TensorFlow is not there; use_tf_variant=False is PyTorch's RMSprop")
-        super().__init__(params, lr, *arguments, **_without_effect(named))
-        self._take(loss_scaling, max_grad_norm)
+        own = _without_effect(named)
+        super().__init__(params, 1e-2 if lr is None else lr, *arguments, **own)
+        self._take(loss_scaling, max_grad_norm, own)
+
+
+LAMB_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "bias_correction": True,
+    "max_weight_norm": 65500.0,
+}
 
 
 class LAMB(_Scaled, torch.optim.Optimizer):
@@ -132,13 +189,13 @@ class LAMB(_Scaled, torch.optim.Optimizer):
 
     Args:
         params: to be optimized.
-        lr: learning rate.
-        bias_correction: of the moments.
-        betas: decay of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: added to the change before it is scaled.
-        max_weight_norm: the most that counts as the norm of a parameter.
+        lr: learning rate; 0.001.
+        betas: decay of the moments; (0.9, 0.999).
+        eps: added to the root of the second moment; 1e-8.
+        weight_decay: added to the change before it is scaled; 0.01.
+        bias_correction: of the moments; True.
         loss_scaling: see `SGD`.
+        max_weight_norm: the most that counts as the norm of a parameter; 65500.
         max_grad_norm: see `SGD`.
         named: dtypes of states, which change nothing.
     """
@@ -146,20 +203,29 @@ class LAMB(_Scaled, torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        max_weight_norm: float = math.inf,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        bias_correction: bool | None = None,
         loss_scaling: float | None = None,
+        max_weight_norm: float | None = None,
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
-        _without_effect(named)
-        self._take(loss_scaling, max_grad_norm)
-        numbers = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {"lr": lr, "max_weight_norm": max_weight_norm, **numbers})
+        if unknown := _without_effect(named):
+            raise TypeError(f"LAMB has no argument {', '.join(unknown)}; it has {', '.join(LAMB_DEFAULTS)}")
+        given = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "max_weight_norm": max_weight_norm,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        super().__init__(params, {**LAMB_DEFAULTS, **given})
+        self._take(loss_scaling, max_grad_norm, given)
 
     @property
     def is_elementwise(self) -> bool:

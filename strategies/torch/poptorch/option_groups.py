@@ -10,7 +10,7 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.numbers import positive
-from strategies.torch.poptorch.enums import MeanReductionStrategy, ReductionType
+from strategies.torch.poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +28,23 @@ class OptionGroup:
         self._values: dict[str, object] = {}
         self._is_frozen = False
 
-    def _set(self: Self, name: str, value: object) -> Self:
+    def _set(self: Self, name: str, value: object, **attributes: object) -> Self:
+        """Take the value that a method was given, and keep attributes that follow from it."""
         self._refuse_frozen(name)
         self._values[name] = value
+        vars(self).update(attributes)
         return self
 
     def __setattr__(self, name: str, value: object) -> None:
+        """Refused but for private names: nothing would check the value, or notice a name that is misspelt."""
         if callable(getattr(type(self), name, None)):
             raise AttributeError(
                 f"{self._title}.{name} is a method, which would be overwritten; write .{name}({value!r}) instead"
+            )
+        if not name.startswith("_"):
+            what = "follows from what its methods were given" if hasattr(type(self), name) else "is no option"
+            raise AttributeError(
+                f"{self._title}.{name} {what}; options are set by methods, as in options.deviceIterations(4)"
             )
         super().__setattr__(name, value)
 
@@ -75,18 +83,15 @@ class TrainingOptions(OptionGroup):
 
     _title = "Options.Training"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradient_accumulation = 1
-        self.reduction = ReductionType.Mean
-        self.mean_strategy = MeanReductionStrategy.Post
-        self.automatic_loss_scaling = False
+    gradient_accumulation = 1
+    reduction = ReductionType.Mean
+    mean_strategy = MeanReductionStrategy.Post
+    automatic_loss_scaling = False
 
     def gradientAccumulation(self, gradient_accumulation: int) -> TrainingOptions:
         """Micro-batches of each replica for one update."""
-        self._refuse_frozen("gradientAccumulation")
-        self.gradient_accumulation = positive("gradientAccumulation", gradient_accumulation)
-        return self._set("gradientAccumulation", gradient_accumulation)
+        count = positive("gradientAccumulation", gradient_accumulation)
+        return self._set("gradientAccumulation", count, gradient_accumulation=count)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> TrainingOptions:
         """Mean or sum of gradients, over micro-batches and replicas.
@@ -96,23 +101,22 @@ class TrainingOptions(OptionGroup):
         """
         if reduction_type not in (ReductionType.Sum, ReductionType.Mean):
             raise ValueError(f"gradients are reduced by ReductionType.Sum or .Mean, and this is {reduction_type!r}")
-        self._refuse_frozen("accumulationAndReplicationReductionType")
-        self.reduction = ReductionType(reduction_type)
-        return self._set("accumulationAndReplicationReductionType", self.reduction)
+        kind = ReductionType(reduction_type)
+        return self._set("accumulationAndReplicationReductionType", kind, reduction=kind)
 
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: MeanReductionStrategy
     ) -> TrainingOptions:
-        """How a mean over micro-batches is computed: Running, or Post, where each loss is divided by their number."""
-        self._refuse_frozen("setMeanAccumulationAndReplicationReductionStrategy")
-        self.mean_strategy = MeanReductionStrategy(mean_reduction_strategy)
-        return self._set("setMeanAccumulationAndReplicationReductionStrategy", self.mean_strategy)
+        """How a mean over micro-batches is computed: Running, or Post, where each loss is divided by their number.
+
+        A running mean is changed before each micro-batch, so blocks run one after another then, and not in a pipeline.
+        """
+        kind = MeanReductionStrategy(mean_reduction_strategy)
+        return self._set("setMeanAccumulationAndReplicationReductionStrategy", kind, mean_strategy=kind)
 
     def setAutomaticLossScaling(self, enabled: bool) -> TrainingOptions:
-        """Scale losses dynamically, see `LossScaling`."""
-        self._refuse_frozen("setAutomaticLossScaling")
-        self.automatic_loss_scaling = enabled
-        return self._set("setAutomaticLossScaling", enabled)
+        """Scale losses dynamically, see `LossScaling`; an optimizer's own `loss_scaling` is the first scale."""
+        return self._set("setAutomaticLossScaling", enabled, automatic_loss_scaling=enabled)
 
     def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
         """Changes nothing."""
@@ -140,6 +144,19 @@ class PrecisionOptions(OptionGroup):
     def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
         """Changes nothing."""
         return self._accept("setPartialsType", dtype, "PyTorch chooses in what it adds up")
+
+    def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> PrecisionOptions:
+        """Changes nothing: dtypes are promoted as PyTorch promotes them, that is `HalfUpcastToFloat`.
+
+        Raises:
+            StrategyError: if parameters are to be cast to half precision.
+        """
+        if half_float_casting is HalfFloatCastingBehavior.FloatDowncastToHalf:
+            raise StrategyError(
+                "PyTorch promotes float16 to float32 where both meet, and FloatDowncastToHalf would do the opposite; "
+                "cast in the model, or use HalfUpcastToFloat"
+            )
+        return self._accept("halfFloatCasting", half_float_casting, "PyTorch promotes float16 to float32")
 
     def runningStatisticsAlwaysFloat(self, value: bool) -> PrecisionOptions:
         """Changes nothing."""
@@ -185,6 +202,19 @@ class TensorLocationSettings(OptionGroup):
         return self._accept("useIOTilesToStore", use, NO_IPU)
 
 
+def settings_of(location: object) -> TensorLocationSettings:
+    """What was given as settings.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if not isinstance(location, TensorLocationSettings):
+        raise TypeError(
+            f"the location is {location!r}; give poptorch.TensorLocationSettings().useReplicatedTensorSharding(), say"
+        )
+    return location
+
+
 class TensorLocationOptions(OptionGroup):
     """Where tensors lie, `Options.TensorLocations`."""
 
@@ -192,19 +222,19 @@ class TensorLocationOptions(OptionGroup):
 
     def setActivationLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
         """Changes nothing."""
-        return self._accept("setActivationLocation", location, ONE_MEMORY)
+        return self._accept("setActivationLocation", settings_of(location), ONE_MEMORY)
 
     def setWeightLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
         """Changes nothing."""
-        return self._accept("setWeightLocation", location, ONE_MEMORY)
+        return self._accept("setWeightLocation", settings_of(location), ONE_MEMORY)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
         """Its `useReplicatedTensorSharding` is heeded; results do not change."""
-        return self._set("setOptimizerLocation", location)
+        return self._set("setOptimizerLocation", settings_of(location))
 
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
         """Changes nothing."""
-        return self._accept("setAccumulatorLocation", location, ONE_MEMORY)
+        return self._accept("setAccumulatorLocation", settings_of(location), ONE_MEMORY)
 
     def numIOTiles(self, num_tiles: int) -> TensorLocationOptions:
         """Changes nothing."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+
+import torch
 
 import strategies.torch.poptorch.blocks as blocks
 import strategies.torch.poptorch.enums as enums
@@ -17,7 +19,8 @@ from strategies.popdist_strategy import PopDistStrategy
 from strategies.strategy import Strategy
 from strategies.torch.poptorch.anchors import Anchor
 from strategies.torch.poptorch.blocks import ExecutionStrategy
-from strategies.torch.poptorch.enums import ConnectionType, OutputMode, SyncPattern
+from strategies.torch.poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
+from strategies.torch.poptorch.errors import ConfigFileError
 from strategies.torch.poptorch.option_groups import (
     NO_COMPILER,
     NO_IPU,
@@ -75,16 +78,16 @@ class Options(OptionGroup):
     log (INFO) says so once.
     """
 
+    device_iterations = 1
+    replication_factor = 1
+    output_mode = OutputMode.Default
+    output_every = 1
+    seed = 0
+    execution_strategy: ExecutionStrategy | None = None
+    anchors: Mapping[str, Anchor] = MappingProxyType({})
+
     def __init__(self) -> None:
         super().__init__()
-        self.device_iterations = 1
-        self.replication_factor = 1
-        self.output_mode = OutputMode.Default
-        self.output_every = 1
-        self.seed = 0
-        self.execution_strategy: ExecutionStrategy | None = None
-        self.broadcasts_buffers = True
-        self.anchors: dict[str, Anchor] = {}
         self._strategy: Strategy | None = None
         self._training = TrainingOptions()
         self._precision = PrecisionOptions()
@@ -125,15 +128,13 @@ class Options(OptionGroup):
 
     def deviceIterations(self, device_iterations: int) -> Options:
         """How many updates, or batches of an inference, a call makes."""
-        self._refuse_frozen("deviceIterations")
-        self.device_iterations = positive("deviceIterations", device_iterations)
-        return self._set("deviceIterations", device_iterations)
+        count = positive("deviceIterations", device_iterations)
+        return self._set("deviceIterations", count, device_iterations=count)
 
     def replicationFactor(self, replication_factor: int) -> Options:
         """The number of replicas in this process."""
-        self._set("replicationFactor", positive("replicationFactor", replication_factor))
-        self.replication_factor, self._strategy = replication_factor, None
-        return self
+        count = positive("replicationFactor", replication_factor)
+        return self._set("replicationFactor", count, replication_factor=count, _strategy=None)
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Options:
         """Which outputs a call returns.
@@ -150,9 +151,9 @@ class Options(OptionGroup):
             raise ValueError(
                 f"outputMode is {mode.name} with the period {output_return_period}; EveryN, and it alone, has one"
             )
-        self._refuse_frozen("outputMode")
-        self.output_mode, self.output_every = mode, positive("output_return_period", output_return_period or 1)
-        return self._set("outputMode", mode.name if mode is not OutputMode.EveryN else (mode.name, self.output_every))
+        every = positive("output_return_period", output_return_period or 1)
+        said = mode.name if mode is not OutputMode.EveryN else (mode.name, every)
+        return self._set("outputMode", said, output_mode=mode, output_every=every)
 
     def defaultOutputMode(self) -> bool:
         """Whether it is the default one."""
@@ -170,28 +171,29 @@ class Options(OptionGroup):
         Args:
             short_name: by which it is asked for.
             long_name: a parameter's name, `Gradient___` and one, or `UpdatedVar___` and one.
-            output_mode: of which updates of a call it is returned; None: of the last one.
-            output_return_period: n of `OutputMode.EveryN`.
+            output_mode: of which updates of a call it is returned; None: of those whose outputs are, see `outputMode`.
+            output_return_period: n of `OutputMode.EveryN`, in updates.
         """
-        mode = OutputMode.Final if output_mode is None else OutputMode(output_mode)
-        self._set(f"anchorTensor({short_name!r})", long_name)
+        mode = None if output_mode is None else OutputMode(output_mode)
         every = positive("output_return_period", output_return_period or 1)
-        self.anchors = {**self.anchors, short_name: Anchor(long_name, mode, every)}
-        return self
+        anchors = {**self.anchors, short_name: Anchor(long_name, mode, every)}
+        return self._set(f"anchorTensor({short_name!r})", long_name, anchors=anchors)
 
     def randomSeed(self, random_seed: int) -> Options:
-        """Of random numbers and of shuffling; 0 unless it is set."""
-        self._refuse_frozen("randomSeed")
-        self.seed = at_least(0, "randomSeed", random_seed)
-        return self._set("randomSeed", random_seed)
+        """Of random numbers and of shuffling; 0 unless it is set.
+
+        It is PyTorch's from here on, too, as in PopTorch: modules that are made afterwards begin with the same numbers.
+        """
+        seed = at_least(0, "randomSeed", random_seed)
+        self._set("randomSeed", seed, seed=seed)
+        torch.manual_seed(seed)
+        return self
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Options:
         """How blocks become stages, and stages run."""
         if not isinstance(strategy, ExecutionStrategy):
             raise TypeError(f"{strategy!r} is no strategy of execution; use poptorch.PipelinedExecution(...)")
-        self._set("setExecutionStrategy", strategy)
-        self.execution_strategy = strategy
-        return self
+        return self._set("setExecutionStrategy", strategy, execution_strategy=strategy)
 
     def loadFromFile(self, filepath: str | Path) -> Options:
         """Set what the lines of a file say, each as in a program, without "options.": `deviceIterations(4)`.
@@ -199,7 +201,7 @@ class Options(OptionGroup):
         The file is trusted as a program is.
 
         Raises:
-            ValueError: if a line is none; it is named.
+            ConfigFileError: if a line is none; it is named.
         """
         own = {"TensorLocationSettings": TensorLocationSettings}
         words = SimpleNamespace(**{**vars(enums), **vars(blocks), **own})
@@ -209,7 +211,7 @@ class Options(OptionGroup):
             try:
                 eval(f"options.{line.strip()}", {"options": self, "poptorch": words})
             except (SyntaxError, NameError, AttributeError, TypeError) as error:
-                raise ValueError(
+                raise ConfigFileError(
                     f"line {number} of {filepath} is {line.strip()!r}: {error}; write it as in a program, without "
                     "'options.': deviceIterations(4)"
                 ) from error
@@ -268,6 +270,31 @@ class Options(OptionGroup):
     def _Popart(self) -> PopartOptions:
         """Those of the compiler, which programs reach by this name."""
         return PopartOptions()
+
+    def sourceLocationExcludes(self, excludes: Sequence[str]) -> Options:
+        """Changes nothing."""
+        return self._accept("sourceLocationExcludes", list(excludes), NO_COMPILER)
+
+    def disableModuleNamescope(self) -> Options:
+        """Changes nothing."""
+        return self._accept("disableModuleNamescope", True, NO_COMPILER)
+
+    def maxRepeatLogs(self, max_lines: int | None) -> Options:
+        """Changes nothing."""
+        return self._accept("maxRepeatLogs", max_lines, "the log repeats no line")
+
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Options:
+        """Changes nothing where each replica has rows of its own; refused where several are to get the same.
+
+        Raises:
+            StrategyError: for groups of several replicas.
+        """
+        if CommGroupType(input_group_type) is not CommGroupType.NoGrouping and input_group_size != 1:
+            raise StrategyError(
+                f"groups of {input_group_size} replicas are to get the same rows, and every replica has rows of its "
+                "own here; repeat the rows in the data set, or use CommGroupType.NoGrouping"
+            )
+        return self._accept("inputReplicaGrouping", input_group_size, "every replica has rows of its own")
 
     def updatableNamedBuffers(self, buffers: Sequence[str]) -> Options:
         """Changes nothing."""
@@ -355,7 +382,7 @@ class PopdistOptions(Options):
     def _new_strategy(self) -> Strategy:
         """All replicas of the job, also for options that were saved in another one."""
         strategy = PopDistStrategy()
-        self.replication_factor = len(strategy.replicas.local_replicas)
+        vars(self)["replication_factor"] = len(strategy.replicas.local_replicas)
         return strategy
 
     def replicationFactor(self, replication_factor: int) -> Options:

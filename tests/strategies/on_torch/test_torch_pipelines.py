@@ -448,7 +448,7 @@ class TestRefusals:
     def test_running_means(self):
         options = new_options(poptorch.PipelinedExecution("A", "B"), count=4, iterations=1)
         options.Training.setMeanAccumulationAndReplicationReductionStrategy(poptorch.MeanReductionStrategy.Running)
-        with pytest.raises(ValueError, match="use reduction_method='mean'"):
+        with pytest.raises(StrategyError, match=r"use MeanReductionStrategy\.Post, or no execution strategy"):
             poptorch.trainingModel(Two(), options)
 
     def test_a_module_that_begins_two_blocks(self):

@@ -1,0 +1,345 @@
+"""What programs of PopTorch may pass: arguments in its order and by its names; what is misspelt is refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import strategies.torch.poptorch as poptorch
+from strategies import StrategyError
+
+Running, Post = poptorch.MeanReductionStrategy.Running, poptorch.MeanReductionStrategy.Post
+
+
+class Line(nn.Module):
+    """Returns its mean squared error."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x, y):
+        with poptorch.Block("B1", ipu_id=0):
+            return poptorch.identity_loss((self.layer(x) - y).square(), "mean")
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(4)
+    return Line()
+
+
+@dataclass
+class Packed:
+    inside: torch.Tensor
+
+
+def rows(count):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator)
+
+
+def new_options(strategy=None, replicas=1, iterations=1, accumulation=1):
+    options = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
+    options.Training.gradientAccumulation(accumulation)
+    if strategy is not None:
+        options._strategy = strategy
+    return options
+
+
+def trained(model, options, optimizer=None):
+    """The module after a call with four rows for each of its micro-batches."""
+    own = copy.deepcopy(model)
+    training = poptorch.trainingModel(own, options, (optimizer or descent)(own.parameters()))
+    training(*rows(4 * options.device_iterations * options.Training.gradient_accumulation))
+    training.destroy()
+    return own
+
+
+def descent(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class TestMeans:
+    def test_may_run_as_micro_batches_come(self, model):
+        """Each gradient is divided by the number of those so far, so the bits are those of that."""
+        options = new_options(accumulation=3)
+        options.Training.setMeanAccumulationAndReplicationReductionStrategy(Running)
+        plain, (x, y) = copy.deepcopy(model), rows(12)
+        for number, (part, expected) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True)):
+            for parameter in plain.parameters():
+                if number:
+                    parameter.grad *= number / (number + 1)
+            (plain(part, expected) / (number + 1)).backward()
+        descent(plain.parameters()).step()
+        own = trained(model, options)
+        assert torch.equal(own.layer.weight, plain.layer.weight)
+        torch.testing.assert_close(own.layer.weight, trained(model, new_options(accumulation=3)).layer.weight)
+
+    def test_may_be_said_with_sums(self, model):
+        options = new_options(accumulation=3).setExecutionStrategy(poptorch.ShardedExecution("B1"))
+        options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+        found = []
+        for kind in (Running, Post):
+            options = options.clone()
+            options.Training.setMeanAccumulationAndReplicationReductionStrategy(kind)
+            found.append(trained(model, options).layer.weight)
+        assert torch.equal(*found)
+
+
+class TestOptimizers:
+    def test_lamb_takes_arguments_in_the_order_of_poptorch(self, model):
+        numbers = (0.01, (0.8, 0.9), 1e-6, 0.1, False, 4.0, 2.0)
+        optimizer = poptorch.optim.LAMB(model.parameters(), *numbers)
+        names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "loss_scaling", "max_weight_norm")
+        group = {**optimizer.param_groups[0], "loss_scaling": optimizer.loss_scaling}
+        assert tuple(group[name] for name in names) == numbers
+
+    @pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop", "LAMB"])
+    def test_take_none_for_what_is_not_said(self, kind, model):
+        said, unsaid = (
+            getattr(poptorch.optim, kind)(model.parameters(), **arguments)
+            for arguments in ({}, {"lr": None, "weight_decay": None, "loss_scaling": None, "eps": None})
+        )
+        assert said.param_groups[0].keys() == unsaid.param_groups[0].keys()
+        assert [said.param_groups[0][name] for name in ("lr", "weight_decay", "eps")] == [
+            unsaid.param_groups[0][name] for name in ("lr", "weight_decay", "eps")
+        ]
+
+    def test_of_which_nothing_is_said_have_the_numbers_of_poptorch(self, model):
+        group = poptorch.optim.LAMB(model.parameters()).param_groups[0]
+        assert (group["lr"], group["weight_decay"], group["max_weight_norm"]) == (1e-3, 1e-2, 65500.0)
+        assert poptorch.optim.AdamW(model.parameters(), bias_correction=None).param_groups[0]["weight_decay"] == 1e-2
+
+    def test_take_no_others(self, model):
+        with pytest.raises(TypeError, match="LAMB has no argument lrr; it has lr, betas"):
+            poptorch.optim.LAMB(model.parameters(), lrr=0.1)
+
+    def test_know_which_numbers_were_said_to_change(self, model):
+        attributes = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).variable_attrs
+        assert [attributes.isConstant(name) for name in ("lr", "momentum", "loss_scaling")] == [False, False, True]
+        attributes.markAsConstant("momentum")
+        attributes.markAsVariable("loss_scaling")
+        assert [attributes.isConstant(name) for name in ("momentum", "loss_scaling")] == [True, False]
+        with pytest.raises(ValueError, match=r"no attribute 'beta'; there are lr, momentum, .*loss_scaling"):
+            attributes.markAsConstant("beta")
+
+    def test_of_another_scale_or_limit_do_not_take_the_place_of_one(self, model):
+        training = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(StrategyError, match=r"made with .* \(1\.0, None\), and this optimizer has \(8\.0, 0\.5\)"):
+            training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.1, loss_scaling=8.0, max_grad_norm=0.5))
+        training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.2))
+        assert training.trainer.optimizer.param_groups[0]["lr"] == 0.2
+
+    def test_say_with_what_automatic_scales_begin(self, model):
+        options = new_options()
+        options.Training.setAutomaticLossScaling(True)
+        training = poptorch.trainingModel(
+            model, options, poptorch.optim.SGD(model.parameters(), 0.1, loss_scaling=64.0)
+        )
+        assert str(training.trainer.state.loss_scale) == "64"
+
+    def test_exclude_options_by_the_names_of_programs(self, model):
+        checked, sharded = new_options(), new_options()
+        checked.Precision.enableFloatingPointExceptions(True)
+        location = poptorch.TensorLocationSettings().useReplicatedTensorSharding()
+        sharded.TensorLocations.setOptimizerLocation(location)
+        scaled = poptorch.optim.SGD(model.parameters(), 0.1, loss_scaling=8.0)
+        clipped = poptorch.optim.SGD(model.parameters(), 0.1, max_grad_norm=1.0)
+        with pytest.raises(StrategyError, match=r"enableFloatingPointExceptions .* loss_scaling=1\.0"):
+            poptorch.trainingModel(model, checked, scaled)
+        with pytest.raises(StrategyError, match=r"max_grad_norm is 1\.0, .* useReplicatedTensorSharding"):
+            poptorch.trainingModel(model, sharded, clipped)
+
+
+class TestOptions:
+    @pytest.mark.parametrize("options", [poptorch.Options(), poptorch.Options().Training])
+    def test_that_are_misspelt_are_refused(self, options):
+        with pytest.raises(AttributeError, match="gradient_acumulation is no option; .* set by methods"):
+            options.gradient_acumulation = 4
+
+    def test_are_not_changed_behind_the_back_of_a_model(self, model):
+        options = new_options()
+        poptorch.trainingModel(model, options)
+        with pytest.raises(AttributeError, match="device_iterations follows from what its methods were given"):
+            options.device_iterations = 4
+        assert options.device_iterations == 1
+
+    def test_seed_the_modules_that_are_made_afterwards(self):
+        made = []
+        for _ in range(2):
+            torch.rand(1)
+            poptorch.Options().randomSeed(7)
+            made.append(nn.Linear(3, 1).weight)
+        assert torch.equal(*made)
+
+    def test_about_how_a_graph_is_compiled_are_taken(self):
+        options = poptorch.Options().sourceLocationExcludes(["a"]).disableModuleNamescope().maxRepeatLogs(None)
+        options.Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.HalfUpcastToFloat)
+        options.inputReplicaGrouping(1, poptorch.CommGroupType.Consecutive)
+        assert "disableModuleNamescope" in repr(options)
+
+    def test_that_would_change_what_is_computed_are_refused(self):
+        with pytest.raises(StrategyError, match="FloatDowncastToHalf would do the opposite"):
+            poptorch.Options().Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf)
+        with pytest.raises(StrategyError, match="groups of 2 replicas are to get the same rows"):
+            new_options(replicas=2).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
+
+    def test_of_locations_are_settings(self):
+        """A truth value would shard nothing, and say nothing of it."""
+        with pytest.raises(TypeError, match="the location is True; give poptorch.TensorLocationSettings"):
+            poptorch.Options().TensorLocations.setOptimizerLocation(True)
+
+    def test_come_first(self):
+        with pytest.raises(TypeError, match=r"the options are a list; poptorch\.DataLoader\(options, dataset"):
+            poptorch.DataLoader([1], poptorch.Options())
+
+    def test_in_a_file_that_are_none_are_an_error_of_the_file(self, tmp_path):
+        (tmp_path / "options").write_text("deviceIteration(4)\n")
+        with pytest.raises(poptorch.ConfigFileError, match="line 1"):
+            poptorch.Options().loadFromFile(tmp_path / "options")
+
+
+class TestAnchors:
+    def anchored(self, model, options, *anchor):
+        options.anchorTensor("bias", "layer.bias", *anchor)
+        training = poptorch.trainingModel(model, options)
+        training(*rows(4 * options.device_iterations * options.Training.gradient_accumulation))
+        return training.getAnchoredTensor("bias")
+
+    @pytest.mark.parametrize(
+        ("mode", "period", "updates"),
+        [
+            (poptorch.OutputMode.Final, None, None),
+            (poptorch.OutputMode.All, None, 4),
+            (poptorch.OutputMode.EveryN, 4, 2),
+            (poptorch.OutputMode.EveryN, 1, 4),
+        ],
+    )
+    def test_follow_the_outputs_unless_it_is_said(self, mode, period, updates, model):
+        """The period of outputs counts micro-batches, and there are two of them for each update."""
+        options = new_options(iterations=4, accumulation=2).outputMode(mode, period)
+        found = self.anchored(model, options)
+        assert found.shape == ((1,) if updates is None else (updates, 1))
+        last = found if updates is None else found[-1]
+        assert torch.equal(last, model.layer.bias)
+
+    def test_of_more_updates_than_there_are_are_refused(self, model):
+        with pytest.raises(ValueError, match=r"layer\.bias is anchored in every 3th of 2 updates"):
+            self.anchored(model, new_options(iterations=2), poptorch.OutputMode.EveryN, 3)
+
+
+class TestPhases:
+    @pytest.mark.parametrize("kind", [poptorch.SerialPhasedExecution, poptorch.ParallelPhasedExecution])
+    def test_may_be_one_list_as_in_the_documentation(self, kind):
+        strategy = kind([poptorch.Phase(poptorch.Stage("A"), poptorch.Stage("A2")), poptorch.Phase("B", "B2")])
+        strategy.phase(0).ipus(0, 2)
+        assert repr(strategy) == f"{kind.__name__}(Stage('A').ipu(0), Stage('A2').ipu(2), Stage('B', 'B2'))"
+
+    def test_may_be_names_and_stages_alone(self):
+        strategy = poptorch.SerialPhasedExecution("first", poptorch.Stage("second"), ["third", "fourth"])
+        assert [stage.blocks for stage in strategy.stages] == [["first"], ["second"], ["third", "fourth"]]
+
+    @pytest.mark.parametrize("stages", [(), (3,), ("A", poptorch.Stage("B")), (poptorch.Phase("A"),)])
+    def test_of_something_else_are_refused(self, stages):
+        with pytest.raises(TypeError, match="a phase is made of stages, or of names of blocks"):
+            poptorch.Phase(*stages)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(11))
+
+
+class TestDataLoader:
+    def test_does_not_drop_the_rest_of_a_stream_unasked(self, on_instances):
+        def read(strategy):
+            loader = poptorch.DataLoader(new_options(strategy, 2), Stream(), batch_size=2, drop_last=False)
+            with pytest.raises(
+                StrategyError, match="ends with 3 elements that do not fill the 4 .* use drop_last=True"
+            ):
+                list(loader)
+
+        on_instances(2, 2, read)
+        loader = poptorch.DataLoader(new_options(), Stream(), batch_size=4, drop_last=False)
+        assert [len(batch) for batch in loader] == [4, 4, 3]
+
+    def test_warns_of_workers_that_read_the_same_stream(self, caplog):
+        poptorch.DataLoader(new_options(), Stream(), num_workers=2)
+        assert "2 workers read an IterableDataset, each all of it" in caplog.text
+        caplog.clear()
+        poptorch.DataLoader(new_options(), Stream(), num_workers=2, worker_init_fn=print)
+        assert not caplog.text
+
+    @pytest.mark.parametrize("mode", poptorch.DataLoaderMode)
+    def test_begins_another_epoch_also_where_one_was_left_early(self, mode):
+        loader = poptorch.DataLoader(new_options(), torch.arange(64), batch_size=8, shuffle=True, mode=mode)
+        first = next(iter(loader))
+        assert not torch.equal(next(iter(loader)), first)
+
+    def test_takes_what_an_accessor_takes_and_nothing_else(self):
+        known = {"early_preload": True, "sharing_strategy": poptorch.SharingStrategy.SharedMemory, "buffer_size": 2}
+        mode = poptorch.DataLoaderMode.Async
+        loader = poptorch.DataLoader(new_options(), torch.arange(4), 2, mode=mode, async_options=known)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+        with pytest.raises(TypeError, match="takes no bufer_size; it takes buffer_size, "):
+            poptorch.DataLoader(new_options(), torch.arange(4), mode=mode, async_options={"bufer_size": 2})
+        with pytest.raises(TypeError, match="takes no load; it takes buffer_size, "):
+            poptorch.AsynchronousDataAccessor([1], load=True)
+        with pytest.raises(StrategyError, match="rebatched_size is 4, .* have the DataLoader make batches"):
+            poptorch.AsynchronousDataAccessor([1], rebatched_size=4)
+
+
+class TestModels:
+    def test_are_modules(self):
+        with pytest.raises(TypeError, match="the model is a builtin_function_or_method; give a torch.nn.Module"):
+            poptorch.inferenceModel(abs)
+
+    @pytest.mark.parametrize("pack", [Packed, lambda tensor: tensor.numpy()])
+    def test_that_return_what_cannot_be_put_together_are_refused(self, pack):
+        """Rows of all replicas but one would be lost."""
+
+        class Packing(nn.Module):
+            def forward(self, x):
+                return {"found": pack(x)}
+
+        inference = poptorch.inferenceModel(Packing(), new_options(replicas=2))
+        with pytest.raises(TypeError, match=r"returns a (Packed|ndarray), .* in tuples, lists or dictionaries"):
+            inference(torch.ones(4, 2))
+        inference.destroy()
+
+    def test_are_exported_with_their_random_numbers_or_without(self, model, tmp_path):
+        training = poptorch.trainingModel(model, new_options())
+        training.compileAndExport(tmp_path / "model", *rows(4), export_model=True, save_rng_state=False)
+        assert torch.equal(poptorch.load(tmp_path / "model").model.layer.weight, model.layer.weight)
+        assert training.copyWeightsToHostIfNeeded() is False
+
+
+class TestOperators:
+    def test_cut_and_put_parts_where_tensors_say(self):
+        x, start = torch.arange(8.0, requires_grad=True), torch.tensor([2])
+        found = poptorch.dynamic_slice(x, 0, start, 4, 2)
+        found.sum().backward()
+        assert found.tolist() == [2, 4]
+        assert x.grad.tolist() == [0, 0, 1, 0, 1, 0, 0, 0]
+        whole = torch.zeros(2, 4)
+        assert poptorch.dynamic_update(whole, torch.ones(2, 2), 1, start, 2).tolist() == [[0, 0, 1, 1]] * 2
+        assert not whole.any()
+
+    def test_take_their_arguments_by_name(self, capsys):
+        x = torch.arange(2.0)
+        assert poptorch.cond(torch.tensor(True), then_body=abs, then_inps=[x], else_body=abs, else_inps=[x]) is not x
+        poptorch.ipu_print_tensor(x, title="x", digits=3, print_gradient=False)
+        assert capsys.readouterr().out.startswith("x: ")
+        mode = poptorch.MatMulSerializationMode.ReducingDim
+        assert poptorch.serializedMatMul(x, x, mode, factor=2, keep_precision=True) == 1
+
+
+def test_errors_of_devices_can_be_named_where_they_are_caught():
+    """Otherwise an error of another kind would end as one that says nothing of it."""
+    assert issubclass(poptorch.RecoverableError, poptorch.Error)
+    assert issubclass(poptorch.UnrecoverableError, poptorch.Error)
