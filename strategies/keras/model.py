@@ -211,19 +211,28 @@ class ReplicatedModel:
     ) -> Any:
         """See `keras.Model.train_on_batch`: a batch for all replicas, given on every instance."""
         self._check("train_on_batch", "train_step")
-        logs = self.stock.train_on_batch(self._model, x, y, sample_weight, class_weight, return_dict)
+        with self._outside_of_loops():
+            logs = self.stock.train_on_batch(self._model, x, y, sample_weight, class_weight, return_dict)
         self.unite()
         return logs
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """See `keras.Model.test_on_batch`: a batch for all replicas, given on every instance."""
         self._check("test_on_batch", "test_step")
-        return self.stock.test_on_batch(self._model, x, y, sample_weight, return_dict)
+        with self._outside_of_loops():
+            return self.stock.test_on_batch(self._model, x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
         """See `keras.Model.predict_on_batch`: a batch for all replicas, given on every instance."""
         self._check("predict_on_batch", "predict_step", is_compiled=False)
-        return self.stock.predict_on_batch(self._model, x)
+        with self._outside_of_loops():
+            return self.stock.predict_on_batch(self._model, x)
+
+    def reset_metrics(self) -> None:
+        """See `keras.Model.reset_metrics`."""
+        self.stock.reset_metrics(self._model)
+        if self._model.test_function is not None:
+            self._model.test_function.function.forget()
 
     def make_train_function(self, force: bool = False) -> None:
         """See Keras, which calls it before it trains."""
@@ -355,15 +364,27 @@ class ReplicatedModel:
 
     @contextmanager
     def _while(self, running: Running, **feeds: Feed | None) -> Iterator[None]:
-        """While one of Keras's loops runs over feeds."""
+        """While one of Keras's loops runs over feeds, maybe called by a callback of another one, which goes on then."""
+        outer = self._running, self._feeds
+        if self._running is not None:
+            self.unite()
         self._begin()
         self._running, self._feeds = running, {name: feed for name, feed in feeds.items() if feed is not None}
         try:
             yield
         finally:
-            self._running, self._feeds = None, {}
+            self._running, self._feeds = outer
         self.unite()
         self._begin()
+
+    @contextmanager
+    def _outside_of_loops(self) -> Iterator[None]:
+        """While a function is called for a batch of its own, also by a callback of a loop over feeds."""
+        feeds, self._feeds = self._feeds, {}
+        try:
+            yield
+        finally:
+            self._feeds = feeds
 
     def _begin(self) -> None:
         """Have whatever comes next begin with instance 0's state."""
@@ -449,6 +470,7 @@ FORWARDED = (
     "train_on_batch",
     "test_on_batch",
     "predict_on_batch",
+    "reset_metrics",
     "make_train_function",
     "make_test_function",
     "make_predict_function",
