@@ -22,7 +22,15 @@ from strategies.keras.data import Feed, Given, Pass, open_feed
 from strategies.keras.evaluating import PredictFunction, TestFunction
 from strategies.keras.extensions import METHODS, Extensions
 from strategies.keras.options import ModelOptions
-from strategies.keras.refusals import refuse_eager, refuse_optimizer, refuse_outside, refuse_own_steps
+from strategies.keras.refusals import (
+    refuse_changed_layers,
+    refuse_eager,
+    refuse_optimizer,
+    refuse_outside,
+    refuse_own_steps,
+    refuse_states_of_rows,
+)
+from strategies.keras.state import seeds_of
 from strategies.keras.training import TrainFunction
 from strategies.roles import Batch
 from strategies.strategy import Strategy
@@ -244,16 +252,20 @@ class ReplicatedModel:
 
     def make_test_function(self, force: bool = False) -> None:
         """See Keras, which calls it before it evaluates."""
-        if self._model.test_function is None or force:
+        if force or not self._is_current(self._model.test_function):
             function = TestFunction(self._model, self.strategy, self._evaluated)
             self._model.test_function = _Called(function, lambda: self._feeds.get("test"), self._pass_over)
 
     def make_predict_function(self, force: bool = False) -> Any:
         """See Keras, which calls it before it predicts."""
-        if self._model.predict_function is None or force:
+        if force or not self._is_current(self._model.predict_function):
             function = PredictFunction(self._model, self.strategy, self._evaluated)
             self._model.predict_function = _Called(function, lambda: self._feeds.get("predict"), self._pass_over)
         return self._model.predict_function
+
+    def _is_current(self, called: _Called | None) -> bool:
+        """Whether a function is there, and no layer was frozen or thawed since it was made."""
+        return called is not None and called.function.functions.seeds.flags == tuple(seeds_of(self._model))
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """See Keras: with a batch that was not taken from the data."""
@@ -297,8 +309,11 @@ class ReplicatedModel:
         refuse_outside(self._model, self.in_scope, called)
         refuse_eager(self._model)
         refuse_own_steps(self.stock, step)
+        refuse_states_of_rows(self._model)
         if is_compiled:
             self._model._assert_compile_called(called)
+        if step == "train_step":
+            refuse_changed_layers(self._model)
 
     @contextmanager
     def _resumed(self, checkpoints: Checkpoints, feed: Feed) -> Iterator[None]:
