@@ -202,6 +202,17 @@ class _Stream(_Batches):
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
+    """The rows of several batches, one after another.
+
+    Raises:
+        ValueError: if their rows are not alike.
+    """
     if len(batches) == 1:
         return batches[0]
+    kinds = {str(jax.tree.map(lambda leaf: leaf.shape[1:], batch)) for batch in batches}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"batches of one step have rows of the shapes {' and '.join(sorted(kinds))}, and its replicas compute one "
+            "program; pad them to the same length, those of a step at least"
+        )
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)

@@ -295,6 +295,9 @@ def _of_arrays(given: Given, per_step: int) -> tuple[Batch, Batch, int]:
 def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
     """The batches of what is no arrays, each `(x, y, sample_weight)`, the first of them, and what an epoch calls."""
     x = given.x
+    adapter = data_adapters.get_data_adapter(  # which refuses what a source does not take besides
+        x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
+    )
     if isinstance(x, PyDataset):
         hooks = (x.on_epoch_begin, x.on_epoch_end)
         read = _reader(x, given.class_weight)
@@ -302,10 +305,6 @@ def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch,
     if _is_map_dataset(x):
         count = None if len(x) == sys.maxsize else len(x)  # as grain has those that repeat for ever
         return *_numbered(lambda number: _standard(x[number]), count, given), _NO_HOOKS
-    adapter = data_adapters.get_data_adapter(
-        x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
-    )
-
     if given.steps is None and _has_no_end(x):
         _refuse_endless(x)
 

@@ -84,9 +84,13 @@ class TestFunction(_Function):
         self.begin()
 
     def begin(self) -> None:
-        """See above; and another pass begins."""
+        """See above; and how metrics are merged is looked at anew."""
         super().begin()
         self._words: list[str] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Metrics begin anew."""
         self._seen = 0
 
     def __call__(self, state: State, iterator: Pass) -> tuple[dict[str, Any], State]:

@@ -52,6 +52,8 @@ _OF_PIPELINE = {
     "watch": "watch",
     "memory_limit_bytes": "memory_limit_bytes",
 }
+_OF_INFEED = dict.fromkeys(("prefetch_depth", "device_ordinal", "optimise_latency"))
+_OF_OUTFEED = dict.fromkeys(("buffer_depth", "optimise_latency"))
 _BY_KERAS = ("computational_stages", "repeat_count", "inputs", "infeed_queue", "outfeed_queue", "optimizer_function")
 _NOT_WITH_KERAS = ("outfeed_loss", "outfeed_mask", "batch_serialization_iterations")
 _OF_PIPELINING_OPTIONS = ("gradient_accumulation_count", "device_mapping", "accumulate_outfeed")
@@ -162,9 +164,10 @@ class Extensions:
         """Say how batches are prepared: `prefetch_depth` of them ahead. What else the original has changes nothing.
 
         Raises:
-            ValueError: for what Keras decides.
+            TypeError, ValueError: for what is unknown or out of range, and for what Keras decides.
         """
         _refuse("Keras has its own", kwargs, ("dataset", "infeed_spec", "element_spec"), "leave them out:")
+        _translated("kwargs", kwargs, _OF_INFEED)
         if "prefetch_depth" in kwargs:
             self._set(prefetch=kwargs["prefetch_depth"])
 
@@ -172,9 +175,10 @@ class Extensions:
         """Nothing of it changes anything: what a step returns is there when it ends.
 
         Raises:
-            ValueError: for what Keras decides.
+            TypeError, ValueError: for what is unknown, and for what Keras decides.
         """
         _refuse("Keras has its own", kwargs, ("outfeed_mode", "device_ordinal"), "leave them out:")
+        _translated("kwargs", kwargs, _OF_OUTFEED)
 
     # ---- stages
 

@@ -22,7 +22,15 @@ from strategies.keras.data import Feed, Given, Pass, open_feed
 from strategies.keras.evaluating import PredictFunction, TestFunction
 from strategies.keras.extensions import METHODS, Extensions
 from strategies.keras.options import ModelOptions
-from strategies.keras.refusals import refuse_eager, refuse_optimizer, refuse_outside, refuse_own_steps
+from strategies.keras.refusals import (
+    refuse_changed_layers,
+    refuse_eager,
+    refuse_optimizer,
+    refuse_outside,
+    refuse_own_steps,
+    refuse_states_of_rows,
+)
+from strategies.keras.state import seeds_of
 from strategies.keras.training import TrainFunction
 from strategies.roles import Batch
 from strategies.strategy import Strategy
@@ -211,19 +219,28 @@ class ReplicatedModel:
     ) -> Any:
         """See `keras.Model.train_on_batch`: a batch for all replicas, given on every instance."""
         self._check("train_on_batch", "train_step")
-        logs = self.stock.train_on_batch(self._model, x, y, sample_weight, class_weight, return_dict)
+        with self._outside_of_loops():
+            logs = self.stock.train_on_batch(self._model, x, y, sample_weight, class_weight, return_dict)
         self.unite()
         return logs
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """See `keras.Model.test_on_batch`: a batch for all replicas, given on every instance."""
         self._check("test_on_batch", "test_step")
-        return self.stock.test_on_batch(self._model, x, y, sample_weight, return_dict)
+        with self._outside_of_loops():
+            return self.stock.test_on_batch(self._model, x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
         """See `keras.Model.predict_on_batch`: a batch for all replicas, given on every instance."""
         self._check("predict_on_batch", "predict_step", is_compiled=False)
-        return self.stock.predict_on_batch(self._model, x)
+        with self._outside_of_loops():
+            return self.stock.predict_on_batch(self._model, x)
+
+    def reset_metrics(self) -> None:
+        """See `keras.Model.reset_metrics`."""
+        self.stock.reset_metrics(self._model)
+        if self._model.test_function is not None:
+            self._model.test_function.function.forget()
 
     def make_train_function(self, force: bool = False) -> None:
         """See Keras, which calls it before it trains."""
@@ -235,16 +252,20 @@ class ReplicatedModel:
 
     def make_test_function(self, force: bool = False) -> None:
         """See Keras, which calls it before it evaluates."""
-        if self._model.test_function is None or force:
+        if force or not self._is_current(self._model.test_function):
             function = TestFunction(self._model, self.strategy, self._evaluated)
             self._model.test_function = _Called(function, lambda: self._feeds.get("test"), self._pass_over)
 
     def make_predict_function(self, force: bool = False) -> Any:
         """See Keras, which calls it before it predicts."""
-        if self._model.predict_function is None or force:
+        if force or not self._is_current(self._model.predict_function):
             function = PredictFunction(self._model, self.strategy, self._evaluated)
             self._model.predict_function = _Called(function, lambda: self._feeds.get("predict"), self._pass_over)
         return self._model.predict_function
+
+    def _is_current(self, called: _Called | None) -> bool:
+        """Whether a function is there, and no layer was frozen or thawed since it was made."""
+        return called is not None and called.function.functions.seeds.flags == tuple(seeds_of(self._model))
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """See Keras: with a batch that was not taken from the data."""
@@ -288,8 +309,11 @@ class ReplicatedModel:
         refuse_outside(self._model, self.in_scope, called)
         refuse_eager(self._model)
         refuse_own_steps(self.stock, step)
+        refuse_states_of_rows(self._model)
         if is_compiled:
             self._model._assert_compile_called(called)
+        if step == "train_step":
+            refuse_changed_layers(self._model)
 
     @contextmanager
     def _resumed(self, checkpoints: Checkpoints, feed: Feed) -> Iterator[None]:
@@ -355,15 +379,27 @@ class ReplicatedModel:
 
     @contextmanager
     def _while(self, running: Running, **feeds: Feed | None) -> Iterator[None]:
-        """While one of Keras's loops runs over feeds."""
+        """While one of Keras's loops runs over feeds, maybe called by a callback of another one, which goes on then."""
+        outer = self._running, self._feeds
+        if self._running is not None:
+            self.unite()
         self._begin()
         self._running, self._feeds = running, {name: feed for name, feed in feeds.items() if feed is not None}
         try:
             yield
         finally:
-            self._running, self._feeds = None, {}
+            self._running, self._feeds = outer
         self.unite()
         self._begin()
+
+    @contextmanager
+    def _outside_of_loops(self) -> Iterator[None]:
+        """While a function is called for a batch of its own, also by a callback of a loop over feeds."""
+        feeds, self._feeds = self._feeds, {}
+        try:
+            yield
+        finally:
+            self._feeds = feeds
 
     def _begin(self) -> None:
         """Have whatever comes next begin with instance 0's state."""
@@ -449,6 +485,7 @@ FORWARDED = (
     "train_on_batch",
     "test_on_batch",
     "predict_on_batch",
+    "reset_metrics",
     "make_train_function",
     "make_test_function",
     "make_predict_function",

@@ -56,6 +56,37 @@ def refuse_eager(model: Any) -> None:
         )
 
 
+def refuse_states_of_rows(model: Any) -> None:
+    """Refuse recurrent layers that keep a state for each row of a batch, of which replicas have different ones.
+
+    Raises:
+        StrategyError: naming the layer.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional) and layer.stateful:
+            raise StrategyError(
+                f"layer {layer.name!r} is stateful and keeps a state for each row of a batch, and replicas have other "
+                "rows; make it with stateful=False, or use the model outside of a scope"
+            )
+
+
+def refuse_changed_layers(model: Any) -> None:
+    """Refuse to train other variables than those for which the optimizer was built.
+
+    Raises:
+        ValueError: if layers were frozen or thawed since.
+    """
+    optimizer = model.optimizer
+    if optimizer is None or not optimizer.built:
+        return
+    known = getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
+    if {id(variable) for variable in known} != {id(variable) for variable in model.trainable_variables}:
+        raise ValueError(
+            f"the optimizer was built for {len(known)} variables, and model {model.name!r} has others to train now, "
+            f"{len(model.trainable_variables)}; call compile again after trainable was changed"
+        )
+
+
 def refuse_optimizer(optimizer: Any, accumulates: bool) -> None:
     """Refuse what an optimizer cannot do where the step accumulates.
 

@@ -1,12 +1,14 @@
 """Callbacks: those that write do so once, and what others decide all instances do."""
 
 import csv
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import keras
 import pytest
 from small_models import TARGETS, X, bits_of, regression
+from surviving_instances import run_instances
 
 import strategies
 from strategies.errors import StrategyError
@@ -149,6 +151,55 @@ def test_a_later_chief_is_told_what_had_begun_and_goes_on_with_the_file(tmp_path
     assert file.read_text().split() == ["epoch,loss,val_loss", "0,2.0,NA", "1,1.0,NA"]
     assert second.model is model
     assert calls == []
+
+
+def test_when_the_chief_is_lost_in_fit_the_next_one_goes_on_with_the_file(tmp_path):
+    """In the second of three epochs of three steps each."""
+    opened = []
+
+    def program(strategy, file):
+        log = keras.callbacks.CSVLogger(file)
+        opened.append(log)
+        with strategy.scope():
+            model = regression()
+            model.fit(X[:48], TARGETS[:48], batch_size=8, epochs=3, verbose=0, shuffle=False, callbacks=[log])
+            return bits_of(model)
+
+    [whole] = run_instances(1, 2, partial(program, file=tmp_path / "whole.csv"))
+    survived = run_instances(2, 2, partial(program, file=tmp_path / "survived.csv"), ["kill:instance=0,step=4"])
+    for log in opened:  # that of the lost one is still open
+        log.csv_file.close()
+    assert survived == [None, whole]
+    assert (tmp_path / "survived.csv").read_text() == (tmp_path / "whole.csv").read_text()
+    assert len((tmp_path / "whole.csv").read_text().split()) == 4
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+def test_a_callback_may_evaluate_and_predict_and_fit_goes_on_where_it_was(in_scopes, hook):
+    """Also where instances have parts of the optimizer state."""
+
+    def program(strategy, calls):
+        model, found = regression(keras.optimizers.Adam(0.01)), []
+        model.set_gradient_accumulation_options(1, replicated_optimizer_state_sharding=True)
+
+        class Looks(keras.callbacks.Callback):
+            pass
+
+        def look(self, number, logs=None):
+            found.append(self.model.evaluate(X, TARGETS, batch_size=4, verbose=0))
+            found.append(self.model.predict(X[:5], verbose=0).tolist())
+            found.append(self.model.test_on_batch(X[:7], TARGETS[:7]))
+
+        if calls:
+            setattr(Looks, hook, look)
+        data = {"validation_data": (X[:20], TARGETS[:20]), "batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(X, TARGETS, **data, callbacks=[Looks()]).history
+        return found, history if hook == "on_epoch_end" else history["val_loss"], bits_of(model)
+
+    [(found, *alone)] = in_scopes(1, partial(program, calls=True))
+    assert in_scopes(2, partial(program, calls=True)) == [(found, *alone)] * 2
+    assert in_scopes(2, partial(program, calls=False)) == [([], *alone)] * 2
+    assert len(found) == {"on_epoch_end": 6, "on_train_batch_end": 24}[hook]
 
 
 def test_a_callback_of_the_users_may_write_on_the_chief_too(in_scopes):

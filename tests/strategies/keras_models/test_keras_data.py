@@ -5,7 +5,7 @@ import itertools
 import keras
 import numpy as np
 import pytest
-from small_models import ROWS, TARGETS, X, bits_of, regression
+from small_models import ROWS, TARGETS, WEIGHTS, X, bits_of, regression
 
 from strategies.data.layout import Layout
 from strategies.data.sources import Masked
@@ -214,6 +214,27 @@ def test_a_replica_takes_its_micro_batches_one_after_another():
     [first, last] = [rows(numbered([2] * 8), local, accumulated=2) for local in (range(2), range(2, 4))]
     assert [step.tolist() for step in first] == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert [step.tolist() for step in last] == [[8, 9, 10, 11, 12, 13, 14, 15]]
+
+
+def test_batches_whose_rows_are_not_alike_are_padded_by_the_user():
+    given = StreamOfBatches(lambda: [np.zeros((2, 3)), np.zeros((2, 4))])
+    with pytest.raises(ValueError, match=r"rows of the shapes \(3,\) and \(4,\), .* pad them to the same length"):
+        rows(given, range(2), replicas=2)
+
+
+def test_what_a_source_has_itself_is_not_given_beside_it(alone):
+    """As stock Keras refuses it."""
+
+    def program(strategy):
+        for beside in ({"y": TARGETS}, {"sample_weight": WEIGHTS}):
+            with pytest.raises(ValueError, match="should not be passed"):
+                regression().fit(Numbered(), **beside, verbose=0)
+        grain = pytest.importorskip("grain")
+        batches = grain.MapDataset.source(list(zip(X, TARGETS, strict=True))).batch(4)
+        with pytest.raises(ValueError, match="class_weight"):
+            regression().fit(batches, class_weight={0: 1.0}, verbose=0)
+
+    alone(program)
 
 
 def test_an_empty_source_says_so(alone):

@@ -126,3 +126,24 @@ def test_a_metric_may_be_a_mean_over_replicas(in_scopes):
     assert in_scopes(2, program) == [alone] * 2
     assert alone[0][0] > 0
     assert alone[1]["largest"] > 0
+
+
+def test_a_metric_that_is_a_mean_begins_anew_in_each_validation(alone):
+    """Nothing is learned, so each finds the same."""
+
+    def program(strategy):
+        model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Largest("mean")])
+        data = {"validation_data": (X, TARGETS), "batch_size": 4, "epochs": 3, "verbose": 0}
+        found = model.fit(X, TARGETS, **data).history["val_largest"]
+        single = []
+        for _ in range(2):
+            model.reset_metrics()
+            single.append(model.test_on_batch(X[:16], TARGETS[:16], return_dict=True)["largest"])
+        return found, single
+
+    found, single = alone(program)
+    assert len(set(found)) == 1
+    assert len(set(single)) == 1
+    assert found[0] > 0
+    assert single[0] > 0

@@ -94,3 +94,42 @@ def test_other_versions_and_backends_are_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
     with pytest.raises(StrategyError, match="Keras runs on torch.*KERAS_BACKEND=jax"):
         hook.refuse_other_keras()
+
+
+def test_layers_that_are_frozen_after_compile_are_trained_no_more_before_the_next(alone):
+    """What only evaluates and predicts needs none, also with random states among the variables."""
+
+    def program(strategy):
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+        model.fit(X, TARGETS, batch_size=4, verbose=0)
+        before = model.evaluate(X, TARGETS, verbose=0), model.predict(X, verbose=0).tolist()
+        model.layers[0].trainable = False
+        for use in (model.fit, model.train_on_batch):
+            with pytest.raises(ValueError, match="built for 4 variables, .* has others to train now, 2; call compile"):
+                use(X, TARGETS)
+        after = model.evaluate(X, TARGETS, verbose=0), model.predict(X, verbose=0).tolist()
+        kernel = model.layers[0].get_weights()
+        model.compile("sgd", "mse")
+        model.fit(X, TARGETS, batch_size=4, verbose=0)
+        return (
+            before,
+            after,
+            [(one == other).all() for one, other in zip(kernel, model.layers[0].get_weights(), strict=True)],
+        )
+
+    before, after, is_same = alone(program)
+    assert before == after
+    assert all(is_same)
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, keras.layers.Bidirectional])
+def test_recurrent_layers_that_keep_a_state_for_each_row_are_refused(alone, wrap):
+    def program(strategy):
+        layers = [keras.Input(batch_shape=(4, 3, 2)), wrap(keras.layers.SimpleRNN(1, stateful=True))]
+        keras.Sequential(layers).predict(X.reshape(-1, 3, 2), verbose=0)
+
+    with pytest.raises(StrategyError, match="is stateful and keeps a state for each row .* stateful=False"):
+        alone(program)
