@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,11 +17,13 @@ from jax.typing import ArrayLike
 
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.iterations import Iteration, differentiable
+from strategies.numbers import integer
 from strategies.programs.feed_program import FeedProgram, Replication, current_program, is_in_program, tracing
 from strategies.programs.float64 import refuse_float64
 from strategies.roles import Function, Tree
 
 PROGRAMS_KEPT = 64
+MOST_ITERATIONS = 2**31 - 1
 
 Values = Sequence[Any]
 Body = Function
@@ -48,7 +49,8 @@ def repeat(n: ArrayLike, body: Body, inputs: Tree = None, infeed: InfeedQueue | 
 
     Raises:
         TypeError: if the loop variables change their structure, shapes or dtypes, or `body` takes other arguments.
-        ValueError: if n is negative, or `body` takes no elements and so the infeed "has not been dequeued".
+        ValueError: if n is negative or above 2**31 - 1, or `body` takes no elements and so the infeed "has not been
+            dequeued".
         EndOfDataError: if the infeed has too few elements.
     """
     return _run(_Loop.of(None, body, inputs, infeed), inputs, _count("n", n))
@@ -78,6 +80,7 @@ def while_loop(
         ValueError: as `repeat`.
         EndOfDataError: as `repeat`.
     """
+    _require_function("condition", condition)
     count = None if maximum_iterations is None else _count("maximum_iterations", maximum_iterations)
     return _run(_Loop.of(condition, body, inputs, infeed), inputs, count)
 
@@ -102,6 +105,7 @@ class _Loop:
 
     @classmethod
     def of(cls, condition: Condition | None, body: Body, inputs: Tree, infeed: InfeedQueue | None) -> _Loop:
+        _require_function("body", body)
         if infeed is not None and not isinstance(infeed, InfeedQueue):
             raise TypeError(f"the infeed is a {type(infeed).__name__}; make an InfeedQueue of the data set")
         leaves, structure = jax.tree.flatten(_listed(inputs))
@@ -215,6 +219,7 @@ class _Program:
 
     def __init__(self, loop: _Loop, leaves: Values, count: Any) -> None:
         self._error: BaseException | None = None
+        self._constants: Sequence[Callable[[], bool]] = ()
         self._token = jnp.int32(0)
         self._loop = loop
         self._closed = jax.make_jaxpr(self._trace)(self._token, count, leaves)
@@ -229,7 +234,13 @@ class _Program:
         program = FeedProgram(np.int32(0), Replication(range(1), 1), self._report, token)
         with tracing(program):
             results = _inline(self._loop, program, leaves, count)
+        self._constants = program.constants
         return [program.token, *results]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the variables that its body reads are what they were when it was traced."""
+        return all(is_same() for is_same in self._constants)
 
     def _report(self, error: BaseException) -> None:
         self._error = error
@@ -250,7 +261,7 @@ def _call(loop: _Loop, leaves: Values, count: Any) -> Values:
     """Compile the loop, unless that is done, and run it."""
     dynamic = None if count is None else jnp.asarray(count, jnp.int32)
     program = _programs.get(loop)
-    if program is None:
+    if program is None or not program.is_current:
         program = _Program(loop, leaves, dynamic)
         if not program.is_constant:
             return _inline_alone(loop, leaves, count)
@@ -267,13 +278,21 @@ def _count(name: str, n: Any) -> Any:
     """An int, or an array that the program computes."""
     if isinstance(n, jax.Array) and n.shape == () and jnp.issubdtype(n.dtype, jnp.integer):
         return n
-    try:
-        count = operator.index(n)
-    except TypeError as error:
-        raise TypeError(f"{name} is {n!r}; it must be an integer, or a scalar array of integers") from error
+    count = integer(n)
+    if count is None:
+        raise TypeError(f"{name} is {n!r}; it must be an integer, or a scalar array of integers")
     if count < 0:
         raise ValueError(f"{name} is {count}; a loop runs 0 times or more")
+    if count > MOST_ITERATIONS:
+        raise ValueError(
+            f"{name} is {count}; a loop runs at most {MOST_ITERATIONS} times: use several loops, or no limit"
+        )
     return count
+
+
+def _require_function(name: str, function: object) -> None:
+    if not callable(function):
+        raise TypeError(f"the {name} of the loop is {function!r}, a {type(function).__name__}; use a function")
 
 
 def _listed(inputs: Tree) -> list[Any]:

@@ -86,6 +86,7 @@ class IPUMultiWorkerStrategy(Strategy):
         ipus_per_replica: devices that each replica spans, for pipelines.
 
     Raises:
+        TypeError: `cluster_resolver` is none.
         EnvironmentMismatchError: the cluster makes no sense.
         PeerRefusedError: this worker's address is in use, or another worker refuses it.
         SecurityError: workers on several machines need certificates.
@@ -109,6 +110,10 @@ class IPUMultiWorkerStrategy(Strategy):
 
 
 def _cluster_of(resolver: ClusterResolver) -> Cluster:
+    if not hasattr(resolver, "cluster_spec"):
+        raise TypeError(
+            f"cluster_resolver is {resolver!r}, a {type(resolver).__name__}; use popdist.TFConfigClusterResolver()"
+        )
     jobs = resolver.cluster_spec().as_dict()
     return Cluster(
         chief=tuple(jobs.get("chief", ())),

@@ -36,7 +36,13 @@ from strategies.replicas.devices import borrow
 from strategies.replicas.membership import Membership
 from strategies.replicas.replica_context import refuse_in_replica, replica_context
 from strategies.replicas.replicas import Replicas, as_jax_would
-from strategies.replicas.variables import MirroredVariable, Synchronization, SyncOnReadVariable, make_variable
+from strategies.replicas.variables import (
+    MirroredVariable,
+    Synchronization,
+    SyncOnReadVariable,
+    make_variable,
+    values_of,
+)
 from strategies.roles import Data, Element, Function, Tree
 
 Same = TypeVar("Same")
@@ -222,6 +228,7 @@ class Strategy(ABC):
                 has of its own until it is read.
             aggregation: how replicas' values are reduced: "sum", "mean" or "only_first_replica".
         """
+        refuse_in_replica("strategy.variable")
         return make_variable(self._replicas, initial, synchronization, aggregation)
 
     def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
@@ -276,7 +283,7 @@ class Strategy(ABC):
             ValueError: for another op, if the replicas' pytrees differ, or if the value cannot be dealt out; see `run`.
         """
         refuse_in_replica("strategy.reduce")
-        return self._replicas.reduce(op, value)
+        return self._replicas.reduce(op, values_of(value))
 
     # ---- programs
 
@@ -286,9 +293,9 @@ class Strategy(ABC):
         Args:
             function: a JAX-traceable function; inside it `get_replica_context` gives the replica's index and
                 collectives over all replicas. Compiled once per function object and argument shapes.
-            args: pytrees. Of a `PerReplica`, wherever it stands, each replica gets its value; of an array of a
-                batch of `distribute_dataset` its rows; of all else the whole. A new array that is as long as such a
-                batch is refused where there are several local replicas: say `dealt` or `shared` of it.
+            args: pytrees. Of a `PerReplica` or an "on_read" variable, wherever it stands, each replica gets its value;
+                of an array of a batch of `distribute_dataset` its rows; of all else the whole. A new array that is as
+                long as such a batch is refused where there are several local replicas: say `dealt` or `shared` of it.
             kwargs: likewise.
 
         Returns:
@@ -296,7 +303,8 @@ class Strategy(ABC):
 
         Raises:
             RuntimeError: inside a function that `run` runs.
-            TypeError: "Unsupported data type" for float64 arguments or results, unless JAX has 64 bits enabled.
+            TypeError: `args` is no tuple or list, or `kwargs` no dictionary; "Unsupported data type" for float64
+                arguments or results, unless JAX has 64 bits enabled.
             UnsupportedBufferError: a `PerReplica` has a masked array.
             ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape; integers do
                 not fit into 32 bits, where JAX has no more; a batch or a `PerReplica` is for other replicas; nobody can
@@ -304,7 +312,8 @@ class Strategy(ABC):
         """
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
-        named = [self._replicas.dealing.deal_argument(value) for value in (*args, *kwargs.values())]
+        _require_arguments(args, kwargs)
+        named = [self._replicas.dealing.deal_argument(values_of(value)) for value in (*args, *kwargs.values())]
         program = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
@@ -347,17 +356,22 @@ class Strategy(ABC):
         return results
 
     def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> Program:
-        key = (function, names)
-        if key not in self._replicas.programs:
-            self._replicas.programs[key] = self._replicas.devices.compile(self._for_one_replica(function, names))
-        return self._replicas.programs[key]
+        key, constants = (function, names), list[Callable[[], bool]]()
+        program, kept = self._replicas.programs.get(key, (None, constants))
+        if program is None or not all(is_same() for is_same in kept):
+            program = self._replicas.devices.compile(self._for_one_replica(function, names, constants))
+            self._replicas.programs[key] = program, constants
+        return program
 
-    def _for_one_replica(self, function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    def _for_one_replica(
+        self, function: Callable[..., Any], names: tuple[str, ...], constants: list[Callable[[], bool]]
+    ) -> Callable[..., Any]:
         def one_replica(index: jax.Array, *values: Any) -> Any:
             first_named = len(values) - len(names)
             context = self._replicas.new_context(index, "run", is_watched=True)
             with replica_context(context):
                 result = function(*values[:first_named], **dict(zip(names, values[first_named:], strict=True)))
+            constants.extend(context.feeds.constants)
             # With the token the program has a result that is not ready before its last feed.
             results = (refuse_float64(result, "output"), context.feeds.token)
             return jax.tree.map(jnp.asarray, results)
@@ -453,6 +467,14 @@ def _require_switches(**switches: bool) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; it is True or False, and devices have no names here")
+
+
+def _require_arguments(args: object, kwargs: object) -> None:
+    """Refuse a value in the place of a tuple of them, before its parts count as arguments."""
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args is {args!r}, a {type(args).__name__}; give a tuple, such as args=(value,)")
+    if not isinstance(kwargs, dict):
+        raise TypeError(f"kwargs is {kwargs!r}, a {type(kwargs).__name__}; give a dictionary")
 
 
 def _is_on_one_device(leaf: Any) -> bool:

@@ -14,6 +14,7 @@ from strategies.evaluation.merging import Evaluation
 from strategies.gradients.replica_program import LossFunction
 from strategies.memory.of_step import MemoryPlanner, shapes_of
 from strategies.memory.plan import MemoryPlan
+from strategies.replicas.replica_context import refuse_in_replica
 from strategies.roles import Batch, Tree, Variables
 from strategies.step.metrics import Metrics, tell_evaluation
 from strategies.step.notice import Notice
@@ -108,7 +109,9 @@ class Trainer:
             ValueError: if there is no variable, or one was used up by a step; or the model state does not fit to
                 `model_state_aggregation`.
             LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
+            RuntimeError: inside `strategy.run` or a loss function, as of all that trains.
         """
+        refuse_in_replica("trainer.init")
         state = self._states.init(variables, model_state)
         self._begun_with = shapes_of((variables, model_state))
         return state
@@ -169,6 +172,7 @@ class Trainer:
         Raises:
             ValueError: if there is no batch, or `steps_per_execution` is not positive; and what `step` raises.
         """
+        refuse_in_replica("trainer.run")
         return self._executions.run(state, dataset, steps_per_execution, after_execution)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -192,6 +196,7 @@ class Trainer:
             DisagreementError: on all instances, at the first step with batches of a shape, if they differ in the
                 options, the data set, the loss function or the optimizer.
         """
+        refuse_in_replica("trainer.step")
         return self._single.make(state, batch)
 
     # ---- without training

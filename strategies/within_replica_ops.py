@@ -97,7 +97,8 @@ def _vectors(shards: Sequence[ArrayLike]) -> list[jax.Array]:
 def _checked(shards: Sequence[ArrayLike]) -> list[jax.Array]:
     if not len(shards):
         raise ValueError("the list of shards is empty; give one array per shard")
-    if len({id(shard) for shard in shards}) < len(shards):
+    held = [id(shard) for shard in shards if hasattr(shard, "dtype")]  # equal numbers of Python may be one object
+    if len(set(held)) < len(held):
         raise ValueError("an array is in the list of shards twice; each shard has one of its own")
     arrays = [jnp.asarray(shard) for shard in shards]
     for what, found in (("dtypes", {array.dtype for array in arrays}), ("ranks", {array.ndim for array in arrays})):

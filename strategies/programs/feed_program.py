@@ -79,6 +79,7 @@ class FeedProgram:
         collected: what the body of a loop has enqueued so far, while one is traced that collects it.
         loops: the numbers of the iterations of the loops that are being traced, from the outermost one.
         meets: called at run time with an outfeed that the program enqueues, in which replicas meet.
+        constants: of each value from outside that it has, and that may change, whether it is still the same.
     """
 
     replica: Any
@@ -91,6 +92,7 @@ class FeedProgram:
     collected: list[Enqueued] | None = None
     loops: tuple[Any, ...] = ()
     meets: Callable[[Any], None] = lambda queue: None
+    constants: list[Callable[[], bool]] = field(default_factory=list)
 
     def call(
         self,
@@ -219,6 +221,17 @@ def current_program() -> FeedProgram:
 def is_in_program() -> bool:
     """Whether `strategy.run`, a loss function or a loop is being traced."""
     return _current.get() is not None
+
+
+def note_constant(is_same: Callable[[], bool]) -> None:
+    """Note that the program that is being traced, if there is one, has a value from outside that may change.
+
+    Args:
+        is_same: whether it is still the same; asked before the program runs again.
+    """
+    program = _current.get()
+    if program is not None:
+        program.constants.append(is_same)
 
 
 @contextmanager

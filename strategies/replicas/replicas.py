@@ -97,7 +97,7 @@ class Replicas:
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
         self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
-        self.programs: dict[Any, Program] = {}
+        self.programs: dict[Any, tuple[Program, list[Callable[[], bool]]]] = {}  # with what its constants ask
         self._program_numbers = itertools.count()
 
     # ---- who is there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.per_replica import PerReplica
+from strategies.programs.feed_program import is_in_program, note_constant
 from strategies.replicas.dealing import mirrored
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
@@ -22,15 +24,23 @@ class MirroredVariable:
     """A pytree that is the same on all replicas; what replicas write is reduced on writing.
 
     Semantics: the original's `IPUMirroredVariable` (synchronization ON_WRITE).
-
-    Attributes:
-        value: the current value; with `variables_on_host` NumPy arrays in host memory, else JAX arrays.
     """
 
     def __init__(self, replicas: Replicas, initial: Tree, aggregation: str) -> None:
         self._replicas = replicas
         self._aggregation = _checked(aggregation)
-        self.value = self._placed(replicas.broadcast(initial))
+        self._value = self._placed(replicas.broadcast(initial))
+
+    @property
+    def value(self) -> Tree:
+        """The current value; with `variables_on_host` NumPy arrays in host memory, else JAX arrays.
+
+        A function that `strategy.run` runs, or the body of a loop, is compiled anew where it reads it here and it has
+        changed; as an argument it may change without that. To a loss function it is a constant.
+        """
+        value, variable = self._value, weakref.ref(self)
+        note_constant(lambda: getattr(variable(), "_value", value) is value)
+        return value
 
     def read_value(self) -> Tree:
         """The current value; asks nobody."""
@@ -44,9 +54,11 @@ class MirroredVariable:
                 is the same on all instances; converted to the variable's dtypes.
 
         Raises:
+            RuntimeError: in a program that is being compiled.
             ValueError: if it differs from the variable in structure or shapes, or an integer variable cannot hold it.
         """
-        self.value = self._placed(_like(self.value, _reduced(self._replicas, self._aggregation, value)))
+        _refuse_in_program("assign")
+        self._value = self._placed(_like(self._value, _reduced(self._replicas, self._aggregation, value)))
 
     def _placed(self, value: Tree) -> Tree:
         if self._replicas.variables_on_host:
@@ -72,7 +84,12 @@ class SyncOnReadVariable:
         self.values = replicas.per_replica(lambda _: first)
 
     def read_value(self) -> Tree:
-        """The values of all replicas of all instances, reduced; a collective call."""
+        """The values of all replicas of all instances, reduced; a collective call.
+
+        Raises:
+            RuntimeError: in a program that is being compiled.
+        """
+        _refuse_in_program("read_value")
         return _reduced(self._replicas, self._aggregation, self.values)
 
     def assign(self, value: Tree) -> None:
@@ -84,9 +101,11 @@ class SyncOnReadVariable:
                 dtypes.
 
         Raises:
+            RuntimeError: in a program that is being compiled.
             ValueError: if it differs from the variable in structure or shapes, or has not one tree for each replica; if
                 an integer variable cannot hold it, or its part of a sum.
         """
+        _refuse_in_program("assign")
         value = self._replicas.dealing.deal(value)
         if isinstance(value, PerReplica):
             self.values = PerReplica(tuple(_like(self._layout, one) for one in value), value.replicas)
@@ -107,6 +126,25 @@ def make_variable(
     if synchronization not in kinds:
         raise ValueError(f"synchronization is {synchronization!r}; use one of {', '.join(kinds)}")
     return kinds[synchronization](replicas, initial() if callable(initial) else initial, aggregation)
+
+
+def values_of(tree: Tree) -> Tree:
+    """The tree, with what they hold in the place of variables."""
+    return jax.tree.map(_value_of, tree)
+
+
+def _value_of(leaf: Any) -> Tree:
+    if isinstance(leaf, SyncOnReadVariable):
+        return leaf.values
+    return leaf.value if isinstance(leaf, MirroredVariable) else leaf
+
+
+def _refuse_in_program(call: str) -> None:
+    if is_in_program():
+        raise RuntimeError(
+            f"{call} of a variable was called while a program is compiled, and would happen once, not in each run; "
+            "call it outside: hand what the variable holds over as an argument, and return what it is to hold"
+        )
 
 
 def _checked(aggregation: str) -> str:

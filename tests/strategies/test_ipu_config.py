@@ -259,6 +259,11 @@ class TestEffects:
         assert made._pipelining.recomputes is expected
         assert len(caplog.messages) == (allowed is False)
 
+    def test_a_mode_is_one_also_where_nothing_is_recomputed(self, configure):
+        configure(allow_recompute=False)
+        with pytest.raises(TypeError, match="recomputation_mode is 'Auto'; use a member of RecomputationMode"):
+            pipeline([lambda v, x: x, lambda v, x: x], 4, inputs=[1.0], recomputation_mode="Auto")
+
     def test_strategies_are_refused_where_devices_are_never_attached(self, configure):
         configure(device_connection__type=2, device_connection__version="ipu2")
         with pytest.raises(

@@ -92,10 +92,30 @@ class TestIterations:
         assert loops.repeat(jnp.int32(5), lambda v: v + 1, [0]) == 5
         assert jax.jit(lambda n: loops.repeat(n, lambda v: v + 1, [0]))(6) == 6
 
-    @pytest.mark.parametrize(("n", "error"), [(-1, ValueError), (1.5, TypeError), ("3", TypeError)])
+    @pytest.mark.parametrize(
+        ("n", "error"),
+        [
+            (-1, ValueError),
+            (2**31, ValueError),
+            (1.5, TypeError),
+            ("3", TypeError),
+            (True, TypeError),
+            (None, TypeError),
+        ],
+    )
     def test_are_a_number(self, n, error):
         with pytest.raises(error, match="n is "):
             loops.repeat(n, lambda v: v, [0])
+
+    def test_have_a_most_that_is_a_number_too(self):
+        with pytest.raises(ValueError, match="maximum_iterations is 2147483648; a loop runs at most 2147483647 times"):
+            loops.while_loop(lambda v: v < 5, lambda v: v, [0], maximum_iterations=2**31)
+
+    def test_are_of_functions(self):
+        with pytest.raises(TypeError, match="the body of the loop is None, a NoneType; use a function"):
+            loops.repeat(1, None, [0])
+        with pytest.raises(TypeError, match="the condition of the loop is None"):  # and no loop without an end
+            loops.while_loop(None, lambda v: v + 1, [0])
 
     def test_end_with_the_condition_or_the_most_that_are_allowed(self, place):
         assert place(lambda: loops.while_loop(lambda v: v < 5, lambda v: v + 2, [0])) == 6

@@ -323,6 +323,13 @@ def test_a_wrong_cluster_is_one_clear_line(monkeypatch, capsys, config, replicas
     assert not popdist.isBackendInitialized()
 
 
+def test_a_cluster_resolver_is_one():
+    with pytest.raises(
+        TypeError, match=r"cluster_resolver is None, a NoneType; use popdist.TFConfigClusterResolver\(\)"
+    ):
+        strategies.IPUMultiWorkerStrategy(None)
+
+
 def test_a_worker_has_replicas():
     with pytest.raises(ValueError, match="num_local_replicas is 0; it must be at least 1"):
         strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(environ={"TF_CONFIG": CONFIG % 0}), False, 0)

@@ -138,11 +138,18 @@ class TestRun:
         with pytest.raises(ValueError, match="replicas have values of different structures"):
             strategy.reduce("sum", strategy.per_replica(lambda r: {f"{r}": 1.0}))
 
-    @pytest.mark.parametrize("call", ["run", "reduce", "broadcast"])
+    @pytest.mark.parametrize("call", ["run", "reduce", "broadcast", "variable"])
     def test_a_replica_does_not_call_what_is_for_all_of_them(self, strategy, call):
-        arguments = {"run": (replica_index,), "reduce": ("sum", 1.0), "broadcast": (1.0,)}
+        arguments = {"run": (replica_index,), "reduce": ("sum", 1.0), "broadcast": (1.0,), "variable": (1.0,)}
         with pytest.raises(RuntimeError, match=f"strategy.{call} was called by a replica"):
             strategy.run(lambda: getattr(strategy, call)(*arguments[call]))
+
+    def test_arguments_are_a_tuple_and_a_dictionary(self, strategy):
+        for value in (1.0, strategy.per_replica(float), np.ones(1, np.float32)):
+            with pytest.raises(TypeError, match=r"^args is .*; give a tuple, such as args=\(value,\)"):
+                strategy.run(lambda *x: x[0], args=value)
+        with pytest.raises(TypeError, match="kwargs is .*; give a dictionary"):
+            strategy.run(lambda x: x, kwargs=[1.0])
 
     def test_takes_keyword_arguments_of_both_kinds(self, strategy):
         results = strategy.run(

@@ -443,3 +443,12 @@ class TestVariablesThatDifferBetweenInstances:
         for message in on_instances(2, 2, program):
             assert "Tensor layouts did not match on all instances" in message
             assert f"['{name}']" in message
+
+
+def test_a_replica_trains_nothing(strategy):
+    trainer = Trainer(strategy, squared_error, optax.sgd(1.0))
+    state = trainer.init(start())
+    calls = {"init": (start(),), "step": (state, BATCH), "run": (state, [BATCH])}
+    for name, arguments in calls.items():
+        with pytest.raises(RuntimeError, match=f"^trainer.{name} was called by a replica, inside strategy.run"):
+            strategy.run(lambda name=name, arguments=arguments: getattr(trainer, name)(*arguments))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import strategies
+from strategies import loops
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -112,3 +113,67 @@ def test_only_instance_0_writes_checkpoints(on_instances):
         return extended.should_checkpoint, extended.should_save_summary
 
     assert on_instances(2, 2, program) == [(True, True), (False, False)]
+
+
+def test_what_a_replica_reads_is_the_current_value(strategy):
+    variable = strategy.variable(np.float32(1))
+
+    def double():
+        return 2 * variable.value
+
+    traced = []
+
+    def listed():
+        traced.append(variable.read_value())
+        return 0
+
+    for value in (1, 5):
+        variable.assign(np.float32(value))
+        for _ in range(2):
+            assert [float(x) for x in strategy.run(double)] == [2 * value] * 4
+            strategy.run(listed)
+    assert len(traced) == 2  # compiled anew only where it has changed
+
+
+def test_a_loop_that_is_kept_reads_the_current_value_too(strategy):
+    variable = strategy.variable(np.float32(1))
+
+    def body(x):
+        return x + variable.value
+
+    for value in (1, 5):
+        variable.assign(np.float32(value))
+        assert float(loops.repeat(3, body, [0.0])) == 3 * value
+
+
+@pytest.mark.parametrize("synchronization", ["on_read", "on_write"])
+def test_a_replica_assigns_nothing(strategy, synchronization):
+    """Or the variable would hold what is left of a compilation."""
+    variable = strategy.variable(np.float32(1), synchronization, "mean")
+    for place in (lambda body: strategy.run(body, args=(2.0,)), lambda body: loops.repeat(1, body, [2.0])):
+        with pytest.raises(RuntimeError, match="assign of a variable was called while a program is compiled.*return"):
+            place(lambda x: variable.assign(x))
+    assert float(variable.read_value()) == 1
+
+
+def test_a_replica_does_not_read_what_all_replicas_have_together(strategy):
+    variable = strategy.variable(np.float32(1), "on_read")
+    with pytest.raises(RuntimeError, match="read_value of a variable was called while a program is compiled"):
+        strategy.run(variable.read_value)
+
+
+def test_a_variable_is_an_argument(on_instances):
+    """Of one that is synchronised on reading each replica gets its own."""
+
+    def program(strategy):
+        mirrored = strategy.variable({"w": np.float32(10)})
+        own = strategy.variable(np.float32(0), "on_read", "sum")
+        own.assign(strategy.per_replica(lambda r: np.float32(r)))
+        results = strategy.run(lambda tree, own: tree["both"][0]["w"] + own, args=({"both": [mirrored]}, own))
+        return (
+            [float(x) for x in results],
+            float(strategy.reduce("sum", own)),
+            float(strategy.reduce("mean", mirrored)["w"]),
+        )
+
+    assert on_instances(2, 4, program) == [([10.0, 11.0], 6.0, 10.0), ([12.0, 13.0], 6.0, 10.0)]

@@ -39,6 +39,7 @@ def test_w05_w06_sizes_axes_and_scalars():
     assert ops.all_gather([np.zeros((2, 3)), np.ones((2, 3))])[0].shape == (4, 3)
     assert ops.all_gather([np.zeros((1, 2, 3)), np.zeros((1, 3, 3))], axis=1)[1].shape == (1, 5, 3)
     assert lists(ops.all_gather([np.int32(1), np.int32(2)])) == [[1, 2]] * 2
+    assert lists(ops.all_gather([1, 1])) == [[1, 1]] * 2  # Python has one object for both
 
 
 def test_w07_w09_what_does_not_fit_together_is_refused():

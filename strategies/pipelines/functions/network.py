@@ -22,7 +22,7 @@ from strategies.pipelines.pipelining import Pipelining
 from strategies.pipelines.running.micro_batch import counting, knowing
 from strategies.pipelines.trace import Trace
 from strategies.programs.gradient_capture import shapes_by_tag
-from strategies.replicas.replica_context import replica_context
+from strategies.replicas.replica_context import refuse_in_replica, replica_context
 from strategies.roles import Tree, Variables
 from strategies.step.metrics import Metrics
 from strategies.strategy import Strategy
@@ -125,8 +125,10 @@ class Pipeline:
                 replica 0 has. None if there is none.
 
         Raises:
+            RuntimeError: inside `strategy.run`, which does not run pipelines: they run their stages themselves.
             ValueError: if the last stage has outputs and there is no outfeed; and see `Trainer`.
         """
+        refuse_in_replica("init of a pipeline")
         closed, outputs = self._described(variables, model_state)
         if self._learning is None:
             self._outfeed.check_outputs(outputs if isinstance(outputs, list | tuple) else [outputs])
@@ -154,9 +156,10 @@ class Pipeline:
             state: what `init` or this has returned last.
 
         Raises:
-            RuntimeError: before `init`.
+            RuntimeError: before `init`; inside `strategy.run`, see `init`.
             EndOfDataError: if the infeed has too few elements.
         """
+        refuse_in_replica("a pipeline")
         if not isinstance(state, TrainState) or (self._learning is not None and self._trainer is None):
             raise RuntimeError("a pipeline was called before init; begin with state = net.init(variables)")
         for _ in range(self._repeat_count):

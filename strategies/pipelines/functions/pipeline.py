@@ -15,7 +15,7 @@ from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.ipu import IPUStrategy
-from strategies.numbers import positive
+from strategies.numbers import integer, positive
 from strategies.pipelines.functions.closures import tracers_in
 from strategies.pipelines.functions.network import Learning, OptimizerFunction, Pipeline
 from strategies.pipelines.functions.optimizer_function import (
@@ -114,7 +114,7 @@ def pipeline(
     if continuous_weight_updates:
         raise NotImplementedError("continuous_weight_updates is not supported, as in the original; leave it out")
     learns = optimizer_function is not None
-    _check_types(infeed_queue, optimizer_function)
+    _check_types(infeed_queue, optimizer_function, recomputation_mode)
     outfeed = OutfeedRule(outfeed_queue, outfeed_loss, outfeed_mask, accumulate_outfeed, accumulate_outfeed_dtype)
     outfeed.check(learns)
     schedule = schedule_for(pipeline_schedule, batch_serialization_iterations)
@@ -177,13 +177,15 @@ def _recomputes(mode: RecomputationMode | None) -> bool:
     return mode is not None if allowed is None else allowed
 
 
-def _check_types(infeed_queue: Any, optimizer_function: Any) -> None:
+def _check_types(infeed_queue: Any, optimizer_function: Any, recomputation_mode: Any) -> None:
     if not isinstance(infeed_queue, InfeedQueue | None):
         raise TypeError(f"infeed_queue is {infeed_queue!r}, a {type(infeed_queue).__name__}; use an InfeedQueue")
     if optimizer_function is not None and not callable(optimizer_function):
         raise TypeError(
             f"optimizer_function is {optimizer_function!r}, a {type(optimizer_function).__name__}; use a function"
         )
+    if not isinstance(recomputation_mode, RecomputationMode | None):
+        raise TypeError(f"recomputation_mode is {recomputation_mode!r}; use a member of RecomputationMode")
 
 
 def _refuse_means_with_serialization(method: GradientAccumulationReductionMethod, iterations: int) -> None:
@@ -204,9 +206,9 @@ def _refuse_sharding_without_offloading(shards: bool | None, offloads: bool | No
 
 def _devices_of(mapping: Any, stages: Any) -> int:
     """How many devices a replica spans that nobody else has decided."""
-    numbers = [one for one in jax.tree.leaves(mapping) if isinstance(one, int)]
     if isinstance(mapping, Sequence):
-        return 1 + max([*numbers, 0])
+        flat = [one for each in mapping for one in (each if isinstance(each, Sequence) else (each,))]
+        return 1 + max(integer(one) or 0 for one in (0, *flat))
     return max(len(stages), 1) if isinstance(stages, Sequence) else 1
 
 

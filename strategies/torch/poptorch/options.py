@@ -12,7 +12,7 @@ import torch
 
 import strategies.torch.poptorch.blocks as blocks
 import strategies.torch.poptorch.enums as enums
-from strategies.errors import StrategyError
+from strategies.errors import FailedPreconditionError, StrategyError
 from strategies.ipu import IPUStrategy
 from strategies.numbers import at_least, positive
 from strategies.popdist_strategy import PopDistStrategy
@@ -71,6 +71,29 @@ class DistributedOptions(OptionGroup):
         return self.configureProcessId(0, 1)
 
 
+class DecidedDistributedOptions(DistributedOptions):
+    """Those of `popdist.poptorch.Options`, where poprun has decided all of it: nothing can be set.
+
+    Every method raises FailedPreconditionError, which is a RuntimeError, as the original's.
+    """
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> DistributedOptions:
+        """Refused."""
+        raise _decided("Distributed.configureProcessId", "which process this is; leave it out")
+
+    def disable(self) -> DistributedOptions:
+        """Refused."""
+        raise _decided("Distributed.disable", "how many processes there are; use poptorch.Options() for one alone")
+
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> DistributedOptions:
+        """Refused."""
+        raise _decided("Distributed.setEnvVarNames", "which process this is; leave it out")
+
+
+def _decided(call: str, what: str) -> FailedPreconditionError:
+    return FailedPreconditionError(f"Cannot call `{call}` with popdist.poptorch.Options: poprun has decided {what}")
+
+
 class Options(OptionGroup):
     """How a model runs. Every setter returns the options, so that they can be chained; print them to see what is set.
 
@@ -85,6 +108,7 @@ class Options(OptionGroup):
     seed = 0
     execution_strategy: ExecutionStrategy | None = None
     anchors: Mapping[str, Anchor] = MappingProxyType({})
+    _distributed_kind = DistributedOptions
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +116,7 @@ class Options(OptionGroup):
         self._training = TrainingOptions()
         self._precision = PrecisionOptions()
         self._locations = TensorLocationOptions()
-        self._distributed = DistributedOptions(self)
+        self._distributed = self._distributed_kind(self)
 
     # ---- what is heeded
 
@@ -230,7 +254,7 @@ class Options(OptionGroup):
             group = copy.copy(getattr(self, name))
             group._values, group._is_frozen = dict(group._values), False
             setattr(clone, name, group)
-        clone._distributed = DistributedOptions(clone)
+        clone._distributed = self._distributed_kind(clone)
         return clone
 
     def __copy__(self) -> Options:
@@ -258,7 +282,7 @@ class Options(OptionGroup):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self._distributed = DistributedOptions(self)
+        self._distributed = self._distributed_kind(self)
 
     # ---- what has no meaning here
 
@@ -373,6 +397,8 @@ class PopdistOptions(Options):
             not be said: simulated devices are there as they are needed.
     """
 
+    _distributed_kind = DecidedDistributedOptions
+
     def __init__(self, ipus_per_replica: int | None = None) -> None:
         super().__init__()
         if ipus_per_replica is not None:
@@ -389,6 +415,10 @@ class PopdistOptions(Options):
         """Refused.
 
         Raises:
-            StrategyError: always: poprun decides.
+            FailedPreconditionError: always: poprun decides.
         """
-        raise StrategyError("poprun decides how many replicas an instance has; start it with another --num-replicas")
+        raise _decided("replicationFactor", "how many replicas an instance has; start it with another --num-replicas")
+
+    def useIpuId(self, ipu_id: int) -> Options:
+        """Refused; see `replicationFactor`."""
+        raise _decided("useIpuId", "on which devices an instance runs; leave it out")

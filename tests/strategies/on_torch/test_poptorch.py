@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 
 import pytest
 import torch
@@ -21,6 +22,22 @@ SAVED_OPTIONS = """
 import pickle, popdist.poptorch
 options = pickle.loads(pickle.dumps(popdist.poptorch.Options()))
 print(type(options.strategy).__name__, options.replication_factor, options.strategy.num_replicas_in_sync)
+"""
+
+DISTRIBUTED = ("disable", "setEnvVarNames", "configureProcessId")
+
+REFUSED_BY_A_JOB = """
+import popdist.poptorch
+for options in (popdist.poptorch.Options(), popdist.poptorch.Options().clone()):
+    own = options.Distributed
+    assert (own.processId, own.numProcesses) == (0, 1)
+    calls = [(options.useIpuId, 1), (options.replicationFactor, 2)]
+    calls += [(own.disable,), (own.setEnvVarNames, "SIZE", "RANK"), (own.configureProcessId, 0, 1)]
+    for call, *arguments in calls:
+        try:
+            call(*arguments)
+        except RuntimeError as error:
+            print(error)
 """
 
 
@@ -475,6 +492,15 @@ class TestOptions:
             Options().Distributed.configureProcessId(1, 2)
         with pytest.raises(ValueError, match=r"ReductionType\.Sum or \.Mean"):
             Options().Training.accumulationAndReplicationReductionType(poptorch.ReductionType.NoReduction)
+
+    def test_of_a_job_are_decided_by_poprun(self, in_new_process):
+        said = in_new_process(REFUSED_BY_A_JOB).splitlines()
+        assert len(said) == 2 * 5
+        assert all(
+            re.match(r"Cannot call `(\S+)` with popdist.poptorch.Options: poprun has decided", one) for one in said
+        )
+        calls = [one.split("`")[1] for one in said[:5]]
+        assert calls == ["useIpuId", "replicationFactor", *(f"Distributed.{name}" for name in DISTRIBUTED)]
 
     def test_may_look_for_gradients_that_are_not_finite(self, model):
         options = Options()

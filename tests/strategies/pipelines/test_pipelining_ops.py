@@ -565,6 +565,22 @@ def test_what_cannot_be_is_refused_at_once(stages, count, options, error, words)
         pipeline(stages, count, **options)
 
 
+@pytest.mark.parametrize("optimizer_function", [None, sgd()])
+def test_a_pipeline_runs_its_stages_itself(optimizer_function):
+    """And not in `strategy.run`, in which the original's programs call it."""
+    net = pipeline(TWO, 4, infeed_queue=numbers(), outfeed_queue=OutfeedQueue(), optimizer_function=optimizer_function)
+    strategy, state = strategies.IPUStrategy(), net.init(START)
+    for call, name in ((lambda: net.init(START), "init of a pipeline"), (lambda: net(state), "a pipeline")):
+        with pytest.raises(RuntimeError, match=f"^{name} was called by a replica, inside strategy.run"):
+            strategy.run(call)
+
+
+@pytest.mark.parametrize("mapping", [range(2), (np.int64(0), np.int64(1)), [0, 1], None])
+def test_without_a_strategy_a_replica_spans_the_devices_of_the_mapping(mapping):
+    net = pipeline(TWO, 4, infeed_queue=numbers(), device_mapping=mapping)
+    assert net.strategy.replicas.grid.ipus_per_replica == 2
+
+
 @pytest.mark.parametrize("options", [{}, {"optimizer_function": sgd()}])
 def test_pl_08_outputs_need_an_outfeed(options):
     net = pipeline(TWO, 4, infeed_queue=numbers(), **options)
