@@ -359,6 +359,9 @@ class Checkpoints:
         return packing
 
     def _write(self, folder: CheckpointFolder, training: Training, flat: Mapping[str, np.ndarray]) -> None:
+        """In its thread. Metrics come first: steps before a checkpoint are not made again, so nobody tells of them."""
+        for sinks in tuple(self._strategy.replicas.sinks):
+            sinks.wait()
         try:
             folder.write(training, flat)
         except CheckpointError as error:

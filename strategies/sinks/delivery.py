@@ -21,6 +21,8 @@ MOST = 8192
 """So many rows wait for a sink at most; what comes then is dropped."""
 AGAIN_S, AGAIN_AT_MOST_S = 1.0, 60.0
 """After an error it is tried again, first after so long, and then later and later."""
+LOOK_S = 0.01
+"""How often is looked whether rows are written, by who waits for that."""
 CLOSING_S = 10.0
 """How long the end of a program waits for a sink that is busy."""
 
@@ -47,6 +49,7 @@ class Delivery:
         self._again_s = AGAIN_S
         self._not_before_s = now_s()
         self._has_failed = self._has_misread = False
+        self._come = self._done = 0  # how many rows have come, and how many of these are written or left out
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self.dropped = 0
@@ -60,6 +63,7 @@ class Delivery:
         """Have a row delivered; takes well under a microsecond, and waits for nothing."""
         if self._waiting < MOST:
             self._rows.append(row)
+            self._come += 1
         else:
             self.dropped += 1
 
@@ -83,10 +87,17 @@ class Delivery:
         except Exception as error:  # whatever it is: the training goes on
             self._note(error)
             return
+        self._done += len(self._taken)
         self._taken = []
         if self._has_failed:
             self._has_failed, self._again_s = False, AGAIN_S
             logger.info("metrics are written to %s again", self._sink.name)
+
+    def wait(self, limit_s: float) -> None:
+        """Return when what has come is written, or the sink has failed, or is busy for so long."""
+        come, give_up_s = self._come, time.monotonic() + limit_s
+        while self._done < come and not self._has_failed and time.monotonic() < give_up_s:
+            time.sleep(LOOK_S)
 
     def close(self, limit_s: float = CLOSING_S) -> None:
         """Deliver what is left, and say what cannot be."""
@@ -112,6 +123,7 @@ class Delivery:
             _ = row.values
         except Exception as error:
             self.dropped += 1
+            self._done += 1
             if not self._has_misread:
                 logger.warning("the metrics of step %d cannot be read: %s; they are left out", row.step, error)
             self._has_misread = True

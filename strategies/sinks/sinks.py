@@ -17,6 +17,9 @@ from strategies.sinks.sink import Sink
 
 logger = logging.getLogger("strategies.metrics")
 
+WAIT_S = 1.0
+"""How long a checkpoint that is being written waits for a sink that is busy."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -115,6 +118,11 @@ class Sinks:
             return
         for delivery in self._deliveries:
             delivery.add(row)
+
+    def wait(self, limit_s: float = WAIT_S) -> None:
+        """Return when what has come is written, where this instance writes; see `Delivery.wait`."""
+        for delivery in self._deliveries:
+            delivery.wait(limit_s)
 
     def at_close(self, call: Callable[[Sinks], object]) -> None:
         """Have something called when they are closed."""

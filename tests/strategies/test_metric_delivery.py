@@ -251,3 +251,26 @@ class TestSinks:
     def test_a_step_is_a_whole_number(self, step):
         with Sinks([Kept()], Job()) as sinks, pytest.raises(TypeError, match="no whole number; give the number of"):
             sinks.log({"a": 1}, step)
+
+
+def test_who_waits_goes_on_when_all_that_has_come_is_written():
+    sink = Kept()
+    delivery = Delivery(sink, is_open=True)
+    for step in (1, 2):
+        delivery.add(row(step))
+    delivery.start()
+    delivery.wait(GUARD_S)
+    assert sink.got == [1, 2]
+    delivery.close()
+
+
+def test_who_waits_goes_on_when_the_sink_fails():
+    sink = Kept(refuse)
+    delivery = Delivery(sink, is_open=True)
+    delivery.add(row(1))
+    delivery.start()
+    delivery.wait(GUARD_S)
+    assert sink.got == []
+    sink.before = lambda: None
+    delivery.close()
+    assert sink.got == [1]
