@@ -69,7 +69,7 @@ class Delivery:
 
     @property
     def _waiting(self) -> int:
-        return len(self._rows) + len(self._taken)
+        return self._come - self._done
 
     def deliver(self) -> None:
         """Deliver what has come, unless the sink has failed a short while ago."""

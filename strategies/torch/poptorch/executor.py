@@ -176,7 +176,6 @@ class PoplarExecutor:
         scaling = LossScaling(scale, 1.0) if scale != 1 else None
         if training.automatic_loss_scaling:
             scaling = LossScaling() if scale == 1 else LossScaling(scale)
-        is_pipelined = not running or options.execution_strategy is not None
         return Trainer(
             options.strategy,
             self.model,
@@ -190,7 +189,7 @@ class PoplarExecutor:
             replicated_optimizer_state_sharding=options.TensorLocations.shards_optimizer,
             min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
             before_update=None if limit is None else clipping(limit),
-            pipeline=self._pipeline() if is_pipelined else None,
+            pipeline=None if running else self._pipeline(),  # nobody has asked for one then: `refuse_pairs`
         )
 
     def _pipeline(self) -> Pipeline:
