@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
 import stat
-import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 STATE, TRAINING, SUMS = "state", "training.json", "SHA256SUMS"
 INCOMPLETE, DAMAGED, REMOVED, REPLACED = ".incomplete", ".damaged", ".removed", ".replaced"
+MAX_FAILED = 16
+"""How many writes that have failed may still have threads."""
 PIECE_BYTES = 1 << 28
 """What orbax gets as one array: it may hold a second copy of it. (Few large arrays are written faster than many: 22 MB
 in 18 arrays took 55 ms of processor time, in one 22 ms.)"""
@@ -112,8 +115,9 @@ class CheckpointFolder:
             ) from error
         self.path = path.absolute()
         self._keep = keep
-        self._failures = 0
         self._best = best
+        self._attempts = itertools.count()
+        self._failed: deque[int] = deque()  # descriptors of folders that are gone
         self._orbax = orbax
         # Trained variables hardly shrink, and compressing them takes time that training needs.
         self._arrays = orbax.Checkpointer(orbax.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
@@ -134,9 +138,7 @@ class CheckpointFolder:
             CheckpointError: if that fails, for example because the disk is full.
         """
         complete = self.of_step(training.step)
-        # Orbax remembers what was in a folder, and looks for it there though it has gone with a write that failed.
-        attempt = f".{self._failures}" if self._failures else ""
-        incomplete = _beside(complete, attempt + INCOMPLETE)
+        incomplete = _beside(complete, INCOMPLETE)
         try:
             make_private(self.path)
             _clear(incomplete)
@@ -145,7 +147,6 @@ class CheckpointFolder:
             self._fill(incomplete, training, flat)
             self._put(incomplete, complete)
         except Exception as error:  # whatever orbax raises, it does not concern the training
-            self._failures += 1
             _remove_unfinished(incomplete)
             raise CheckpointError(f"{complete} could not be written: {_reason(error)}") from error
         steps = self.steps()
@@ -204,8 +205,11 @@ class CheckpointFolder:
         _clear(replaced)
 
     def _fill(self, folder: Path, training: Training, flat: Mapping[str, np.ndarray]) -> None:
-        with _without_tracebacks_of_orbax():
-            self._arrays.save(folder / STATE, args=self._orbax.args.PyTreeSave(_pieces(flat)))
+        with self._path_of_open(folder) as opened, _without_tracebacks_of_orbax():
+            # Orbax remembers what was under a path, and looks for it there though it has gone with a write that failed.
+            attempt = f"{STATE}.{next(self._attempts)}"
+            self._arrays.save(opened / attempt, args=self._orbax.args.PyTreeSave(_pieces(flat)))
+        (folder / attempt).rename(folder / STATE)
         (folder / TRAINING).write_text(training.to_json(), encoding="utf-8")
         sums = [f"{_sha256(path)}  {path.relative_to(folder)}\n" for path in _files(folder)]
         (folder / SUMS).write_text("".join(sums), encoding="utf-8")
@@ -213,6 +217,23 @@ class CheckpointFolder:
             for path in (*(Path(parent, name) for name in names), Path(parent)):
                 close_to_others(path)
                 _sync(path)
+
+    @contextmanager
+    def _path_of_open(self, folder: Path) -> Iterator[Path]:
+        """Another path to a folder, that leads nowhere once it is removed.
+
+        Where one of its threads has failed, orbax leaves the others behind. They make the folders of a path anew, but
+        none in a folder that is gone; its descriptor stays open, for the number must not become that of another one.
+        """
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield Path(f"/proc/self/fd/{descriptor}")
+        except BaseException:
+            if len(self._failed) == MAX_FAILED:
+                os.close(self._failed.popleft())
+            self._failed.append(descriptor)
+            raise
+        os.close(descriptor)
 
     def read(self, path: Path) -> tuple[Training, dict[str, np.ndarray]]:
         """What a checkpoint says, and its arrays by their names.
@@ -353,12 +374,11 @@ def _clear(path: Path) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what could not be finished; threads that orbax has left behind may still write there for a moment."""
-    for _ in range(20):
+    """Remove what could not be finished; each write that orbax has left behind there may undo that once."""
+    for _ in range(1000):
         _clear(folder)
         if not folder.exists():
             return
-        time.sleep(0.05)
 
 
 def _beside(path: Path, suffix: str) -> Path:

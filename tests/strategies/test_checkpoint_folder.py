@@ -199,6 +199,42 @@ def test_other_texts_are_no_training(text):
         Training.from_json(text)
 
 
+class SaverWhoseThreadsStay:
+    """In place of orbax's: what fails, while one of its threads has still to write under the path that it got."""
+
+    def __init__(self):
+        self.paths = []
+
+    def save(self, path, args):
+        self.write(path)
+        self.paths.append(path)
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    @staticmethod
+    def write(path):
+        (path / "d").mkdir(parents=True)
+        (path / "d" / "piece").write_bytes(b"late")
+
+
+def test_what_threads_of_a_failed_write_write_later_goes_nowhere(folder, monkeypatch):
+    folder.write(training(3), flat())
+    writer, saver = folder._arrays, SaverWhoseThreadsStay()
+    many = module.MAX_FAILED + 3
+    for _ in range(many):
+        monkeypatch.setattr(folder, "_arrays", saver)
+        with pytest.raises(CheckpointError, match="step_00000004 could not be written: File too large"):
+            folder.write(training(4), flat())
+    for path in saver.paths[-module.MAX_FAILED :]:
+        with pytest.raises(FileNotFoundError):
+            saver.write(path)
+    assert [path.name for path in folder.path.iterdir()] == ["step_00000003"]
+    assert len(set(saver.paths)) == many
+    monkeypatch.setattr(folder, "_arrays", writer)
+    before = len(os.listdir("/proc/self/fd"))
+    folder.write(training(4), flat())
+    assert (folder.steps(), len(os.listdir("/proc/self/fd"))) == ([3, 4], before)
+
+
 def test_large_arrays_are_cut_into_pieces_and_empty_ones_are_left_out(monkeypatch):
     monkeypatch.setattr(module, "PIECE_BYTES", 12)
     arrays = {"float32": np.arange(7, dtype=np.float32), "int32": np.zeros(0, np.int32)}
