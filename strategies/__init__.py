@@ -3,6 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
+import strategies.loading_jax  # noqa: F401  # before all others
 from strategies import config, cross_replica_ops, loops, metrics, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints

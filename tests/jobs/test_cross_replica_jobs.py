@@ -25,6 +25,7 @@ def alone():
     return every_collective.found(ALONE)
 
 
+@pytest.mark.complete
 def test_every_collective_and_a_training_with_some(tmp_path, alone):
     words = ("--num-instances=2", "--num-replicas=4", sys.executable)
     finished = start(*words, str(PROGRAMS / "every_collective.py"), str(tmp_path)).finish(LIMIT_S)

@@ -21,6 +21,7 @@ def counts(folder):
     return [(bits, int(loaded), int(compiled)) for bits, loaded, compiled in lines]
 
 
+@pytest.mark.complete
 def test_one_instance_compiles_and_the_next_start_compiles_nothing(tmp_path):
     first = counts(tmp_path)
     programs = len(list(tmp_path.glob("*/*-cache")))

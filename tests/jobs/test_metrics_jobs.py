@@ -17,6 +17,7 @@ STEPS = 4  # of each of two epochs
 pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(150)]
 
 
+@pytest.mark.complete
 def test_every_step_is_in_the_files_once_though_the_instance_that_writes_them_is_lost(tmp_path: Path) -> None:
     words = [f"--metrics=csv:{tmp_path}/run.csv,prometheus:0", f"--metrics=jsonl:{tmp_path}/run.jsonl"]
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")

@@ -31,7 +31,11 @@ BARRIER = "barrier 'gradients': exchange"
 
 
 @pytest.mark.parametrize(
-    ("word", "steps"), [("jax:3", range(102, 105)), ("torch:all@4", range(104, 108))], ids=["JAX", "PyTorch"]
+    ("word", "steps"),
+    [
+        pytest.param("jax:3", range(102, 105), id="JAX"),
+        pytest.param("torch:all@4", range(104, 108), id="PyTorch", marks=pytest.mark.complete),
+    ],
 )
 def test_what_a_profiler_sees_of_some_steps_is_in_the_trace_where_they_are(tmp_path: Path, word, steps) -> None:
     profiler = word.partition(":")[0]

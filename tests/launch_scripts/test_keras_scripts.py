@@ -41,6 +41,7 @@ def poprun(*options):
     return sys.executable, "-m", "poprun", "--num-instances=2", *options, sys.executable
 
 
+@pytest.mark.complete
 @pytest.mark.cores(2)
 def test_digits_are_learnt_to_the_same_bits_on_one_instance_and_on_two():
     script = SCRIPTS / "keras_digits.py"
@@ -50,6 +51,7 @@ def test_digits_are_learnt_to_the_same_bits_on_one_instance_and_on_two():
     assert float(alone.split()[0]) > 0.3  # by chance: 0.1
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", ["keras_quick_start.py", "keras_pipelined.py"])
 def test_a_listing_learns(name):
     [line] = lines_of(sys.executable, SCRIPTS / "listings" / name)

@@ -93,6 +93,7 @@ def test_a_pipeline_trains(listing):
     assert printed.startswith(f"loss {found['losses'][0].mean():.3f} at first")
 
 
+@pytest.mark.complete
 @pytest.mark.cores(2)
 @pytest.mark.parametrize(
     ("name", "words"),

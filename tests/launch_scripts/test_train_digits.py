@@ -162,6 +162,7 @@ def test_every_image_of_the_test_set_is_tested_once():
     assert found.rows == len(data.test_labels)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("model", ["mlp", pytest.param("cnn", marks=pytest.mark.complete)])
 def test_stages_on_devices_of_their_own_train_as_on_one(model, monkeypatch, capsys):
     """Whether a replica has two devices or one, and whatever the schedule."""

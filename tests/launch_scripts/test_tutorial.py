@@ -57,6 +57,7 @@ def validated(lines):
     return [float(re.search(r"validated (\d\.\d+)", line)[1]) for line in lines[:-1]]
 
 
+@pytest.mark.complete
 def test_it_stops_when_nothing_is_better_any_more_and_keeps_the_best(alone):
     lines, file = alone
     losses = validated(lines)

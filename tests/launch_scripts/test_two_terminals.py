@@ -241,6 +241,7 @@ def test_numbers_that_cannot_be_used_are_quoted(terminal, variables, error):
     assert script.lines["stderr"][-1] == f"error: {error}"
 
 
+@pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.cores(2)
 def test_two_workers_train_together(terminal):

@@ -30,6 +30,9 @@ def test_the_tests_that_catch_them_are_there(test: str) -> None:
     for name in names:
         inside = ast.iter_child_nodes(found)
         found = next(each for each in inside if getattr(each, "name", "") == name)
+        assert isinstance(found, ast.FunctionDef | ast.ClassDef)
+        marks = [ast.unparse(decorator) for decorator in found.decorator_list]
+        assert "pytest.mark.complete" not in marks, "the default tier does not run it"
 
 
 def test_a_fault_changes_what_is_there_exactly_once() -> None:

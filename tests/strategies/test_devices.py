@@ -175,6 +175,7 @@ compute()
 """
 
 
+@pytest.mark.complete
 def test_replicas_on_a_device_each_or_in_waves_compute_the_same(in_new_process):
     """As with accelerators: several of JAX's devices, each with an executable of its own."""
     on_one, all_at_once, *on_four = in_new_process(ON_DEVICES, "one").splitlines()

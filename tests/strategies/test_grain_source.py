@@ -256,6 +256,7 @@ signal.pause()
 """
 
 
+@pytest.mark.complete
 @pytest.mark.timeout(300)
 def test_worker_processes_read_the_same_and_end_with_their_instance_also_when_it_is_killed():
     program = subprocess.Popen(

@@ -106,7 +106,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+FEW = ("accumulated", "sharded", "of 8 bits", "with a model state")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name in FEW else pytest.mark.complete)
+        for name, options in OPTIONS.items()
+    ],
+)
 @pytest.mark.parametrize("instances", [pytest.param(1, marks=pytest.mark.complete), 2])
 def test_a_plan_is_what_a_training_has(options, instances, on_instances):
     plans = on_instances(instances, REPLICAS, lambda strategy: check_plan(strategy, **options))

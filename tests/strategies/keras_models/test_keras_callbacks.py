@@ -174,7 +174,7 @@ def test_when_the_chief_is_lost_in_fit_the_next_one_goes_on_with_the_file(tmp_pa
     assert len((tmp_path / "whole.csv").read_text().split()) == 4
 
 
-@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+@pytest.mark.parametrize("hook", [pytest.param("on_epoch_end", marks=pytest.mark.complete), "on_train_batch_end"])
 def test_a_callback_may_evaluate_and_predict_and_fit_goes_on_where_it_was(in_scopes, hook):
     """Also where instances have parts of the optimizer state."""
 

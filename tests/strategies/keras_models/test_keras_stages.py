@@ -40,7 +40,13 @@ def fit(model, wanted=LABELS, count=4):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"schedule": "Sequential", "device_mapping": [0, 0]}, {"recompute": True}], ids=str
+    "options",
+    [
+        {},
+        pytest.param({"schedule": "Sequential", "device_mapping": [0, 0]}, marks=pytest.mark.complete),
+        pytest.param({"recompute": True}, marks=pytest.mark.complete),
+    ],
+    ids=str,
 )
 def test_a_sequential_model_in_stages_has_the_bits_of_any_schedule(in_scopes, options):
     def program(strategy):

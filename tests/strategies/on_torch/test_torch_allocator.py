@@ -51,7 +51,7 @@ def pages_of_a_step(way, **environment):
 @pytest.mark.job
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are counted as Linux counts them")
 class TestPages:
-    @pytest.mark.parametrize("way", ["Trainer", "DistributedModel"])
+    @pytest.mark.parametrize("way", ["Trainer", pytest.param("DistributedModel", marks=pytest.mark.complete)])
     def test_of_one_step_are_those_of_the_next(self, way):
         assert pages_of_a_step(way) < ACTIVATIONS / 10
 
