@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from poprun_jobs import LIMIT_S, ROOT_ALLOWED
 
 
 def on_terminal(
-    program: str, *options: str, environ: dict[str, str] | None = None, **streams: Any
+    program: str,
+    *options: str,
+    environ: dict[str, str] | None = None,
+    tell: tuple[bytes, Path] | None = None,
+    **streams: Any,
 ) -> tuple[int, bytes]:
     """Run a Python program under poprun with some streams on a terminal; its exit status and what was shown.
 
@@ -19,6 +24,7 @@ def on_terminal(
         program: in Python.
         options: of poprun.
         environ: added to the environment.
+        tell: a text, and a file to be made when that has been shown.
         streams: as for Popen, or "terminal".
     """
     ours, theirs = os.openpty()
@@ -31,12 +37,12 @@ def on_terminal(
         **named,
     )
     os.close(theirs)
-    shown = _read_terminal(ours)
+    shown = _read_terminal(ours, tell)
     os.close(ours)
     return process.wait(LIMIT_S), shown
 
 
-def _read_terminal(descriptor: int) -> bytes:
+def _read_terminal(descriptor: int, tell: tuple[bytes, Path] | None) -> bytes:
     shown = b""
     while True:
         try:
@@ -44,3 +50,5 @@ def _read_terminal(descriptor: int) -> bytes:
         except OSError:  # the last writer has gone
             return shown
         shown += data
+        if tell and tell[0] in shown:
+            tell[1].touch()

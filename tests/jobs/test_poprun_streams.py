@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -72,19 +73,18 @@ def test_a_stream_that_is_a_terminal_is_one_for_the_program():
     assert shown == tag + b"False True\r\n" + tag + b"".join(b"\r" + tag + b"%d" % n for n in range(3)) + b"\r\n"
 
 
-def test_a_line_tells_of_the_beginning_on_a_terminal_and_leaves_nothing_there():
-    program = "import popdist, time\npopdist.init()\ntime.sleep(2)\nprint('begins')\n"
-    null = subprocess.DEVNULL
+def test_a_line_tells_of_the_beginning_on_a_terminal_and_leaves_nothing_there(tmp_path):
+    """What is erased is not there any more, also where the line is drawn again before the job has ended."""
+    line, told = b"no step is completed yet: data are loaded, programs compiled (", tmp_path / "told"
+    begins = "import os, popdist, time\npopdist.init()\n{}\nprint('begins')\n"
+    program = begins.format(f"while not os.path.exists({str(told)!r}): time.sleep(0.01)")
     environ = {"NO_COLOR": "1", "TERM": "xterm"}
-    streams = {"stdin": null, "stdout": "terminal", "stderr": "terminal"}
-    status, shown = on_terminal(program, "--summary", "no", environ=environ, **streams)
-    erase = b"\r\x1b[K"
+    streams = {"stdin": subprocess.DEVNULL, "stdout": "terminal", "stderr": "terminal"}
+    status, shown = on_terminal(program, "--summary", "no", environ=environ, tell=(line, told), **streams)
     assert status == 0
-    assert erase + b"no step is completed yet: data are loaded, programs compiled (" in shown
-    assert shown.rpartition(erase)[2] == b"[1,0]<stdout>:begins\r\n"
-    status, shown = on_terminal(
-        program, environ=environ | {"POPRUN_LOG_LEVEL": "ERROR"}, stdin=null, stdout="terminal", stderr="terminal"
-    )
+    assert re.sub(rb"[^\n]*\r\x1b\[K", b"", shown) == b"[1,0]<stdout>:begins\r\n"
+    quiet = environ | {"POPRUN_LOG_LEVEL": "ERROR"}
+    status, shown = on_terminal(begins.format("time.sleep(2)"), environ=quiet, **streams)
     assert (status, shown) == (0, b"[1,0]<stdout>:begins\r\n")
 
 
