@@ -44,6 +44,7 @@ from strategies.replicas.variables import (
     values_of,
 )
 from strategies.roles import Data, Element, Function, Tree
+from strategies.switches import require_switches
 
 Same = TypeVar("Same")
 
@@ -80,8 +81,10 @@ class Strategy(ABC):
                 f"device_connection.type is NEVER in the configuration in force, and {type(self).__name__} would run "
                 "programs; make it ON_DEMAND, or call strategies.config.reset_ipu_configuration()"
             )
-        _require_switches(
-            add_ipu_cross_replica_reductions=add_cross_replica_reductions, variables_on_host=variables_on_host
+        require_switches(  # the original's first argument is the name of a device, which would count as true
+            ", and devices have no names here",
+            add_ipu_cross_replica_reductions=add_cross_replica_reductions,
+            variables_on_host=variables_on_host,
         )
         self._replicas = Replicas(
             type(self).__name__, membership, progress, add_cross_replica_reductions, variables_on_host
@@ -460,13 +463,6 @@ def get_strategy() -> Strategy | None:
 
 def _hook_keras() -> None:
     import_module("strategies.keras.hook").hook(get_strategy)  # by its name: it knows strategies, and Keras
-
-
-def _require_switches(**switches: bool) -> None:
-    """Refuse what the original takes as its first argument, the name of a device, before it counts as true."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it is True or False, and devices have no names here")
 
 
 def _require_arguments(args: object, kwargs: object) -> None:
