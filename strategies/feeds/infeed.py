@@ -111,10 +111,11 @@ class InfeedQueue:
         return len(self.spec.leaves)
 
     def dequeue(self) -> Element:
-        """The next element of the replica whose program is being traced.
+        """The next element of the replica whose program is being traced; called from Python, that of a single replica.
 
         Raises:
             FeedError: if the queue is deleted, or used by a program on other replicas.
+            EndOfDataError: called from Python, if there is none; and what the data set raises.
         """
         return self.spec.unflatten(self._dequeue())
 
