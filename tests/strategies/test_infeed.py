@@ -270,7 +270,8 @@ class TestRefusals:
         with pytest.raises(ValueError, match="needs at least one"):
             InfeedQueue(dataset)
 
-    def test_of_programs_with_other_numbers_of_replicas(self):
+    def test_x_30_of_programs_with_other_numbers_of_replicas(self):
+        """X-30: a queue belongs to the number of replicas that dequeued it first."""
         infeed = InfeedQueue(Increasing(10, ()))
         program = self.summing(infeed)
         assert list(strategies.IPUStrategy(2).run(program)) == [2, 4]
