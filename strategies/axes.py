@@ -8,7 +8,7 @@ import numpy as np
 
 from strategies.numbers import integer
 
-Axis = int | Sequence[int]
+Axis = int | tuple[int, ...] | list[int]
 """One axis or several, counted from the end where negative."""
 
 
