@@ -25,6 +25,7 @@ from strategies.replicas.reduction_ops import DIFFERENTIABLE, base_of, check_dty
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.replica_groups import ReplicaGroups
 from strategies.roles import Tree
+from strategies.switches import require_switches
 
 
 def replication_index() -> jax.Array:
@@ -139,6 +140,7 @@ class _Group:
     """The group of the replica whose program is being traced."""
 
     def __init__(self, size: int | None, is_orthogonal: bool) -> None:
+        require_switches(orthogonal=is_orthogonal)
         self._context: ReplicaContext = get_replica_context()
         self._groups = ReplicaGroups(size or 0, is_orthogonal)
         self._total = self._context.num_replicas_in_sync

@@ -18,7 +18,14 @@ from jax.typing import ArrayLike
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.iterations import Iteration, differentiable
 from strategies.numbers import integer
-from strategies.programs.feed_program import FeedProgram, Replication, current_program, is_in_program, tracing
+from strategies.programs.feed_program import (
+    FeedProgram,
+    Replication,
+    current_program,
+    is_in_program,
+    is_traced,
+    tracing,
+)
 from strategies.programs.float64 import refuse_float64
 from strategies.roles import Function, Tree
 
@@ -181,7 +188,7 @@ def _run(loop: _Loop, inputs: Tree, count: Any) -> Any:
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(_listed(inputs))]
     if is_in_program():
         results = _inline(loop, current_program(), leaves, count)
-    elif _is_traced([*leaves, count]):
+    elif is_traced([*leaves, count]):
         results = _inline_alone(loop, leaves, count)
     else:
         results = _call(loop, leaves, count)
@@ -322,8 +329,3 @@ def _takes(function: Callable[..., Any], positional: int, names: Sequence[str]) 
     except TypeError:
         return False
     return True
-
-
-def _is_traced(values: Sequence[Any]) -> bool:
-    """Whether JAX is tracing a function that is none of ours."""
-    return any(isinstance(value, jax.core.Tracer) for value in (*values, jnp.zeros(())))

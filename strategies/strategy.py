@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from collectives.instruments import Instruments
 from popdist.instance import Instance
 from popdist.records import Progress
 from popdist.records.recording import note_question
+from strategies.axes import Axis
 from strategies.config.configured import in_force
 from strategies.config.ipu_config import IPUConfig
 from strategies.data.casts import DTypes
@@ -33,6 +34,7 @@ from strategies.per_replica import PerReplica, Shared
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
 from strategies.programs.program import Program
 from strategies.replicas.devices import borrow
+from strategies.replicas.gathering import concatenated
 from strategies.replicas.membership import Membership
 from strategies.replicas.replica_context import refuse_in_replica, replica_context
 from strategies.replicas.replicas import Replicas, as_jax_would
@@ -44,6 +46,7 @@ from strategies.replicas.variables import (
     values_of,
 )
 from strategies.roles import Data, Element, Function, Tree
+from strategies.switches import require_switches
 
 Same = TypeVar("Same")
 
@@ -80,8 +83,10 @@ class Strategy(ABC):
                 f"device_connection.type is NEVER in the configuration in force, and {type(self).__name__} would run "
                 "programs; make it ON_DEMAND, or call strategies.config.reset_ipu_configuration()"
             )
-        _require_switches(
-            add_ipu_cross_replica_reductions=add_cross_replica_reductions, variables_on_host=variables_on_host
+        require_switches(  # the original's first argument is the name of a device, which would count as true
+            ", and devices have no names here",
+            add_ipu_cross_replica_reductions=add_cross_replica_reductions,
+            variables_on_host=variables_on_host,
         )
         self._replicas = Replicas(
             type(self).__name__, membership, progress, add_cross_replica_reductions, variables_on_host
@@ -166,7 +171,7 @@ class Strategy(ABC):
     @property
     def extended(self) -> Extended:
         """The role of this instance, with the original's names; the chief writes files."""
-        return Extended(self.is_chief, self.is_chief)
+        return Extended(self.is_chief, self.is_chief, self.reduce)
 
     @property
     def variables_on_host(self) -> bool:
@@ -267,7 +272,7 @@ class Strategy(ABC):
         refuse_in_replica("strategy.broadcast")
         return self._replicas.broadcast(tree, root)
 
-    def reduce(self, op: str, value: Tree) -> Tree:
+    def reduce(self, op: str, value: Tree, axis: Axis | None = None) -> Tree:
         """Reduce over all replicas of all instances, in the order of the tree; the same result on every instance.
 
         Args:
@@ -275,15 +280,39 @@ class Strategy(ABC):
                 "max".
             value: what `run` or `per_replica` returned, a pytree of such, or one that all local replicas share; see
                 `run` for batches.
+            axis: also over this axis of each replica's value, or several: every part along it counts once, so a mean
+                is that over all rows of all replicas, which may have different numbers of them. The tree is then one
+                over all rows, replica by replica. For long axes reduce within `run` first.
 
         Returns:
             A pytree of NumPy arrays.
 
         Raises:
-            ValueError: for another op, if the replicas' pytrees differ, or if the value cannot be dealt out; see `run`.
+            TypeError: if an axis is no whole number.
+            ValueError: for another op, if the replicas' pytrees differ, if the value cannot be dealt out, see `run`; if
+                there is no such axis, or nothing along it.
         """
         refuse_in_replica("strategy.reduce")
-        return self._replicas.reduce(op, values_of(value))
+        return self._replicas.reduce(op, values_of(value), axis)
+
+    def gather(self, value: Tree, axis: int) -> Tree:
+        """The values of all replicas one after another along an axis, in the order of the replicas, on every instance.
+
+        Args:
+            value: see `reduce`; replicas may have different lengths along the axis, and are alike otherwise.
+            axis: counted from the end where it is negative.
+
+        Returns:
+            A pytree of NumPy arrays.
+
+        Raises:
+            LayoutMismatchError: if the replicas of instances differ in anything else than these lengths.
+            TypeError: if the axis is no whole number.
+            UnsupportedBufferError: for what instances do not exchange, such as strings.
+            ValueError: see `reduce`; or the values are scalars, which have no axis.
+        """
+        refuse_in_replica("strategy.gather")
+        return concatenated(self._replicas, values_of(value), axis)
 
     # ---- programs
 
@@ -324,6 +353,16 @@ class Strategy(ABC):
             (np.int32(replica), *of_replica) for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
         ]
         return PerReplica(tuple(self._run(program, arguments)), self.local_replicas)
+
+    def experimental_run_v2(self, *arguments: object, **named: object) -> NoReturn:
+        """The name that `run` once had.
+
+        Raises:
+            RuntimeError: always, as of the original.
+        """
+        raise RuntimeError(
+            "strategy.experimental_run_v2 is gone, here as in the original; call strategy.run with the same arguments"
+        )
 
     def _shared(self, value: Tree) -> Tree:
         """A value that all replicas get whole; on which device it lies does not matter."""
@@ -460,13 +499,6 @@ def get_strategy() -> Strategy | None:
 
 def _hook_keras() -> None:
     import_module("strategies.keras.hook").hook(get_strategy)  # by its name: it knows strategies, and Keras
-
-
-def _require_switches(**switches: bool) -> None:
-    """Refuse what the original takes as its first argument, the name of a device, before it counts as true."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it is True or False, and devices have no names here")
 
 
 def _require_arguments(args: object, kwargs: object) -> None:

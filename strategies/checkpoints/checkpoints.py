@@ -35,6 +35,7 @@ from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.membership import meet, surviving
 from strategies.replicas.shards import PartOfArray
 from strategies.step.step_record import checkpoint_folder
+from strategies.switches import require_switches
 from strategies.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -182,6 +183,7 @@ class Checkpoints:
                 of other variables, or if all checkpoints are damaged; nothing has been changed then.
             ValueError: on all instances if the data set is read in another way than then.
         """
+        require_switches(other_replicas=other_replicas)
         arrays = self._arrays_of(state)
         training, saved = self._read(arrays, other_replicas)
         self._owns_folder = True

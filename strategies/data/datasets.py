@@ -25,6 +25,7 @@ from strategies.errors import StrategyError
 from strategies.numbers import at_least
 from strategies.programs.feed_program import Replication
 from strategies.roles import Batch, Data
+from strategies.switches import require_switches
 
 __all__ = ["Batch", "DistributedDataset", "InputContext", "Masked", "Position"]
 
@@ -100,6 +101,7 @@ class DistributedDataset:
         instruments: Instruments | None = None,
     ) -> None:
         self._layout = Layout(batch_size, total_replicas, local_replicas, remainder, gradient_accumulation_count)
+        require_switches(shuffle=shuffle)
         self._seed = at_least(0, "seed", seed)
         self._shuffle = shuffle
         self._prefetch = at_least(0, "prefetch", prefetch)

@@ -20,6 +20,7 @@ from strategies.replicas.gathering import gather_replicas, gather_replicas_on_fi
 from strategies.replicas.membership import Meeting, surviving
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
+from strategies.switches import require_switches
 
 Told = list[tuple[Tree, np.ndarray]]
 """For each replica what it tells of a batch, and its mask."""
@@ -73,6 +74,7 @@ class DataPass:
     """
 
     def __init__(self, replicas: Replicas, passing: Passing, rows: EveryRow, to_all: bool = True) -> None:
+        require_switches(to_all=to_all)
         self._replicas = replicas
         self._passing = passing
         self._rows = rows

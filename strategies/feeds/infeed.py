@@ -77,7 +77,7 @@ class InfeedQueue:
     """
 
     def __init__(self, dataset: Data, prefetch_depth: int | None = None, mode: InfeedMode | None = None) -> None:
-        self._depth = _checked_depth(_usual_depth() if prefetch_depth is None else prefetch_depth)
+        self._depth = checked_depth(_usual_depth() if prefetch_depth is None else prefetch_depth)
         self._number = next(_numbers)
         self._stream = feed_stream(dataset, mode)
         self._opened: Iterator[Any] | None = self._stream.open()
@@ -111,10 +111,11 @@ class InfeedQueue:
         return len(self.spec.leaves)
 
     def dequeue(self) -> Element:
-        """The next element of the replica whose program is being traced.
+        """The next element of the replica whose program is being traced; called from Python, that of a single replica.
 
         Raises:
             FeedError: if the queue is deleted, or used by a program on other replicas.
+            EndOfDataError: called from Python, if there is none; and what the data set raises.
         """
         return self.spec.unflatten(self._dequeue())
 
@@ -339,7 +340,12 @@ def _usual_depth() -> int:
     return 3 if in_force().prefetches else 1
 
 
-def _checked_depth(depth: Any) -> int:
+def checked_depth(depth: Any) -> int:
+    """How much is prepared ahead, as the original allows it.
+
+    Raises:
+        TypeError, ValueError: unless it is an integer from 1 to 255.
+    """
     number = integer(depth)
     if number is None:
         raise TypeError(f"prefetch_depth is {depth!r}; it must be an integer from 1 to 255")

@@ -1,5 +1,7 @@
 """Models of Keras on the replicas of a strategy; loaded when a scope is entered and Keras is there."""
 
+import keras  # noqa: F401  before this package's own modules: once it is there, some of them are imported by a scope
+
 from strategies.keras.callbacks import OnChief
 from strategies.keras.checkpointing import Checkpoints
 from strategies.keras.stages import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -268,10 +268,13 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
         settings: of a new list; see Keras.
 
     Raises:
-        StrategyError: if one needs a library that is not there.
+        StrategyError: if one needs a library that is not there, or a list of Keras's has had it write everywhere.
     """
-    _refuse_tensorboard(callbacks)
     is_new = not isinstance(callbacks, CallbackList)
+    boards = [each for each in _given_to(callbacks) if isinstance(each, keras.callbacks.TensorBoard)]
+    if not is_new and running.strategy.num_instances > 1:
+        _refuse_told(boards)
+    _require_tensorflow(boards)
     if is_new:
         add_progbar = settings.get("verbose") != 0
         callbacks = CallbackList(callbacks, add_progbar=add_progbar, **settings)
@@ -284,10 +287,23 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
     return callbacks
 
 
-def _refuse_tensorboard(callbacks: Any) -> None:
+def _given_to(callbacks: Any) -> list[Any]:
+    """The callbacks that the user gave."""
+    return list(tree.flatten(callbacks.callbacks if isinstance(callbacks, CallbackList) else callbacks))
+
+
+def _refuse_told(boards: Sequence[Any]) -> None:
+    """Refuse a `TensorBoard` that has begun to write on every instance, because a list of the user's told it."""
+    if any(each.model is not None for each in boards):
+        raise StrategyError(
+            "a CallbackList was given whose keras.callbacks.TensorBoard knows the model, and so has begun to write on "
+            "every instance; give fit a plain list of callbacks, of which the chief alone writes"
+        )
+
+
+def _require_tensorflow(boards: Sequence[Any]) -> None:
     """Refuse a `TensorBoard` without TensorFlow on all instances, not when the chief begins to write."""
-    has_one = any(isinstance(each, keras.callbacks.TensorBoard) for each in tree.flatten(callbacks))
-    if has_one and find_spec("tensorflow") is None:
+    if boards and find_spec("tensorflow") is None:
         raise StrategyError(
             "keras.callbacks.TensorBoard writes with TensorFlow, which is not installed; pip install tensorflow, or "
             "leave it out and use poprun --metrics tensorboard:FOLDER, which needs only tensorboard"

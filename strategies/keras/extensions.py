@@ -14,6 +14,7 @@ from strategies.gradients.accumulation import GradientAccumulationReductionMetho
 from strategies.keras.options import ModelOptions
 from strategies.keras.stages import Assignments, StagedModel, assignments_of
 from strategies.keras.state import random_states, set_random_states
+from strategies.switches import require_switches, require_switches_or_none
 
 METHODS = (
     "set_asynchronous_callbacks",
@@ -88,7 +89,8 @@ class Extensions:
 
     def set_asynchronous_callbacks(self, asynchronous: bool = False) -> None:
         """Have callbacks told of each step, instead of each execution."""
-        self._set(each_step=_switch("asynchronous", asynchronous))
+        require_switches(asynchronous=asynchronous)
+        self._set(each_step=asynchronous)
 
     def set_replication_options(self, replicated_metric_reduction_method: Any = "NONE") -> None:
         """Metrics are merged over all replicas, whatever the method: they are exact.
@@ -121,6 +123,7 @@ class Extensions:
         Raises:
             TypeError, ValueError: if an option is unknown or out of range.
         """
+        require_switches(use_v2_gradient_accumulation_optimizer=use_v2_gradient_accumulation_optimizer)
         self._set_accumulation(gradient_accumulation_steps_per_replica, gradient_accumulation_reduction_method)
         self._set(step={**self.options.step, **_translated("optimizer_kwargs", optimizer_kwargs, _OF_OPTIMIZER)})
 
@@ -153,9 +156,9 @@ class Extensions:
         _refuse("these are not compatible with Keras", pipelining_kwargs, _NOT_WITH_KERAS, "leave them out:")
         given = {"device_mapping": device_mapping}
         of_step = {name: pipelining_kwargs.pop(name) for name in list(pipelining_kwargs) if name in _STEP_OF_PIPELINE}
-        given |= _translated("pipelining_kwargs", pipelining_kwargs, _OF_PIPELINE)
-        if accumulate_outfeed is not None:
-            _switch("accumulate_outfeed", accumulate_outfeed)
+        said = _translated("pipelining_kwargs", pipelining_kwargs, _OF_PIPELINE)
+        given |= {name: value for name, value in said.items() if value is not None}
+        require_switches_or_none(accumulate_outfeed=accumulate_outfeed)
         self._set_accumulation(gradient_accumulation_steps_per_replica, gradient_accumulation_reduction_method)
         step = {**self.options.step, **_translated("pipelining_kwargs", of_step, _STEP_OF_PIPELINE)}
         self._set(pipelining=given, step=step)
@@ -285,9 +288,3 @@ def _refuse(why: str, given: Mapping[str, Any], names: tuple[str, ...], way_out:
     found = [name for name in given if name in names]
     if found:
         raise ValueError(f"{', '.join(found)}: {way_out} {why}")
-
-
-def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it is True or False")
-    return value

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from strategies.feeds.infeed import checked_depth
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.numbers import positive
 from strategies.pipelines.pipelining import Pipelining
+from strategies.step.options import StepOptions
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,10 @@ class ModelOptions:
     def __post_init__(self) -> None:
         if self.accumulated is not None:
             positive("gradient_accumulation_steps_per_replica", self.accumulated)
-        positive("prefetch_depth", self.prefetch)
-        if (self.pipelining or {}).get("device_mapping") is not None:
-            self.pipeline(0, 1)  # refuses what is out of range
+        checked_depth(self.prefetch)
+        _ = StepOptions(**self.step)  # refuses what is out of range, and so does a pipeline
+        if self.pipelining is not None:
+            self.pipeline(0, 1)
 
     @property
     def micro_batches(self) -> int:

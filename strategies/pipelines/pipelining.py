@@ -39,6 +39,7 @@ from strategies.programs.recomputation import MARK, recomputing
 from strategies.programs.segments import Segment
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
+from strategies.switches import require_switches, require_switches_or_none
 
 AUTO = "auto"
 """In place of a schedule: the fastest that fits into the memory."""
@@ -84,7 +85,8 @@ class Pipelining:
         allow_idle_devices: let the mapping leave devices out, as pipelines of functions may.
 
     Raises:
-        TypeError: if the mapping is no list of whole numbers, or the schedule no member and no name.
+        TypeError: if the mapping is no list of whole numbers, the schedule no member and no name, or a switch neither
+            True nor False.
         ValueError: if there is no such schedule, or the iterations are not positive; if the mapping has gaps.
         NotImplementedError: for another schedule than Sequential with batch serialization, and for Interleaved with
             `RecomputeAndBackpropagateInterleaved`.
@@ -103,8 +105,12 @@ class Pipelining:
     allow_idle_devices: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recompute, bool | None):
-            raise TypeError(f"recompute of a pipeline is {self.recompute!r}; it is True or False")
+        require_switches_or_none(recompute=self.recompute)
+        require_switches(
+            offload_activations=self.offload_activations,
+            offload_gradient_accumulation_buffers=self.offload_gradient_accumulation_buffers,
+            allow_idle_devices=self.allow_idle_devices,
+        )
         _ = self.recomputes  # as it is configured now
         if not isinstance(self.recomputation_mode, RecomputationMode | None):
             raise TypeError(f"recomputation_mode is {self.recomputation_mode!r}; use a member of RecomputationMode")

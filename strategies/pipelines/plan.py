@@ -15,6 +15,7 @@ from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.pipelines.schedules.sequential import serialized
 from strategies.pipelines.times import StageTimes, equal_times
 from strategies.pipelines.timetable import Timed, Timetable, bubble_share
+from strategies.switches import require_switches
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ def plan(
         TypeError, ValueError, NotImplementedError, FailedPreconditionError: where `pipeline` raises them.
         ValueError: if there are not times of all stages.
     """
+    require_switches(training=training, recompute=recompute)
     stages = _stages(computational_stages, device_mapping)
     if ipus_per_replica is None:
         ipus_per_replica = _devices_of(device_mapping, len(stages))

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 
 from popdist.instance import replica_block
+from strategies.axes import checked_axis
+from strategies.replicas.reduction_ops import check_dtype
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
 
@@ -28,6 +30,41 @@ def gather_replicas_on_first(replicas: Replicas, local: Sequence[Tree], name: st
     """See `gather_replicas`, for instance 0 alone; None on the others."""
     whole = replicas.communicator.gather(_message(replicas, local), name=name)
     return None if whole is None else _told_by(replicas, whole, local[0])
+
+
+def concatenated(replicas: Replicas, value: Tree, axis: int) -> Tree:
+    """See `Strategy.gather`."""
+    leaves, structure = replicas.local_leaves(value)
+    return jax.tree.unflatten(
+        structure, [_concatenated(replicas, arrays, axis, f"gather/{number}") for number, arrays in enumerate(leaves)]
+    )
+
+
+def _concatenated(replicas: Replicas, arrays: Sequence[np.ndarray], axis: int, name: str) -> np.ndarray:
+    """The arrays of all replicas one after another; each travels as long as the longest one."""
+    check_dtype(arrays[0].dtype, reduces=False)
+    place = checked_axis(axis, arrays[0].shape)
+    rows = [np.moveaxis(array, place, 0) for array in arrays]
+    rest, dtype = _alike(rows)
+    lengths = [int(length) for length in gather_replicas(replicas, [np.int64(len(one)) for one in rows], name)]
+    padded = [np.zeros((max(lengths), *rest), dtype) for _ in rows]
+    for own, into in zip(rows, padded, strict=True):
+        into[: len(own)] = own
+    found = gather_replicas(replicas, padded, f"{name} of {dtype}{list(rest)} along {place}")
+    whole = np.concatenate([each[:length] for each, length in zip(found, lengths, strict=True)])
+    return np.ascontiguousarray(np.moveaxis(whole, 0, place))
+
+
+def _alike(rows: Sequence[np.ndarray]) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape of a row and the dtype, which all replicas have."""
+    kinds = {(one.shape[1:], one.dtype) for one in rows}
+    if len(kinds) > 1:
+        shown = " and ".join(sorted(f"{dtype}{list(rest)}" for rest, dtype in kinds))
+        raise ValueError(
+            f"replicas have {shown} along the axis that is gathered; only their lengths along it may differ: make them "
+            "alike"
+        )
+    return next(iter(kinds))
 
 
 def _blocks(replicas: Replicas) -> list[range]:

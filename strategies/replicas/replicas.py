@@ -18,6 +18,7 @@ from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
+from strategies.axes import Axis, parts_along
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
@@ -257,9 +258,26 @@ class Replicas:
         placed: jax.Array = jax.device_put(array, self.variables_device, may_alias=False)
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf)) if is_key(leaf) else placed
 
-    def reduce(self, op: str, value: Tree) -> Tree:
+    def reduce(self, op: str, value: Tree, axis: Axis | None = None) -> Tree:
         """See `Strategy.reduce`."""
         op = normalise_op(op)
+        leaves, structure = self.local_leaves(value)
+        along = "" if axis is None else f" along {axis}"
+        reduced = []
+        for number, arrays in enumerate(leaves):
+            parts = arrays if axis is None else [part for array in arrays for part in parts_along(axis, array)]
+            reduced.append(self.communicator.ordered_all_reduce(parts, op=op, name=f"reduce/{number}{along}"))
+        return jax.tree.unflatten(structure, reduced)
+
+    def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Any]:
+        """For each leaf of a value the arrays of the local replicas, and the structure.
+
+        Args:
+            value: see `Strategy.reduce`.
+
+        Raises:
+            ValueError: the replicas' trees differ, or the value cannot be dealt out.
+        """
         value = self.dealing.deal_argument(value)
         values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
         trees = [jax.tree.flatten(one) for one in values]
@@ -267,11 +285,8 @@ class Replicas:
         structures = sorted({str(tree) for _, tree in trees})
         if len(structures) > 1:
             raise ValueError(f"replicas have values of different structures, {', '.join(structures)}; make them alike")
-        reduced = [
-            self.communicator.ordered_all_reduce([_host_array(leaf) for leaf in leaves], op=op, name=f"reduce/{number}")
-            for number, leaves in enumerate(zip(*(leaves for leaves, _ in trees), strict=True))
-        ]
-        return jax.tree.unflatten(structure, reduced)
+        of_replicas = zip(*(leaves for leaves, _ in trees), strict=True)
+        return [[_host_array(leaf) for leaf in leaves] for leaves in of_replicas], structure
 
     # ---- programs
 

@@ -23,6 +23,7 @@ from strategies.programs.recomputation import Policy
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
 from strategies.roles import Tree
+from strategies.switches import require_switches, require_switches_or_none
 from strategies.updates.update import UpdateSettings
 
 
@@ -121,6 +122,7 @@ class StepOptions:
             place a pipeline has its own, nor with gradients as int8.
 
     Raises:
+        TypeError: if a switch is neither True nor False.
         ValueError: if an option is out of range, or two of them exclude each other.
     """
 
@@ -144,6 +146,7 @@ class StepOptions:
     pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
+        self._require_switches()
         at_least(0, "digest_every", self.digest_every)
         if self.check_numerics and self.scaling is not None:
             raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")
@@ -157,6 +160,17 @@ class StepOptions:
         _ = self.accumulation, self.precision, self.transfer  # each refuses what is out of range
         if self.pipeline is not None:
             self._refuse_with_pipeline()
+
+    def _require_switches(self) -> None:
+        require_switches(
+            check_numerics=self.check_numerics,
+            stochastic_rounding=self.stochastic_rounding,
+            compile_ahead=self.compile_ahead,
+        )
+        require_switches_or_none(
+            replicated_optimizer_state_sharding=self.replicated_optimizer_state_sharding,
+            offload_optimizer_state=self.offload_optimizer_state,
+        )
 
     def _refuse_with_pipeline(self) -> None:
         if self.recompute != "none":
@@ -291,7 +305,7 @@ def configured(
         stochastic_rounding=effects.rounds_stochastically, min_elements_for_sharding=effects.min_elements_for_sharding
     )
     usual.update(options)
-    found = StepOptions(seed, bool(check_numerics), digest_every, **usual)
+    found = StepOptions(seed, False if check_numerics is None else check_numerics, digest_every, **usual)
     if check_numerics is None and effects.checks_numerics and found.scaling is None:
         return replace(found, check_numerics=True)
     return found

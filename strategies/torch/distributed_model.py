@@ -72,7 +72,10 @@ class DistributedModel(torch.nn.Module):
     ) -> None:
         super().__init__()
         options = TorchOptions(
-            seed, gradient_transfer_dtype=gradient_transfer_dtype, model_state_aggregation=model_state_aggregation
+            seed,
+            gradient_transfer_dtype=gradient_transfer_dtype,
+            model_state_aggregation=model_state_aggregation,
+            stream_gradients=stream_gradients,
         )
         if options.transfer.is_quantised:
             raise StrategyError(

@@ -13,6 +13,7 @@ from strategies.exchange.transfer import Transfer
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
+from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.stages import Pipeline
 
 MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
@@ -75,6 +76,7 @@ class TorchOptions:
         pipeline: how the blocks of a module run as stages of a pipeline; None: one after another.
 
     Raises:
+        TypeError: if a switch is neither True nor False.
         ValueError: if an option is out of range, or two of them exclude each other.
     """
 
@@ -95,6 +97,11 @@ class TorchOptions:
     pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
+        require_switches(
+            check_numerics=self.check_numerics,
+            replicated_optimizer_state_sharding=self.replicated_optimizer_state_sharding,
+        )
+        require_switches_or_none(stream_gradients=self.stream_gradients)
         at_least(0, "seed", self.seed)
         at_least(0, "digest_every", self.digest_every)
         positive("gradient_accumulation_count", self.gradient_accumulation_count)

@@ -47,6 +47,11 @@ class RowsOfTheOriginal:
         """M-14: 2 * 1 + 2 * 2."""
         assert rows["m14"] == [6.0, 6.0]
 
+    def test_m15_a_training_whose_data_the_input_context_shares_out(self, rows):
+        """M-15: two pipelines, t is the number of this one; the gradient is the mean over the workers."""
+        steps = [[1, -0.5], [2, 3.25], [3, -2.375]]
+        assert rows["m15"] == [[2, 0, *steps], [2, 1, *steps]]
+
     def test_m16_batch_normalisation(self, rows, place):
         """M-16: beta and gamma are mirrored; the moving statistics are reduced when they are read."""
         for index, statistics in enumerate(rows["m16"]):

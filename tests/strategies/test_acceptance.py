@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import strategies
-from strategies import InputContext, get_replica_context
+from strategies import InfeedMode, InfeedQueue, InputContext, OutfeedQueue, get_replica_context, loops
 
 
 def test_s17_the_sum_of_six_elements(strategy):
@@ -15,6 +15,17 @@ def test_s17_the_sum_of_six_elements(strategy):
     dataset = strategies.IPUStrategy().distribute_dataset(np.ones(6, np.float32), batch_size=1)
     total = sum(float(strategies.IPUStrategy().run(jnp.sum, args=(batch,))[0]) for batch in dataset.epoch(0))
     assert total == 6.0
+
+
+def test_s16_a_data_set_is_iterated_in_a_scope_as_outside(strategy):
+    """S-16: there is nothing to switch off; batches are arguments of programs, and so Python may take them anywhere."""
+    stock = [np.float32(1), np.float32(2)]
+    dataset = strategy.distribute_dataset(np.arange(8, dtype=np.float32), batch_size=1, shuffle=False)
+    outside = np.asarray(next(iter(dataset.epoch(0))))
+    with strategy.scope():
+        assert type(iter(stock)) is type(iter([]))
+        np.testing.assert_array_equal(next(iter(dataset.epoch(0))), outside)
+        assert float(InfeedQueue(stock).dequeue()) == 1
 
 
 def test_s19_datasets_from_a_function():
@@ -55,6 +66,35 @@ def test_p07_a_sum_of_squares(on_instances):
         return float(strategy.reduce("sum", strategy.run(lambda x: x * x, args=(x,))))
 
     assert on_instances(2, 2, program) == [5.0, 5.0]
+
+
+def test_p36_losses_are_averaged_behind_the_outfeed_or_before_it(on_instances):
+    """P-36: on the host, on the devices, and by one replica that has all rows: equal to four places."""
+    batches = np.random.default_rng(1).standard_normal((12, 5, 3)).astype(np.float32)  # of 3 iterations, 4 replicas
+
+    def measured(rows):
+        error = rows @ np.float32([1, -2, 3]) - 1
+        return {"loss": jnp.mean(error**2), "near": jnp.mean(jnp.abs(error) < 1, dtype=jnp.float32)}
+
+    def program(strategy):
+        infeed, single, reduced = InfeedQueue(batches, mode=InfeedMode.WHOLE), OutfeedQueue(), OutfeedQueue()
+
+        def body(rows):
+            found = measured(rows)
+            single.enqueue(found)
+            reduced.enqueue(get_replica_context().all_reduce("mean", found))
+
+        strategy.run(lambda: loops.repeat(3, body, infeed=infeed))
+        found = single.dequeue()
+        of_replicas = [jax.tree.map(lambda leaf, place=place: leaf[:, place], found) for place in range(2)]
+        on_host = strategy.reduce("mean", strategies.PerReplica(of_replicas), axis=0)
+        on_devices = jax.tree.map(lambda leaf: leaf.mean(axis=0)[0], reduced.dequeue())
+        return on_host, on_devices
+
+    whole = measured(batches.reshape(60, 3))
+    for on_host, on_devices in on_instances(2, 4, program):
+        for name, wanted in whole.items():
+            np.testing.assert_allclose([on_host[name], on_devices[name]], wanted, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize(("replicas", "instances"), [(1, 1), (2, 1), (4, 1), (4, 2), (8, 4)])

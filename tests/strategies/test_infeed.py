@@ -270,7 +270,8 @@ class TestRefusals:
         with pytest.raises(ValueError, match="needs at least one"):
             InfeedQueue(dataset)
 
-    def test_of_programs_with_other_numbers_of_replicas(self):
+    def test_x_30_of_programs_with_other_numbers_of_replicas(self):
+        """X-30: a queue belongs to the number of replicas that dequeued it first."""
         infeed = InfeedQueue(Increasing(10, ()))
         program = self.summing(infeed)
         assert list(strategies.IPUStrategy(2).run(program)) == [2, 4]
@@ -296,6 +297,22 @@ class TestEnd:
             loops.repeat(11, add, [0.0], infeed)
         with pytest.raises(EndOfDataError):
             loops.repeat(1, add, [0.0], infeed)
+
+    @pytest.mark.parametrize("kind", [EndOfDataError, FileNotFoundError])
+    def test_is_that_error_where_python_asks_for_more(self, kind):
+        """And what the data set raises is what is raised; neither breaks what is called after it."""
+
+        def elements():
+            yield from np.arange(2, dtype=np.float32)
+            if kind is FileNotFoundError:
+                raise FileNotFoundError("no such file: part-3")
+
+        infeed = InfeedQueue(elements())
+        assert [float(infeed.dequeue()) for _ in range(2)] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(kind, match="part-3" if kind is FileNotFoundError else "out of range"):
+                infeed.dequeue()
+        assert float(InfeedQueue(Increasing(2, ())).dequeue()) == 0
 
     def test_is_no_error_for_one_that_does_not(self):
         assert loops.repeat(10, add, [0.0], InfeedQueue(Increasing(10, (), repeats=False), prefetch_depth=20)) == 45

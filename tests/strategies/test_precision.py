@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import strategies
-from strategies import LossScaling, Trainer
+from strategies import LossScaling, Trainer, cross_replica_ops
 from strategies.gradients.replica_program import control_words
 from strategies.programs.rounding import round_stochastically
 from strategies.updates.update import UpdateSettings, WholeUpdate
@@ -205,6 +205,40 @@ def test_stochastic_rounding_is_exact_on_the_average(dtype, step):
     found = np.asarray(rounded.astype(jnp.float32))
     assert set(np.unique(found)) == {1.0, np.float32(1 + step)}
     assert (found > 1).mean() == pytest.approx(0.25, abs=0.01)
+
+
+def test_x33_replicas_round_by_numbers_of_their_own_or_by_those_of_a_key_that_all_have(on_instances):
+    """X-33: different by default, equal with a key in the model state; others in each step; the same with the seed."""
+
+    def loss_fn(variables, batch, key, model_state):
+        mine, next_key = jax.random.split(model_state["key"])
+
+        def rounded(key):
+            bits = jax.random.bits(key, (64,), jnp.uint32)
+            values = round_stochastically(jnp.full(64, 1 + 2.0**-8, jnp.float32), "bfloat16", bits)
+            return cross_replica_ops.all_gather(values.astype(jnp.float32))
+
+        new = {"key": next_key, "own": rounded(key), "shared": rounded(mine)}
+        return strategies.Outcome(variables["w"] * batch.mean(), model_state=new)
+
+    def program(strategy):
+        trainer = Trainer(strategy, loss_fn, optax.sgd(0.1), seed=5, model_state_aggregation="alike")
+        nothing = np.zeros((4, 64), np.float32)
+        state = trainer.init({"w": np.float32(1)}, {"key": jax.random.key(3), "own": nothing, "shared": nothing})
+        found = []
+        for _ in range(2):
+            state, _ = trainer.step(state, np.ones(len(strategy.local_replicas), np.float32))
+            found.append([np.array(state.model_state[name]) for name in ("own", "shared")])
+        return found
+
+    [first, second] = on_instances(2, 4, program)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, on_instances(1, 4, program)[0])
+    for own, shared in first:
+        assert len({row.tobytes() for row in own}) == 4
+        assert len({row.tobytes() for row in shared}) == 1
+    for before, after in zip(*first, strict=True):
+        assert before.tobytes() != after.tobytes()
 
 
 def test_stochastic_rounding_keeps_numbers_that_the_dtype_has_and_what_is_not_finite():

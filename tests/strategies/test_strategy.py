@@ -1,4 +1,4 @@
-"""`run` runs a function once per replica; `per_replica`, `reduce` and `broadcast` move values around it."""
+"""`run` runs a function once per replica; `per_replica`, `reduce`, `gather` and `broadcast` move values around it."""
 
 import gc
 import weakref
@@ -10,6 +10,8 @@ import pytest
 
 import collectives
 import strategies
+from collectives import LayoutMismatchError, UnsupportedBufferError
+from collectives.tree import combined
 from strategies import PerReplica, get_replica_context
 
 
@@ -138,11 +140,11 @@ class TestRun:
         with pytest.raises(ValueError, match="replicas have values of different structures"):
             strategy.reduce("sum", strategy.per_replica(lambda r: {f"{r}": 1.0}))
 
-    @pytest.mark.parametrize("call", ["run", "reduce", "broadcast", "variable"])
+    @pytest.mark.parametrize("call", ["run", "reduce", "gather", "broadcast", "variable"])
     def test_a_replica_does_not_call_what_is_for_all_of_them(self, strategy, call):
-        arguments = {"run": (replica_index,), "reduce": ("sum", 1.0), "broadcast": (1.0,), "variable": (1.0,)}
+        arguments = {"run": (replica_index,), "reduce": ("sum", 1.0), "gather": (1.0, 0)}
         with pytest.raises(RuntimeError, match=f"strategy.{call} was called by a replica"):
-            strategy.run(lambda: getattr(strategy, call)(*arguments[call]))
+            strategy.run(lambda: getattr(strategy, call)(*arguments.get(call, (1.0,))))
 
     def test_arguments_are_a_tuple_and_a_dictionary(self, strategy):
         for value in (1.0, strategy.per_replica(float), np.ones(1, np.float32)):
@@ -319,6 +321,142 @@ class TestReduce:
         strategy.reduce("sum", values)
         for r, value in enumerate(values):
             np.testing.assert_array_equal(value, [r] * 3)
+
+
+class TestReduceAlongAnAxis:
+    """Every row of every replica counts once, as if each were what a replica of its own has."""
+
+    ROWS = np.random.default_rng(0).standard_normal((14, 3)).astype(np.float32) * 1e3
+    ENDS = (0, 1, 4, 6, 9, 13, 14)  # replicas have 1, 3, 2, 3, 4 and 1 rows
+
+    def rows_of(self, replica):
+        return self.ROWS[self.ENDS[replica] : self.ENDS[replica + 1]]
+
+    def test_rows_are_added_in_the_order_of_one_tree(self, on_instances, bits):
+        wanted = combined(list(self.ROWS), np.add)
+        for instances in (1, 2, 3, 6):
+            for found in on_instances(
+                instances, 6, lambda s: s.reduce("sum", s.per_replica(lambda r: self.rows_of(r)), axis=0)
+            ):
+                assert bits(found) == bits(wanted)
+
+    @pytest.mark.parametrize(("op", "of"), [("mean", np.mean), ("min", np.min), ("max", np.max)])
+    def test_a_mean_is_that_of_all_rows(self, on_instances, op, of):
+        found = on_instances(3, 6, lambda s: s.reduce(op, s.per_replica(lambda r: self.rows_of(r)), axis=0))
+        for each in found:
+            np.testing.assert_allclose(each, of(self.ROWS, axis=0), rtol=1e-4)
+
+    @pytest.mark.parametrize("axis", [0, 1, 2, -1, (0, 2), (-1, 0), [0, 1, 2]])
+    def test_along_any_axis_or_several(self, strategy, axis):
+        values = np.arange(4 * 2 * 3 * 5, dtype=np.int32).reshape(4, 2, 3, 5)
+        found = strategy.reduce("sum", strategy.per_replica(values.__getitem__), axis=axis)
+        np.testing.assert_array_equal(found, values.sum(0).sum(tuple(axis) if isinstance(axis, list) else axis))
+
+    def test_means_are_those_of_replicas_alone_where_the_axis_has_one_row(self, strategy, bits):
+        values = strategy.per_replica(lambda r: self.ROWS[r : r + 1])
+        assert bits(strategy.reduce("mean", values, axis=0)) == bits(strategy.reduce("mean", values)[0])
+
+    @pytest.mark.parametrize("largest", [np.int8(127), np.int64(2**63 - 1), np.float16(65504)])
+    def test_means_do_not_overflow(self, strategy, largest):
+        found = strategy.reduce("mean", np.full(300, largest), axis=0)
+        assert (found.dtype, found) == (largest.dtype, largest)
+
+    def test_of_what_run_returns(self, strategy):
+        rows = strategy.per_replica(lambda r: np.arange(3 * r, 3 * r + 3, dtype=np.float32))
+        losses = strategy.run(lambda x: x * x, args=(rows,))
+        assert strategy.reduce("sum", losses, axis=0) == np.sum(np.arange(12) ** 2)
+
+    @pytest.mark.parametrize(
+        ("axis", "error", "message"),
+        [
+            (1, ValueError, r"axis is 1, and a replica's value has the shape \[2\]; name an axis that it has"),
+            (-2, ValueError, "axis is -2"),
+            ((0, 0), ValueError, r"names one axis of \[2\] twice"),
+            ("0", TypeError, "axis is '0'; it must be a whole number, or a tuple of them"),
+            (True, TypeError, "axis is True"),
+        ],
+    )
+    def test_there_has_to_be_such_an_axis(self, strategy, axis, error, message):
+        with pytest.raises(error, match=message):
+            strategy.reduce("sum", np.zeros(2, np.float32), axis=axis)
+
+    def test_there_has_to_be_something_along_it(self, strategy):
+        with pytest.raises(ValueError, match=r"of the shape \[0, 2\] has nothing along it; give each replica at least"):
+            strategy.reduce("sum", np.zeros((0, 2), np.float32), axis=0)
+
+    def test_instances_that_name_other_axes_are_told(self, on_instances):
+        with pytest.raises(LayoutMismatchError, match="reduce/0 along"):
+            on_instances(2, 2, lambda s: s.reduce("sum", np.zeros((2, 2), np.float32), axis=s.instance_index))
+
+
+class TestGather:
+    @pytest.mark.parametrize("instances", [1, 2, 3, 6])
+    def test_values_come_in_the_order_of_the_replicas(self, on_instances, instances):
+        found = on_instances(instances, 6, lambda s: s.gather(s.per_replica(lambda r: np.float32([r, -r])), axis=0))
+        for each in found:
+            assert each.tolist() == [sign * r for r in range(6) for sign in (1, -1)]
+
+    def test_replicas_may_have_different_lengths(self, on_instances, bits):
+        values = [np.arange(2 * length, dtype=np.int32).reshape(2, length) for length in (2, 0, 3, 1)]
+        wanted = np.concatenate(values, axis=1)
+        for axis in (1, -1):
+            for found in on_instances(2, 4, lambda s, axis=axis: s.gather(s.per_replica(values.__getitem__), axis)):
+                assert bits(found) == bits(wanted)
+
+    @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "bfloat16", "float64"])
+    def test_dtypes_are_kept(self, strategy, dtype):
+        value = np.zeros(1, jnp.dtype(dtype))
+        assert strategy.gather(value, 0).dtype == value.dtype
+
+    def test_of_a_tree_every_leaf_is_gathered(self, strategy):
+        given = strategy.per_replica(lambda r: {"a": np.full((1, 2), r, np.float32), "b": (np.int32([r]),)})
+        found = strategy.gather(given, axis=0)
+        np.testing.assert_array_equal(found["a"], [[r, r] for r in range(4)])
+        np.testing.assert_array_equal(found["b"][0], range(4))
+
+    def test_of_nothing_is_nothing(self, on_instances):
+        found = on_instances(2, 4, lambda s: s.gather(np.zeros((0, 3), np.float32), axis=0).shape)
+        assert found == [(0, 3), (0, 3)]
+
+    @pytest.mark.parametrize(
+        ("value", "axis", "error", "message"),
+        [
+            (
+                np.float32(1),
+                0,
+                ValueError,
+                r"has the shape \[\]; .*give values with one more",
+            ),
+            (np.zeros(2, np.float32), 1, ValueError, "axis is 1"),
+            (np.zeros(2, np.float32), (0,), TypeError, r"axis is \(0,\); it must be a whole number"),
+            (np.array(["word"]), 0, UnsupportedBufferError, "replicas cannot exchange <U4"),
+            (np.array([{}], object), 0, UnsupportedBufferError, "replicas cannot exchange object"),
+        ],
+    )
+    def test_of_what_cannot_be(self, strategy, value, axis, error, message):
+        with pytest.raises(error, match=message):
+            strategy.gather(value, axis)
+
+    def test_of_replicas_that_differ_in_anything_else(self, strategy, on_instances):
+        with pytest.raises(ValueError, match=r"have float32\[1\] and float32\[2\] along the axis that is gathered"):
+            strategy.gather(strategy.per_replica(lambda r: np.zeros((1, 1 + r // 2), np.float32)), axis=0)
+        with pytest.raises(LayoutMismatchError, match=r"gather/0 of (float32|int32)\[\] along 0"):
+            on_instances(2, 2, lambda s: s.gather(np.zeros(2, ["float32", "int32"][s.instance_index]), axis=0))
+
+
+class TestNamesOfTheOriginal:
+    def test_its_first_name_of_run_says_what_took_its_place(self, strategy):
+        with pytest.raises(RuntimeError, match=r"experimental_run_v2 is gone, .* call strategy\.run"):
+            strategy.experimental_run_v2(lambda x: x, args=(1,))
+
+    def test_reductions_to_a_destination_reach_all_instances(self, on_instances):
+        def program(strategy):
+            values = [strategy.per_replica(float), strategy.per_replica(lambda r: np.float32([r, 1]))]
+            one = strategy.extended.reduce_to("SUM", values[0], destinations=values[0])
+            several = strategy.extended.batch_reduce_to("mean", [(value, value) for value in values])
+            return [float(one), float(several[0]), several[1].tolist()]
+
+        assert on_instances(2, 4, program) == [[6.0, 1.5, [1.5, 1.0]]] * 2
 
 
 class TestBroadcast:

@@ -33,6 +33,43 @@ def test_variables_become_what_the_optimizer_says(alone):
     assert float(after["b"]) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("variables", "gradients", "mapped", "wanted"),
+    [
+        ([1, 2, 3], [5, 4, 3], lambda gradient, variable: gradient**2, [25, 16, 9]),
+        ([1, 5, 10], [15, 11, 6], lambda gradient, variable: jnp.clip(gradient, 7, 14), [14, 11, 7]),
+        ([1, 5, 10], [15, 11, 6], lambda gradient, variable: gradient + 0.01 * variable, [15.01, 11.05, 6.1]),
+    ],
+    ids=["squared", "clipped", "decayed"],
+)
+def test_g13_a_function_of_gradients_and_variables_comes_before_the_optimizer(
+    strategy, variables, gradients, mapped, wanted
+):
+    """G-13: what the original's `MapGradientOptimizer` does, on the mean over replicas that are a half apart."""
+
+    def loss_fn(variables, batch, key):
+        return jnp.sum(variables["w"] * batch)
+
+    optimizer = optax.chain(optax.stateless_with_tree_map(mapped), optax.sgd(1.0))
+    trainer = strategies.Trainer(strategy, loss_fn, optimizer)
+    state = trainer.init({"w": np.float32(variables)})
+    apart = np.float32([-0.75, -0.25, 0.25, 0.75])[:, None]
+    state, _ = trainer.step(state, np.float32(gradients) + apart)
+    np.testing.assert_allclose(np.float32(variables) - state.variables["w"], wanted, rtol=1e-6)
+
+
+def test_g13_what_a_squared_gradient_makes_of_the_weights(strategy):
+    """G-13: minimising the product of 1, 2 and 3, whose gradients are 6, 3 and 2."""
+
+    def loss_fn(variables, batch, key):
+        return jnp.prod(variables["w"]) * batch.mean()
+
+    squared = optax.stateless_with_tree_map(lambda gradient, variable: gradient**2)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.chain(squared, optax.sgd(1.0)))
+    state, _ = trainer.step(trainer.init({"w": np.float32([1, 2, 3])}), np.ones(4, np.float32))
+    assert state.variables["w"].tolist() == [-35, -7, -1]
+
+
 def test_old_variables_and_state_are_used_up(alone):
     """Declared to the compiler: it may write the new ones where they lie."""
     update = WholeUpdate(alone.replicas, optax.sgd(0.5, momentum=0.9), UpdateSettings())

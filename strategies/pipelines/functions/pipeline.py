@@ -29,6 +29,7 @@ from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, pl
 from strategies.pipelines.pipelining import Pipelining, RecomputationMode
 from strategies.pipelines.schedules.registry import PipelineSchedule
 from strategies.strategy import get_strategy
+from strategies.switches import require_switches, require_switches_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +107,25 @@ def pipeline(
         name: accepted for programs of the original.
 
     Raises:
-        TypeError: for a mapping, schedule, mode or queue of a wrong type.
+        TypeError: for a mapping, schedule, mode, queue or switch of a wrong type.
         ValueError: for fewer than two stages, a mapping that does not fit, or arguments that exclude each other.
         FailedPreconditionError: if the schedule does not take so many micro-batches.
         NotImplementedError: for what the original has not either; the message says what to do instead.
     """
+    require_switches(
+        gradient_accumulation_for_captured_grads=gradient_accumulation_for_captured_grads,
+        continuous_weight_updates=continuous_weight_updates,
+        outfeed_loss=outfeed_loss,
+        accumulate_outfeed=accumulate_outfeed,
+    )
+    require_switches_or_none(
+        offload_weight_update_variables=offload_weight_update_variables,
+        replicated_optimizer_state_sharding=replicated_optimizer_state_sharding,
+        offload_activations=offload_activations,
+        offload_gradient_accumulation_buffers=offload_gradient_accumulation_buffers,
+        replicated_weight_sharding=replicated_weight_sharding,
+        offload_weights=offload_weights,
+    )
     if continuous_weight_updates:
         raise NotImplementedError("continuous_weight_updates is not supported, as in the original; leave it out")
     learns = optimizer_function is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import keras
 import pytest
+from keras.src.callbacks import CallbackList
 from small_models import TARGETS, X, bits_of, regression
 from surviving_instances import run_instances
 
@@ -103,6 +104,22 @@ def test_tensorboard_writes_on_the_chief_where_tensorflow_is_installed(in_scopes
         return strategy.instance_index
 
     assert in_scopes(2, refused) == [0, 1]
+
+
+def test_a_list_of_keras_that_has_told_a_tensorboard_of_the_model_is_refused(in_scopes, tmp_path):
+    """It has begun to write then, on every instance; one instance is the chief, which may."""
+
+    def program(strategy):
+        model = regression()
+        board = keras.callbacks.TensorBoard(tmp_path / "logs", write_graph=False)
+        with pytest.raises(StrategyError) as refused:
+            model.fit(X, TARGETS, batch_size=4, verbose=0, callbacks=CallbackList([board], model=model))
+        return str(refused.value)
+
+    for message in in_scopes(2, program):
+        assert "TensorBoard knows the model, and so has begun to write on every instance; give fit a plain" in message
+    if find_spec("tensorflow") is None:
+        assert "TensorFlow, which is not installed" in in_scopes(1, program)[0]
 
 
 class WritesOfTheModel(keras.callbacks.CSVLogger):

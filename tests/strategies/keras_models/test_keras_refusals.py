@@ -26,6 +26,17 @@ def test_a_model_is_used_where_it_was_made(alone):
     outside.fit(X, TARGETS, verbose=0)
 
 
+def test_a_scope_may_come_before_the_first_import_of_keras(in_new_process):
+    program = (
+        "import strategies\n"
+        "with strategies.IPUStrategy().scope():\n"
+        "    import strategies.keras\n"
+        "    import keras\n"
+        "    print(hasattr(keras.Sequential(), 'set_infeed_queue_options'))"
+    )
+    assert in_new_process(program, KERAS_BACKEND="jax") == "True\n"
+
+
 class OwnStep(keras.Sequential):
     def train_step(self, state, data):
         return super().train_step(state, data)

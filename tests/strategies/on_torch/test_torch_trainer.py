@@ -360,6 +360,11 @@ class TestRefusals:
         with pytest.raises(StrategyError, match=r"1\.(weight|bias) has come twice in one backward pass"):
             one_step(new_module("mlp"), loss, stream_gradients=True)
 
+    @pytest.mark.parametrize("name", ["check_numerics", "replicated_optimizer_state_sharding", "stream_gradients"])
+    def test_options_that_are_neither_on_nor_off(self, name):
+        with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
+            one_step(new_module("mlp"), loss_fn, **{name: "no"})
+
     def test_modules_that_cannot_be_trained(self):
         strategy = strategies.IPUStrategy(1)
         module = new_module("mlp")

@@ -109,6 +109,27 @@ def m14(strategy):
     return float(strategy.reduce("SUM", product))
 
 
+def m15(strategy):
+    """A training on the host's variables whose data the input context shares out: w after each of three steps."""
+    contexts = []
+
+    def make(context):
+        contexts.append(context)
+        numbers = np.float32([1, 2])[context.input_pipeline_id :: context.num_input_pipelines]
+        return itertools.cycle({"x": x[None], "y": x[None]} for x in numbers)
+
+    def loss_fn(variables, batch, key):
+        return jnp.mean((variables["w"] * batch["x"] - batch["y"]) ** 2)
+
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.5, momentum=0.0))
+    state, found = trainer.init({"w": jnp.float32(2)}), []
+    for batch in itertools.islice(strategy.distribute_datasets_from_function(make), 3):
+        state, _ = trainer.step(state, batch)
+        found.append([state.step, float(state.variables["w"])])
+    [context] = contexts
+    return [context.num_input_pipelines, context.input_pipeline_id, *found]
+
+
 def m16(strategy):
     """Batch normalisation with momentum 0, by hand: its statistics are each replica's own until they are read."""
     gamma, beta = strategy.variable(np.ones(1, np.float32)), strategy.variable(np.zeros(1, np.float32))
@@ -145,7 +166,7 @@ def m22(strategy):
     return sum(int(strategy.run(jnp.sum, args=(batch,))[0]) for batch in dataset)
 
 
-TABLE = [m01_m02, m04_m05, m06, m07, m08, m10, m11_m12, m14, m16, m17, m22]
+TABLE = [m01_m02, m04_m05, m06, m07, m08, m10, m11_m12, m14, m15, m16, m17, m22]
 
 
 def rows(strategy):
