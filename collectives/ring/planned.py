@@ -134,7 +134,7 @@ class Planner:
             for plan in (plan.scattering if sought.scatters else plan for plan in plans)
             for number in pieces
         ]
-        return min(cuts, key=lambda cut: self._estimated_s(*cut, sought))
+        return min(cuts, key=lambda cut: self._estimated_s(cut[0], cut[1], sought))
 
     def _may_have_one_column(self, sought: _Sought) -> bool:
         """Whether one rank of each host may send and receive for all."""
