@@ -98,6 +98,8 @@ def estimated_s(plan: Plan, elements: int, width: Width, network: Network, piece
         + _link_s(load, in_piece, network)
         for load in loads_of(plan, width)
     )
+    if pieces == 1:
+        return first_s
     whole = whole_load_of(plan, width)
     busiest_s = max(_rank_s(whole, in_piece, width, network), _link_s(whole, in_piece, network))
     return max(first_s + (pieces - 1) * busiest_s, first_s * pieces / UNDER_WAY)

@@ -18,7 +18,7 @@ from collectives.ring.opening import opening_round
 from collectives.ring.program import Program, program_of
 
 _CACHED = 256  # layouts
-_FEW = (1, 2, UNDER_WAY)  # pieces; of those of more than are under way the estimates are too good
+_FEW = (1, 2, UNDER_WAY)  # pieces; where more of them are to follow each other, estimates are too good
 
 
 @dataclass(frozen=True)
