@@ -12,12 +12,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from collectives.plans.cutting import UNDER_WAY
 from collectives.plans.network import Network
 from simulator.traffic import Traffic, Wave
 
 PARTS = ("adding", "messages", "latency", "bytes", "busy links and ranks")
 _ADDING, _MESSAGES, _LATENCY, _BYTES, _BUSY = range(len(PARTS))
-_UNDER_WAY = 4  # pieces
 _STEADY = 6  # waves that take equally long, after which the next ones do
 
 
@@ -112,12 +112,12 @@ class _Run:
     def overlap(self, waves: Sequence[Wave]) -> None:
         """Let pieces flow of which some are under way at once: next is the one whose ranks are ready first."""
         reached = [0] * len(self._ready)
-        while under_way := [piece for piece, number in enumerate(reached) if number < len(waves)][:_UNDER_WAY]:
+        while under_way := [piece for piece, number in enumerate(reached) if number < len(waves)][:UNDER_WAY]:
             free = [piece for piece in under_way if piece == under_way[0] or reached[piece - 1] > reached[piece]]
             piece = min(free, key=lambda piece: float(self._ready[piece].min()))
-            if not reached[piece] and piece >= _UNDER_WAY:
-                self._ready[piece] = self._ready[piece - _UNDER_WAY]
-                self._spent[piece] = self._spent[piece - _UNDER_WAY]
+            if not reached[piece] and piece >= UNDER_WAY:
+                self._ready[piece] = self._ready[piece - UNDER_WAY]
+                self._spent[piece] = self._spent[piece - UNDER_WAY]
             self.flow(waves[reached[piece]], piece)
             reached[piece] += 1
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from collectives.plans.cutting import UNDER_WAY
 from collectives.plans.network import Network
-from collectives.plans.plan import Plan
+from collectives.plans.plan import Addition, Message, Plan
 from collectives.plans.planning import plan_for, possible_ways
 from collectives.plans.spread import Spread
 from collectives.tree import Node, root_of
@@ -54,39 +55,69 @@ class Load:
 @lru_cache(_CACHED)
 def loads_of(plan: Plan, width: Width) -> tuple[Load, ...]:
     """The loads of all rounds."""
+    return tuple(_load_of(plan, width, each.additions, each.messages) for each in plan.rounds)
+
+
+@lru_cache(_CACHED)
+def whole_load_of(plan: Plan, width: Width) -> Load:
+    """The load of all rounds together: of the one who has most to do in all of them."""
+    additions = [addition for each in plan.rounds for addition in each.additions]
+    return _load_of(plan, width, additions, list(plan.messages()))
+
+
+def _load_of(plan: Plan, width: Width, additions: Sequence[Addition], messages: Sequence[Message]) -> Load:
     hosts, ranks = len(plan.spread.ranks_of), plan.spread.size
-    loads = []
-    for each in plan.rounds:
-        counts, local_counts, local, added = [0] * ranks, [0] * ranks, [0.0] * ranks, [0.0] * ranks
-        for rank, first, stop, nodes, _ in each.additions:
-            added[rank] += len(nodes) * (stop - first) / plan.slices
-        links = [[0.0] * hosts, [0.0] * hosts]  # out of each host, into each host
-        for source, to, first, stop, node in each.messages:
-            share = (stop - first) / plan.slices * width.of(node, plan.spread.replicas)
-            one, other = plan.spread.hosts[source], plan.spread.hosts[to]
-            of_kind = local_counts if one == other else counts
-            of_kind[source] += 1
-            of_kind[to] += 1
-            if one == other:
-                local[source] += share
-            else:
-                links[0][one] += share
-                links[1][other] += share
-        most = max(*links[0], *links[1])
-        loads.append(Load(max(counts), max(local_counts), most, max(local), max(added)))
-    return tuple(loads)
+    counts, local_counts, local, added = [0] * ranks, [0] * ranks, [0.0] * ranks, [0.0] * ranks
+    for rank, first, stop, nodes, _ in additions:
+        added[rank] += len(nodes) * (stop - first) / plan.slices
+    links = [[0.0] * hosts, [0.0] * hosts]  # out of each host, into each host
+    for source, to, first, stop, node in messages:
+        share = (stop - first) / plan.slices * width.of(node, plan.spread.replicas)
+        one, other = plan.spread.hosts[source], plan.spread.hosts[to]
+        of_kind = local_counts if one == other else counts
+        of_kind[source] += 1
+        of_kind[to] += 1
+        if one == other:
+            local[source] += share
+        else:
+            links[0][one] += share
+            links[1][other] += share
+    return Load(max(counts), max(local_counts), max(*links[0], *links[1]), max(local), max(added))
 
 
-def estimated_s(plan: Plan, elements: int, width: Width, network: Network) -> float:
-    """How long a plan takes, one round after another, with every round as slow as its busiest rank and link."""
-    return sum(
+def estimated_s(plan: Plan, elements: int, width: Width, network: Network, pieces: int = 1) -> float:
+    """How long a plan takes, one round after another, with every round as slow as its busiest rank and link.
+
+    Further pieces come behind the first one as soon as the busiest rank and the busiest link have done with the one
+    before, but no more than `UNDER_WAY` of them go their way at once.
+    """
+    in_piece = elements / pieces
+    first_s = sum(
         (network.latency_s if load.messages else network.local_latency_s if load.local_messages else 0)
-        + elements * load.added * width.partial / network.memory_bytes_per_s
-        + load.messages * network.message_s
-        + load.local_messages * network.local_message_s
-        + elements * (load.link_bytes / network.bytes_per_s + load.local_bytes / network.local_bytes_per_s)
+        + _rank_s(load, in_piece, width, network)
+        + _link_s(load, in_piece, network)
         for load in loads_of(plan, width)
     )
+    if pieces == 1:
+        return first_s
+    whole = whole_load_of(plan, width)
+    busiest_s = max(_rank_s(whole, in_piece, width, network), _link_s(whole, in_piece, network))
+    return max(first_s + (pieces - 1) * busiest_s, first_s * pieces / UNDER_WAY)
+
+
+def _rank_s(load: Load, elements: float, width: Width, network: Network) -> float:
+    """What a rank spends on sums and messages."""
+    return (
+        elements * load.added * width.partial / network.memory_bytes_per_s
+        + load.messages * network.message_s
+        + load.local_messages * network.local_message_s
+        + elements * load.local_bytes / network.local_bytes_per_s
+    )
+
+
+def _link_s(load: Load, elements: float, network: Network) -> float:
+    """How long the link of a host is busy."""
+    return elements * load.link_bytes / network.bytes_per_s
 
 
 @lru_cache(_CACHED)

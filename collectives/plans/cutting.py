@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from collectives.plans.plan import Plan
 
+UNDER_WAY = 4
+"""So many pieces of an array go through a plan at once."""
+
 
 @dataclass(frozen=True)
 class Table:

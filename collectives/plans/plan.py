@@ -103,6 +103,13 @@ class Plan:
             self.name, self.spread, self.owners, tuple(each for each in rounds if each.additions or each.messages)
         )
 
+    @property
+    def most_slices_leaving(self) -> int:
+        """How many slices the longest message from host to host has; 1 where there is none."""
+        hosts = self.spread.hosts
+        leaving = (each for each in self.messages() if hosts[each.source] != hosts[each.to])
+        return max((each.stop - each.first for each in leaving), default=1)
+
     def messages(self) -> Iterator[Message]:
         """All messages, round by round."""
         for each in self.rounds:

@@ -12,8 +12,6 @@ from collectives.reduction import Reduction
 from collectives.ring.link import PARTIALS, RESULTS, Fetch, Link, Transfer
 from collectives.ring.program import Kind, Parcel, Place, Program, Turn
 
-DEPTH = 4  # pieces under way at once
-
 
 @dataclass(frozen=True)
 class Arrays:

@@ -49,6 +49,11 @@ class Sizes:
     opening_bytes: int = 60 << 10
     one_column_bytes: int = 1 << 18
 
+    @property
+    def longest_message_bytes(self) -> int:
+        """What surely travels at once, as it does where an array in one piece is exchanged by two ranks."""
+        return max(self.chunk_bytes, self.whole_bytes // 2)
+
     def chunk_of(self, nbytes: int) -> int:
         """The size of the messages in which so many bytes travel."""
         return min(self.chunk_bytes, max(self.smallest_chunk_bytes, nbytes // self.pieces_at_least))

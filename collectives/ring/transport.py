@@ -13,9 +13,10 @@ from functools import partial
 import numpy as np
 
 from collectives.memory import aligned_empty
+from collectives.plans.cutting import UNDER_WAY
 from collectives.reduction import Reduction
 from collectives.ring.exchange import Exchange
-from collectives.ring.flow import DEPTH, Arrays, Memory, PieceFlow, drain
+from collectives.ring.flow import Arrays, Memory, PieceFlow, drain
 from collectives.ring.link import RESULTS, Link, Transfer
 from collectives.ring.opening import OpeningLink
 from collectives.ring.planned import Planned, Planner
@@ -131,7 +132,7 @@ class RingTransport(Transport):
             flows.append(last)
         waiting = deque(range(len(flows), len(planned.programs)))
         while flows or waiting:
-            while waiting and len(flows) < DEPTH:
+            while waiting and len(flows) < UNDER_WAY:
                 last = self._new_flow(reducing, planned, waiting.popleft(), last, self.link)
                 flows.append(last)
             if not _advance(flows):
@@ -146,7 +147,7 @@ class RingTransport(Transport):
         contributions, out, reduction, scatters = reducing
         begins = self.rank * out.size if scatters else 0
         arrays = Arrays(contributions, out, begins, reduction, planned.plan.spread.replicas)
-        itemsize, depth = reduction.accumulator.itemsize, min(DEPTH, len(planned.programs))
+        itemsize, depth = reduction.accumulator.itemsize, min(UNDER_WAY, len(planned.programs))
         room = self._memory.rows(0, depth, itemsize * planned.room)[number % depth]
         added = self._memory.rows(1, depth, itemsize * planned.added)[number % depth]
         offset, program = planned.programs[number]

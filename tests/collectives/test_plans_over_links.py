@@ -151,7 +151,13 @@ MEASURED = {"loopback": LOOPBACK, "a shaped link": SHAPED, **WAYS}
 @pytest.mark.parametrize("sizes", [WHOLE, IN_PIECES], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("costs", MEASURED.values(), ids=MEASURED)
 @pytest.mark.parametrize(
-    ("counts", "hosts"), [((1,) * 8, (0, 0, 1, 1, 2, 2, 3, 3)), ((3, 3, 2), (0, 1, 2)), ((1, 2, 1, 2), (0, 0, 1, 1))]
+    ("counts", "hosts"),
+    [
+        ((1,) * 8, (0, 0, 1, 1, 2, 2, 3, 3)),
+        ((3, 3, 2), (0, 1, 2)),
+        ((1, 2, 1, 2), (0, 0, 1, 1)),
+        ((1, 2, 2, 1), (0, 1, 2, 3)),
+    ],
 )
 def test_whatever_was_measured_the_bits_are_those_of_the_tree(
     counts: tuple[int, ...], hosts: tuple[int, ...], costs: Network, sizes: Sizes
@@ -163,7 +169,8 @@ def test_whatever_was_measured_the_bits_are_those_of_the_tree(
 def test_long_arrays_go_directly_unless_what_was_measured_says_otherwise() -> None:
     def way(costs: Network, are_measured: bool) -> str:
         link = ThreadLink(ThreadHub(8), 0, 0)
-        link.sizes, link.costs, link.are_costs_measured = IN_PIECES, costs, are_measured
+        link.sizes = replace(IN_PIECES, whole_bytes=1 << 14)
+        link.costs, link.are_costs_measured = costs, are_measured
         planned = Planner(link, ()).planned(Reduction("sum", np.dtype(np.float32)), (1,) * 8, LENGTH, False)
         assert len(planned.programs) > 1
         return planned.plan.name

@@ -52,6 +52,23 @@ def test_an_estimate_counts_rounds_messages_and_bytes() -> None:
     )
 
 
+def test_pieces_overlap_what_ranks_and_links_do_but_not_more_than_are_under_way() -> None:
+    plan = plan_for(Spread.apart([1] * 4), "direct")
+    of_link, of_rank = Network(0, 0, 1e6, 0, 0, 1e9, 1e15), Network(0, 1.0, 1e15, 0, 0, 1e9, 1e15)
+    link_s = 2 * 3 / 4 * 4 * MEGABYTE / 1e6
+    assert estimated_s(plan, MEGABYTE, FLOAT32, of_link, 8) == pytest.approx(link_s)
+    assert estimated_s(plan, MEGABYTE, FLOAT32, of_rank, 8) == pytest.approx(8 * 2 * 6)
+    far = Network(1.0, 0, 1e15, 0, 0, 1e9, 1e15)
+    assert [estimated_s(plan, MEGABYTE, FLOAT32, far, pieces) for pieces in (1, 4, 8)] == pytest.approx([2, 2, 4])
+
+
+def test_ranks_add_while_links_carry_another_piece() -> None:
+    plan = plan_for(Spread.apart([1] * 4), "direct")
+    even = Network(0, 0, 1.5e6, 0, 0, 1e9, 1e6)  # a link is as busy as a rank that adds
+    whole, cut = (estimated_s(plan, MEGABYTE, FLOAT32, even, pieces) for pieces in (1, 4))
+    assert cut == pytest.approx(whole * (1 + 3 / 2) / 4)
+
+
 def test_contributions_and_results_of_16_bit_floats_travel_in_16_bits_and_sums_in_32() -> None:
     alone = loads_of(plan_for(Spread.apart([1, 1]), "direct"), BFLOAT16)
     assert [load.link_bytes for load in alone] == [1, 1]
