@@ -45,6 +45,8 @@ class ChunkedReduction:
         self._window = window
         self._reduction = reduction
         self._spread = spread_of(parts.counts)
+        self._dtypes = [[reduction.dtype_of(node) for node in nodes] for nodes in self._spread.sums]
+        self._order = order_of(nodes_seen_by(self._spread, window.rank))
         self._bounds = bounds
         self._contributions = contributions
         self._chunk_bytes = chunk_bytes // DEPTH
@@ -75,10 +77,7 @@ class ChunkedReduction:
 
     def _chunk_elements(self) -> int:
         """The largest chunk of which every rank's contributions fit the pipe, within the given size."""
-        ranks = range(self._window.size)
-        per_element = max(
-            sum(self._reduction.dtype_of(node).itemsize for node in self._spread.sums[rank]) for rank in ranks
-        )
+        per_element = max(sum(dtype.itemsize for dtype in dtypes) for dtypes in self._dtypes)
         of_pipe = PIPE_BYTES // DEPTH // (max(1, self._window.size - 1) * per_element)
         elements = min(of_pipe, self._chunk_bytes // self._reduction.dtype.itemsize)
         return max(1, elements // LINE_BYTES * LINE_BYTES)
@@ -90,7 +89,7 @@ class ChunkedReduction:
 
     def _piped(self, rank: int, owner: int, chunk: int, length: int) -> list[np.ndarray]:
         """The places in the pipe of `rank` for what `owner` will reduce: its sums, in order."""
-        dtypes = [self._reduction.dtype_of(node) for node in self._spread.sums[rank]]
+        dtypes = self._dtypes[rank]
         steps = [self._chunk * dtype.itemsize for dtype in dtypes]
         place = owner - (owner > rank)
         start = pipe_start(self._window.size, rank) + chunk % DEPTH * (PIPE_BYTES // DEPTH) + place * sum(steps)
@@ -137,8 +136,7 @@ class ChunkedReduction:
             assert own is not None
             offset = self._bounds[window.rank]
             target = own[start - offset : stop - offset]
-        nodes = nodes_seen_by(self._spread, window.rank)
-        self._reduction.reduce(sources, target, self._spread.replicas, nodes)
+        self._reduction.reduce(sources, target, self._spread.replicas, self._order)
         if everything is not None:
             np.copyto(self._result(window.rank, chunk, stop - start), target)
 
@@ -244,6 +242,9 @@ def put_sums(
     reduction: Reduction, spread: Spread, rank: int, contributions: Sequence[np.ndarray], places: Sequence[np.ndarray]
 ) -> None:
     """Add up the largest nodes that a rank has all replicas of, each into its place."""
+    if len(contributions) == 1:
+        np.copyto(places[0], contributions[0])
+        return
     first = spread.blocks[rank].first
     for node, place in zip(spread.sums[rank], places, strict=True):
         reduction.fold(contributions[node.first - first : node.stop - first], place)
