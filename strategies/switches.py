@@ -18,6 +18,4 @@ def require_switches(way_out: str = "", /, **switches: object) -> None:
 
 def require_switches_or_none(**switches: object) -> None:
     """See `require_switches`, of options that may be left open."""
-    for name, value in switches.items():
-        if value is not None and not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it is True or False, or None")
+    require_switches(", or None", **{name: value for name, value in switches.items() if value is not None})

@@ -115,7 +115,7 @@ def test_one_rank_alone_needs_no_thread() -> None:
     before = set(threading.enumerate())
     with collectives.connect("single") as communicator:
         communicator.barrier()
-        assert not {thread for thread in threading.enumerate() if thread.name.startswith("collectives")} - before
+        assert not set(threading.enumerate()) - before  # others of before may have ended
 
 
 def test_the_thread_of_a_group_that_nobody_has_any_more_ends() -> None:
