@@ -114,13 +114,8 @@ class TorchOptions:
         positive("gradient_accumulation_count", self.gradient_accumulation_count)
         positive("min_elements_for_sharding", self.min_elements_for_sharding)
         positive("intra_op_threads", self.intra_op_threads)
-        _ = (
-            self.method,
-            self.autocast_dtype,
-            self.scaling,
-            self.transfer,
-            self.device,
-        )  # each refuses what is out of range
+        _ = self.method, self.autocast_dtype, self.scaling  # each refuses what is out of range
+        _ = self.transfer, self.device
         words = [self.model_state_aggregation] if isinstance(self.model_state_aggregation, str) else []
         for word in words or (self.model_state_aggregation or {}).values():  # type: ignore[union-attr]
             if word not in WORDS:

@@ -140,7 +140,9 @@ class TestOptimizers:
         def train(strategy, shards):
             options = new_options(strategy, iterations=2)
             options.TensorLocations.setOptimizerLocation(
-                poptorch.TensorLocationSettings().useReplicatedTensorSharding(shards)
+                poptorch.TensorLocationSettings()
+                .useReplicatedTensorSharding(shards)
+                .minElementsForReplicatedTensorSharding(1)
             )
             own = copy.deepcopy(model)
             optimizer = poptorch.optim.RMSprop(own.parameters(), momentum=0.5, use_tf_variant=True)
@@ -148,8 +150,9 @@ class TestOptimizers:
             count = len(strategy.local_replicas)
             own_rows = slice(4 * strategy.local_replicas.start, 4 * strategy.local_replicas.start + 4 * count)
             training(*(torch.cat([part[own_rows] for part in each.chunk(2)]) for each in rows(16)))
+            found = strategies.fingerprint(dict(training.trainer.state.variables))
             training.destroy()
-            return strategies.fingerprint(dict(training.trainer.state.variables))
+            return found
 
         whole = on_instances(1, 2, lambda strategy: train(strategy, shards=False))
         assert on_instances(2, 2, lambda strategy: train(strategy, shards=True)) == whole * 2

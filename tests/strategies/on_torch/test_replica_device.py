@@ -24,12 +24,12 @@ META = torch.device("meta")
 
 
 def trained(strategy, module, **options):
-    """Fingerprints of what two steps and an evaluation have found; the module is that of the test."""
+    """What an epoch and an evaluation have found, as it is or as fingerprints."""
     module = copy.deepcopy(module)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters()), **options)
     count = options.get("gradient_accumulation_count", 1)
     dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2, gradient_accumulation_count=count)
-    losses = [trainer.step(batch)["loss"] for _, batch in zip(range(2), dataset.epoch(0), strict=False)]
+    losses = [trainer.step(batch)["loss"] for batch in dataset.epoch(0)]
     testing = strategies.torch.distribute_dataset(strategy, data(), batch_size=7, shuffle=False, remainder="pad")
     found = dict(trainer.evaluate(testing))
     [*outputs] = trainer.predict(testing, lambda module, batch: module(batch["x"]))
