@@ -150,4 +150,4 @@ def draws_on_cpu(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
     if device is None:
         tensors = (one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor))
         device = next((one.device for one in tensors), _CPU)
-    return torch.device(device).type == _CPU.type
+    return bool(torch.device(device).type == _CPU.type)

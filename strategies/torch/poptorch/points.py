@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from strategies.switches import require_switches
 
-Batch = Sequence[int] | torch.Tensor | None
+Batch: TypeAlias = "Sequence[int] | torch.Tensor | None"
 
 
 def fps(src: torch.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start: bool = False) -> torch.Tensor:
