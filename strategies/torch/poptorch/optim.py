@@ -164,7 +164,8 @@ class RMSprop(_Scaled, torch.optim.RMSprop):
     def __new__(cls, *arguments: Any, use_tf_variant: bool = False, **named: Any) -> RMSprop:
         """Of a class of its own where it is TensorFlow's."""
         require_switches(use_tf_variant=use_tf_variant)
-        return super().__new__(RMSpropOfTensorFlow if use_tf_variant else cls)
+        made: RMSprop = super().__new__(RMSpropOfTensorFlow if use_tf_variant else cls)
+        return made
 
     def __init__(
         self,
@@ -184,7 +185,7 @@ class RMSprop(_Scaled, torch.optim.RMSprop):
 class RMSpropOfTensorFlow(RMSprop):
     """What `RMSprop(..., use_tf_variant=True)` is."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update."""
         loss = None if closure is None else closure()
         with torch.no_grad():
