@@ -3,7 +3,8 @@
 Usage:
 
     python benchmarks/torch_steps.py [--instances 2] [--models cnn mlp transformer] [--rounds 15] [--json PATH]
-    python benchmarks/torch_steps.py --local-replicas 4    4 replicas in this process, against one after another
+    python benchmarks/torch_steps.py --local-replicas 4    4 replicas in this process, against one after another, and
+                                                           against plain PyTorch on as many threads as there are cores
     python benchmarks/torch_steps.py --pipeline            what waiting for turns costs for each block and micro-batch
 
 Each way has a job of its own under poprun, with one replica and one core per instance, and they take turns; of a round
@@ -16,9 +17,12 @@ default, several kernels per parameter.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from operator import truediv
 from pathlib import Path
 from statistics import median
 
@@ -131,17 +135,23 @@ def in_turns(steps: dict[str, Step], rounds: int) -> Times:
 
 
 def compare_local(model: str, replicas: int, rounds: int, fused: bool) -> dict[str, float]:
-    """Replicas of one process at once, against as many steps of plain PyTorch one after another."""
+    """Replicas of one process at once, against as many steps of plain PyTorch one after another.
+
+    Plain steps that share nothing, on threads: what two cores of this machine are worth to this model.
+    """
     torch.manual_seed(0)
     x, y = batch_of(model, replicas * BATCH)
-    alone = in_a_loop(MODELS[model](), x[:BATCH], y[:BATCH], fused)
-    steps: dict[str, Step] = {
-        "one after another": lambda: [alone() for _ in range(replicas)],
-        "at once": by_trainer(strategies.IPUStrategy(replicas), MODELS[model](), x, y, fused),
-    }
-    times = in_turns(steps, rounds)
-    ratio = median(a / b for a, b in zip(times["one after another"], times["at once"], strict=True))
-    return medians(times) | {"one after another / at once": ratio}
+    alone = [in_a_loop(MODELS[model](), x[:BATCH], y[:BATCH], fused) for _ in range(replicas)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "plain", torch.set_num_threads, (1,)) as threads:
+        steps: dict[str, Step] = {
+            "one after another": lambda: [step() for step in alone],
+            "plain, on threads": lambda: [each.result() for each in [threads.submit(step) for step in alone]],
+            "at once": by_trainer(strategies.IPUStrategy(replicas), MODELS[model](), x, y, fused),
+        }
+        times = in_turns(steps, rounds)
+    first, *others = times
+    ratios = {f"{first} / {way}": median(map(truediv, times[first], times[way])) for way in others}
+    return medians(times) | ratios
 
 
 class Blocks(nn.Module):

@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 
 from popdist.context import instance
 from popdist.queries import getDeviceId
+from popdist.switches import require_switches
 
 
 class _Distribution(Protocol):
@@ -38,9 +39,11 @@ def set_ipu_config(config: Config, ipus_per_replica: int = 0, configure_device: 
         configure_device: False leaves `select_ipus` as it is.
 
     Raises:
+        TypeError: if `configure_device` is neither True nor False.
         ValueError: if the job was launched with another number of devices.
         EnvironmentMismatchError: see `getDeviceId`.
     """
+    require_switches(configure_device=configure_device)
     if configure_device:
         config.select_ipus = [getDeviceId(ipus_per_replica)]
     own = instance()

@@ -71,6 +71,7 @@ def assume_equal_across_replicas(x: Tree, inplace: bool = False) -> Tree:
     Nothing is checked and nothing is sent. A condition that does differ makes replicas wait for each other for ever
     when a collective stands in its branches. `inplace` is the original's: here nothing is copied either way.
     """
+    require_switches(inplace=inplace)
     return jax.tree.map(jnp.asarray, x)
 
 

@@ -1,21 +1,5 @@
-"""Options that are on or off."""
+"""Options that are on or off, as all packages check them."""
 
+from popdist.switches import require_switches, require_switches_or_none
 
-def require_switches(way_out: str = "", /, **switches: object) -> None:
-    """Refuse what is neither True nor False, before it counts as one of them: `"no"` would be true.
-
-    Args:
-        way_out: behind the message.
-        switches: by the names that the user knows.
-
-    Raises:
-        TypeError: naming the first one.
-    """
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it is True or False{way_out}")
-
-
-def require_switches_or_none(**switches: object) -> None:
-    """See `require_switches`, of options that may be left open."""
-    require_switches(", or None", **{name: value for name, value in switches.items() if value is not None})
+__all__ = ["require_switches", "require_switches_or_none"]

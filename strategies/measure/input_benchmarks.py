@@ -21,6 +21,7 @@ from strategies.feeds.infeed import InfeedQueue
 from strategies.loops import repeat
 from strategies.numbers import positive
 from strategies.roles import Data
+from strategies.switches import require_switches
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +95,11 @@ def dataset_benchmark(
         "bandwidth" (GB/s)}, ...]}`, all of them floats.
 
     Raises:
-        TypeError: if a number is no integer, or the data set cannot be iterated or has no arrays.
+        TypeError: if a number is no integer, a switch neither True nor False, or the data set cannot be iterated or has
+            no arrays.
         ValueError: if a number is less than 1, a dimension is 0, or the data set ends too early.
     """
+    require_switches(print_stats=print_stats, apply_debug_options=apply_debug_options, do_memcpy=do_memcpy)
     rates = measured(dataset, number_of_epochs, _one_of(elements_per_epochs, elements_per_epoch), do_memcpy)
     return _report(rates, print_stats)
 
@@ -128,6 +131,7 @@ def infeed_benchmark(
         ValueError: if a number is less than 1. A dimension of 0 is refused by the infeed.
         EndOfDataError: if the infeed has fewer elements.
     """
+    require_switches(print_stats=print_stats, do_memcpy=do_memcpy)
     if not isinstance(infeed_queue, InfeedQueue):
         raise TypeError(f"infeed_queue is a {type(infeed_queue).__name__}; use a strategies.InfeedQueue")
     per_epoch = _one_of(elements_per_epochs, elements_per_epoch)

@@ -15,6 +15,7 @@ from strategies.exchange.transfer import NOT_FINITE
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.quantising import encode
 from strategies.torch.replica_groups import Row
+from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array, as_tensor
 
 
@@ -93,7 +94,7 @@ class Contribution:
         home = self._homes[number]
         if not home.is_of_one or gradient.numel() != home.size:
             return False
-        if gradient.dtype != home.dtype or not gradient.is_contiguous():
+        if gradient.device != HOST or gradient.dtype != home.dtype or not gradient.is_contiguous():
             return False
         self._arrays[home.bucket][home.buffer] = as_array(gradient).reshape(-1)
         self._borrowed.append((home.bucket, home.buffer))
@@ -122,7 +123,7 @@ class Contribution:
         for number, gradient in enumerate(gradients):
             self._refuse_sparse(number, gradient)
         found = [
-            np.zeros(parameter.shape, np.float32) if gradient is None else as_array(gradient)
+            np.zeros(parameter.shape, np.float32) if gradient is None else as_array(gradient.to(HOST))
             for parameter, gradient in zip(self._plan.parameters, gradients, strict=True)
         ]
         return encode(quantised, found, residuals, self._memory(0, len(self._plan.layouts[0].buffers) - 1))

@@ -8,6 +8,7 @@ import torch
 
 from strategies.data.layout import Layout, Remainder, epoch_order
 from strategies.strategy import Strategy
+from strategies.switches import require_switches
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):
@@ -35,6 +36,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         epoch: which permutation is read.
 
     Raises:
+        TypeError: if `shuffle` is neither True nor False.
         ValueError: if the data set is smaller than one global batch.
     """
 
@@ -49,6 +51,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         remainder: Remainder = "drop",
         gradient_accumulation_count: int = 1,
     ) -> None:
+        require_switches(shuffle=shuffle)
         replicas = strategy.replicas
         self._length = len(dataset)
         self._layout = Layout(

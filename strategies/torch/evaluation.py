@@ -21,6 +21,7 @@ from strategies.roles import Batch, Tree
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.options import TorchOptions
 from strategies.torch.program_lines import lines_of_function, lines_of_module
+from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array, parts_of, tensors_of
 from strategies.torch.training import Training
 
@@ -141,7 +142,8 @@ class _Local:
             count, seed = self._replicas.num_replicas_in_sync, self._options.seed
             self._of = local
             instruments = self._replicas.instruments
-            self._inference = InferenceReplicas(local, count, self._training.module, self._tell, seed, instruments)
+            memory = self._training.memory_of_replicas
+            self._inference = InferenceReplicas(local, count, memory, self._tell, seed, instruments)
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]
         parts = parts_of(tensors_of(batch.values), len(local))
         rounds = [[(_first(part, mask), len(mask), int(mask.sum())) for part, mask in zip(parts, masks, strict=True)]]
@@ -205,7 +207,7 @@ def _outputs(function: Function, module: torch.nn.Module, given: Any, is_loss: b
 
 
 def _filled(leaf: Any, count: int, most: int) -> np.ndarray:
-    array = as_array(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
+    array = as_array(leaf.to(HOST)) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
     if array.shape[:1] != (count,):
         raise ValueError(
             f"an output is of shape {list(array.shape)} for {count} rows; the first axis of outputs is the rows of the "

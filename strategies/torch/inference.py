@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,7 @@ from strategies.roles import Batch, Tree
 from strategies.torch.allocator import keep_freed_memory
 from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
 from strategies.torch.randomness import drawing_from, seed_of
+from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule, slots_of
 from strategies.torch.stages import Pipeline
 
@@ -26,7 +26,7 @@ class InferenceReplicas:
     Args:
         replicas: global indices of the local ones.
         of_all: how many replicas there are on all instances.
-        module: of which they are copies.
+        memory: of the module of which they are copies, and theirs.
         call: (module, batch) -> outputs.
         seed: of random numbers.
         instruments: are told when replicas compute, of a pipeline when its stages do.
@@ -37,7 +37,7 @@ class InferenceReplicas:
         self,
         replicas: range,
         of_all: int,
-        module: torch.nn.Module,
+        memory: ReplicaMemory,
         call: Callable[[torch.nn.Module, Any], Tree],
         seed: int,
         instruments: Instruments,
@@ -45,16 +45,17 @@ class InferenceReplicas:
     ) -> None:
         keep_freed_memory()
         self._replicas = replicas
-        self._module = module
+        self._memory = memory
         self._call = call
         self._seed = seed
         self._instruments = instruments
         self._pipeline = pipeline
-        self._copies = [ReplicaModule(module, replica, of_all) for replica in replicas]
+        self._copies = [ReplicaModule(memory, replica, of_all) for replica in replicas]
         self._runs: list[PipelineRun] = []
         self._rounds = 0  # for which these are
-        at_once = min(len(replicas), len(os.sched_getaffinity(0)))
-        self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (1,))
+        self._threads = ThreadPoolExecutor(
+            memory.at_once(len(replicas)), f"{THREADS}-torch", torch.set_num_threads, (1,)
+        )
 
     def __call__(
         self,
@@ -69,7 +70,8 @@ class InferenceReplicas:
             number: of the call, for random numbers.
             buffers: for each local replica those of its module; None for the module's own.
         """
-        masters = buffers or [[slot.tensor for slot in slots_of(self._module)]] * len(self._copies)
+        masters = buffers or [[slot.tensor for slot in slots_of(self._memory.module)]] * len(self._copies)
+        self._memory.follow()
         for each, own in zip(self._copies, masters, strict=True):
             each.follow()
             each.module.eval()
@@ -100,8 +102,9 @@ class InferenceReplicas:
 
         def work(micro_batch: int, walk: Walk | None) -> None:
             seed = seed_of(self._seed, self._replicas[position], number, micro_batch)
-            with torch.no_grad(), drawing_from(seed):
-                found[micro_batch] = self._call(self._copies[position].module, batches[micro_batch])
+            with torch.no_grad(), drawing_from(seed, self._memory.device):
+                rows = self._memory.put(batches[micro_batch])
+                found[micro_batch] = self._memory.fetched(self._call(self._copies[position].module, rows))
             if walk is not None:
                 walk.leave()
 

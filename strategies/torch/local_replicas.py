@@ -1,8 +1,7 @@
-"""The replicas of this instance, on threads: as many at once as there are cores."""
+"""The replicas of this instance, on threads: as many at once as there are cores, on an accelerator one."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from strategies.replicas.devices import THREADS
 from strategies.roles import Batch
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions
+from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_run import LossFunction, ReplicaRun, Turn
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
@@ -38,7 +38,7 @@ class LocalReplicas:
 
     Args:
         replicas: their global indices.
-        module: of the training.
+        memory: of the module and its replicas.
         loss_fn: see `LossFunction`.
         options: of the step.
         make_plan: (names of the metrics) -> how gradients travel; called in the thread that collects, once.
@@ -55,7 +55,7 @@ class LocalReplicas:
     def __init__(
         self,
         replicas: range,
-        module: torch.nn.Module,
+        memory: ReplicaMemory,
         loss_fn: LossFunction,
         options: TorchOptions,
         make_plan: Callable[[tuple[str, ...]], GradientPlan],
@@ -64,7 +64,8 @@ class LocalReplicas:
         instruments: Instruments | None = None,
     ) -> None:
         self.replicas = replicas
-        self.runs = [ReplicaRun(replica, module, loss_fn, options, of_all, instruments) for replica in replicas]
+        memory.follow()
+        self.runs = [ReplicaRun(replica, memory, loss_fn, options, of_all, instruments) for replica in replicas]
         self.plan: GradientPlan | None = None
         self.names: tuple[str, ...] = ()
         self._make_plan = make_plan
@@ -72,7 +73,8 @@ class LocalReplicas:
         self._first = _Names()
         self._lock = threading.Lock()
         self._begun: list[Future[None]] = []
-        at_once = min(len(replicas), len(os.sched_getaffinity(0)))
+        self._memory = memory
+        at_once = memory.at_once(len(replicas))
         self._intra_op = options.intra_op_threads
         self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
 
@@ -90,6 +92,7 @@ class LocalReplicas:
 
     def follow(self) -> None:
         """Take over what the program has changed in the module."""
+        self._memory.follow()
         for run in self.runs:
             run.copy.follow()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from strategies.exchange.means import Bucket
-from strategies.memory.plan import HOST, SHARED, Held, MemoryPlan
+from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
 from strategies.torch.gradient_plan import GradientPlan
@@ -51,6 +51,7 @@ def plan_memory(
         Held("optimizer state", _nbytes(state.optimizer_state["state"]), HOST, "after the first step"),
         Held("model state", _nbytes(state.model_state), HOST),
         Held("buffers of replicas", local * _nbytes(state.model_state), HOST, f"of {local} replicas"),
+        Held("variables of replicas", _nbytes(training.memory_of_replicas.copies), DEVICE, "on `replica_device`"),
         Held("residuals", _nbytes(training.residuals), HOST, "of int8 gradients"),
         Held("gradients", local * gradients, HOST, f"of {local} replicas, as they travel"),
         Held("mean gradients", means + quantised, HOST),

@@ -12,6 +12,7 @@ from strategies.exchange.flat import FlatLayout
 from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.replicas import Replicas
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
+from strategies.torch.replica_memory import HOST
 from strategies.torch.replica_modules import Slot, slots_of
 from strategies.torch.tensors import as_array, as_tensor
 
@@ -109,7 +110,7 @@ class ModelBuffers:
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
         """What all replicas have, which is on every instance, so that nothing is lost with one."""
-        local = [[as_array(slots[number].tensor) for number in numbers] for slots in of_replicas]
+        local = [[as_array(slots[number].tensor.to(HOST)) for number in numbers] for slots in of_replicas]
         gathered = gather_replicas(replicas, local, "buffers of each replica")
         columns = zip(*gathered, strict=True)
         return {number: as_tensor(np.stack(arrays)) for number, arrays in zip(numbers, columns, strict=True)}
@@ -122,7 +123,7 @@ class ModelBuffers:
         for slots in of_replicas:
             flat = [np.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
             for view, number in zip(layout.views(flat), numbers, strict=True):
-                view[...] = as_array(slots[number].tensor)
+                view[...] = as_array(slots[number].tensor.to(HOST))
             contributions.append(flat)
         filled = [place for place, buffer in enumerate(layout.buffers) if buffer.size]
         results = [np.empty(buffer.size, buffer.dtype) for buffer in layout.buffers]
@@ -138,7 +139,7 @@ class ModelBuffers:
         self, numbers: Sequence[int], of_first: Sequence[Slot], communicator: Communicator
     ) -> dict[int, torch.Tensor]:
         """What replica 0 has, which is on the first of the instances: all of them in one message."""
-        values = [of_first[number].tensor.detach().clone() for number in numbers]
+        values = [of_first[number].tensor.detach().to(HOST, copy=True) for number in numbers]
         if communicator.size > 1:
             arrays = [as_array(value).reshape(-1).view(np.uint8) for value in values]
             packed = np.concatenate(arrays)

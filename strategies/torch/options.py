@@ -14,6 +14,7 @@ from strategies.gradients.accumulation import GradientAccumulationReductionMetho
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
 from strategies.switches import require_switches, require_switches_or_none
+from strategies.torch.replica_memory import as_device
 from strategies.torch.stages import Pipeline
 
 MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
@@ -42,6 +43,7 @@ class Options(TypedDict, total=False):
     model_state_aggregation: Aggregation
     intra_op_threads: int
     stream_gradients: bool | None
+    replica_device: torch.device | str | None
     before_update: Callable[[torch.nn.Module], object] | None
     pipeline: Pipeline | None
 
@@ -71,12 +73,16 @@ class TorchOptions:
         intra_op_threads: of each replica, and of the update: part of what decides bits, so the same everywhere.
         stream_gradients: whether gradients travel while the backward pass still runs, the same on all instances. None:
             over a network, that is with `variables_on_host`. In the memory of a host waiting takes a core.
+        replica_device: an accelerator, as "cuda", on which all replicas of an instance compute, which share it: one
+            after another, with a copy of the parameters there. "cuda:1" is the same on every instance, without a
+            number those of a host take turns. The module stays on the host, and so does all that is agreed on. "cpu"
+            does the same on the CPU, to try it. None: replicas compute in the memory of the module.
         before_update: called with the module on every instance when it has the mean gradients, in the `grad` of its
             parameters, and before they are applied: to clip them, say.
         pipeline: how the blocks of a module run as stages of a pipeline; None: one after another.
 
     Raises:
-        TypeError: if a switch is neither True nor False.
+        TypeError: if a switch is neither True nor False, or `replica_device` no device.
         ValueError: if an option is out of range, or two of them exclude each other.
     """
 
@@ -93,6 +99,7 @@ class TorchOptions:
     model_state_aggregation: Aggregation = None
     intra_op_threads: int = 1
     stream_gradients: bool | None = None
+    replica_device: torch.device | str | None = None
     before_update: Callable[[torch.nn.Module], object] | None = None
     pipeline: Pipeline | None = None
 
@@ -107,7 +114,8 @@ class TorchOptions:
         positive("gradient_accumulation_count", self.gradient_accumulation_count)
         positive("min_elements_for_sharding", self.min_elements_for_sharding)
         positive("intra_op_threads", self.intra_op_threads)
-        _ = self.method, self.autocast_dtype, self.scaling, self.transfer  # each refuses what is out of range
+        _ = self.method, self.autocast_dtype, self.scaling  # each refuses what is out of range
+        _ = self.transfer, self.device
         words = [self.model_state_aggregation] if isinstance(self.model_state_aggregation, str) else []
         for word in words or (self.model_state_aggregation or {}).values():  # type: ignore[union-attr]
             if word not in WORDS:
@@ -121,6 +129,11 @@ class TorchOptions:
             raise ValueError(
                 "a running mean changes all gradients before each micro-batch, and in a pipeline others are being "
                 "added up then; use reduction_method='mean'"
+            )
+        if self.pipeline is not None and self.device is not None:
+            raise ValueError(
+                f"replica_device is {self.replica_device!r}, on which replicas take turns, and the stages of a "
+                "pipeline compute on the cores of the host at once; use one of the two"
             )
         if self.replicated_optimizer_state_sharding and self.before_update is not None:
             raise ValueError(
@@ -153,6 +166,11 @@ class TorchOptions:
         dtype: Any = self.gradient_transfer_dtype
         return Transfer.parse(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
 
+    @cached_property
+    def device(self) -> torch.device | None:
+        """On which the replicas compute; None for the memory of the module."""
+        return as_device(self.replica_device)
+
     @property
     def terms(self) -> Mapping[str, object]:
         """The options as all instances have to have them."""
@@ -170,6 +188,7 @@ class TorchOptions:
             "model_state_aggregation": self.model_state_aggregation,
             "intra_op_threads": self.intra_op_threads,
             "stream_gradients": self.stream_gradients,
+            "replica_device": None if self.device is None else self.device.type,
             "pipeline": None if self.pipeline is None else str(self.pipeline.schedule),
             "before_update": getattr(self.before_update, "__qualname__", None),
         }

@@ -30,6 +30,7 @@ from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, place
 from strategies.torch.buffer_uses import BufferUses
 from strategies.torch.split_backward import SplitBackward, nodes_below
 from strategies.torch.stages import Pipeline, Placing, watch
+from strategies.torch.weights_behind import weights_behind
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -132,21 +133,17 @@ class PipelineRun:
         devices = self._stages.devices()
         if self._trains:
             self._stages.refuse_unmet()
-        if self._trains and self._pipeline.needs_full and len(devices) > self._count:
+        if self._pipeline.needs_full and len(devices) > self._count:
+            what, count = ("step", "a gradient accumulation") if self._trains else ("call", "deviceIterations")
             raise StrategyError(
-                f"the pipeline has {len(devices)} stages, and a step {self._count} micro-batches, which cannot fill "
-                f"it; use a gradient accumulation of {len(devices)} or more, or poptorch.ShardedExecution"
+                f"the pipeline has {len(devices)} stages, and a {what} {self._count} micro-batches, which cannot fill "
+                f"it; use {count} of {len(devices)} or more, or poptorch.ShardedExecution"
             )
         numbers = {device: number for number, device in enumerate(sorted(set(devices)))}
         schedule = schedule_named(self._pipeline.schedule)
         timetable = schedule.timetable(placed([numbers[device] for device in devices]), self._count, self._trains)
-        if timetable.has_split_backward and 1 < len(timetable.devices) < timetable.num_stages:
-            raise StrategyError(
-                f"the stages are on the devices {devices}, and the schedule {schedule.name} has a device with several "
-                "compute gradients of parameters in the middle of a backward pass, which is one call of autograd; use "
-                "a device for each stage, or another schedule"
-            )
-        return timetable
+        has_several = len(timetable.devices) < timetable.num_stages
+        return weights_behind(timetable) if timetable.has_split_backward and has_several else timetable
 
     def close(self) -> None:
         """End the threads."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+_CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
 _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,
@@ -53,9 +54,17 @@ def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
 
 
 @contextmanager
-def drawing_from(seed: int) -> Iterator[None]:
-    """Have this thread draw all random numbers of PyTorch on the CPU from a generator with that seed; not nested."""
+def drawing_from(seed: int, device: torch.device = _CPU) -> Iterator[None]:
+    """Have this thread draw all random numbers of PyTorch on the CPU from a generator with that seed; not nested.
+
+    Args:
+        seed: see above.
+        device: on which it computes besides. An accelerator has one generator in a process, which is seeded with it.
+    """
     _install()
+    if device.type != _CPU.type:
+        accelerator: Any = torch.get_device_module(device)
+        getattr(accelerator, "manual_seed_all", accelerator.manual_seed)(seed)
     _of_thread.generator = torch.Generator().manual_seed(seed)
     _include(_KEY, True)
     try:
@@ -121,10 +130,24 @@ def _drawing(name: str) -> Callable[..., Any]:
         _include(_KEY, False)  # the kernels behind this one draw from what they are given
         try:
             if len(arguments) > place:
-                given = arguments[place] or _of_thread.generator
+                given = arguments[place] or _generator_for(arguments, named)
                 return operator(*arguments[:place], given, *arguments[place + 1 :], **named)
-            return operator(*arguments, **(named | {argument: named.get(argument) or _of_thread.generator}))
+            return operator(*arguments, **(named | {argument: named.get(argument) or _generator_for(arguments, named)}))
         finally:
             _include(_KEY, True)
 
     return draw
+
+
+def _generator_for(arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """That of the thread, where the operator draws on the CPU; None: that of the accelerator on which it draws."""
+    return _of_thread.generator if draws_on_cpu(arguments, named) else None
+
+
+def draws_on_cpu(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether an operator does, by the device that it is told, else by that of its first tensor."""
+    device = named.get("device")
+    if device is None:
+        tensors = (one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor))
+        device = next((one.device for one in tensors), _CPU)
+    return bool(torch.device(device).type == _CPU.type)

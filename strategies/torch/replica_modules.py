@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from strategies.torch.replica_groups import part_of, row_of
+from strategies.torch.replica_memory import ReplicaMemory
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -46,13 +47,13 @@ def slots_of(module: torch.nn.Module) -> list[Slot]:
 
 
 class ReplicaModule:
-    """A copy of a module, whose parameters share the memory of the original's, and have gradients of their own.
+    """A copy of a module, whose parameters share the memory that replicas have, and have gradients of their own.
 
     What the program changes in the original between steps is changed here too: parameters and buffers, modes, and
     attributes that are numbers, words or None. What the copy itself changes in such attributes stays with it.
 
     Args:
-        original: the module; not changed.
+        memory: of the module, which is not changed, and of its replicas.
         replica: whose copy it is, by its global index.
         replicas: how many there are on all instances.
 
@@ -67,14 +68,16 @@ class ReplicaModule:
         StrategyError: if a parameter has not a row for each group of replicas.
     """
 
-    def __init__(self, original: torch.nn.Module, replica: int = 0, replicas: int = 1) -> None:
+    def __init__(self, memory: ReplicaMemory, replica: int = 0, replicas: int = 1) -> None:
+        original, device = memory.module, memory.device
         named = list(original.named_parameters())
         self.rows = [row_of(name, parameter, replica, replicas) for name, parameter in named]
         shared = {
-            id(parameter): torch.nn.Parameter(part_of(parameter, row), parameter.requires_grad)
-            for (_, parameter), row in zip(named, self.rows, strict=True)
+            id(parameter): torch.nn.Parameter(part_of(mine, row), parameter.requires_grad)
+            for (_, parameter), mine, row in zip(named, memory.parameters, self.rows, strict=True)
         }
-        memo = {**shared, **{id(one.tensor): one.tensor.detach().clone() for one in slots_of(original)}}
+        buffers = {id(one.tensor): one.tensor.detach().to(device, copy=True) for one in slots_of(original)}
+        memo = {**shared, **buffers}
         try:
             self.module: torch.nn.Module = copy.deepcopy(original, memo)
         except (TypeError, RuntimeError) as error:
@@ -82,7 +85,7 @@ class ReplicaModule:
                 f"the module cannot be copied for a replica: {error}; keep what cannot be copied, such as open files "
                 "and tensors that were computed, out of its attributes"
             ) from error
-        self._originals = list(original.parameters())
+        self._memory = memory
         self.parameters = list(shared.values())
         self.slots = slots_of(self.module)
         self._pairs = list(zip(original.modules(), self.module.modules(), strict=True))
@@ -91,8 +94,11 @@ class ReplicaModule:
 
     def follow(self) -> None:
         """Take over what the program has changed in the original, but for its buffers."""
-        for mine, original, row in zip(self.parameters, self._originals, self.rows, strict=True):
-            part = original if row is None else part_of(original, row)
+        memory = self._memory
+        for mine, source, original, row in zip(
+            self.parameters, memory.parameters, memory.originals, self.rows, strict=True
+        ):
+            part = source if row is None else part_of(source, row)
             if mine.data_ptr() != part.data_ptr():
                 mine.data = part.detach()
             if mine.requires_grad is not original.requires_grad:

@@ -22,6 +22,7 @@ from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions
 from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
 from strategies.torch.randomness import drawing_from, seed_of
+from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.tensors import parts_of
 
@@ -60,7 +61,7 @@ class ReplicaRun:
 
     Args:
         replica: its global index.
-        original: the module.
+        memory: of the module and its replicas.
         loss_fn: see `LossFunction`.
         options: of the step.
         replicas: how many there are on all instances.
@@ -78,14 +79,15 @@ class ReplicaRun:
     def __init__(
         self,
         replica: int,
-        original: torch.nn.Module,
+        memory: ReplicaMemory,
         loss_fn: LossFunction,
         options: TorchOptions,
         replicas: int,
         instruments: Instruments | None = None,
     ) -> None:
         self.replica = replica
-        self.copy = ReplicaModule(original, replica, replicas)
+        self.copy = ReplicaModule(memory, replica, replicas)
+        self._memory = memory
         self._loss_fn = loss_fn
         self._options = options
         self._instruments = instruments or Instruments()
@@ -137,17 +139,19 @@ class ReplicaRun:
             if slot.tensor.shape == master.shape and not slot.tensor.requires_grad:
                 slot.tensor.copy_(master)
             else:
-                slot.buffers[slot.key] = master.detach().clone()
+                slot.buffers[slot.key] = master.detach().to(self._memory.device, copy=True)
         count = self._options.gradient_accumulation_count
         parts = parts_of(batch, count)
         values: list[list[float]] = [[] for _ in parts]
         self.outputs = [None for _ in parts]
 
         def work(number: int, walk: Walk | None) -> None:
-            with drawing_from(seed_of(self._options.seed, self.replica, turn.step, number)):
+            seed = seed_of(self._options.seed, self.replica, turn.step, number)
+            with drawing_from(seed, self._memory.device):
                 with self._autocast():
-                    loss, metrics, outputs = outcome_of(self._loss_fn(self.copy.module, parts[number]))
-                self.outputs[number] = jax.tree.map(_detached, outputs)
+                    returned = self._loss_fn(self.copy.module, self._memory.put(parts[number]))
+                loss, metrics, outputs = outcome_of(returned)
+                self.outputs[number] = self._memory.fetched(jax.tree.map(_detached, outputs))
                 values[number] = [float(loss.detach()), *(_number(*each) for each in metrics.items())]
                 if number == 0:
                     self._prepare(turn.plan(("loss", *metrics)))
@@ -176,7 +180,7 @@ class ReplicaRun:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._options.autocast_dtype
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+        return nullcontext() if dtype is None else torch.autocast(self._memory.device.type, dtype)
 
     def _weighted(self, loss: torch.Tensor, number: int, count: int, scale: float) -> torch.Tensor:
         """That from which a backward pass begins; of a running mean the gradients are made ready for it, too."""
@@ -315,6 +319,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one = one.to(other.device)
     if one.shape != other.shape or one.dtype != other.dtype:
         raise StrategyError(
             f"a buffer has become {one.dtype}{list(one.shape)}, and was {other.dtype}{list(other.shape)}; buffers "

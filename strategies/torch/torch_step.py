@@ -270,7 +270,7 @@ class TorchStep:
             refuse_groups(self._training.module, self._training.optimizer, self._options)
             self._local = LocalReplicas(
                 local,
-                self._training.module,
+                self._training.memory_of_replicas,
                 self._loss_fn,
                 self._options,
                 self._plan,

@@ -55,7 +55,8 @@ class Trainer:
         TypeError: if the module is none, or cannot be copied.
         ValueError: if an option is out of range or two of them exclude each other, nothing is trained, or the optimizer
             has other parameters.
-        StrategyError: if the module is not on the CPU, or its optimizer's state cannot be sharded and is to be.
+        StrategyError: if the module is not on the CPU, there is no such `replica_device`, or the optimizer's state
+            cannot be sharded and is to be.
     """
 
     def __init__(

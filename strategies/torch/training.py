@@ -31,6 +31,7 @@ from strategies.torch.optimizer_arrays import (
     state_of,
 )
 from strategies.torch.options import TorchOptions
+from strategies.torch.replica_memory import ReplicaMemory, device_here
 from strategies.torch.tensors import as_array, as_tensor
 from strategies.torch.updates import ShardedUpdate, Update
 from strategies.train_state import TrainState
@@ -57,6 +58,7 @@ class Training:
         step: how many updates were made.
         scale: of the next loss; None where none is scaled.
         residuals: of int8 gradients, for each local replica.
+        memory_of_replicas: where they compute.
         metrics: of the last step; None before the first one.
     """
 
@@ -74,6 +76,7 @@ class Training:
         self.step = 0
         self.scale: LossScale | None = None if options.scaling is None else options.scaling.start()
         self.metrics: Metrics | None = None
+        self.memory_of_replicas = ReplicaMemory(module, device_here(options.device, replicas.instance.local_index))
         self._replicas = replicas
         self._options = options
         self._age = Age()
@@ -309,5 +312,6 @@ def refuse_other_devices(module: torch.nn.Module) -> None:
         if tensor.device.type != "cpu":
             raise StrategyError(
                 f"{name} is on {tensor.device}, and replicas of PyTorch share parameters in the memory of the host; "
-                "move the module there with module.cpu(), or train on GPUs with JAX (docs/gpus.md)"
+                "move the module there with module.cpu(). To have them compute on the device, which they share, give "
+                f"strategies.torch.Trainer(..., replica_device={tensor.device.type!r}) that module (docs/gpus.md)"
             )

@@ -31,7 +31,8 @@ def test_every_way_is_measured_and_ours_compared_with_those_of_others(tmp_path):
 
 def test_replicas_of_one_process_and_turns_of_a_pipeline_are_measured(tmp_path):
     local = rows_of(tmp_path, "--local-replicas", "2")["cnn"]
-    assert list(local) == ["one after another", "at once", "one after another / at once"]
+    ways = ["one after another", "plain, on threads", "at once"]
+    assert list(local) == [*ways, *(f"{ways[0]} / {way}" for way in ways[1:])]
     pipeline = rows_of(tmp_path, "--pipeline")["four blocks"]
     assert list(pipeline) == [
         "one device",

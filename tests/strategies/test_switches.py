@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 
+import popdist.tensorflow
 import strategies
 from strategies import pipelining_ops
 from strategies.evaluation.data_pass import DataPass
@@ -93,6 +94,28 @@ def test_of_checkpoints(strategy, tmp_path):
 def test_of_data_sets(strategy):
     with pytest.raises(TypeError, match="^shuffle is 'no'; it is True or False"):
         strategy.distribute_dataset(np.ones(8, np.float32), batch_size=1, shuffle="no")
+
+
+def test_of_values_that_are_assumed_equal():
+    with pytest.raises(TypeError, match="^inplace is 'no'; it is True or False"):
+        strategies.cross_replica_ops.assume_equal_across_replicas(1.0, inplace="no")
+
+
+@pytest.mark.parametrize("name", ["print_stats", "apply_debug_options", "do_memcpy"])
+def test_of_benchmarks_of_data_sets(name):
+    with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
+        strategies.dataset_benchmark([np.ones(3)], 1, 1, **{name: "no"})
+
+
+@pytest.mark.parametrize("name", ["print_stats", "do_memcpy"])
+def test_of_benchmarks_of_infeeds(name):
+    with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
+        strategies.infeed_benchmark(None, 1, 1, **{name: "no"})
+
+
+def test_of_configurations_of_an_instance():
+    with pytest.raises(TypeError, match="^configure_device is 'no'; it is True or False"):
+        popdist.tensorflow.set_ipu_config(strategies.config.IPUConfig(), configure_device="no")
 
 
 def test_of_collectives(strategy):

@@ -15,6 +15,7 @@ from strategies.torch.poptorch.blocks import (
     removeBlocks,
 )
 from strategies.torch.poptorch.data_loader import AsynchronousDataAccessor, DataLoader
+from strategies.torch.poptorch.decoding import ctc_beam_search_decoder
 from strategies.torch.poptorch.enums import (
     AutoStage,
     CommGroupType,
@@ -58,6 +59,7 @@ from strategies.torch.poptorch.operations import (
 )
 from strategies.torch.poptorch.option_groups import TensorLocationSettings
 from strategies.torch.poptorch.options import Options, PopdistOptions
+from strategies.torch.poptorch.points import fps, nearest
 
 __all__ = [
     "AsynchronousDataAccessor",
@@ -98,10 +100,12 @@ __all__ = [
     "UnrecoverableError",
     "VariableRetrievalMode",
     "cond",
+    "ctc_beam_search_decoder",
     "custom_op",
     "dynamic_slice",
     "dynamic_update",
     "for_loop",
+    "fps",
     "identity_loss",
     "inferenceModel",
     "ipuHardwareIsAvailable",
@@ -109,6 +113,7 @@ __all__ = [
     "ipu_print_tensor",
     "isRunningOnIpu",
     "load",
+    "nearest",
     "nop",
     "optim",
     "recomputationCheckpoint",

@@ -11,6 +11,7 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
+from strategies.switches import require_switches
 from strategies.torch.poptorch.enums import AutoStage, Liveness
 from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
 
@@ -342,6 +343,7 @@ class _Phased(ExecutionStrategy):
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _Phased:
         """Changes nothing: nothing leaves the memory between phases."""
+        require_switches(useSeparateBackwardPhase=use)
         return self
 
 
@@ -351,6 +353,7 @@ class ParallelPhasedExecution(_Phased):
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
         """Changes nothing: nothing leaves the memory."""
+        require_switches(sendTensorsOffChipAfterFwd=off_chip)
         return self
 
 

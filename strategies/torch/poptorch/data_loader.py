@@ -15,6 +15,7 @@ from strategies.data.prefetch import prefetched
 from strategies.errors import StrategyError
 from strategies.numbers import positive
 from strategies.roles import Batch
+from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.poptorch.enums import DataLoaderMode
 from strategies.torch.poptorch.options import Options
 
@@ -58,7 +59,7 @@ class DataLoader:
         ValueError: if the data set does not fill a batch.
         StrategyError: if batches of several instances would be shorter, or there is a `batch_sampler`. Of a stream it
             is found at its end, on all instances.
-        TypeError: for other `async_options`, and options that are none.
+        TypeError: for other `async_options`, options that are none, and switches that are neither True nor False.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class DataLoader:
             raise StrategyError("a batch_sampler does not know replicas; give batch_size and shuffle")
         if not isinstance(options, Options):
             raise TypeError(f"the options are a {type(options).__name__}; poptorch.DataLoader(options, dataset, ...)")
+        require_switches(drop_last=drop_last, auto_distributed_partitioning=auto_distributed_partitioning)
+        require_switches_or_none(shuffle=shuffle, persistent_workers=persistent_workers)
         options._freeze()
         self.options, self.dataset = options, dataset
         self._batch_size = positive("batch_size", batch_size)

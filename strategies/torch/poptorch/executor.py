@@ -17,6 +17,7 @@ from strategies.gradients.accumulation import GradientAccumulationReductionMetho
 from strategies.loss_scaling import LossScaling
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
+from strategies.switches import require_switches
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
@@ -28,6 +29,7 @@ from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
 from strategies.torch.poptorch.parameters import make_groupable
 from strategies.torch.replica_groups import summed
+from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.stages import Pipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
@@ -157,7 +159,7 @@ class PoplarExecutor:
             local, count = replicas.local_replicas, replicas.num_replicas_in_sync
             seed, instruments = self.options.seed, replicas.instruments
             self._inference = InferenceReplicas(
-                local, count, self.model, call_in_model, seed, instruments, self._pipeline()
+                local, count, ReplicaMemory(self.model), call_in_model, seed, instruments, self._pipeline()
             )
         self._calls += 1
         began_s = time.perf_counter()
@@ -367,6 +369,7 @@ class PoplarExecutor:
             export_model: False for parameters and state alone; they can only be loaded into a model then.
             save_rng_state: accepted: the seed is among the options, and a model that is loaded begins anew.
         """
+        require_switches(export_model=export_model, save_rng_state=save_rng_state)
         content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
         if export_model:
             content |= {"model": self.model, "optimizer": self._optimizer}
@@ -374,6 +377,7 @@ class PoplarExecutor:
 
     def train(self, mode: bool = True) -> PoplarExecutor:
         """Set the mode of the module."""
+        require_switches(mode=mode)
         self.model.train(mode)
         return self
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from strategies.errors import StrategyError
+from strategies.switches import require_switches
 from strategies.torch.poptorch.enums import MatMulSerializationMode, OverlapMode
 
 
@@ -99,6 +100,7 @@ def serializedMatMul(
     keep_precision: bool = False,
 ) -> torch.Tensor:
     """The product of two matrices; memory is that of the host, so it is computed at once."""
+    require_switches(keep_precision=keep_precision)
     return torch.matmul(lhs, rhs)
 
 

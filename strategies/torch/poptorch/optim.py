@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from strategies.errors import StrategyError
+from strategies.switches import require_switches, require_switches_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ class AdamW(_Scaled, torch.optim.AdamW):
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
+        require_switches_or_none(bias_correction=bias_correction)
         if bias_correction is False:
             raise StrategyError("AdamW without bias correction is not there; LAMB(bias_correction=False) is")
         own = _without_effect(named)
@@ -153,7 +155,17 @@ class AdamW(_Scaled, torch.optim.AdamW):
 
 
 class RMSprop(_Scaled, torch.optim.RMSprop):
-    """`torch.optim.RMSprop` with `loss_scaling` and `max_grad_norm`; see `SGD`."""
+    """`torch.optim.RMSprop` with `loss_scaling` and `max_grad_norm`; see `SGD`.
+
+    With `use_tf_variant` it is TensorFlow's: the mean of squares begins with ones, `eps` is added before the root is
+    taken, and the momentum adds up changes of the parameters, each with the learning rate of its step.
+    """
+
+    def __new__(cls, *arguments: Any, use_tf_variant: bool = False, **named: Any) -> RMSprop:
+        """Of a class of its own where it is TensorFlow's."""
+        require_switches(use_tf_variant=use_tf_variant)
+        made: RMSprop = super().__new__(RMSpropOfTensorFlow if use_tf_variant else cls)
+        return made
 
     def __init__(
         self,
@@ -165,11 +177,43 @@ class RMSprop(_Scaled, torch.optim.RMSprop):
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
-        if use_tf_variant:
-            raise StrategyError("the variant of TensorFlow is not there; use_tf_variant=False is PyTorch's RMSprop")
         own = _without_effect(named)
         super().__init__(params, 1e-2 if lr is None else lr, *arguments, **own)
         self._take(loss_scaling, max_grad_norm, own)
+
+
+class RMSpropOfTensorFlow(RMSprop):
+    """What `RMSprop(..., use_tf_variant=True)` is."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update."""
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        gradient = -parameter.grad if group["maximize"] else parameter.grad
+                        if group["weight_decay"]:
+                            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+                        self._update(parameter, gradient, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"], state["square_avg"] = torch.tensor(0.0), torch.ones_like(parameter)
+            for name in ["grad_avg"] * group["centered"] + ["momentum_buffer"] * (group["momentum"] > 0):
+                state[name] = torch.zeros_like(parameter)
+        state["step"] += 1
+        decay = group["alpha"]
+        squares = state["square_avg"].mul_(decay).addcmul_(gradient, gradient, value=1 - decay).add(group["eps"])
+        if group["centered"]:
+            mean = state["grad_avg"].lerp_(gradient, 1 - decay)
+            squares = squares.addcmul_(mean, mean, value=-1)
+        change = gradient / squares.sqrt_() * group["lr"]
+        if group["momentum"] > 0:
+            change = state["momentum_buffer"].mul_(group["momentum"]).add_(change)
+        parameter.sub_(change)
 
 
 LAMB_DEFAULTS: dict[str, Any] = {
@@ -213,6 +257,7 @@ class LAMB(_Scaled, torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
+        require_switches_or_none(bias_correction=bias_correction)
         if unknown := _without_effect(named):
             raise TypeError(f"LAMB has no argument {', '.join(unknown)}; it has {', '.join(LAMB_DEFAULTS)}")
         given = {

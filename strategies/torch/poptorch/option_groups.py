@@ -10,6 +10,7 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.numbers import positive
+from strategies.switches import require_switches
 from strategies.torch.poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,16 @@ class OptionGroup:
             _told.add(name)
             logger.info("%s.%s changes nothing here: %s", self._title, name, why)
         return self._set(name, value)
+
+    def _set_switch(self: Self, name: str, value: bool, **attributes: object) -> Self:
+        """See `_set`, of what is True or False, and nothing that counts as one of them."""
+        require_switches(**{name: value})
+        return self._set(name, value, **attributes)
+
+    def _accept_switch(self: Self, name: str, value: bool, why: str) -> Self:
+        """See `_accept` and `_set_switch`."""
+        require_switches(**{name: value})
+        return self._accept(name, value, why)
 
     def _freeze(self) -> None:
         self._is_frozen = True
@@ -116,11 +127,11 @@ class TrainingOptions(OptionGroup):
 
     def setAutomaticLossScaling(self, enabled: bool) -> TrainingOptions:
         """Scale losses dynamically, see `LossScaling`; an optimizer's own `loss_scaling` is the first scale."""
-        return self._set("setAutomaticLossScaling", enabled, automatic_loss_scaling=enabled)
+        return self._set_switch("setAutomaticLossScaling", enabled, automatic_loss_scaling=enabled)
 
     def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
         """Changes nothing."""
-        return self._accept("setConvolutionDithering", enabled, "convolutions are not spread over tiles")
+        return self._accept_switch("setConvolutionDithering", enabled, "convolutions are not spread over tiles")
 
 
 class PrecisionOptions(OptionGroup):
@@ -134,6 +145,7 @@ class PrecisionOptions(OptionGroup):
         Raises:
             StrategyError: if it is enabled.
         """
+        require_switches(enableStochasticRounding=enabled)
         if enabled:
             raise StrategyError(
                 "stochastic rounding is not there for PyTorch; strategies.Trainer(..., stochastic_rounding=True) has "
@@ -160,11 +172,11 @@ class PrecisionOptions(OptionGroup):
 
     def runningStatisticsAlwaysFloat(self, value: bool) -> PrecisionOptions:
         """Changes nothing."""
-        return self._accept("runningStatisticsAlwaysFloat", value, "buffers keep their dtypes")
+        return self._accept_switch("runningStatisticsAlwaysFloat", value, "buffers keep their dtypes")
 
     def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
         """Raise `NonFiniteGradientError` for the first gradient that is not finite."""
-        return self._set("enableFloatingPointExceptions", enabled)
+        return self._set_switch("enableFloatingPointExceptions", enabled)
 
     @property
     def checks_numerics(self) -> bool:
@@ -179,11 +191,11 @@ class TensorLocationSettings(OptionGroup):
 
     def useOnChipStorage(self, use: bool = True) -> TensorLocationSettings:
         """Changes nothing: there is one memory."""
-        return self._accept("useOnChipStorage", use, ONE_MEMORY)
+        return self._accept_switch("useOnChipStorage", use, ONE_MEMORY)
 
     def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
         """Of optimizer state: every replica keeps a part of it."""
-        return self._set("useReplicatedTensorSharding", use)
+        return self._set_switch("useReplicatedTensorSharding", use)
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
         """Smaller tensors are not sharded."""
@@ -195,11 +207,11 @@ class TensorLocationSettings(OptionGroup):
 
     def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
         """Changes nothing."""
-        return self._accept("useIOTilesToLoad", use, NO_IPU)
+        return self._accept_switch("useIOTilesToLoad", use, NO_IPU)
 
     def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
         """Changes nothing."""
-        return self._accept("useIOTilesToStore", use, NO_IPU)
+        return self._accept_switch("useIOTilesToStore", use, NO_IPU)
 
 
 def settings_of(location: object) -> TensorLocationSettings:
@@ -250,6 +262,16 @@ class TensorLocationOptions(OptionGroup):
     def shards_optimizer(self) -> bool:
         """Whether every replica keeps a part of the optimizer state."""
         return bool(self.of_optimizer.get("useReplicatedTensorSharding"))
+
+
+class JitOptions(OptionGroup):
+    """Options of how PopTorch reads a model, `Options.Jit`."""
+
+    _title = "Options.Jit"
+
+    def traceModel(self, trace_model: bool) -> JitOptions:
+        """Changes nothing."""
+        return self._accept_switch("traceModel", trace_model, "no model is traced: its forward runs as it is written")
 
 
 class PopartOptions(OptionGroup):

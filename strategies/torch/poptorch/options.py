@@ -24,6 +24,7 @@ from strategies.torch.poptorch.errors import ConfigFileError
 from strategies.torch.poptorch.option_groups import (
     NO_COMPILER,
     NO_IPU,
+    JitOptions,
     OptionGroup,
     PopartOptions,
     PrecisionOptions,
@@ -115,6 +116,7 @@ class Options(OptionGroup):
         self._strategy: Strategy | None = None
         self._training = TrainingOptions()
         self._precision = PrecisionOptions()
+        self._jit = JitOptions()
         self._locations = TensorLocationOptions()
         self._distributed = self._distributed_kind(self)
 
@@ -129,6 +131,11 @@ class Options(OptionGroup):
     def Precision(self) -> PrecisionOptions:
         """Those of precision."""
         return self._precision
+
+    @property
+    def Jit(self) -> JitOptions:
+        """How a model is read."""
+        return self._jit
 
     @property
     def TensorLocations(self) -> TensorLocationOptions:
@@ -243,14 +250,16 @@ class Options(OptionGroup):
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Options:
         """Changes nothing: all instances begin with the buffers of instance 0, and agree on them after each step."""
-        return self._accept("broadcastBuffers", broadcast_buffers, "all instances agree on buffers after each update")
+        return self._accept_switch(
+            "broadcastBuffers", broadcast_buffers, "all instances agree on buffers after each update"
+        )
 
     def clone(self) -> Options:
         """A copy that can be changed, on the same replicas unless it is given others."""
         clone = type(self).__new__(type(self))
         clone.__dict__.update(self.__dict__)
         clone._values, clone._is_frozen = dict(self._values), False
-        for name in ("_training", "_precision", "_locations"):
+        for name in ("_training", "_precision", "_jit", "_locations"):
             group = copy.copy(getattr(self, name))
             group._values, group._is_frozen = dict(group._values), False
             setattr(clone, name, group)
@@ -264,13 +273,18 @@ class Options(OptionGroup):
         return self.clone()
 
     def _freeze(self) -> None:
-        for group in (self._training, self._precision, self._locations):
+        for group in (self._training, self._precision, self._jit, self._locations):
             group._freeze()
         super()._freeze()
 
     def toDict(self) -> Mapping[str, object]:
         """What has been set, by name, groups as dictionaries of their own."""
-        groups = {"Training": self._training, "Precision": self._precision, "TensorLocations": self._locations}
+        groups = {
+            "Training": self._training,
+            "Precision": self._precision,
+            "Jit": self._jit,
+            "TensorLocations": self._locations,
+        }
         return {**self._values, **{name: group.toDict() for name, group in groups.items() if group.toDict()}}
 
     def __repr__(self) -> str:
@@ -288,7 +302,7 @@ class Options(OptionGroup):
 
     def useIpuModel(self, use_model: bool) -> Options:
         """Changes nothing."""
-        return self._accept("useIpuModel", use_model, NO_IPU)
+        return self._accept_switch("useIpuModel", use_model, NO_IPU)
 
     @property
     def _Popart(self) -> PopartOptions:
@@ -338,7 +352,7 @@ class Options(OptionGroup):
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Options:
         """Changes nothing."""
-        return self._accept("autoRoundNumIPUs", auto_round_num_ipus, NO_IPU)
+        return self._accept_switch("autoRoundNumIPUs", auto_round_num_ipus, NO_IPU)
 
     def connectionType(self, connection_type: ConnectionType) -> Options:
         """Changes nothing."""
@@ -358,7 +372,7 @@ class Options(OptionGroup):
 
     def showCompilationProgressBar(self, show: bool = True) -> Options:
         """Changes nothing."""
-        return self._accept("showCompilationProgressBar", show, NO_COMPILER)
+        return self._accept_switch("showCompilationProgressBar", show, NO_COMPILER)
 
     def enableProfiling(self, profile_dir: str | None = None) -> Options:
         """Changes nothing: `PoplarExecutor.trace` has what the stages of a pipeline did."""
@@ -366,19 +380,19 @@ class Options(OptionGroup):
 
     def enableStableNorm(self, enabled: bool) -> Options:
         """Changes nothing."""
-        return self._accept("enableStableNorm", enabled, "PyTorch's normalisations are computed in two passes")
+        return self._accept_switch("enableStableNorm", enabled, "PyTorch's normalisations are computed in two passes")
 
     def enableSyntheticData(self, enabled: bool) -> Options:
         """Changes nothing."""
-        return self._accept("enableSyntheticData", enabled, "data are not copied to a device")
+        return self._accept_switch("enableSyntheticData", enabled, "data are not copied to a device")
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Options:
         """Changes nothing."""
-        return self._accept("relaxOptimizerAttributesChecks", relax, "all numbers of optimizers may change")
+        return self._accept_switch("relaxOptimizerAttributesChecks", relax, "all numbers of optimizers may change")
 
     def logCycleCount(self, log_cycle_count: bool) -> Options:
         """Changes nothing."""
-        return self._accept("logCycleCount", log_cycle_count, NO_IPU)
+        return self._accept_switch("logCycleCount", log_cycle_count, NO_IPU)
 
     def logDir(self, log_dir: str) -> Options:
         """Changes nothing."""

@@ -265,8 +265,6 @@ class TestOptimizers:
         assert norm.item() == pytest.approx(1e-3, rel=1e-3)
 
     def test_refuse_what_is_not_there(self, model):
-        with pytest.raises(StrategyError, match="use_tf_variant=False"):
-            poptorch.optim.RMSprop(model.parameters(), use_tf_variant=True)
         with pytest.raises(StrategyError, match="LAMB"):
             poptorch.optim.AdamW(model.parameters(), bias_correction=False)
 

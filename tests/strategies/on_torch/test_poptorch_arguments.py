@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import strategies
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 
@@ -114,6 +116,46 @@ class TestOptimizers:
         group = poptorch.optim.LAMB(model.parameters()).param_groups[0]
         assert (group["lr"], group["weight_decay"], group["max_weight_norm"]) == (1e-3, 1e-2, 65500.0)
         assert poptorch.optim.AdamW(model.parameters(), bias_correction=None).param_groups[0]["weight_decay"] == 1e-2
+
+    @pytest.mark.parametrize("momentum", [0.0, 0.9])
+    @pytest.mark.parametrize("centered", [False, True])
+    @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+    def test_rmsprop_may_be_that_of_tensorflow(self, momentum, centered, weight_decay):
+        value, gradients = np.array([3.0, -1.0]), np.random.default_rng(3).standard_normal((4, 2))
+        parameter = torch.nn.Parameter(torch.tensor(value))
+        numbers = {"lr": 0.1, "alpha": 0.9, "eps": 0.01, "momentum": momentum, "centered": centered}
+        own = poptorch.optim.RMSprop([parameter], **numbers, weight_decay=weight_decay, use_tf_variant=True)
+        squares, means, moved = np.ones(2), np.zeros(2), np.zeros(2)
+        for gradient in gradients:
+            parameter.grad = torch.tensor(gradient)
+            own.step()
+            gradient = gradient + weight_decay * value
+            squares = 0.9 * squares + 0.1 * gradient**2
+            means = 0.9 * means + 0.1 * gradient
+            moved = momentum * moved + 0.1 * gradient / np.sqrt(squares + 0.01 - centered * means**2)
+            value = value - moved
+            np.testing.assert_allclose(parameter.detach(), value, rtol=1e-12)
+
+    def test_rmsprop_of_tensorflow_has_its_own_bits_for_every_spread(self, model, on_instances):
+        def train(strategy, shards):
+            options = new_options(strategy, iterations=2)
+            options.TensorLocations.setOptimizerLocation(
+                poptorch.TensorLocationSettings()
+                .useReplicatedTensorSharding(shards)
+                .minElementsForReplicatedTensorSharding(1)
+            )
+            own = copy.deepcopy(model)
+            optimizer = poptorch.optim.RMSprop(own.parameters(), momentum=0.5, use_tf_variant=True)
+            training = poptorch.trainingModel(own, options, optimizer)
+            count = len(strategy.local_replicas)
+            own_rows = slice(4 * strategy.local_replicas.start, 4 * strategy.local_replicas.start + 4 * count)
+            training(*(torch.cat([part[own_rows] for part in each.chunk(2)]) for each in rows(16)))
+            found = strategies.fingerprint(dict(training.trainer.state.variables))
+            training.destroy()
+            return found
+
+        whole = on_instances(1, 2, lambda strategy: train(strategy, shards=False))
+        assert on_instances(2, 2, lambda strategy: train(strategy, shards=True)) == whole * 2
 
     def test_take_no_others(self, model):
         with pytest.raises(TypeError, match="LAMB has no argument lrr; it has lr, betas"):

@@ -11,6 +11,7 @@ from torch import nn
 from strategies.exchange.transfer import Transfer
 from strategies.torch.gradient_plan import BUCKET_BYTES, GradientPlan, Parameter
 from strategies.torch.options import TorchOptions
+from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_run import ReplicaRun, Turn
 
 ROWS = BUCKET_BYTES // 4  # of one float32 each
@@ -46,7 +47,8 @@ class Sums(nn.Module):
 def test_a_bucket_is_ready_when_its_last_gradient_has_come():
     ready = []
     module = Sums(lambda: ready.append(run.finished[0].is_set()))
-    run = ReplicaRun(0, module, lambda module, batch: module(batch.sum()), TorchOptions(stream_gradients=True), 1)
+    options = TorchOptions(stream_gradients=True)
+    run = ReplicaRun(0, ReplicaMemory(module), lambda module, batch: module(batch.sum()), options, 1)
     parameters = tuple(
         Parameter(name, tuple(each.shape), np.dtype(np.float32)) for name, each in module.named_parameters()
     )

@@ -16,6 +16,7 @@ from strategies import StrategyError
 from strategies.pipelines.schedules.registry import schedule_named
 from strategies.pipelines.timetable import Action, Kind, placed
 from strategies.torch.split_backward import SplitBackward
+from strategies.torch.weights_behind import weights_behind
 
 ROWS = 4
 
@@ -162,13 +163,20 @@ def test_a_parameter_in_two_stages_is_refused():
         split_of([nn.Linear(8, 8), layer, nn.Sequential(nn.Linear(8, 8), layer)], torch.ones(4, 8))
 
 
-@pytest.mark.parametrize("stages", range(2, 7))
-def test_a_thread_for_each_micro_batch_can_follow_the_timetable(stages):
+SEVERAL_ON_A_DEVICE = [(0, 1, 0), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (2, 0, 1, 1)]
+MAPPINGS = [*(tuple(range(stages)) for stages in range(2, 7)), *SEVERAL_ON_A_DEVICE]
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
+def test_a_thread_for_each_micro_batch_can_follow_the_timetable(mapping):
     """Forward, back, and then stage by stage for weights: the timetable waits for nothing that comes later there."""
+    stages = len(mapping)
     ways = [(Kind.FORWARD, range(stages)), (Kind.BACKWARD_INPUTS, range(stages)[::-1])]
     ways += [(Kind.BACKWARD_WEIGHTS, range(stages))]
     for count in range(stages, 3 * stages + 2):
-        timetable = schedule_named("zero_bubble").timetable(placed(range(stages)), count, True)
+        timetable = schedule_named("zero_bubble").timetable(placed(mapping), count, True)
+        if mapping in SEVERAL_ON_A_DEVICE:
+            timetable = weights_behind(timetable)
         queues = [[Action(kind, stage, number) for kind, order in ways for stage in order] for number in range(count)]
         queues += [[action for action in actions if action.kind is not Kind.UPDATE] for actions in timetable.devices]
         while heads := Counter(queue[0] for queue in queues if queue):

@@ -1,0 +1,194 @@
+"""Replicas that compute on a device, which they share, train the same as those in the memory of the module."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch_modules import MODULES, data, loss_fn, new_module
+
+import strategies
+import strategies.torch
+import strategies.torch.poptorch as poptorch
+from strategies import StrategyError
+from strategies.torch.options import TorchOptions
+from strategies.torch.randomness import drawing_from, draws_on_cpu
+from strategies.torch.replica_memory import ReplicaMemory, as_device, chosen, count_of
+from strategies.torch.replica_modules import ReplicaModule
+
+REPLICAS = 4
+META = torch.device("meta")
+
+
+def trained(strategy, module, **options):
+    """What an epoch and an evaluation have found, as it is or as fingerprints."""
+    module = copy.deepcopy(module)
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters()), **options)
+    count = options.get("gradient_accumulation_count", 1)
+    dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2, gradient_accumulation_count=count)
+    losses = [trainer.step(batch)["loss"] for batch in dataset.epoch(0)]
+    testing = strategies.torch.distribute_dataset(strategy, data(), batch_size=7, shuffle=False, remainder="pad")
+    found = dict(trainer.evaluate(testing))
+    [*outputs] = trainer.predict(testing, lambda module, batch: module(batch["x"]))
+    state = trainer.state
+    trainer.close()
+    return losses, found, *map(strategies.fingerprint, (outputs, dict(state.variables), state.model_state))
+
+
+def check_alike(on_instances, name, instances, **options):
+    module = new_module(name)
+    [expected] = on_instances(1, REPLICAS, lambda strategy: trained(strategy, module, **options))
+    on_device = on_instances(
+        instances, REPLICAS, lambda strategy: trained(strategy, module, replica_device="cpu", **options)
+    )
+    assert on_device == [expected] * instances
+
+
+def test_a_device_has_the_bits_of_the_memory_of_the_module(on_instances):
+    check_alike(on_instances, "convolutions", 2)
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("name", MODULES)
+def test_a_device_has_them_for_every_module(on_instances, name):
+    check_alike(on_instances, name, 1)
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_count": 2},
+        {"gradient_transfer_dtype": "int8"},
+        {"gradient_transfer_dtype": "bfloat16", "compute_dtype": "bfloat16", "loss_scaling": "dynamic"},
+        {"stream_gradients": True},
+        {"replicated_optimizer_state_sharding": True},
+        {"model_state_aggregation": "per_replica"},
+    ],
+    ids=", ".join,
+)
+def test_a_device_has_them_with_an_option(on_instances, options):
+    check_alike(on_instances, "convolutions", 2, **options)
+
+
+def test_replicas_take_turns_on_a_device_and_the_module_stays_where_it_is():
+    at_work, most, parameters = threading.Semaphore(1), [], []
+
+    def loss(module, batch):
+        most.append(at_work.acquire(blocking=False))
+        parameters.append({one.data_ptr() for one in module.parameters()})
+        value = module(batch).square().mean()
+        at_work.release()
+        return value
+
+    module = nn.Linear(2, 1)
+    own = {one.data_ptr() for one in module.parameters()}
+    strategy = strategies.IPUStrategy(REPLICAS)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    trainer = strategies.torch.Trainer(strategy, module, loss, optimizer, replica_device="cpu")
+    with torch.no_grad():
+        module.weight.fill_(2)
+        module.bias.fill_(1)
+    assert trainer.step(torch.ones(REPLICAS, 2))["loss"] == 25.0, "of the parameters as they are now"
+    held = {one.what: one.nbytes for one in trainer.plan(torch.ones(REPLICAS, 2)).held}
+    trainer.close()
+    assert most == [True] * REPLICAS
+    assert all(one == parameters[0] for one in parameters)
+    assert parameters[0].isdisjoint(own)
+    assert own == {one.data_ptr() for one in module.parameters()}
+    assert held["variables of replicas"] == 12
+
+
+def test_a_replica_has_parameters_buffers_and_rows_on_its_device():
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    memory = ReplicaMemory(module, META)
+    copied = ReplicaModule(memory, 0, 1)
+    memory.follow()
+    copied.follow()
+    assert {one.device for one in (*copied.module.parameters(), *copied.module.buffers())} == {META}
+    assert {one.device.type for one in (*module.parameters(), *module.buffers())} == {"cpu"}
+    assert copied.module(memory.put({"x": torch.ones(4, 2)})["x"]).device == META
+
+
+class TestTheDevice:
+    @pytest.mark.parametrize(
+        ("given", "count", "local_index", "expected"),
+        [
+            ("cuda", 1, 0, "cuda:0"),
+            ("cuda", 1, 3, "cuda:0"),
+            ("cuda", 3, 4, "cuda:1"),
+            ("cuda:2", 3, 1, "cuda:2"),
+            ("xpu", 2, 1, "xpu:1"),
+            ("cpu", 1, 1, "cpu"),
+        ],
+    )
+    def test_is_one_of_an_instance(self, given, count, local_index, expected):
+        assert chosen(torch.device(given), count, local_index) == torch.device(expected)
+
+    @pytest.mark.parametrize(
+        ("given", "count", "message"),
+        [
+            ("cuda", 0, "replica_device is 'cuda', and PyTorch sees no cuda device here; .* leave replica_device out"),
+            ("cuda:3", 3, "replica_device is 'cuda:3', and there are 3 here, numbered from 0; use 'cuda'"),
+        ],
+    )
+    def test_has_to_be_there(self, given, count, message):
+        with pytest.raises(StrategyError, match=message):
+            chosen(torch.device(given), count, 0)
+
+    def test_is_counted_by_pytorch(self):
+        assert count_of("cpu") == 1
+        assert count_of("hpu") == 0  # of which this PyTorch knows the name only
+        assert count_of("cuda") == torch.cuda.device_count()
+
+    @pytest.mark.parametrize(
+        ("given", "kind", "message"),
+        [
+            (True, TypeError, "replica_device is True; give 'cuda'"),
+            (0, TypeError, "replica_device is 0; give 'cuda'"),
+            ("gpu", ValueError, "replica_device is 'gpu', which PyTorch does not know"),
+            ("meta", ValueError, "tensors have no numbers"),
+        ],
+    )
+    def test_is_checked_as_an_option(self, given, kind, message):
+        with pytest.raises(kind, match=message):
+            TorchOptions(replica_device=given)
+
+    def test_may_be_left_out_or_given_as_pytorch_has_it(self):
+        assert as_device(None) is None
+        assert as_device(torch.device("cuda", 1)) == TorchOptions(replica_device="cuda:1").device
+
+    def test_has_no_stages_of_a_pipeline(self):
+        pipeline = poptorch.PipelinedExecution("B1", "B2").pipeline
+        with pytest.raises(ValueError, match="replica_device is 'cuda', on which replicas take turns, and the stages"):
+            TorchOptions(replica_device="cuda", pipeline=pipeline)
+
+    def test_is_what_the_refusal_of_a_module_on_one_names(self):
+        module = nn.Linear(2, 1, device=META)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        with pytest.raises(StrategyError, match=r"module\.cpu\(\)\. To have them .*Trainer\(\.\.\., replica_device="):
+            strategies.torch.Trainer(strategies.IPUStrategy(1), module, lambda module, batch: 0, optimizer)
+
+
+class TestRandomNumbers:
+    @pytest.mark.parametrize(
+        ("arguments", "named", "expected"),
+        [
+            (([2, 3],), {}, True),
+            (([2, 3],), {"device": META}, False),
+            ((torch.ones(2),), {}, True),
+            ((torch.ones(2, device=META), 0.5), {}, False),
+            ((torch.ones(2, device=META),), {"device": "cpu"}, True),
+        ],
+    )
+    def test_of_a_device_are_not_those_of_the_cpu(self, arguments, named, expected):
+        assert draws_on_cpu(arguments, named) is expected
+
+    def test_on_a_device_leave_the_generator_of_the_thread_alone(self):
+        with drawing_from(7):
+            torch.empty(3, device=META).uniform_()
+            drawn = torch.rand(5)
+        assert torch.equal(drawn, torch.rand(5, generator=torch.Generator().manual_seed(7)))

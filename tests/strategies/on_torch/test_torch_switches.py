@@ -1,0 +1,86 @@
+"""Options of PyTorch's front ends that are on or off: nothing else counts as one of the two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import strategies
+import strategies.torch
+import strategies.torch.poptorch as poptorch
+
+OPTIONS = (
+    "broadcastBuffers",
+    "useIpuModel",
+    "autoRoundNumIPUs",
+    "showCompilationProgressBar",
+    "enableStableNorm",
+    "enableSyntheticData",
+    "relaxOptimizerAttributesChecks",
+    "logCycleCount",
+)
+OF_GROUPS = (
+    ("Training", "setAutomaticLossScaling"),
+    ("Training", "setConvolutionDithering"),
+    ("Precision", "enableStochasticRounding"),
+    ("Precision", "runningStatisticsAlwaysFloat"),
+    ("Precision", "enableFloatingPointExceptions"),
+    ("Jit", "traceModel"),
+)
+OF_LOCATIONS = ("useOnChipStorage", "useReplicatedTensorSharding", "useIOTilesToLoad", "useIOTilesToStore")
+PLACES = [
+    *((poptorch.Options, name) for name in OPTIONS),
+    *((lambda group=group: getattr(poptorch.Options(), group), name) for group, name in OF_GROUPS),
+    *((poptorch.TensorLocationSettings, name) for name in OF_LOCATIONS),
+    (lambda: poptorch.SerialPhasedExecution(["B1"]), "useSeparateBackwardPhase"),
+    (lambda: poptorch.ParallelPhasedExecution(["B1"]), "sendTensorsOffChipAfterFwd"),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), PLACES, ids=[name for _, name in PLACES])
+def test_of_options_of_poptorch(make, name):
+    with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
+        getattr(make(), name)("no")
+    getattr(make(), name)(False)
+
+
+@pytest.mark.parametrize("name", ["shuffle", "drop_last", "persistent_workers", "auto_distributed_partitioning"])
+def test_of_loaders(name):
+    rows = torch.utils.data.TensorDataset(torch.ones(4))
+    with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
+        poptorch.DataLoader(poptorch.Options(), rows, **{name: "no"})
+
+
+def test_of_samplers():
+    with pytest.raises(TypeError, match="^shuffle is 'no'; it is True or False"):
+        strategies.torch.DistributedSampler(range(4), strategies.IPUStrategy(1), 1, shuffle="no")
+
+
+@pytest.mark.parametrize("name", ["export_model", "save_rng_state"])
+def test_of_saved_models(name, tmp_path):
+    model = poptorch.inferenceModel(torch.nn.Linear(1, 1))
+    for save in (model.save, lambda path, **named: model.compileAndExport(path, torch.ones(1, 1), **named)):
+        with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
+            save(tmp_path / "model", **{name: "no"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_modes():
+    with pytest.raises(TypeError, match="^mode is 'no'; it is True or False"):
+        poptorch.inferenceModel(torch.nn.Linear(1, 1)).train("no")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("AdamW", "bias_correction"), ("LAMB", "bias_correction"), ("RMSprop", "use_tf_variant")]
+)
+def test_of_optimizers(kind, name):
+    with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
+        getattr(poptorch.optim, kind)([torch.nn.Parameter(torch.ones(1))], **{name: "no"})
+
+
+def test_of_products():
+    square, mode = torch.ones(1, 1), poptorch.MatMulSerializationMode.Disabled
+    with pytest.raises(TypeError, match="^keep_precision is 'no'; it is True or False"):
+        poptorch.serializedMatMul(square, square, mode, keep_precision="no")
+    with pytest.raises(TypeError, match="^random_start is 'no'; it is True or False"):
+        poptorch.fps(square, [0, 1], random_start="no")
