@@ -2,7 +2,7 @@
 
 The MLP 784-1024-1024-10 with Adam, batch 64 for each replica, one core for each instance. Usage:
 
-    python benchmarks/keras_fit.py [--rounds 7] [--steps 40] [--json PATH]
+    python benchmarks/keras_fit.py [--rounds 7] [--steps 40] [--tensorflow-python PATH] [--json PATH]
 
 "one": one instance and one replica. An epoch of `fit` in the scope of a strategy, one of stock Keras with the same
 model, and the same steps of `Trainer` with the same network in JAX alternate in one process; a step in milliseconds.
@@ -15,8 +15,12 @@ CPU time: what instance 0 takes.
 
 "parallel": Keras's own `keras.distribution.DataParallel` over two devices of one process with two cores; a process of
 its own, so that it is not paired with the others. null where that fails: its two devices may wait for each other until
-XLA ends the process. TensorFlow's MultiWorkerMirroredStrategy is measured where it is
-installed, in `benchmarks/train_step.py --against tensorflow`.
+XLA ends the process.
+
+"multi_worker": `fit` of Keras on TensorFlow under its MultiWorkerMirroredStrategy, a worker on each core, with the
+Python of --tensorflow-python (pip install tensorflow-cpu keras tf_keras); processes of their own, not paired either.
+With Keras 2 (tf_keras) it runs. With Keras 3 it is null, and why is on standard error: with 3.15.1 on TensorFlow 2.21
+`fit` ended on both workers with "ValueError: Attempt to convert a value (PerReplica...) with an unsupported type".
 """
 
 from __future__ import annotations
@@ -24,13 +28,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cluster import free_addresses, tf_config
+from keras_task import BATCH_SIZE, build, data, timed
 from timing import (
     OtherLoad,
     describe_machine,
@@ -42,42 +49,8 @@ from timing import (
     write_figures,
 )
 
-BATCH_SIZE = 64
-CPU = "_cpu"
-NOT_COUNTED = 3  # a step of one replica is compiled anew after 32 of them
 LIMIT_S = 600.0
-
-
-def build(keras: Any) -> Any:
-    """The model, compiled."""
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential(
-        [keras.Input((784,)), *(layers.Dense(1024, activation="relu") for _ in range(2)), layers.Dense(10)]
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
-    return model
-
-
-def data(rows: int) -> tuple[Any, Any]:
-    """Images and labels."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    return rng.standard_normal((rows, 784)).astype(np.float32), rng.integers(0, 10, rows).astype(np.int32)
-
-
-def timed(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, one after another, and of CPU time, but for the first rounds."""
-    times: dict[str, list[float]] = {name + kind: [] for name in ways for kind in ("", CPU)}
-    for _ in range(rounds + NOT_COUNTED):
-        for name, way in ways.items():
-            start, start_cpu = time.perf_counter(), time.process_time()
-            way()
-            times[name].append(time.perf_counter() - start)
-            times[name + CPU].append(time.process_time() - start_cpu)
-    return {name: each[NOT_COUNTED:] for name, each in times.items()}
+MULTI_WORKER = str(Path(__file__).with_name("keras_multi_worker.py"))
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> float:
@@ -199,11 +172,36 @@ def told_if_it_runs(command: Sequence[str]) -> dict[str, list[float]]:
         return {}
 
 
+def told_by_workers(python: str, cpus: Sequence[str], words: Sequence[str], version: int) -> dict[str, list[float]]:
+    """What the first of TensorFlow's workers has measured, one on each core; nothing where it fails.
+
+    Args:
+        python: has TensorFlow.
+        cpus: one for each worker.
+        words: for them.
+        version: of Keras, 2 or 3.
+    """
+    told = ["TF_CPP_MIN_LOG_LEVEL=2", "KERAS_BACKEND=tensorflow", f"TF_USE_LEGACY_KERAS={int(version == 2)}"]
+    addresses = free_addresses(len(cpus))
+    first, *others = (
+        pinned_command(cpu, ["env", *told, f"TF_CONFIG={tf_config(addresses, rank)}", python, MULTI_WORKER, *words])
+        for rank, cpu in enumerate(cpus)
+    )
+    started = [subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) for command in others]
+    try:
+        return told_if_it_runs(first)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
 def main() -> None:
     """Measure all ways, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=40, help="of an epoch")
+    parser.add_argument("--tensorflow-python", metavar="PATH", help="has TensorFlow, and for Keras 2 tf_keras too")
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--measure", choices=MEASURE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -223,6 +221,9 @@ def main() -> None:
     one = told_by(pinned_command(cpus[0], [sys.executable, *measure, "one"]))
     poprun = [sys.executable, "-m", "poprun", "--num-instances=2", "--num-replicas=2", "--allow-run-as-root=yes"]
     two = told_by([*poprun, sys.executable, *measure, "two"])
+    words = [str(arguments.rounds), str(arguments.steps)]
+    python = arguments.tensorflow_python
+    workers = {version: told_by_workers(python, cpus, words, version) if python else {} for version in (2, 3)}
     rows = BATCH_SIZE * arguments.steps
     figures = {
         "one_ms": {name: each * 1e3 / arguments.steps for name, each in medians(one).items()},
@@ -238,6 +239,10 @@ def main() -> None:
         "two_lockstep_by_stock": 2 * ratio(two, "stock", "lockstep"),
         "two_fit_by_lockstep": ratio(two, "lockstep", "fit"),
         "parallel_rows_per_s": 2 * rows / median(parallel["parallel"]) if parallel else None,
+        "multi_worker_rows_per_s": {
+            f"keras {version}": 2 * rows / median(told["multi_worker"]) if told else None
+            for version, told in workers.items()
+        },
     }
     print(json.dumps(figures, indent=2))
     write_figures(arguments, ("rounds", "steps"), machine, load, **figures)

@@ -215,7 +215,7 @@ def open_feed(
         given: see there.
         strategy: whose replicas it is for.
         trains: see `Feed`.
-        shuffle: as Keras takes it. "batch" changes nothing: a replica's rows have no order.
+        shuffle: as Keras takes it, 1 too. "batch" changes nothing for arrays: a replica's rows have no order.
         seed: see `Feed`.
         accumulated: see `Feed`.
         prefetch: see `Feed`.
@@ -224,6 +224,8 @@ def open_feed(
         TypeError, ValueError: for what Keras refuses, data without rows or with too few for all replicas, and data
             without an end where nobody says how many steps there are.
     """
+    if shuffle not in (True, False, None, "batch"):
+        raise ValueError(f"shuffle is {shuffle!r}; it is True, False or 'batch'")
     if given.x is None:
         raise ValueError("x is None, and is where rows come from; give arrays, or batches")
     if given.batch_size is not None:
@@ -234,7 +236,7 @@ def open_feed(
             _refuse_too_few(rows_of(source), strategy.num_replicas_in_sync, accumulated)
         else:
             source = np.arange(rows_of(source), dtype=np.int32), source
-        shuffles, hooks = shuffle is True, _NO_HOOKS
+        shuffles, hooks = shuffle != "batch" and bool(shuffle), _NO_HOOKS
     else:
         source, example, hooks = _of_batches(given)
         shuffles, rows = bool(shuffle) and isinstance(given.x, PyDataset), rows_of(example)

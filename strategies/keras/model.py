@@ -26,7 +26,9 @@ from strategies.keras.refusals import (
     refuse_changed_layers,
     refuse_eager,
     refuse_optimizer,
+    refuse_other_size,
     refuse_outside,
+    refuse_own_distribution,
     refuse_own_steps,
     refuse_states_of_rows,
 )
@@ -134,6 +136,7 @@ class ReplicatedModel:
                 "which cuts epochs elsewhere; leave steps_per_epoch out"
             )
         feed = self._feed(given, trains=True, shuffle=shuffle, seed=None if checkpoints is None else checkpoints.seed)
+        refuse_other_size(feed.batch_size, global_batch_size)
         validation: Feed | None = None
         if validation_data is not None:
             size = validation_batch_size or batch_size
@@ -187,6 +190,7 @@ class ReplicatedModel:
         self._check("evaluate", "test_step")
         batch_size = self._rows_of_replica(batch_size, global_batch_size)
         feed = self._feed(Given(x, y, sample_weight, None, batch_size, steps), trains=False)
+        refuse_other_size(feed.batch_size, global_batch_size)
         running = Running(self._model, self.strategy, steps_made=self._made)
         prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
         with self._while(running, test=feed), self._executing(training=False):
@@ -208,6 +212,7 @@ class ReplicatedModel:
         self._check("predict", "predict_step", is_compiled=False)
         batch_size = self._rows_of_replica(batch_size, global_batch_size)
         feed = self._feed(Given(x, None, None, None, batch_size, steps), trains=False)
+        refuse_other_size(feed.batch_size, global_batch_size)
         self._build(feed.example)
         running = Running(self._model, self.strategy)
         prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
@@ -308,6 +313,7 @@ class ReplicatedModel:
         """Refuse what cannot be done on replicas."""
         refuse_outside(self._model, self.in_scope, called)
         refuse_eager(self._model)
+        refuse_own_distribution()
         refuse_own_steps(self.stock, step)
         refuse_states_of_rows(self._model)
         if is_compiled:

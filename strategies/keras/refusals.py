@@ -56,6 +56,37 @@ def refuse_eager(model: Any) -> None:
         )
 
 
+def refuse_own_distribution() -> None:
+    """Refuse a distribution of Keras's own, which would spread rows over devices beside the strategy.
+
+    Raises:
+        StrategyError: naming it.
+    """
+    found = keras.distribution.distribution()
+    if found is not None:
+        raise StrategyError(
+            f"keras.distribution is a {type(found).__name__}, and the strategy spreads rows over replicas; call "
+            "keras.distribution.set_distribution(None), or use the model outside of a scope"
+        )
+
+
+def refuse_other_size(found: int, of_all: int | None) -> None:
+    """Refuse a size of batches that a source does not have, which makes its own.
+
+    Args:
+        found: how many rows of all replicas a step has.
+        of_all: how many it was to have; None where nobody has said so.
+
+    Raises:
+        ValueError: saying what it has.
+    """
+    if of_all is not None and found != of_all:
+        raise ValueError(
+            f"global_batch_size is {of_all}, and the data come in batches that make {found} rows for all replicas; "
+            "make them of another size, or leave global_batch_size out"
+        )
+
+
 def refuse_states_of_rows(model: Any) -> None:
     """Refuse recurrent layers that keep a state for each row of a batch, of which replicas have different ones.
 

@@ -10,6 +10,7 @@ from small_models import ROWS, TARGETS, WEIGHTS, X, bits_of, regression
 from strategies.data.layout import Layout
 from strategies.data.sources import Masked
 from strategies.keras.batches import NumberedBatches, StreamOfBatches
+from strategies.keras.data import Given, open_feed
 
 BATCH = 4
 COUNT = ROWS // BATCH
@@ -136,6 +137,31 @@ def test_data_are_shuffled_alike_on_all_instances(in_scopes):
     assert one == other
     assert one[1] == one[3]
     assert len(set(one)) == 3
+
+
+def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
+    """1 is true there. Words that mean nothing are true too, which is refused here."""
+
+    def program(strategy):
+        def is_shuffled(shuffle):
+            return open_feed(Given(X, TARGETS), strategy, trains=True, shuffle=shuffle).dataset.is_shuffled
+
+        with pytest.raises(ValueError, match=r"shuffle is 'no'; it is True, False or 'batch'"):
+            regression().fit(X, TARGETS, shuffle="no", verbose=0)
+        return [is_shuffled(shuffle) for shuffle in (1, np.True_, 0, None, "batch")]
+
+    assert alone(program) == [True, True, False, False, False]
+
+
+def test_a_source_in_batches_has_a_batch_size_of_its_own(alone):
+    """Keras leaves `batch_size` unused then, and so does this; one for all replicas would say what is not so."""
+
+    def program(strategy):
+        with pytest.raises(ValueError, match="global_batch_size is 32, and the data come in batches that make 16 rows"):
+            regression().fit(Numbered(), global_batch_size=32, verbose=0)
+        regression().fit(Numbered(), global_batch_size=16, verbose=0)
+
+    alone(program)
 
 
 def test_an_epoch_begins_with_the_same_shuffle_wherever_training_begins(alone):

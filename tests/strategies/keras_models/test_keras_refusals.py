@@ -77,6 +77,18 @@ def test_eager_models_are_refused(alone):
         alone(program)
 
 
+def test_a_distribution_of_keras_is_refused_beside_the_strategy(alone):
+    def program(strategy):
+        model = regression()
+        with keras.distribution.DataParallel(devices=keras.distribution.list_devices()[:2]).scope():
+            for use in (model.fit, model.evaluate, model.predict):
+                with pytest.raises(StrategyError, match=r"a DataParallel, .*; call keras\.distribution\.set_dist"):
+                    use(X, verbose=0)
+        return model.predict(X, verbose=0).shape
+
+    assert alone(program) == (len(X), 1)
+
+
 def test_models_that_were_not_compiled_or_without_an_optimizer_are_refused(alone):
     def program(strategy):
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])

@@ -1,0 +1,43 @@
+"""What `keras_fit.py` trains, in all of its processes: the model, its data, and turns of the ways to train it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+BATCH_SIZE = 64
+CPU = "_cpu"
+NOT_COUNTED = 3  # a step of one replica is compiled anew after 32 of them
+
+
+def build(keras: Any) -> Any:
+    """The model, compiled."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((784,)), *(layers.Dense(1024, activation="relu") for _ in range(2)), layers.Dense(10)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+    return model
+
+
+def data(rows: int) -> tuple[Any, Any]:
+    """Images and labels."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((rows, 784)).astype(np.float32), rng.integers(0, 10, rows).astype(np.int32)
+
+
+def timed(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way in each round, one after another, and of CPU time, but for the first rounds."""
+    times: dict[str, list[float]] = {name + kind: [] for name in ways for kind in ("", CPU)}
+    for _ in range(rounds + NOT_COUNTED):
+        for name, way in ways.items():
+            start, start_cpu = time.perf_counter(), time.process_time()
+            way()
+            times[name].append(time.perf_counter() - start)
+            times[name + CPU].append(time.process_time() - start_cpu)
+    return {name: each[NOT_COUNTED:] for name, each in times.items()}
