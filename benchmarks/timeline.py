@@ -15,6 +15,7 @@ links that take 5 ms each way and up to 1 ms longer: how wrong the result is at 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import socket
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 import timeit
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ from collectives.instruments import UPDATE, Instruments
 from popdist.timeline.asked import FOLDER_VARIABLE
 from popdist.timeline.blocks import EVENTS, HEADER, MAGIC, block, json_block, names_block, pack_events
 from popdist.timeline.clocks import Alignment
+from popdist.timeline.connections import read_connections
 from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.gauges import Gauge
 from popdist.timeline.meeting import Answering, Asking, Card
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring import Ring
@@ -47,6 +51,8 @@ CALLS = 500
 PROMISED_MERGE_S, PROMISED_SHARE = 20.0, 0.01
 LINKS = {"the loopback device": (0.0, 50.0), "5 ms each way": (0.005, 1000.0)}
 """How long messages take each way, in s, and the error that is promised, in us."""
+CONNECTIONS = (8, 24, 64, 256)
+ASKED_EVERY_S = 0.5
 JITTER_S, AHEAD_NS, FASTER = 0.001, 5 * 10**9, 2e-4
 _OF_A_STEP = (
     (Kind.PHASE_BEGINS, 0),
@@ -75,6 +81,10 @@ def main() -> None:
     print(f"{'a step of the MLP has':<40}{step['events']:>10.1f} events, and takes {1e3 * step['step_s']:.2f} ms")
     print(f"{'to write them takes':<40}{step['writing_share']:>10.2%} of a core")
     print(f"{'together, of the step':<40}{share:>10.2%}; promised {PROMISED_SHARE:.0%}")
+    connections = {count: ask_for_connections(count, options.seconds) for count in CONNECTIONS}
+    for count, found in connections.items():
+        print(f"{f'to ask for {count} connections takes':<40}{1e3 * found['asking_s']:>10.2f} ms, every ", end="")
+        print(f"{found['every_s']:.1f} s: {found['share']:.2%} of a core; with that {share + found['share']:.2%}")
     with tempfile.TemporaryDirectory() as folder:
         merged = merge_many(Path(folder), options.events)
     print(
@@ -97,6 +107,7 @@ def main() -> None:
         event_ns=event_ns,
         step=step,
         share=share,
+        connections=connections,
         merge=merged,
         clocks=clocks,
     )
@@ -163,6 +174,36 @@ def measure_step(folder: Path, steps: int) -> dict[str, float]:
         "events": events,
         "writing_share": writing_s / (float(found["end_ns"][-1] - found["begin_ns"][0]) / 1e9),
     }
+
+
+def ask_for_connections(count: int, seconds: float) -> dict[str, float]:
+    """What the thread that writes needs to ask the kernel for so many connections, and how often it does."""
+    asked: list[float] = []
+
+    def read() -> dict[str, float]:
+        asked.append(time.monotonic())
+        return read_connections()
+
+    recorder, gauge = Recorder(Ring()), Gauge(read)
+    with connections_to_others(count):
+        gauge.look(recorder.measured)  # makes the names
+        began, began_cpu = asked.pop(), time.thread_time()
+        while not asked or time.monotonic() - began < seconds:
+            time.sleep(ASKED_EVERY_S)
+            gauge.look(recorder.measured)
+        spent_s, lasted_s = time.thread_time() - began_cpu, time.monotonic() - began
+    return {"asking_s": spent_s / len(asked), "every_s": lasted_s / len(asked), "share": spent_s / lasted_s}
+
+
+@contextlib.contextmanager
+def connections_to_others(count: int) -> Iterator[None]:
+    """So many ends of connections, half of them to addresses of their own, within this process."""
+    with contextlib.ExitStack() as opened:
+        for number in range(count // 2):
+            with socket.create_server((f"127.0.1.{number + 1}", 0)) as server:
+                opened.enter_context(socket.create_connection(server.getsockname()))
+                opened.enter_context(server.accept()[0])
+        yield
 
 
 def merge_many(folder: Path, count: int) -> dict[str, float]:

@@ -7,18 +7,21 @@ networks that are no TCP, are not seen.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
-import stat
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from ipaddress import IPv6Address, ip_address
 
 _DESCRIPTORS = "/proc/self/fd"
-_LONGEST_INFO = 256
+_LONGEST_INFO, _ADDRESS_BYTES = 256, 28
+_PLACES: dict[int, slice] = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
+"""Where `sockaddr_in` and `sockaddr_in6` have the address itself."""
 _SENT, _ROUND_TRIP, _BUSY = struct.Struct("<120xQ"), struct.Struct("<148xI"), struct.Struct("<168xQQ")
 """Where `tcp_info` has the bytes that have arrived, the shortest round trip, for how long any were on their way, and
 for how much of that the receiver had no room for more; in us."""
@@ -26,6 +29,7 @@ _INFO_BYTES = _BUSY.size
 
 SENT, BUSY, ROUND_TRIP = "bytes sent", "seconds sending", "round trip in s"
 _FROM, _TO = " from ", " to "
+_Names = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -58,38 +62,54 @@ def read_connections() -> dict[str, float]:
     Seconds in which the receiver had no room are left out: then it is not the network that is slow.
     """
     found: dict[str, float] = {}
-    for ends, info in _infos():
+    for (sent_name, busy_name, trip_name), info in _infos():
         (sent,), (round_trip_us,), (busy_us, full_us) = (each.unpack_from(info) for each in (_SENT, _ROUND_TRIP, _BUSY))
-        names = [ends.named(what) for what in (SENT, BUSY, ROUND_TRIP)]
-        found[names[0]] = found.get(names[0], 0.0) + sent
-        found[names[1]] = found.get(names[1], 0.0) + (busy_us - full_us) / 1e6
-        found[names[2]] = min(found.get(names[2], float("inf")), round_trip_us / 1e6)
+        found[sent_name] = found.get(sent_name, 0.0) + sent
+        found[busy_name] = found.get(busy_name, 0.0) + (busy_us - full_us) / 1e6
+        found[trip_name] = min(found.get(trip_name, float("inf")), round_trip_us / 1e6)
     return found
 
 
-def _infos() -> Iterator[tuple[Ends, bytes]]:
-    """The connections to other hosts; whatever is closed meanwhile is left out."""
+def _infos() -> Iterator[tuple[_Names, ctypes.Array[ctypes.c_char]]]:
+    """The connections to other hosts, each until the next is asked for; whatever is closed meanwhile is left out."""
     descriptors: list[str] = []
     with suppress(OSError):
         descriptors = os.listdir(_DESCRIPTORS)
+    info, local, peer = (ctypes.create_string_buffer(size) for size in (_LONGEST_INFO, _ADDRESS_BYTES, _ADDRESS_BYTES))
+    libc = _libc()
     for descriptor in map(int, descriptors):
-        with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                ends, info = _look_at(descriptor)
-                if ends.local != ends.peer and len(info) >= _INFO_BYTES:
-                    yield ends, info
+        nbytes = ctypes.c_uint32(_LONGEST_INFO)
+        if libc.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(nbytes)):
+            continue  # none of TCP
+        if _has_end(libc.getsockname, descriptor, local) and _has_end(libc.getpeername, descriptor, peer):
+            names = _names(local.raw, peer.raw)
+            if names is not None and nbytes.value >= _INFO_BYTES:
+                yield names, info
 
 
-def _look_at(descriptor: int) -> tuple[Ends, bytes]:
-    """The ends of a connection, and what is counted; OSError where it is none of TCP."""
-    # AF_INET6 has room for addresses of both families; to ask each socket for its own takes longer than all the rest.
-    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, os.dup(descriptor)) as same:
-        info = same.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONGEST_INFO)
-        return Ends(_plain(same.getsockname()[0]), _plain(same.getpeername()[0])), info
+def _has_end(ask: Callable[..., int], descriptor: int, room: ctypes.Array[ctypes.c_char]) -> bool:
+    """Whether it is connected there; then the room has the address, with its port."""
+    return ask(descriptor, room, ctypes.byref(ctypes.c_uint32(_ADDRESS_BYTES))) == 0
 
 
-@lru_cache(256)
-def _plain(address: str) -> str:
+@cache
+def _libc() -> ctypes.PyDLL:
+    """Its functions keep Python's lock: to give it up takes longer than they do.
+
+    A socket of Python around the descriptor would take longer too, and no call on the connection would block any more
+    where the program has called `socket.setdefaulttimeout`.
+    """
+    return ctypes.PyDLL(None)
+
+
+@lru_cache(4096)
+def _names(local: bytes, peer: bytes) -> _Names | None:
+    """How what is measured between two addresses of the kernel is called; None if they are of one host."""
+    ends = Ends(_plain(local), _plain(peer))
+    return None if ends.local == ends.peer else (ends.named(SENT), ends.named(BUSY), ends.named(ROUND_TRIP))
+
+
+def _plain(address: bytes) -> str:
     """IPv4 addresses that are written as IPv6 as what they are."""
-    read = ip_address(address.partition("%")[0])
+    read = ip_address(address[_PLACES[int.from_bytes(address[:2], sys.byteorder)]])
     return str((read.ipv4_mapped if isinstance(read, IPv6Address) else None) or read)

@@ -1,16 +1,55 @@
-"""What a process takes of its host: memory, time of cores, and time for which it waited for a core. Linux only."""
+"""What a process takes of its host: memory, time of cores, and time for which it waited for a core. Linux only.
+
+And how often such a thing is read.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import final
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM, _SCHEDSTAT = "/proc/self/statm", "/proc/self/task/{}/schedstat"
 _LONGEST_LINE = 200
 
 MEMORY, CPU_TIME, CORE_WAIT, HOST_LOAD = "memory", "cpu time", "wait for cores", "host load"
+
+LARGEST_SHARE = 0.001
+"""No gauge takes more than this part of a core's time."""
+
+
+@final
+class Gauge:
+    """What is read again and again, the more rarely the longer that takes.
+
+    Args:
+        read: returns numbers by their names.
+        now_s: a clock.
+        spent_s: how much time of a core this thread has taken.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Mapping[str, float]],
+        now_s: Callable[[], float] = time.monotonic,
+        spent_s: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._read = read
+        self._now_s = now_s
+        self._spent_s = spent_s
+        self._again_at_s = float("-inf")
+
+    def look(self, tell: Callable[[str, float], None], is_last: bool = False) -> None:
+        """Read it, unless that was done only just now and this is not the last time; `tell` is given each number."""
+        if self._now_s() < self._again_at_s and not is_last:
+            return
+        before_s = self._spent_s()
+        for name, number in self._read().items():
+            tell(name, number)
+        self._again_at_s = self._now_s() + (self._spent_s() - before_s) / LARGEST_SHARE
 
 
 def read_gauges() -> dict[str, float]:

@@ -26,7 +26,7 @@ from popdist.timeline.blocks import (
 )
 from popdist.timeline.clocks import Exchange
 from popdist.timeline.events import EVENT, Kind
-from popdist.timeline.gauges import read_gauges
+from popdist.timeline.gauges import Gauge, read_gauges
 from popdist.timeline.opening import open_recording
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring import Ring
@@ -71,7 +71,7 @@ class Recording:
         self.writing_s = 0.0
         self.recorder = Recorder(self._ring, self._stride)
         self._take_exchanges: Callable[[], Sequence[Exchange]] = list
-        self._gauges: list[Callable[[], Mapping[str, float]]] = [read_gauges]
+        self._gauges = [Gauge(read_gauges)]
         self._lost = 0  # events that had no room in the file
         self._lock = threading.Lock()
         self._is_closed = False
@@ -102,8 +102,8 @@ class Recording:
         self._take_exchanges = take_exchanges
 
     def measure(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Measure, from now on, what this returns too, every half second."""
-        self._gauges.append(read)
+        """Measure, from now on, what this returns too, every half second, or more rarely if it takes long."""
+        self._gauges.append(Gauge(read))
 
     def spill(self, is_last: bool = False) -> None:
         """Write what is in memory now; from any thread."""
@@ -129,7 +129,7 @@ class Recording:
         self._running.release()
         if self._thread.is_alive():
             self._thread.join(5)
-        self._measure()
+        self._measure(is_last=True)
         self.spill(is_last=True)
         if self._lost:
             self._write(block(EVENTS, pack_events(_note_of_loss(np.empty(0, EVENT), self._lost, self._now_ns()))))
@@ -147,10 +147,9 @@ class Recording:
             self.spill()
             self.writing_s = time.thread_time()
 
-    def _measure(self) -> None:
-        for read in self._gauges:
-            for name, number in read().items():
-                self.recorder.measured(name, number)
+    def _measure(self, is_last: bool = False) -> None:
+        for gauge in self._gauges:
+            gauge.look(self.recorder.measured, is_last)
 
     def _stride(self) -> int:
         return stride_of(self.written_bytes, self._limit_bytes)

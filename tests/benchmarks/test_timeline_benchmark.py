@@ -12,6 +12,8 @@ def test_events_a_step_and_a_merge_are_measured(tmp_path):
     assert figures["step"]["events"] > 10
     assert figures["share"] > 0
     assert figures["merge"]["trace_MB"] > figures["merge"]["recorded_MB"] > 0
+    for found in figures["connections"].values():
+        assert found["share"] == pytest.approx(found["asking_s"] / found["every_s"])
     for found in figures["clocks"].values():
         assert 0 <= found["error_us"] <= found["uncertainty_us"]
     assert "2,000 events are merged" in table

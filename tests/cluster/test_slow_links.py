@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ for step in range(12):
 LITTLE, MUCH = "1000", "10000000"
 """What is computed in a step: next to nothing, and some tenths of a second."""
 
+Start = Callable[..., None]
+
 
 @pytest.fixture(scope="module")
 def beds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
@@ -50,12 +53,32 @@ def beds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
         yield hosts
 
 
-def verdict_of(bed: Bed, hosts: int, computes: str, folder: str) -> Verdict:
-    recordings = bed.shared / f"{folder}-{hosts}"
-    command = [sys.executable, "-c", PROGRAM, computes]
-    done = run(bed, bed.names[:hosts], hosts, *command, POPDIST_TIMELINE=str(recordings))
+def under_poprun(bed: Bed, places: Sequence[str], recordings: Path, *command: str) -> None:
+    hosts = list(dict.fromkeys(places))
+    done = run(bed, hosts, len(places), *command, POPDIST_TIMELINE=str(recordings))
     assert done.returncode == 0, done.stderr
-    return judge(to_be_judged(read_recordings(Path(recordings))))
+
+
+def over_grpc(bed: Bed, places: Sequence[str], recordings: Path, *command: str) -> None:
+    addresses = [f"{host}:{7000 + index}" for index, host in enumerate(places)]
+    workers = []
+    for index, host in enumerate(places):
+        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        environ = {"TF_CONFIG": json.dumps(task), "POPDIST_GRPC_INSECURE": "1", "POPDIST_TIMELINE": str(recordings)}
+        workers.append(bed.start(host, *command, environ=environ))
+    for worker in workers:
+        _, said = worker.communicate(timeout=150)
+        assert worker.returncode == 0, said
+
+
+def verdict_of(
+    bed: Bed, hosts: int, computes: str, folder: str, start: Start = under_poprun, on_each: int = 1
+) -> Verdict:
+    """What the report says of a job with as many instances on each of the first hosts."""
+    recordings = bed.shared / f"{folder}-{start.__name__}-{hosts}x{on_each}"
+    places = [host for host in bed.names[:hosts] for _ in range(on_each)]
+    start(bed, places, recordings, sys.executable, "-c", PROGRAM, computes)
+    return judge(to_be_judged(read_recordings(recordings)))
 
 
 @pytest.fixture
@@ -64,11 +87,16 @@ def hosts(beds: Bed) -> Iterator[Bed]:
     beds.restore()
 
 
-@pytest.mark.parametrize("count", [3, 4])
-def test_a_host_behind_a_narrow_link_is_named_with_what_it_carries(hosts: Bed, count: int) -> None:
+@pytest.mark.parametrize(
+    ("start", "count", "on_each"),
+    [(under_poprun, 3, 1), (under_poprun, 4, 1), (over_grpc, 3, 1), (over_grpc, 3, 2)],
+)
+def test_a_host_behind_a_narrow_link_is_named_with_what_it_carries(
+    hosts: Bed, start: Start, count: int, on_each: int
+) -> None:
     hosts.link("all", "rate=1000mbit")
     hosts.link("h1", "rate=50mbit")
-    verdict = verdict_of(hosts, count, LITTLE, "narrow")
+    verdict = verdict_of(hosts, count, LITTLE, "narrow", start, on_each)
     traffic = verdict.traffic
     assert traffic is not None
     assert traffic.host == "h1"

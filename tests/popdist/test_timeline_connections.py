@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -77,6 +78,16 @@ def test_no_others_and_nothing_is_left_open():
     command = [sys.executable, "-Wignore::ResourceWarning", "-c", WITH_OTHERS]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert finished.stdout == "{} True\n"
+
+
+def test_connections_wait_as_before_where_new_ones_are_given_a_timeout(connected):
+    """A socket of Python that is made for a descriptor would have the connection wait for nothing."""
+    socket.setdefaulttimeout(5)
+    try:
+        assert Ends(HERE, THERE).named(SENT) in read_connections()
+    finally:
+        socket.setdefaulttimeout(None)
+    assert all(os.get_blocking(each.fileno()) for each in connected)
 
 
 def test_addresses_of_ipv4_are_named_alike_however_they_are_written():

@@ -20,6 +20,7 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.timeline import blocks
 from popdist.timeline.asked import Asked
 from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.gauges import Gauge
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring import Ring
 from popdist.timeline.sampling import stride_of
@@ -342,6 +343,25 @@ print(is_being_written(path), Path(open_recording(path).name).stem.replace(str(o
 def in_another_process(path):
     """Whether it is written to, and the name of the file that another process gets instead of it."""
     return subprocess.run([sys.executable, "-c", ANOTHER, path], capture_output=True, text=True, check=True).stdout
+
+
+class TestAGauge:
+    @pytest.mark.parametrize(("takes_s", "reads"), [(0.0001, 10), (0.0007, 5), (0.0024, 2), (0.006, 1)])
+    def test_is_read_the_more_rarely_the_longer_that_takes(self, takes_s, reads):
+        """Ten times it is asked for, every half second; it takes a thousandth of the time at most."""
+        clock, spent, told = [0.0], [0.0], []
+
+        def read():
+            spent[0] += takes_s
+            return {"a": 1.0, "b": 2.0}
+
+        gauge = Gauge(read, lambda: clock[0], lambda: spent[0])
+        for _ in range(10):
+            gauge.look(lambda *number: told.append(number))
+            clock[0] += 0.5
+        assert told == [("a", 1.0), ("b", 2.0)] * reads
+        gauge.look(lambda *number: told.append(number), is_last=True)
+        assert told == [("a", 1.0), ("b", 2.0)] * (reads + 1)
 
 
 class TestWhatIsAsked:
