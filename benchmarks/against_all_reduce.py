@@ -1,30 +1,41 @@
-"""All-reduces of this checkout, against those of another commit, in turns.
+"""All-reduces of this checkout, against those of another commit or of another checkout, in turns.
 
-The ranks of both versions run all the time, one core per rank, those that have no turn asleep. Usage, in a checkout:
+The ranks of both versions run all the time, one core per rank where there are enough, those that have no turn asleep.
+Usage, in a checkout:
 
-    python benchmarks/against_all_reduce.py COMMIT [--instances 2] [--replicas 1 2] [--sizes 1K 64K] [--json PATH]
+    python benchmarks/against_all_reduce.py COMMIT [--over window ring grpc] [--instances 2] [--replicas 1 2]
+        [--sizes 1K 64K] [--json PATH]
+    python benchmarks/against_all_reduce.py --against FOLDER ...
 
 Columns: us for an all-reduce of the slowest rank, before and now, medians of turns; the median of their ratios within a
-turn, and the ratio of the shortest turns; for the window (result in shared memory, as a step uses it) and the ring.
+turn with its quarters, and the ratio of the shortest turns; for the window (result in shared memory, as a step uses
+it), for messages over MPI ("ring"), and for workers over gRPC on loopback. Sums are compared with that of the tree: now
+to the last bit, before but for rounding, since other commits may add in another order.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import control
 from against import WAYS, checked_out, finding
 from all_reduce import in_units, size
-from timing import ROOT, OtherLoad, describe_machine, mpirun_command, one_core_each, write_figures
+from cluster import free_addresses
+from timing import ROOT, OtherLoad, describe_machine, mpirun_command, one_core_each, pinned_command, write_figures
 
 RANK_PROGRAM = Path(__file__).with_name("against_all_reduce_rank.py")
-MECHANISMS = ("window", "ring")
-SETTINGS = ("commit", "instances", "replicas", "sizes", "rounds", "turn_s")
+BACKENDS = {"window": "mpi", "ring": "mpi", "grpc": "grpc"}  # of what is measured
+SETTINGS = ("instances", "replicas", "sizes", "rounds", "turn_s")
+CHECKS = {"before": "is_close", "now": "has_same_bits"}
+
+Versions = dict[str, control.Group]
 
 
 def main() -> None:
@@ -32,28 +43,27 @@ def main() -> None:
     machine = describe_machine()
     cpus = one_core_each(options.instances)
     load = OtherLoad()
-    print(f"{options.instances} instances, {options.commit} and now; us, medians of {options.rounds} turns")
-    print(f"{'way':<8}{'size':>9}{'replicas':>9}{'before':>10}{'now':>10}{'ratio':>8}{'of least':>10}")
+    other = str(options.against or options.commit)
+    print(f"{options.instances} instances, {other} and now; us, medians of {options.rounds} turns")
+    print(f"{'over':<8}{'size':>9}{'replicas':>9}{'before':>11}{'now':>11}{'ratio':>8}{'quarters':>14}{'of least':>10}")
     with tempfile.TemporaryDirectory() as folder, control.Coordinator(folder, options.limit_s) as coordinator:
-        roots = checked_out(options.commit, Path(folder) / "before"), ROOT
-        versions = {
-            way: coordinator.start(way, options.instances, [worker(root, coordinator.path, way, cpus)], finding(root))
-            for way, root in zip(WAYS, roots, strict=True)
-        }
+        before = options.against.resolve() if options.against else checked_out(options.commit, Path(folder) / "before")
         rows = []
-        for mechanism in MECHANISMS:
-            for nbytes in options.sizes:
-                for replicas in options.replicas:
-                    rows.append(row_of(versions, mechanism, nbytes, replicas, options))
-                    print(formatted(rows[-1]), flush=True)
+        for row in compare(coordinator, before, cpus, options):
+            rows.append(row)
+            print(formatted(row), flush=True)
     load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    write_figures(options, SETTINGS, machine, load, before=other, rows=rows)
+    if wrong := [fault for row in rows for fault in faults(row)]:
+        raise SystemExit("\n".join(wrong))
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("commit", nargs="?", default="HEAD", help="of this repository; without one HEAD, for changes to be committed")
+    add("--against", type=Path, metavar="FOLDER", help="a checkout to compare with, in place of a commit")
+    add("--over", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="what is measured (all)")
     add("--instances", type=int, default=2, metavar="N", help="(%(default)s)")
     add("--replicas", type=int, nargs="+", default=[1, 2], metavar="N", help="local replicas per instance (1 2)")
     sizes = [1 << 10, 1 << 16, 1 << 20, 1 << 24]
@@ -65,36 +75,67 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def worker(root: Path, path: str, way: str, cpus: tuple[str, ...]) -> list[str]:
+def compare(
+    coordinator: control.Coordinator, before: Path, cpus: Sequence[str], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row for each case."""
+    roots = dict(zip(WAYS, (before, ROOT), strict=True))
+    started: dict[str, Versions] = {}
+    for over, nbytes, replicas in itertools.product(options.over, options.sizes, options.replicas):
+        backend = BACKENDS[over]
+        if backend not in started:
+            started[backend] = {way: start(coordinator, backend, way, root, cpus) for way, root in roots.items()}
+        yield row_of(started[backend], {"over": over, "nbytes": nbytes, "replicas": replicas}, options)
+
+
+def start(coordinator: control.Coordinator, backend: str, way: str, root: Path, cpus: Sequence[str]) -> control.Group:
     """The ranks of a version."""
-    return mpirun_command(cpus, [sys.executable, str(RANK_PROGRAM), path, way])
+    name = f"{way}, {backend}"
+    program = [sys.executable, str(RANK_PROGRAM), coordinator.path, name]
+    if backend == "mpi":
+        commands = [mpirun_command(cpus, program)]
+    else:
+        words = free_addresses(len(cpus))
+        commands = [pinned_command(cpu, [*program, str(rank), *words]) for rank, cpu in enumerate(cpus)]
+    return coordinator.start(name, len(cpus), commands, finding(root))
 
 
-def row_of(
-    versions: dict[str, control.Group], mechanism: str, nbytes: int, replicas: int, options: argparse.Namespace
-) -> dict[str, Any]:
-    case = {"mechanism": mechanism, "nbytes": nbytes, "replicas": replicas}
-    for group in versions.values():
-        group.ask(do="prepare", **case)
-    [*firsts] = versions["now"].ask(do="reduce", repeats=20)
-    repeats = max(5, round(options.turn_s / max(firsts)))
+def row_of(versions: Versions, case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Both versions take their turn in each of the rounds, which begin with one as often as with the other one."""
+    checks = {way: versions[way].ask(do="prepare", **case) for way in WAYS}
+    repeats = max(1, round(options.turn_s / max(versions["now"].ask(do="reduce", repeats=3))))
     rounds_us: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.rounds):
         for way in WAYS if turn % 2 else reversed(WAYS):
             rounds_us[way].append(1e6 * max(versions[way].ask(do="reduce", repeats=repeats)))
+    is_right = {way: all(check[CHECKS[way]] for check in checks[way]) for way in WAYS}
+    return {**case, **compared(rounds_us), "is_right": is_right}
+
+
+def compared(rounds_us: dict[str, list[float]]) -> dict[str, Any]:
+    """What follows from the times of at least two turns."""
+    ratios = [now / was for now, was in zip(rounds_us["now"], rounds_us["before"], strict=True)]
+    lower, middle, upper = quantiles(ratios, n=4, method="inclusive")
     return {
-        **case,
         "us": {way: median(values) for way, values in rounds_us.items()},
         "rounds_us": rounds_us,
-        "now_over_before": median(now / was for now, was in zip(rounds_us["now"], rounds_us["before"], strict=True)),
+        "now_over_before": middle,
+        "quarters": [lower, upper],
         "least_over_least": min(rounds_us["now"]) / min(rounds_us["before"]),
     }
 
 
+def faults(row: dict[str, Any]) -> list[str]:
+    """In words, what is wrong with the sums of a row."""
+    case = f"{row['over']}, {in_units(row['nbytes'])}, {row['replicas']} local replicas"
+    return [f"{way}: the sum over {case} is wrong" for way, is_right in row["is_right"].items() if not is_right]
+
+
 def formatted(row: dict[str, Any]) -> str:
+    quarters = " - ".join(f"{ratio:.2f}" for ratio in row["quarters"])
     return (
-        f"{row['mechanism']:<8}{in_units(row['nbytes']):>9}{row['replicas']:>9}{row['us']['before']:>10.2f}"
-        f"{row['us']['now']:>10.2f}{row['now_over_before']:>8.3f}{row['least_over_least']:>10.3f}"
+        f"{row['over']:<8}{in_units(row['nbytes']):>9}{row['replicas']:>9}{row['us']['before']:>11.2f}"
+        f"{row['us']['now']:>11.2f}{row['now_over_before']:>8.3f}{quarters:>14}{row['least_over_least']:>10.3f}"
     )
 
 

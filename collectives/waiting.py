@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 SPINS = 4000  # polls of a flag, some 40 ns each, before the core is offered to others
 _YIELD_S = 0.001
 _FIRST_SLEEP_S = 20e-6
+_FIRST_CALM_SLEEP_S = 200e-6
 _LONGEST_SLEEP_S = 0.001
 _NOTE_EVERY_S = 0.02
 
@@ -116,16 +117,24 @@ class Watch:
             sleep(0)
             if ready():
                 return
-        self._wait_long(ready, missing, started, until_something_happens)
+        self._wait_long(ready, missing, started, _FIRST_SLEEP_S, until_something_happens)
+
+    def wait_calmly(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """`wait` for who has more under way than what it waits for: where ranks share cores it sleeps at once."""
+        if self.spins:
+            self.wait(ready, missing)
+        else:
+            self._wait_long(ready, missing, self.clock.now_s(), _FIRST_CALM_SLEEP_S, self.pausing())
 
     def _wait_long(
         self,
         ready: Callable[[], bool],
         missing: Callable[[], Sequence[int]],
         started: float,
+        first_sleep_s: float,
         until_something_happens: Callable[[float], None] | None,
     ) -> None:
-        pause = _FIRST_SLEEP_S if until_something_happens is None else _LONGEST_SLEEP_S
+        pause = first_sleep_s if until_something_happens is None else _LONGEST_SLEEP_S
         now_s, sleep = self.clock.now_s, until_something_happens or self.clock.sleep
         next_warning = started + self.limits.stall_warning_s
         give_up = started + self.limits.timeout_s

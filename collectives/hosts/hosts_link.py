@@ -11,6 +11,9 @@ import numpy as np
 from collectives.hosts.near import NearLink
 from collectives.ring.link import Fetch, Link, Pause, Transfer
 
+_MOST_HELD = 256
+"""Transfers over the network of which nobody has asked whether they are done."""
+
 Some = TypeVar("Some", bound=Transfer)
 
 
@@ -58,7 +61,9 @@ class HostsLink(Link):
         return None if self._is_under_way() else self._near.pause
 
     def _watched(self, transfer: Some) -> Some:
-        self._is_under_way()
+        # Who asks MPI for one that is not done offers its core to others: not between the messages of a round.
+        if len(self._under_way) >= _MOST_HELD:
+            self._is_under_way()
         self._under_way.append(transfer)
         return transfer
 

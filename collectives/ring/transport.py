@@ -44,6 +44,7 @@ class RingTransport(Transport):
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._exchange = Exchange(link, watch, self._complete)
         self._planner = Planner(link, self._exchange.pairs)
+        self._is_between_hosts = len(set(link.hosts)) > 1
         self._announced: Reducing | None = None
         self._opened: PieceFlow | None = None
 
@@ -131,12 +132,14 @@ class RingTransport(Transport):
         if last is not None:
             flows.append(last)
         waiting = deque(range(len(flows), len(planned.programs)))
+        is_long = self._is_between_hosts and len(planned.programs) > UNDER_WAY  # what counts is that links are busy
+        wait = self._watch.wait_calmly if is_long else self._watch.wait
         while flows or waiting:
             while waiting and len(flows) < UNDER_WAY:
                 last = self._new_flow(reducing, planned, waiting.popleft(), last, self.link)
                 flows.append(last)
             if not _advance(flows):
-                self._watch.wait(partial(_advance, flows), partial(_awaited, flows))
+                wait(partial(_advance, flows), partial(_awaited, flows))
             while flows and flows[0].is_over:
                 flows.popleft()
 

@@ -10,6 +10,7 @@ from benchmark_runs import BENCHMARKS
 
 sys.path.append(str(BENCHMARKS))
 
+import against_all_reduce  # noqa: E402
 import all_reduce  # noqa: E402
 import all_reduce_grpc  # noqa: E402
 import all_reduce_horovod  # noqa: E402
@@ -109,6 +110,36 @@ class TestAllReduce:
         rounded = np.nextafter(right, np.float32(np.inf))
         assert contributions.sum_checks(rounded, right) == {"has_same_bits": False, "is_close": True}
         assert contributions.sum_checks(right + 1, right) == {"has_same_bits": False, "is_close": False}
+
+
+class TestAgainstAllReduce:
+    TIMES = {"before": [4.0, 8.0, 2.0, 5.0, 4.0], "now": [2.0, 8.0, 3.0, 5.0, 1.0]}
+
+    def test_versions_are_compared_turn_by_turn(self):
+        row = against_all_reduce.compared(self.TIMES)
+        assert row["us"] == {"before": 4.0, "now": 3.0}
+        assert (row["now_over_before"], row["quarters"], row["least_over_least"]) == (1.0, [0.5, 1.0], 0.5)
+
+    def test_what_is_now_has_to_have_the_bits_of_the_tree_and_what_was_before_the_sum(self):
+        class Answers:
+            def __init__(self, **checks):
+                self.checks = {"has_same_bits": False, "is_close": False, **checks}
+
+            def ask(self, do, **request):
+                return [self.checks, {"has_same_bits": True, "is_close": True}] if do == "prepare" else [1.0, 0.5]
+
+        case, options = {"over": "grpc", "nbytes": 1 << 20, "replicas": 2}, Namespace(turn_s=1.0, rounds=2)
+        rounded = {"before": Answers(is_close=True), "now": Answers(is_close=True)}
+        row = against_all_reduce.row_of(rounded, case, options)
+        assert against_all_reduce.faults(row) == ["now: the sum over grpc, 1 MiB, 2 local replicas is wrong"]
+        wrong = {"before": Answers(), "now": Answers(has_same_bits=True)}
+        row = against_all_reduce.row_of(wrong, case, options)
+        assert against_all_reduce.faults(row) == ["before: the sum over grpc, 1 MiB, 2 local replicas is wrong"]
+
+    def test_a_line_has_a_cell_below_every_title(self):
+        row = {"over": "ring", "nbytes": 1 << 16, "replicas": 2, **against_all_reduce.compared(self.TIMES)}
+        cells = "ring 64 KiB 2 4.00 3.00 1.000 0.50 - 1.00 0.500"
+        assert against_all_reduce.formatted(row).split() == cells.split()
 
 
 class TestTrainStep:

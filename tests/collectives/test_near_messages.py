@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from collectives.hosts.bell import CAN_RING
 from collectives.hosts.hosts_link import HostsLink
 from collectives.hosts.layout import FRAGMENT_BYTES, POOL_BYTES, QUEUED, memory_bytes
 from collectives.hosts.near import NearLink
-from collectives.ring.link import EXCHANGE, LANES, PARTIALS, RESULTS, Pause
+from collectives.ring.link import EXCHANGE, LANES, PARTIALS, RESULTS, Link, Pause
 
 
 def links(size: int) -> list[NearLink]:
@@ -164,3 +165,52 @@ def test_a_wait_sleeps_until_somebody_rings_only_while_nothing_is_under_way_over
     far[2].send(message(1), 0, RESULTS)
     assert link.pausing() == near[0].pause
     assert received.done()
+
+
+class Begun:
+    """A transfer that notes how often somebody asks for it."""
+
+    received = None
+
+    def __init__(self, is_done: bool) -> None:
+        self.asked = 0
+        self._is_done = is_done
+
+    def done(self) -> bool:
+        self.asked += 1
+        return self._is_done
+
+
+class Far(Link):
+    """Connects ranks 0 and 1 of one host with rank 2 of another one, and moves nothing."""
+
+    hosts = (0, 0, 1)
+
+    def __init__(self, ends_at_once: bool) -> None:
+        self.rank, self.size = 0, 3
+        self._ends_at_once = ends_at_once
+        self.begun: weakref.WeakSet[Begun] = weakref.WeakSet()
+
+    def send(self, data: np.ndarray, to: int, lane: int) -> Begun:
+        begun = Begun(self._ends_at_once)
+        self.begun.add(begun)
+        return begun
+
+    def receive(self, into: np.ndarray, source: int, lane: int) -> Begun:
+        return self.send(into, source, lane)
+
+
+def test_messages_of_a_round_are_begun_without_asking_for_those_that_are_under_way() -> None:
+    far = Far(ends_at_once=False)
+    link = HostsLink(far, links(2)[0])
+    held = [link.send(message(1), 2, lane) for lane in (PARTIALS, RESULTS) for _ in range(20)]
+    assert link.pausing() is None
+    assert [each.asked for each in far.begun if each is not held[0]] == [0] * 39
+
+
+def test_what_is_done_is_forgotten_though_nobody_waits() -> None:
+    far = Far(ends_at_once=True)
+    link = HostsLink(far, links(2)[0])
+    for _ in range(2000):
+        link.send(message(1), 2, PARTIALS)
+    assert len(far.begun) < 1000

@@ -111,6 +111,27 @@ def test_a_wait_without_a_bell_yields_and_then_sleeps() -> None:
     assert looks == 300
 
 
+class Sleeps(Time):
+    """Notes how long each sleep was to take, and lets a little more pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.at_s += seconds + 1e-5
+
+
+@pytest.mark.parametrize(("spins", "yields"), [(0, False), (2, True)])
+def test_a_calm_wait_sleeps_at_once_where_ranks_share_cores(spins: int, yields: bool) -> None:
+    clock, looks = Sleeps(), iter([False] * 8 + [True])
+    watch = Watch(0, NAMES, (0, 1, 2), Limits(clock=clock), Instruments(), spins=spins)
+    watch.wait_calmly(lambda: next(looks), lambda: [1])
+    assert (clock.seconds[0] == 0) == yields
+    assert yields or min(clock.seconds) >= 1e-4
+
+
 def test_warnings_come_again_and_again_and_say_who_waits_how_long_for_whom_and_in_what(time: Time) -> None:
     with watched() as warnings:
         watch_of(time, stall_warning_s=30).wait(lambda: time.at_s == 1100, lambda: [1, 2])
