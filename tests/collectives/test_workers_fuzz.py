@@ -566,6 +566,7 @@ def test_a_peer_whose_messages_end_too_early_is_lost(impostor: Impostor) -> None
     assert_ends_because_of_its_peer(impostor)
 
 
+@pytest.mark.complete
 @in_a_job
 @ROUNDS
 def test_a_peer_that_calls_nothing_there_is_gets_an_error(impostor: Impostor, seed: int, turn: int) -> None:

@@ -537,6 +537,7 @@ def test_a_proof_with_bytes_above_127_is_refused_like_any_other() -> None:
             group.assert_end_well([waiting.first, group.join(1)])
 
 
+@pytest.mark.complete
 @in_a_job
 def test_silent_connections_leave_room_for_the_right_worker() -> None:
     """More of them than the worker may open files, all there before it comes."""
@@ -694,6 +695,7 @@ def test_clients_without_our_certificates_reach_nothing(
     assert_still_right(secured_pair.workers)
 
 
+@pytest.mark.complete
 @in_a_job
 def test_our_certificate_alone_is_no_right_to_a_taken_rank(secured_pair: Running, right: Files) -> None:
     hello = good_hello(secured_pair.job.addresses).encode()

@@ -21,6 +21,7 @@ def warnings(finished):
     return [line.partition(" POPRUN [W] ")[2] for line in finished.stderr.splitlines() if " POPRUN [W] " in line]
 
 
+@pytest.mark.complete
 def test_a_job_completes_after_failures_of_different_kinds():
     program = HEAD + (
         "print('attempt', restarts, flush=True)\n"

@@ -19,12 +19,14 @@ def end_apart(case: str, instances: int) -> Finished:
     return start(*shape, sys.executable, str(PROGRAM), case).finish(LIMIT_S)
 
 
+@pytest.mark.complete
 def test_one_that_waits_at_its_end_is_lost_while_the_chief_works():
     finished = end_apart("waiting", 3)
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(0) == ["the result", "chief"]
 
 
+@pytest.mark.complete
 def test_the_job_fails_where_the_chief_is_lost_before_its_end_and_nobody_takes_its_place():
     finished = end_apart("chief", 2)
     assert finished.status == 1

@@ -55,6 +55,7 @@ def output_of(*command):
     return finished.stdout
 
 
+@pytest.mark.complete
 def test_a_training_loop_learns_and_its_losses_come_out(listing):
     found, printed = listing("training_loop.py")
     assert found["losses"].shape == (200,)

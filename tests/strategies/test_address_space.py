@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from strategies.programs.address_space import ROOM_BYTES, describe_lack
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,7 @@ def test_it_is_the_first_thing_that_is_said_whatever_becomes_of_the_process():
     assert "raise the limit" in said.splitlines()[0]
 
 
+@pytest.mark.complete
 def test_nothing_is_said_where_xla_has_started_already():
     assert "this process may use" not in run(STARTED).stderr
 

@@ -5,9 +5,12 @@ With launchers: `tests/jobs/test_promises.py`, and when an instance is lost: `te
 
 import json
 
+import pytest
+
 HEAD = "import json, pytest, numpy as np, popdist, strategies\n"
 
 
+@pytest.mark.complete
 def test_it_is_the_only_instance_and_has_every_role(in_new_process):
     program = (
         "strategy = strategies.PopDistStrategy()\n"

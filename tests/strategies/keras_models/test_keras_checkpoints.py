@@ -40,7 +40,8 @@ def fitted(model, *callbacks):
     return bits_of(model), history.history
 
 
-@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.complete)], ids=["", "loss scaling"])
+@pytest.mark.complete
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "loss scaling"])
 def test_what_is_resumed_on_other_instances_is_what_never_stopped(in_scopes, tmp_path, mixed):
     def whole(strategy):
         return fitted(with_dropout(mixed), strategies.keras.Checkpoints(tmp_path / "whole", every=100))
