@@ -183,6 +183,7 @@ except collectives.MissingBackendError as error:
 """
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("module", ["horovod", "torch"])
 def test_a_missing_library_names_the_script_that_installs_it(environ: dict[str, str], module: str) -> None:
     ended = end_of([sys.executable, "-W", "error", "-c", CONNECT_WITHOUT, module], environ)

@@ -106,7 +106,7 @@ def is_measured(pytestconfig: pytest.Config) -> bool:
 @pytest.fixture(scope="module")
 def target(is_measured: bool) -> Iterator[Target]:
     """Afterwards the job completes, and its log is short and not made up by others."""
-    job = Job(port_addresses(2), ["--pause-s", "0.05"])  # without one the workers take two cores for a minute
+    job = Job(port_addresses(2), ["--pause-s", "0.2"])  # without one the workers take two cores for a minute
     with running(job, "rounds") as workers:
         for worker in workers:
             worker.wait_for("round 1 was right")

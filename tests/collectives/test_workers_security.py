@@ -358,6 +358,7 @@ def test_a_worker_of_another_authority_is_refused(with_certificates: Waiting, st
     with_certificates.assert_refuses(wrong.environ, NO_FIT, NO_FIT)
 
 
+@pytest.mark.complete
 @in_a_job
 def test_a_process_of_another_authority_is_refused_also_by_one_that_is_slow_to_answer(
     right: Files, stranger: Authority

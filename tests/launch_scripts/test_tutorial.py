@@ -85,6 +85,7 @@ def test_it_validates_each_row_once(alone):
     assert min(validated(lines)) == pytest.approx(float(losses.mean()), abs=1e-4)
 
 
+@pytest.mark.complete
 def test_another_program_predicts_with_the_file(alone, monkeypatch, capsys):
     _, file = alone
     page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")

@@ -30,13 +30,13 @@ def test_one_that_will_not_is_explained_with_its_numbers():
     )
 
 
+@pytest.mark.complete
 def test_it_is_the_first_thing_that_is_said_whatever_becomes_of_the_process():
     said = run(PROGRAM).stderr
     assert said.startswith("this process may use ")
     assert "raise the limit" in said.splitlines()[0]
 
 
-@pytest.mark.complete
 def test_nothing_is_said_where_xla_has_started_already():
     assert "this process may use" not in run(STARTED).stderr
 

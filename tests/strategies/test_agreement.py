@@ -177,7 +177,7 @@ EQUAL = {
 }
 
 
-FEW = ("nothing special", "loss scaling", "accumulation")
+FEW = ("nothing special", "loss scaling")
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,7 @@ class TestResuming:
             assert jax.tree.map(bits, restored) == jax.tree.map(bits, wanted)
 
 
+@pytest.mark.complete
 def test_large_arrays_are_cut_into_pieces_and_put_together(tmp_path, strategy, monkeypatch):
     monkeypatch.setattr(checkpoint_folder, "PIECE_BYTES", 100_000)
     saved(tmp_path, strategy, {2}, large=True)

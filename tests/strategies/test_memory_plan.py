@@ -107,7 +107,7 @@ OPTIONS = {
 }
 
 
-FEW = ("sharded", "with a model state")
+FEW = ("sharded",)
 
 
 @pytest.mark.parametrize(

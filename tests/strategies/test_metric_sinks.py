@@ -104,7 +104,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("library", WORDS)
-@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("instances", first_of([2, 1]))
 def test_a_training_has_the_same_bits_with_every_sink(library, instances, tmp_path):
     if library != "jsonl":
         pytest.importorskip(library, reason=f"{library} is not installed")
@@ -142,7 +142,7 @@ def test_a_sink_that_fails_stops_nothing_and_is_said_once(caplog):
     assert messages[-1].startswith("kept:here lacks 6 rows of metrics")
 
 
-@pytest.mark.parametrize("written", ["nothing", "all", "all and a part of a line"])
+@pytest.mark.parametrize("written", first_of(["all and a part of a line", "all", "nothing"]))
 @pytest.mark.parametrize(
     ("instances", "replicas", "phase"),
     [

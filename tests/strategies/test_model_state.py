@@ -120,6 +120,7 @@ def test_the_values_are_those_of_the_definition():
     assert bits(state.model_state["key"]) == bits(key)
 
 
+@pytest.mark.complete
 def test_it_goes_from_micro_batch_to_micro_batch():
     strategy = strategies.IPUStrategy(REPLICAS)
     state, metrics = trained(strategy, steps=1, rows=4, gradient_accumulation_count=4)

@@ -39,6 +39,7 @@ def test_it_is_the_only_instance_and_has_every_role(in_new_process):
     }
 
 
+@pytest.mark.complete
 def test_it_drives_the_replicas_for_which_popdist_was_initialised(in_new_process):
     """And leaves values as they are where it was told so: inside of `run` only."""
     program = (

@@ -26,7 +26,7 @@ def check(spread: Spread) -> None:
                 raise AssertionError(f"{way} of {spread} in columns {columns}: {error!r}") from error
 
 
-@pytest.mark.parametrize("replicas", first_of(range(1, 9), 7))
+@pytest.mark.parametrize("replicas", first_of(range(1, 9), 6))
 def test_every_contiguous_spread_of_few_replicas_over_up_to_four_hosts_adds_in_the_order_of_the_tree(
     replicas: int,
 ) -> None:

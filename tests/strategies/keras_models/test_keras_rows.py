@@ -178,6 +178,7 @@ def test_kr_03_metrics_are_those_of_all_rows_whatever_the_method(alone, method):
     assert evaluated == [7.5, 2.5, 7.5]
 
 
+@pytest.mark.complete
 def test_kr_04_what_stock_keras_has_trained_is_loaded_and_predicts_the_same(in_scopes, tmp_path):
     stock = functional(keras.optimizers.Adam(0.05))
     stock.fit(X, TARGETS, epochs=2, verbose=0)

@@ -39,6 +39,7 @@ def fit(model, wanted=LABELS, count=4):
     return bits_of(model), history
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     "options",
     [
@@ -374,7 +375,6 @@ def test_kp_08_stages_that_share_a_layer_are_on_one_device(alone):
         alone(program, ipus_per_replica=2)
 
 
-@pytest.mark.complete
 def test_layers_of_nested_models_have_stages_of_their_own(alone):
     def program(strategy):
         inner = keras.Sequential([keras.Input((6,)), dense(5, 1, activation="relu"), dense(4, 2)], name="inner")

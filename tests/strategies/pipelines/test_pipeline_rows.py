@@ -105,6 +105,7 @@ class TestMultiWorker:
         assert all(after < before for before, after in itertools.pairwise(reference))
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("method", first_of(METHODS))
 def test_h_04_to_06(method, on_instances):
     """H-04 to H-06: two Dense layers on one device; the global loss falls in each of 10 runs, variables stay equal."""
@@ -193,6 +194,7 @@ class TestShardedState:
         runs = [(1, offloaded), (instances, {**offloaded, "replicated_optimizer_state_sharding": True})]
         self.compare(on_instances, runs, 2, optax.lamb(0.01), 8, 10, reduction_method="mean")
 
+    @pytest.mark.complete
     @pytest.mark.parametrize(
         "options",
         first_of([{"replicated_optimizer_state_sharding": True}, {"offload_activations": True}]),

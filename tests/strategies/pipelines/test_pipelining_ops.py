@@ -355,7 +355,6 @@ def test_pl_48_recomputation_changes_nothing(name, schedule, mode):
     assert strategies.fingerprint(found) == strategies.fingerprint(expected)
 
 
-@pytest.mark.complete
 @pytest.mark.parametrize(
     ("stages", "mapping"),
     [
