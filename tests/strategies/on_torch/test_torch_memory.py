@@ -44,7 +44,6 @@ def held_by(trainer, batch):
     }
 
 
-@pytest.mark.complete
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("instances", [1, 2])
 def test_a_plan_is_what_a_training_has(options, instances, on_instances):
