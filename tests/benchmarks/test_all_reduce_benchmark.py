@@ -17,6 +17,7 @@ def run(request, tmp_path_factory):
     return instances, *run_benchmark("all_reduce.py", folder, *words, *TURNS)
 
 
+@pytest.mark.complete
 @pytest.mark.job
 def test_there_is_a_row_for_every_size_and_number_of_replicas(run):
     instances, figures, _ = run

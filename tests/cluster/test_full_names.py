@@ -33,6 +33,7 @@ def lines(*hosts):
     return [f"[1,{index}][{host}]<stdout>:{host}" for index, host in enumerate(hosts)]
 
 
+@pytest.mark.complete
 def test_each_instance_runs_on_the_host_that_is_named(bed):
     done = run(bed, "h0", BOTH)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, lines(*BOTH)), done.stderr

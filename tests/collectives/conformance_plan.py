@@ -20,9 +20,6 @@ SUITES = (conformance.suite, conformance_checks.suite, conformance_grouped.suite
 DTYPES_ON_NETWORKS = ("int8", "int16", "float16", "bfloat16", "float32", "float64")
 """Where arrays travel as bytes: one dtype of each width, and the floats that are added in a wider one."""
 
-ADDS_BY_ITSELF = (HOROVOD,)
-"""Transports with an arithmetic of their own, in which every dtype may be another case."""
-
 USUAL_SIZES = {RING: 3, WINDOW: 3, HOSTS: 3, GRPC: 3, HOROVOD: 2}
 """How many processes the default tier has: enough for all that a transport may do in its own way."""
 
@@ -31,17 +28,15 @@ def statements_for(size: int, transport: str, *, complete: bool) -> list[Stateme
     """What is checked over a network between `size` processes: everything only once for each transport."""
     suites = (*SUITES, conformance_horovod.suite) if transport == HOROVOD else SUITES
     statements = [statement for suite in suites for statement in suite.statements if statement.at_least <= size]
-    is_usual = size == USUAL_SIZES[transport]
-    if complete and is_usual:
+    if complete and size == USUAL_SIZES[transport]:
         return statements
-    has_own_sums = is_usual and transport in ADDS_BY_ITSELF
-    return [each for each in statements if is_its_own_case(each, has_own_sums=has_own_sums)]
+    return [each for each in statements if is_its_own_case(each)]
 
 
-def is_its_own_case(statement: Statement, *, has_own_sums: bool) -> bool:
+def is_its_own_case(statement: Statement) -> bool:
     """Whether a statement may be wrong over a network although it is right on threads."""
     if statement.about is About.DTYPES:
-        return has_own_sums or statement.value in DTYPES_ON_NETWORKS
+        return statement.value in DTYPES_ON_NETWORKS
     if statement.about is About.NUMBERS:
         return statement.is_first
     return statement.about is not About.ARGUMENTS

@@ -12,7 +12,7 @@ from grpc_threads import WorkerThreads
 
 from collectives import Communicator
 
-CHILDREN = 20
+CHILDREN = 8
 
 
 def test_a_child_that_is_forked_while_workers_talk_lives() -> None:

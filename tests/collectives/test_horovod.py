@@ -119,12 +119,11 @@ def test_many_gradients_cost_one_negotiation_and_their_names_are_in_the_timeline
 # ---- ranks that end
 
 
+@pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.cores(2)
 @needs_horovod
-@pytest.mark.parametrize(
-    "how", [how if how == "exit" else pytest.param(how, marks=pytest.mark.complete) for how in ABRUPT_ENDS]
-)
+@pytest.mark.parametrize("how", ABRUPT_ENDS)
 def test_a_rank_that_ends_while_others_reduce_ends_the_job(environ: dict[str, str], how: str) -> None:
     """Its limit is ten minutes, so this is not what ends it; mpirun may end the others before they can say anything."""
     ended = end_of(job(3 if how == "exit" else 2, how), environ)
@@ -154,6 +153,7 @@ DEFAULTS = {
 OWN = {"HOROVOD_CYCLE_TIME": "3.5", "HOROVOD_FUSION_THRESHOLD": "0", "OMPI_MCA_mpi_yield_when_idle": "0"}
 
 
+@pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.cores(2)
 @needs_horovod
@@ -183,6 +183,7 @@ except collectives.MissingBackendError as error:
 """
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("module", ["horovod", "torch"])
 def test_a_missing_library_names_the_script_that_installs_it(environ: dict[str, str], module: str) -> None:
     ended = end_of([sys.executable, "-W", "error", "-c", CONNECT_WITHOUT, module], environ)

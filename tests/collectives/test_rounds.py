@@ -8,6 +8,7 @@ from mpi_jobs import mpirun_command, run_job
 PROGRAM = Path(__file__).with_name("rounds_job.py")
 
 
+@pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.cores(2)
 @pytest.mark.timeout(120)

@@ -52,6 +52,7 @@ def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
+@pytest.mark.complete
 @in_a_job
 def test_ranks_of_one_host_use_the_window(tmp_path: Path) -> None:
     assert lines_of(job("auto", tmp_path, "plenty")) == ["rank: window"] * RANKS
@@ -110,6 +111,7 @@ def test_a_limit_of_the_process_means_the_ring(tmp_path: Path, scarcity: str) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.complete
 @in_a_job
 @pytest.mark.parametrize("scarcity", [pytest.param("small files", marks=pytest.mark.complete), "no file on one rank"])
 def test_a_limit_of_the_process_is_an_error_for_those_who_want_the_window(tmp_path: Path, scarcity: str) -> None:

@@ -106,7 +106,7 @@ def is_measured(pytestconfig: pytest.Config) -> bool:
 @pytest.fixture(scope="module")
 def target(is_measured: bool) -> Iterator[Target]:
     """Afterwards the job completes, and its log is short and not made up by others."""
-    job = Job(port_addresses(2), ["--pause-s", "0.05"])  # without one the workers take two cores for a minute
+    job = Job(port_addresses(2), ["--pause-s", "0.2"])  # without one the workers take two cores for a minute
     with running(job, "rounds") as workers:
         for worker in workers:
             worker.wait_for("round 1 was right")
@@ -566,6 +566,7 @@ def test_a_peer_whose_messages_end_too_early_is_lost(impostor: Impostor) -> None
     assert_ends_because_of_its_peer(impostor)
 
 
+@pytest.mark.complete
 @in_a_job
 @ROUNDS
 def test_a_peer_that_calls_nothing_there_is_gets_an_error(impostor: Impostor, seed: int, turn: int) -> None:

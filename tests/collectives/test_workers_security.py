@@ -358,6 +358,7 @@ def test_a_worker_of_another_authority_is_refused(with_certificates: Waiting, st
     with_certificates.assert_refuses(wrong.environ, NO_FIT, NO_FIT)
 
 
+@pytest.mark.complete
 @in_a_job
 def test_a_process_of_another_authority_is_refused_also_by_one_that_is_slow_to_answer(
     right: Files, stranger: Authority
@@ -537,6 +538,7 @@ def test_a_proof_with_bytes_above_127_is_refused_like_any_other() -> None:
             group.assert_end_well([waiting.first, group.join(1)])
 
 
+@pytest.mark.complete
 @in_a_job
 def test_silent_connections_leave_room_for_the_right_worker() -> None:
     """More of them than the worker may open files, all there before it comes."""
@@ -694,6 +696,7 @@ def test_clients_without_our_certificates_reach_nothing(
     assert_still_right(secured_pair.workers)
 
 
+@pytest.mark.complete
 @in_a_job
 def test_our_certificate_alone_is_no_right_to_a_taken_rank(secured_pair: Running, right: Files) -> None:
     hello = good_hello(secured_pair.job.addresses).encode()

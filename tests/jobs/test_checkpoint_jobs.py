@@ -60,6 +60,7 @@ def test_a_job_that_is_warned_saves_and_leaves(tmp_path):
     assert saved_by(tmp_path / "saved", signal.SIGUSR1, 138) >= 5
 
 
+@pytest.mark.complete
 def test_a_job_that_is_told_to_end_saves_and_leaves_and_can_be_resumed(tmp_path):
     """In one process, this one, as on any number of instances."""
     folder = tmp_path / "saved"

@@ -47,6 +47,7 @@ def alone() -> dict:
     return alone_with()
 
 
+@pytest.mark.complete
 def test_when_an_instance_is_killed_the_other_one_goes_on_to_the_same_bits(alone: dict) -> None:
     assert train("--on-failure=shrink", "--inject=kill:instance=0,step=7") == [alone]
 

@@ -37,6 +37,7 @@ def test_every_step_is_in_the_files_once_though_the_instance_that_writes_them_is
     assert [{name: row[name] for name in row if name != "time"} for row in lines] == told
 
 
+@pytest.mark.complete
 def test_every_step_is_in_the_files_once_though_the_job_is_started_again(tmp_path: Path) -> None:
     """Steps 4 and 5 are made a second time, from the checkpoint behind step 3."""
     words = [f"--metrics=csv:{tmp_path}/run.csv", f"--metrics=jsonl:{tmp_path}/run.jsonl"]

@@ -108,6 +108,7 @@ class TestPlainPrograms:
         check(finished, 1, 1, "ended with exit status 1")
         assert "[1,1]<stderr>:MemoryError" in finished.stderr
 
+    @pytest.mark.complete
     def test_the_kernel_kills_for_lack_of_memory(self, little_memory):
         program = PROGRESS_HEAD + (
             f"enter(7, b'barrier')\nif rank == 1:\n    page.operation_ends(); {SAY_READY}    {NEED_MEMORY}"

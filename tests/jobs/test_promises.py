@@ -80,7 +80,7 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
     @pytest.mark.parametrize(
         ("replicas", "instances", "how", "models"),
         [
-            (8, 2, "auto", ["cnn"]),
+            (8, 2, "auto", ["mlp"]),
             (6, 3, "ring", ["dropout"]),
             pytest.param(8, 8, "auto", ["dropout"], marks=pytest.mark.complete),
         ],

@@ -108,6 +108,7 @@ def test_a_shim_that_somebody_tells_to_stop_is_lost():
     assert "was lost" in finished.own_lines[0]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("mode", ["shrink", also("restart")])
 @pytest.mark.cores(2)
 def test_mpirun_that_is_killed_in_init_blames_no_instance_and_is_started_again(mode, tmp_path):

@@ -19,6 +19,7 @@ def end_apart(case: str, instances: int) -> Finished:
     return start(*shape, sys.executable, str(PROGRAM), case).finish(LIMIT_S)
 
 
+@pytest.mark.complete
 def test_one_that_waits_at_its_end_is_lost_while_the_chief_works():
     finished = end_apart("waiting", 3)
     assert finished.status == 0, finished.stderr
@@ -33,6 +34,7 @@ def test_the_job_fails_where_the_chief_is_lost_before_its_end_and_nobody_takes_i
     assert "let strategy.on_chief do that" in finished.stderr
 
 
+@pytest.mark.complete
 def test_who_is_at_work_carries_on_without_those_who_have_come_to_their_end():
     finished = end_apart("at-work", 3)
     assert finished.status == 0, finished.stderr

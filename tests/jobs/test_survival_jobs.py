@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from poprun_jobs import ROOT, Finished, start
+from tiers import first_of
 
 import strategies
 
@@ -99,16 +100,16 @@ EACH = [
 ]
 """One of two."""
 
-ONE_BY_ONE = [("kill", "data", 3), ("raise", "update", 0), ("exit", "all_reduce", 1)]
 THREE_OF_FOUR = [
-    [("cut", "data", 3), ("stop", "all_reduce", 0), ("exit", "checkpoint", 1)],
+    [("cut", "data", 3), ("stop", "all_reduce", 0), ("exit", "update", 1)],
+    [("kill", "data", 3), ("raise", "update", 0), ("exit", "checkpoint", 1)],
     [("stop", "checkpoint", 0), ("cut", "forward", 2), ("raise", "update", 1)],
 ]
 """One after another: from all four, from the three that are left, and from the last two."""
 
 
 def test_every_kind_and_every_phase_is_met():
-    cases = [*EACH, *ONE_BY_ONE, *itertools.chain.from_iterable(THREE_OF_FOUR)]
+    cases = [*EACH, *itertools.chain.from_iterable(THREE_OF_FOUR)]
     assert {kind for kind, _, _ in cases} == set(SIGNS)
     assert {phase for _, phase, _ in cases} == set(PHASES)
 
@@ -126,10 +127,8 @@ def lose_one(kind: str, phase: str, lost: int) -> None:
     assert finished.own_lines == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "phase", "lost"),
-    [case if case[0] in ("stop", "cut") else pytest.param(*case, marks=pytest.mark.complete) for case in EACH],
-)
+@pytest.mark.complete
+@pytest.mark.parametrize(("kind", "phase", "lost"), EACH)
 def test_the_other_goes_on_to_the_same_bits(kind, phase, lost):
     lose_one(kind, phase, lost)
 
@@ -140,13 +139,14 @@ def test_before_the_first_step():
     check(train(3, 6, "--on-failure=shrink", "--inject", fault), alone(6), [3, 3])
 
 
-def lose_three_of_four(case: list[tuple[str, str, int]], folder: Path) -> None:
+@pytest.mark.parametrize("case", first_of(THREE_OF_FOUR), ids=lambda case: "-".join(kind for kind, *_ in case))
+def test_the_last_one_goes_on_without_three_others(case: list[tuple[str, str, int]], tmp_path: Path) -> None:
     """Each is lost in a step of its own; a checkpoint is begun by whoever is the first of those that are left."""
     faults = []
     for number, (kind, phase, lost) in enumerate(case):
         when = "" if phase == "checkpoint" else f",step={2 * number + 1}"
         faults += ["--inject", f"{kind}:instance={lost},phase={phase}{when}"]
-    saved = str(folder) if any(phase == "checkpoint" for _, phase, _ in case) else ""
+    saved = str(tmp_path) if any(phase == "checkpoint" for _, phase, _ in case) else ""
     finished = train(4, 8, "--on-failure=shrink", f"--stuck-timeout-s={STUCK_S}", *faults, folder=saved)
     check(finished, alone(8), [8])
     *losses, end = warnings(finished)
@@ -155,16 +155,6 @@ def lose_three_of_four(case: list[tuple[str, str, int]], folder: Path) -> None:
         assert line.startswith(f"instance {lost} on host "), losses
         assert SIGNS[kind] in line
     assert end.startswith("the job completed without 3 instances: instance ")
-
-
-def test_the_last_one_goes_on_without_three_others(tmp_path):
-    lose_three_of_four(ONE_BY_ONE, tmp_path)
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("case", THREE_OF_FOUR, ids=lambda case: "-".join(kind for kind, *_ in case))
-def test_whoever_it_is_and_however_they_are_lost(case, tmp_path):
-    lose_three_of_four(case, tmp_path)
 
 
 @pytest.mark.complete

@@ -34,9 +34,15 @@ def rows_of(finished: Finished) -> list[str]:
     return [row[table[0].index("result") :] for row in table[1:]]
 
 
-def test_a_program_verifies_and_its_certificate_does_later(tmp_path, subtests):
-    certificate = tmp_path / "certificate.json"
-    finished = verify_small("well", f"--certificate={certificate}")
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory):
+    """A program that verifies, and its certificate."""
+    certificate = tmp_path_factory.mktemp("verified") / "certificate.json"
+    return verify_small("well", f"--certificate={certificate}"), certificate
+
+
+def test_a_program_verifies_and_gets_a_certificate(verified, subtests):
+    finished, certificate = verified
     assert finished.status == 0, finished.stderr
     with subtests.test("all spreads are equal, and the fingerprint is the program's own"):
         assert rows_of(finished) == ["first", "equal"]
@@ -49,15 +55,20 @@ def test_a_program_verifies_and_its_certificate_does_later(tmp_path, subtests):
         content = json.loads(certificate.read_text())
         assert {"jax", "numpy", "CPU", "PJRT_NPROC", "program's SHA-256"} <= content["facts"][0].keys()
         assert [step["fingerprint"] for step in content["record"]][-1:] == said[:1]
-    with subtests.test("an edited certificate is not confirmed"):
-        content["record"][1]["variables"][0] = "00000000"
-        content["facts"][0]["jax"] = "0.1"
-        certificate.write_text(json.dumps(content))
-        finished = verify(f"--against={certificate}", "--spreads=1")
-        assert finished.status == 1
-        assert "was changed after it was written" in finished.own_text
-        assert re.search(r"^  jax +0\.1 ", finished.stdout, re.MULTILINE)
-        assert "the certificate and 1 x 2 differ first at step 1 (counted from 0), in the update" in finished.stdout
+
+
+@pytest.mark.complete
+def test_an_edited_certificate_is_not_confirmed(verified, tmp_path):
+    content = json.loads(verified[1].read_text())
+    content["record"][1]["variables"][0] = "00000000"
+    content["facts"][0]["jax"] = "0.1"
+    certificate = tmp_path / "edited.json"
+    certificate.write_text(json.dumps(content))
+    finished = verify(f"--against={certificate}", "--spreads=1")
+    assert finished.status == 1
+    assert "was changed after it was written" in finished.own_text
+    assert re.search(r"^  jax +0\.1 ", finished.stdout, re.MULTILINE)
+    assert "the certificate and 1 x 2 differ first at step 1 (counted from 0), in the update" in finished.stdout
 
 
 @pytest.mark.complete

@@ -65,6 +65,7 @@ def test_steps_and_who_was_waited_for_are_in_the_file_and_in_the_lines(tmp_path)
     assert min(first["peak_memory_bytes"], second["peak_memory_bytes"]) > 10 * 2**20
 
 
+@pytest.mark.complete
 def test_a_program_that_fails_and_is_started_again_and_makes_no_steps(tmp_path):
     file = tmp_path / "job.json"
     fails = "import os, sys; held = os.urandom(100 << 20); sys.exit(3 * (os.environ['POPDIST_RESTART_COUNT'] == '0'))"
@@ -80,6 +81,7 @@ def test_a_program_that_fails_and_is_started_again_and_makes_no_steps(tmp_path):
     assert "summary" not in finished.stderr
 
 
+@pytest.mark.complete
 def test_an_instance_that_is_lost_while_the_others_train_on(tmp_path):
     file = tmp_path / "job.json"
     program = ROOT / "tests" / "jobs" / "programs" / "surviving_training.py"
@@ -147,6 +149,7 @@ def test_one_that_stands_still_is_seen_and_so_is_its_end(tmp_path):
     assert (gone.returncode, "of yours runs on" in gone.stderr) == (1, True)
 
 
+@pytest.mark.complete
 def test_those_who_look_may_be_stopped_or_killed_and_the_job_goes_on_to_its_end(tmp_path):
     job = start("--summary=yes", *two(STANDS_STILL), stdin=subprocess.PIPE)
     job.wait_for("stands still")

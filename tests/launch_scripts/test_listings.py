@@ -55,6 +55,7 @@ def output_of(*command):
     return finished.stdout
 
 
+@pytest.mark.complete
 def test_a_training_loop_learns_and_its_losses_come_out(listing):
     found, printed = listing("training_loop.py")
     assert found["losses"].shape == (200,)
@@ -62,6 +63,7 @@ def test_a_training_loop_learns_and_its_losses_come_out(listing):
     assert printed == f"loss {found['losses'][0]:.3f} at first, {found['losses'][-1]:.6f} in the end\n"
 
 
+@pytest.mark.complete
 def test_the_iterator_form_goes_on_from_epoch_to_epoch(listing):
     found, printed = listing("iterator_form.py")
     assert sorted(found["means"], reverse=True) == list(found["means"])
@@ -69,12 +71,14 @@ def test_the_iterator_form_goes_on_from_epoch_to_epoch(listing):
     assert len(printed.splitlines()) == 4
 
 
+@pytest.mark.complete
 def test_losses_are_read_while_the_loop_runs(listing):
     found, _ = listing("read_while_running.py")
     assert len(found["losses"]) == sum(found["reads"]) == 500
     assert found["losses"][-1] < found["losses"][0] / 100
 
 
+@pytest.mark.complete
 def test_replicas_train_together(listing):
     found, printed = listing("replicated_training.py")
     assert found["losses"].shape == (100, 4)
@@ -86,6 +90,7 @@ def test_replicas_train_together(listing):
     assert printed.split()[-1] == strategies.fingerprint(found["weights"].astype(np.float32))
 
 
+@pytest.mark.complete
 def test_a_pipeline_trains(listing):
     found, printed = listing("pipelined_training.py")
     assert found["losses"].shape == (160, 4)
@@ -116,6 +121,7 @@ def fingerprint_of_two_instances(name, more):
     return fingerprint
 
 
+@pytest.mark.complete
 def test_a_wider_accumulator_loses_nothing(listing):
     found, _ = listing("wider_accumulator.py")
     assert found["wide"] == pytest.approx(511, rel=2**-8)  # the variable itself is bfloat16

@@ -182,6 +182,7 @@ def test_stages_on_devices_of_their_own_train_as_on_one(model, monkeypatch, caps
 OPTIONS = ("--strategy", "ipu", "--replicas", 3, "--max-steps", 31, "--seed", 7)
 
 
+@pytest.mark.complete
 @pytest.mark.job
 def test_the_result_is_written_as_json():
     done = start(*OPTIONS, "--json", "-")

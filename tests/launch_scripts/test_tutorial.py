@@ -70,6 +70,7 @@ def test_it_stops_when_nothing_is_better_any_more_and_keeps_the_best(alone):
     assert lines[-1].endswith(strategies.fingerprint(variables))
 
 
+@pytest.mark.complete
 def test_it_validates_each_row_once(alone):
     """The mean of the best epoch is that of the rows themselves, by a network written with NumPy."""
     lines, file = alone
@@ -84,6 +85,7 @@ def test_it_validates_each_row_once(alone):
     assert min(validated(lines)) == pytest.approx(float(losses.mean()), abs=1e-4)
 
 
+@pytest.mark.complete
 def test_another_program_predicts_with_the_file(alone, monkeypatch, capsys):
     _, file = alone
     page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")

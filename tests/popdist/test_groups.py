@@ -243,6 +243,7 @@ class TestLeaving:
     def test_explicitly_and_then_at_exit_is_a_good_end(self):
         assert mpirun(2, "popdist.finalizeBackend()\nassert not popdist.isBackendInitialized()\n")[0] == 0
 
+    @pytest.mark.complete
     def test_an_exception_that_was_handled_is_none(self):
         program = "try:\n    sys.exit(3)\nexcept SystemExit:\n    pass\npopdist.synchronize()\n"
         assert mpirun(2, program)[0] == 0

@@ -134,6 +134,7 @@ def test_with(statement, ranks):
 # ---- life cycle
 
 
+@pytest.mark.complete
 @needs_horovod
 class TestOneProcess:
     """Without a launcher."""
@@ -170,18 +171,14 @@ class TestOneProcess:
 class TestWhereHorovodAndPopdistMeet:
     """Whoever comes first, and whoever ends first, the other one goes on, and nobody complains at the end."""
 
+    @pytest.mark.complete
     @pytest.mark.parametrize(
         "calls",
         [
             "hvd.init() popdist.init() both() hvd.shutdown() ours()",
-            *(
-                pytest.param(calls, marks=pytest.mark.complete)
-                for calls in (
-                    "hvd.init() popdist.init() both() popdist.finalizeBackend()",
-                    "hvd.init() hvd.shutdown() popdist.init() ours()",
-                    "popdist.init() hvd.init() both()",
-                )
-            ),
+            "hvd.init() popdist.init() both() popdist.finalizeBackend()",
+            "hvd.init() hvd.shutdown() popdist.init() ours()",
+            "popdist.init() hvd.init() both()",
         ],
     )
     def test_in_any_order(self, calls):

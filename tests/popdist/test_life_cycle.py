@@ -47,6 +47,7 @@ def test_init_may_be_repeated():
     )
 
 
+@pytest.mark.complete
 def test_a_strategy_initialises_too_and_tolerates_that_it_was_done():
     python(
         "import strategies\n"

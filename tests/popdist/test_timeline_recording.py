@@ -176,6 +176,7 @@ class TestSampling:
         assert strides == [*sorted(stride for stride in strides if stride), *(0 for s in strides if not s)]
         assert all(stride & (stride - 1) == 0 for stride in strides)
 
+    @pytest.mark.complete
     def test_records_a_run_of_any_length_within_its_limit(self):
         """Ten thousand times as long as all of its steps would have room for."""
         written, limit = 0, 10_000

@@ -143,6 +143,7 @@ def test_a_critical_path_is_as_long_as_it_takes() -> None:
         assert sum(outcome.critical.values()) == pytest.approx(outcome.seconds), name
 
 
+@pytest.mark.complete
 def test_the_tree_is_close_to_the_least_on_thousands_of_hosts_where_the_chain_is_not() -> None:
     job, network = Job(1024, 1, 1, 100 * MEGABYTE), Network()
     ((_, outcome),) = compared(job, network, "tree, halving")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from strategies.programs.address_space import ROOM_BYTES, describe_lack
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +30,7 @@ def test_one_that_will_not_is_explained_with_its_numbers():
     )
 
 
+@pytest.mark.complete
 def test_it_is_the_first_thing_that_is_said_whatever_becomes_of_the_process():
     said = run(PROGRAM).stderr
     assert said.startswith("this process may use ")

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from surviving_instances import run_instances
+from tiers import in_complete_tier
 
 import strategies
 from strategies import DisagreementError, LossScaling, Trainer
@@ -123,6 +124,7 @@ def test_so_it_is_where_gradients_are_streamed(on_instances, mode):
     on_instances(2, 4, program, **mode)
 
 
+@pytest.mark.complete
 def test_sharded_state_is_no_obstacle(on_instances):
     def program(strategy):
         options = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
@@ -175,13 +177,12 @@ EQUAL = {
 }
 
 
+FEW = ("nothing special", "loss scaling")
+
+
 @pytest.mark.parametrize(
     ("what", "mode"),
-    [
-        pytest.param(what, mode, marks=() if not mode or what == "nothing special" else pytest.mark.complete)
-        for what in EQUAL
-        for mode in MODES
-    ],
+    [(what, mode) if what in FEW and not mode else in_complete_tier(what, mode) for what in EQUAL for mode in MODES],
 )
 def test_equal_ones_train_to_the_same_bits(on_instances, what, mode):
     found = on_instances(2, 4, lambda strategy: trained(strategy, **EQUAL[what]), **mode)

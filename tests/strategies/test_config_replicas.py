@@ -215,6 +215,7 @@ def test_without_a_launcher_popdist_is_joined_for_the_configured_replicas(in_new
     assert json.loads(in_new_process(PROGRAM.format(before=""))) == [3, 3]
 
 
+@pytest.mark.complete
 def test_what_was_joined_before_for_others_contradicts(in_new_process):
     said = json.loads(in_new_process(PROGRAM.format(before="popdist.init(2)")))
     assert said.startswith(

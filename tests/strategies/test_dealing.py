@@ -165,6 +165,7 @@ class TestOtherArrays:
 
         assert on_instances(1, R, on_one, variables_on_host=on_host) == [[[2.0] * 12] * R]
 
+    @pytest.mark.complete
     def test_of_a_trainers_state_are_known_as_long_as_it_is_there(self, strategy):
         def loss_fn(variables, batch, key):
             return jnp.mean((batch["x"] @ jnp.ones(2) - variables["w"][batch["y"] % 12]) ** 2)

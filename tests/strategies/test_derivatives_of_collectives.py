@@ -175,6 +175,7 @@ def test_a_gradient_penalty_over_a_synchronised_mean_trains_to_the_same_bits(on_
         }
 
 
+@pytest.mark.complete
 def test_inside_of_loops_and_branches(on_instances, bits):
     """Derivatives of a scan, of a branch, of both under vmap, and of a loop forward."""
 

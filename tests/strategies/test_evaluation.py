@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from connected import ConnectedStrategy
+from tiers import first_of, only
 
 import collectives
 import strategies
@@ -201,7 +202,7 @@ class TestTheBits:
 
     @pytest.mark.parametrize(
         "kind",
-        [kind if kind in ("arrays", "stream") else pytest.param(kind, marks=pytest.mark.complete) for kind in KINDS],
+        only(["stream"], KINDS),
     )
     def test_are_the_same_on_any_number_of_instances(self, strategy, on_instances, kind):
         alone = self.found(strategy, KINDS[kind](self.ROWS))
@@ -659,7 +660,7 @@ class Notes:
         self.labels.append(call.title)
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("replicas", first_of([4, 1]))
 def test_between_the_executions_of_run_it_changes_no_step_and_finds_the_same_as_between_steps(replicas):
     """One replica makes its steps in one program."""
     rows = rows_of(24, integers=False)

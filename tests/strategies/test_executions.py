@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import in_complete_tier
 
 import strategies
 from strategies import Trainer
@@ -37,9 +38,9 @@ def run(strategy, steps_per_execution, loss_fn=loss_fn, optimizer=None, **option
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
-        pytest.param(1, {}, marks=pytest.mark.complete),
+        (1, {}),
         (2, {}),
-        (1, {"gradient_accumulation_count": 2, "offload_optimizer_state": True}),
+        in_complete_tier(1, {"gradient_accumulation_count": 2, "offload_optimizer_state": True}),
     ],
     ids=str,
 )

@@ -80,6 +80,7 @@ def test_there_is_a_tail_of_each_step_with_what_was_before_its_update(alone, bit
     assert bits(tails) == bits(Steps(alone).one_by_one(start())[2])
 
 
+@pytest.mark.complete
 def test_each_update_has_the_random_bits_of_its_own_step(alone):
     """All sums are exact before they are rounded, so nothing else can make a difference."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from connected import ConnectedStrategy
+from tiers import in_complete_tier
 
 import strategies
 from strategies import get_replica_context
@@ -116,8 +117,8 @@ def trained_alone(model):
     ("model", "instances"),
     [
         ("mlp", 2),
-        ("nested", 2),  # whose gradients would be the same in parts, and whose loss would not
-        *(pytest.param(*case, marks=pytest.mark.complete) for case in [("mlp", 4), ("nested", 4), ("half", 2)]),
+        in_complete_tier("nested", 2),  # whose gradients would be the same in parts, and whose loss would not
+        *(in_complete_tier(*case) for case in [("mlp", 4), ("nested", 4), ("half", 2)]),
     ],
 )
 def test_streamed_gradients_have_the_same_bits(on_instances, model, instances):
@@ -127,6 +128,7 @@ def test_streamed_gradients_have_the_same_bits(on_instances, model, instances):
     assert alone[2] == 3
 
 
+@pytest.mark.complete
 def test_streamed_gradients_of_sharded_updates_have_the_same_bits(on_instances):
     """Gradients in pieces are reduced whole, others go to those who own the parts."""
     alone = trained_alone("mlp")

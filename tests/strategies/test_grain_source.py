@@ -151,6 +151,7 @@ def test_what_grain_reads_only_from_its_beginning_is_an_iterable():
     ]
 
 
+@pytest.mark.complete
 def test_grain_is_imported_by_those_who_use_it(in_new_process):
     program = """
 import sys, numpy, strategies

@@ -48,7 +48,11 @@ def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None
     return strategies.fingerprint((state.variables, state.optimizer_state, state.model_state)), dict(metrics)
 
 
-@pytest.mark.parametrize("options", [{}, {"trainable": lambda name, variable: "bias" not in name}], ids=["", "frozen"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"trainable": lambda name, variable: "bias" not in name}, marks=pytest.mark.complete)],
+    ids=["", "frozen"],
+)
 def test_it_has_the_bits_of_the_parts(caplog, options):
     with caplog.at_level(logging.INFO, "strategies.step"):
         in_one = trained(**options)
@@ -88,6 +92,7 @@ def test_what_calls_back_into_python_stays_in_parts(caplog):
     assert IN_ONE not in caplog.text
 
 
+@pytest.mark.complete
 def test_several_replicas_know_nothing_of_each_other(caplog):
     with caplog.at_level(logging.INFO, "strategies.step"):
         trained(num_replicas=2)

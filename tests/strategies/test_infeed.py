@@ -515,6 +515,7 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.complete
 def test_a_pool_of_one_thread_is_enough_and_nothing_is_left_at_exit():
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT_", "XLA_"))}
     done = subprocess.run(

@@ -66,6 +66,7 @@ class TestTensorBoard:
         self.written(tmp_path, [said(2, accuracy=0.5)], train(3, loss=9.0))
         assert self.shown(tmp_path) == {"loss": [(1, 0.25), (2, 0.5), (3, 9)], "accuracy": [(2, 0.5)]}
 
+    @pytest.mark.complete
     def test_it_is_written_without_tensorflow_and_what_else_is_heavy(self, tmp_path):
         program = (
             "import sys; from pathlib import Path; from strategies.sinks.tensorboard import TensorBoard\n"

@@ -12,6 +12,7 @@ import optax
 import pytest
 from losing import OnMessage
 from surviving_instances import run_instances
+from tiers import first_of
 
 import strategies
 from collectives import ThreadHub
@@ -77,10 +78,14 @@ def shared_bits(state):
     ("options", "spreads"),
     [
         ({}, [2]),
-        ({"gradient_accumulation_count": 2, "loss_scaling": 8.0}, [4]),
         *(
             pytest.param(options, [2, 4], marks=pytest.mark.complete)
-            for options in ({}, {"gradient_accumulation_count": 2}, {"loss_scaling": 8.0})
+            for options in (
+                {},
+                {"gradient_accumulation_count": 2, "loss_scaling": 8.0},
+                {"gradient_accumulation_count": 2},
+                {"loss_scaling": 8.0},
+            )
         ),
     ],
     ids=str,
@@ -115,6 +120,7 @@ def test_the_values_are_those_of_the_definition():
     assert bits(state.model_state["key"]) == bits(key)
 
 
+@pytest.mark.complete
 def test_it_goes_from_micro_batch_to_micro_batch():
     strategy = strategies.IPUStrategy(REPLICAS)
     state, metrics = trained(strategy, steps=1, rows=4, gradient_accumulation_count=4)
@@ -142,6 +148,7 @@ def test_a_step_that_is_skipped_leaves_it_alone():
     assert np.asarray(state.model_state["largest"]).tolist() == [-1] * REPLICAS
 
 
+@pytest.mark.complete
 def test_streamed_gradients_have_the_same_bits_beside_it(on_instances):
     """Means of the model state travel with the gradients of the same bucket."""
     large = {"w": np.linspace(-1, 1, 3 * 400_000, dtype=np.float32).reshape(3, -1), "scale": np.ones(3, np.float32)}
@@ -185,6 +192,7 @@ def test_a_checkpoint_has_it_for_any_number_of_instances(on_instances, tmp_path)
     assert [one for each in found for one in each[1]] == alone[1]
 
 
+@pytest.mark.complete
 def test_evaluation_and_prediction_get_it(on_instances):
     """Each replica its own part; nothing that they return changes it."""
 
@@ -367,7 +375,7 @@ def counting_loss_fn(variables, batch, key, model_state):
     return strategies.Outcome(loss, {"begun": model_state["total"] == 0}, after)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", first_of([2, 1]))
 def test_sums_are_added_exactly_and_what_is_alike_does_not_travel(on_instances, count):
     def function(strategy):
         trainer = strategies.Trainer(

@@ -138,11 +138,10 @@ def everything_of(shape):
         return [result | {"text": worker.text} for result, worker in zip(results, workers, strict=True)]
 
 
+@pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.cores(2)
-@pytest.mark.parametrize(
-    "shape", [shape if "chief" in shape else pytest.param(shape, marks=pytest.mark.complete) for shape in CLUSTERS]
-)
+@pytest.mark.parametrize("shape", CLUSTERS)
 class TestAnyCluster:
     """Who is there, what replicas read and what they become."""
 

@@ -5,9 +5,12 @@ With launchers: `tests/jobs/test_promises.py`, and when an instance is lost: `te
 
 import json
 
+import pytest
+
 HEAD = "import json, pytest, numpy as np, popdist, strategies\n"
 
 
+@pytest.mark.complete
 def test_it_is_the_only_instance_and_has_every_role(in_new_process):
     program = (
         "strategy = strategies.PopDistStrategy()\n"
@@ -36,6 +39,7 @@ def test_it_is_the_only_instance_and_has_every_role(in_new_process):
     }
 
 
+@pytest.mark.complete
 def test_it_drives_the_replicas_for_which_popdist_was_initialised(in_new_process):
     """And leaves values as they are where it was told so: inside of `run` only."""
     program = (

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import first_of
 
 import strategies
 from strategies import LossScaling, Trainer, cross_replica_ops
@@ -47,7 +48,7 @@ def fingerprint(strategy, **options):
     return strategies.fingerprint(trained(strategy, **options)[0].variables)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", jnp.float16])
+@pytest.mark.parametrize("dtype", first_of(["bfloat16", jnp.float16]))
 def test_computes_in_low_precision_and_keeps_float32_variables(strategy, dtype):
     seen = []
 

@@ -60,12 +60,13 @@ def alone(parts):
     return found
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("parts", "lost"),
     [
         (("step", "duty"), 1),
         *[
-            pytest.param(parts, lost, marks=pytest.mark.complete)
+            (parts, lost)
             for parts in [("duty", "step"), ("duty", "evaluate", "duty"), ("step", "another", "duty", "step")]
             for lost in (0, 1)
         ],

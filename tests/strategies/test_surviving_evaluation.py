@@ -169,6 +169,7 @@ def leave_early(strategy, begin=lambda: None, end=lambda: None):
     return found, metrics["loss"]
 
 
+@pytest.mark.complete
 def test_those_who_have_not_what_others_have_left_with_say_so():
     """Some have got the only batch that was taken and make the next step, and others never will get it."""
     [expected] = run_instances(1, REPLICAS, leave_early)

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from tiers import only
 from zoo import ELEMENTWISE, FOR_OPTIMIZERS, MODELS, OPTIMIZERS, fingerprints
 
 import strategies
@@ -23,10 +24,10 @@ SPREADS = [  # instances, training and state: all pairs
     (2, "recompute", "sharded"),
     (4, "accumulation", "sharded"),
 ]
-FEW = ("loops", "attention", "cnn", "embedding", "cumsum", "fft")
-"""Those of the default tier, each in another spread: layers by the data, softmax, windows, tables, scans, a library of
-its own. `batch_norm` and others are trained on a single core, 16-bit floats in `test_precision.py`."""
-ON_ONE_CORE = ["batch_norm", "attention"]
+FEW = ("attention", "cnn", "embedding")
+"""Those of the default tier, in spreads of which each has another training: softmax, windows, tables. `batch_norm` is
+trained on a single core, 16-bit floats in `test_precision.py`."""
+ON_ONE_CORE = ["batch_norm"]
 OTHERS = [name for name in MODELS if name not in ON_ONE_CORE]
 """In the complete tier."""
 ON_CORES = """\
@@ -68,10 +69,7 @@ def test_a_model_is_the_same_however_its_replicas_are_spread(on_instances, name,
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        pytest.param(name, marks=() if name in ("multi_steps", "adafactor") else pytest.mark.complete)
-        for name in OPTIMIZERS
-    ],
+    only(["adafactor"], OPTIMIZERS),
 )
 def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances, optimizer):
     def train(strategy, **state):

@@ -10,6 +10,7 @@ import pytest
 from keras.src.callbacks import CallbackList
 from small_models import TARGETS, X, bits_of, regression
 from surviving_instances import run_instances
+from tiers import first_of
 
 import strategies
 from strategies.errors import StrategyError
@@ -30,7 +31,7 @@ class Counts(keras.callbacks.Callback):
         self.calls["predict"].append((batch, sorted(logs)))
 
 
-@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("instances", first_of([2, 1]))
 def test_callbacks_are_called_once_for_each_execution(in_scopes, instances):
     def program(strategy):
         model, counts = regression(metrics=["mae"], steps_per_execution=2), Counts()
@@ -191,7 +192,8 @@ def test_when_the_chief_is_lost_in_fit_the_next_one_goes_on_with_the_file(tmp_pa
     assert len((tmp_path / "whole.csv").read_text().split()) == 4
 
 
-@pytest.mark.parametrize("hook", [pytest.param("on_epoch_end", marks=pytest.mark.complete), "on_train_batch_end"])
+@pytest.mark.complete
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
 def test_a_callback_may_evaluate_and_predict_and_fit_goes_on_where_it_was(in_scopes, hook):
     """Also where instances have parts of the optimizer state."""
 
@@ -245,7 +247,7 @@ def test_early_stopping_and_rates_are_the_same_everywhere(in_scopes):
     assert alone[1]["learning_rate"][:2] == pytest.approx([0.25, 0.125])
 
 
-@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+@pytest.mark.parametrize("hook", first_of(["on_epoch_end", "on_train_batch_end"]))
 def test_where_one_instance_stops_all_stop(in_scopes, hook):
     """As where a callback looks at the clock."""
 

@@ -4,11 +4,12 @@ import keras
 import numpy as np
 import pytest
 from small_models import TARGETS, X, bits_of, dense, largest_difference, regression, values_of
+from tiers import first_of, only
 
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 
 
-@pytest.mark.parametrize("method", ["MEAN", "RUNNING_MEAN"])
+@pytest.mark.parametrize("method", first_of(["MEAN", "RUNNING_MEAN"]))
 def test_accumulated_gradients_are_those_of_the_whole_batch(in_scopes, method):
     stock = regression()
     stock.fit(X[:48], TARGETS[:48], batch_size=24, epochs=2, shuffle=False, verbose=0)
@@ -25,6 +26,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(in_scopes, method):
     assert results[0][2] == 2
 
 
+@pytest.mark.complete
 def test_sums_of_gradients_are_the_default(alone):
     def program(strategy):
         found = []
@@ -173,7 +175,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind in ("subclass", "nested") else pytest.mark.complete) for kind in MODELS],
+    only(["subclass"], MODELS),
 )
 def test_files_are_those_of_stock_models_and_keep_options(alone, kind, tmp_path):
     file = tmp_path / "model.keras"
@@ -224,9 +226,7 @@ def optimizers():
     }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "adam" else pytest.mark.complete) for kind in optimizers()]
-)
+@pytest.mark.parametrize("kind", only(["momentum"], optimizers()))
 def test_optimizer_state_may_be_sharded_and_changes_no_bit(in_scopes, kind):
     """A learning rate that a callback sets is that of the next step; in the end Keras has the whole state."""
 
@@ -249,6 +249,7 @@ def test_optimizer_state_may_be_sharded_and_changes_no_bit(in_scopes, kind):
     assert whole[1] is False
 
 
+@pytest.mark.complete
 def test_accumulators_may_be_of_another_dtype(in_scopes):
     def program(strategy):
         model = regression()

@@ -23,6 +23,7 @@ from keras_gallery.models import GALLERY, ROWS, Example  # noqa: E402
 import strategies  # noqa: E402
 
 pytestmark = [
+    pytest.mark.complete,
     pytest.mark.long,
     # Keras's variables say so when they are saved, with NumPy 2.
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
@@ -30,16 +31,12 @@ pytestmark = [
 
 REPLICAS, EPOCHS, BATCH = 4, 4, 32
 STEPS = EPOCHS * ROWS // BATCH
-CHEAP = ("tabular",)
 CLOSE = 1e-5
 _one_builds = threading.Lock()
 """Names and first weights follow from random states that all threads of a process have in common."""
 
 
-EVERY = [name if name in CHEAP else pytest.param(name, marks=pytest.mark.complete) for name in GALLERY]
-
-
-@pytest.fixture(scope="module", params=EVERY)
+@pytest.fixture(scope="module", params=GALLERY)
 def example(request):
     return GALLERY[request.param]()
 
@@ -113,12 +110,10 @@ def assert_evaluated_alike(strategy: strategies.Strategy, model: Any, stock: Any
 def test_the_bits_are_the_same_on_one_two_and_four_instances(
     example: Example, request: pytest.FixtureRequest, on_instances: Callable[..., list[Any]]
 ) -> None:
-    """The dear ones in turn on two and on four."""
-    name = request.node.callspec.params["example"]
-    spreads = (2, 4) if name in CHEAP else (2 + 2 * (list(GALLERY).index(name) % 2),)
+    """They take turns on two and on four."""
+    instances = 2 + 2 * (list(GALLERY).index(request.node.callspec.params["example"]) % 2)
     [alone] = on_instances(1, REPLICAS, lambda strategy: train(strategy, example))
-    for instances in spreads:
-        assert on_instances(instances, REPLICAS, lambda strategy: train(strategy, example)) == [alone] * instances
+    assert on_instances(instances, REPLICAS, lambda strategy: train(strategy, example)) == [alone] * instances
 
 
 def test_the_numbers_are_those_of_stock_keras(example: Example) -> None:

@@ -115,6 +115,7 @@ def test_a_metric_that_cannot_be_added_says_so(alone):
         alone(program)
 
 
+@pytest.mark.complete
 def test_a_metric_may_be_a_mean_over_replicas(in_scopes):
     def program(strategy):
         model = keras.Sequential([keras.Input((6,)), dense(1, 1)])

@@ -26,6 +26,7 @@ def test_a_model_is_used_where_it_was_made(alone):
     outside.fit(X, TARGETS, verbose=0)
 
 
+@pytest.mark.complete
 def test_a_scope_may_come_before_the_first_import_of_keras(in_new_process):
     program = (
         "import strategies\n"
@@ -119,6 +120,7 @@ def test_other_versions_and_backends_are_refused(monkeypatch):
         hook.refuse_other_keras()
 
 
+@pytest.mark.complete
 def test_layers_that_are_frozen_after_compile_are_trained_no_more_before_the_next(alone):
     """What only evaluates and predicts needs none, also with random states among the variables."""
 

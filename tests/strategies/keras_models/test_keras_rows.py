@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from keras import layers
 from small_models import TARGETS, X, bits_of, dense, largest_difference, regression, values_of
+from tiers import first_of, only
 
 
 def functional(optimizer=None):
@@ -31,7 +32,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", only(["callback"], SCHEDULES))
 def test_kf_05_rates_that_fall_are_those_of_stock_keras(alone, kind):
     """In an execution too, which has several steps."""
 
@@ -124,7 +125,7 @@ def test_ke_03_a_training_with_too_few_batches_makes_the_steps_that_there_are(al
     assert alone(program) == 3
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.uint8])
+@pytest.mark.parametrize("dtype", first_of([np.float64, np.uint8]))
 def test_kf_09_data_of_other_dtypes_are_what_stock_keras_makes_of_them(alone, dtype):
     given, wanted = (10 * np.abs(X)).astype(dtype), TARGETS.astype(np.float64)
 
@@ -177,6 +178,7 @@ def test_kr_03_metrics_are_those_of_all_rows_whatever_the_method(alone, method):
     assert evaluated == [7.5, 2.5, 7.5]
 
 
+@pytest.mark.complete
 def test_kr_04_what_stock_keras_has_trained_is_loaded_and_predicts_the_same(in_scopes, tmp_path):
     stock = functional(keras.optimizers.Adam(0.05))
     stock.fit(X, TARGETS, epochs=2, verbose=0)
@@ -207,6 +209,7 @@ def test_ka_04_inputs_that_a_model_has_not_are_refused(alone):
         alone(program)
 
 
+@pytest.mark.complete
 def test_kr_06_replicas_have_the_same_weights_after_every_update_in_16_bits(in_scopes):
     """There is one copy of variables on an instance, so those of instances are compared."""
 

@@ -39,6 +39,7 @@ def fit(model, wanted=LABELS, count=4):
     return bits_of(model), history
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     "options",
     [
@@ -152,7 +153,8 @@ class MarkedParts(keras.Model):
         return values
 
 
-@pytest.mark.parametrize("kind", ["sequential", "subclass"])
+@pytest.mark.complete
+@pytest.mark.parametrize("kind", ["subclass", "sequential"])
 def test_penalties_belong_to_the_stages_of_their_weights(in_scopes, kind):
     """On two devices, and with the bits of one; and what stock Keras learns."""
     given, wanted, settings = X[:48], TARGETS[:48], {"epochs": 2, "shuffle": False, "verbose": 0}
@@ -308,6 +310,7 @@ def test_ka_02_stages_of_a_sequential_model_follow_each_other(alone, stages):
         alone(lambda strategy: sequential().set_pipeline_stage_assignment(stages))
 
 
+@pytest.mark.complete
 def test_ka_02_stages_of_a_model_whose_layers_have_changed_are_assigned_again(alone):
     def program(strategy):
         model = keras.Sequential([keras.Input((6,)), dense(4, 1), dense(1, 2)])
@@ -394,6 +397,7 @@ def test_layers_of_nested_models_have_stages_of_their_own(alone):
     assert "pipeline stage: 0; Layer:" in shown
 
 
+@pytest.mark.complete
 def test_stages_survive_files(alone, tmp_path):
     def program(strategy):
         model = pipelined(sequential(), device_mapping=[0, 1])

@@ -20,6 +20,7 @@ from small_models import (
     regression,
     values_of,
 )
+from tiers import first_of
 
 import collectives
 import strategies
@@ -37,7 +38,7 @@ def trained_classifier(strategy):
     return bits_of(model), history.history, evaluated, strategies.fingerprint(model.predict(X, batch_size=4, verbose=0))
 
 
-@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("instances", first_of([2, 4]))
 def test_a_model_with_state_has_the_same_bits_however_replicas_are_spread(in_scopes, instances):
     [alone] = in_scopes(1, trained_classifier)
     assert in_scopes(instances, trained_classifier) == [alone] * instances
@@ -92,6 +93,7 @@ def stock_many_ways():
     return trained_many_ways(16)
 
 
+@pytest.mark.complete
 def test_it_learns_what_stock_keras_learns_with_the_batch_of_all_replicas(in_scopes, stock_many_ways):
     """The last step of an epoch too, which has fewer rows."""
     model, history, evaluated, predicted = stock_many_ways
@@ -167,7 +169,7 @@ def test_replicas_draw_differently_and_each_of_them_anew(alone):
     np.testing.assert_array_equal(drawn, again)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", first_of(["mixed_float16", "mixed_bfloat16"]))
 def test_mixed_precision_has_the_same_bits(in_scopes, policy):
     def program(strategy):
         model = keras.Sequential([dense(5, 1, activation="relu", dtype=policy), dense(1, 2, dtype=policy)])
@@ -198,6 +200,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(alone):
     assert alone(program) == (True, 2.0**23, 0)
 
 
+@pytest.mark.complete
 def test_with_one_replica_it_is_stock_keras(alone):
     """Dropout too: the first replica draws what the model would."""
 
@@ -227,7 +230,7 @@ def test_fit_again_goes_on_and_compiles_nothing(alone):
     assert iterations == 3 * 4
 
 
-@pytest.mark.parametrize("who_changes", [None, pytest.param(0, marks=pytest.mark.complete), 1])
+@pytest.mark.parametrize("who_changes", first_of([1, 0, None]))
 def test_weights_travel_again_only_where_an_instance_has_changed_them(who_changes):
     """What one that is not the first has changed is overwritten."""
     notes = Notes()
@@ -302,6 +305,7 @@ def test_training_takes_all_rows_but_those_that_are_too_few_for_all_replicas(alo
     assert alone(program) == (4, 4)
 
 
+@pytest.mark.complete
 def test_weights_of_classes_are_those_of_stock_keras(alone):
     def program(strategy=None):
         model = keras.Sequential([keras.Input((6,)), dense(3, 1, activation="softmax")])

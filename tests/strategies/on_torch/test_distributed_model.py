@@ -74,6 +74,7 @@ def by_trainer(module, count=1, replicas=REPLICAS, **options):
     raise AssertionError
 
 
+@pytest.mark.complete
 def test_what_is_computed_again_draws_the_same_numbers():
     """Outside of the forward pass with the process's generator, so not on threads."""
     module = new_module("checkpointed")

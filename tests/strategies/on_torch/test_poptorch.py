@@ -445,6 +445,7 @@ class TestOptions:
             assert copied.deviceIterations(4).device_iterations == 4
         assert options.device_iterations == 3
 
+    @pytest.mark.complete
     def test_of_a_job_that_were_saved_are_those_of_the_job_in_which_they_are_read(self, in_new_process):
         assert in_new_process(SAVED_OPTIONS) == "PopDistStrategy 1 1\n"
 

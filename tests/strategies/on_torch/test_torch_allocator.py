@@ -30,12 +30,12 @@ if sys.argv[1] == "Trainer":
 else:
     model = strategies.torch.DistributedModel(module, strategies.IPUStrategy(1))
     step = lambda: model(batch).square().mean().backward()
-for _ in range(20):
+for _ in range(4):
     step()
 before = pages()
-for _ in range(20):
+for _ in range(4):
     step()
-print(json.dumps((pages() - before) / 20))
+print(json.dumps((pages() - before) / 4))
 """
 ACTIVATIONS = 64 * 8 * 26 * 26 * 4 // os.sysconf("SC_PAGE_SIZE")
 """Pages that what a step keeps for its backward pass takes."""

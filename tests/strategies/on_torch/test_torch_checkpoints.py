@@ -7,6 +7,7 @@ import copy
 import jax
 import pytest
 import torch
+from tiers import in_complete_tier
 from torch_modules import data, loss_fn, new_module
 
 import strategies
@@ -78,20 +79,25 @@ def resumed(folder, module, **options):
     ("name", "before", "after"),
     [
         ("convolutions", {}, {}),
-        ("convolutions", {"double": True}, {"double": True}),
-        ("convolutions", {"kind": torch.optim.RMSprop}, {"kind": torch.optim.RMSprop}),
         (
             "convolutions",
             {"replicated_optimizer_state_sharding": True},
             {"replicated_optimizer_state_sharding": False},
         ),
-        (
+        in_complete_tier(
             "convolutions",
             {"replicated_optimizer_state_sharding": False},
             {"replicated_optimizer_state_sharding": True},
         ),
-        ("convolutions", {"loss_scaling": "dynamic"}, {"loss_scaling": "dynamic"}),
-        ("convolutions", {"gradient_transfer_dtype": "int8"}, {"gradient_transfer_dtype": "int8"}),
+        *(
+            in_complete_tier("convolutions", options, options)
+            for options in (
+                {"double": True},
+                {"kind": torch.optim.RMSprop},
+                {"loss_scaling": "dynamic"},
+                {"gradient_transfer_dtype": "int8"},
+            )
+        ),
     ],
     ids=str,
 )

@@ -6,6 +6,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 import strategies
 import strategies.torch
 
@@ -34,6 +36,7 @@ def test_what_it_mentions_of_trainers_exists():
     assert all(hasattr(strategies.torch.Trainer, name) for name in mentioned)
 
 
+@pytest.mark.complete
 def test_the_listing_trains_in_a_pipeline(capsys):
     runpy.run_path(str(ROOT / "launch_scripts" / "listings" / "poptorch_network.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
@@ -43,6 +46,7 @@ def test_the_listing_trains_in_a_pipeline(capsys):
     assert any(line.startswith("device 3 stage 3") for line in lines)
 
 
+@pytest.mark.complete
 def test_digits_are_learnt_in_plain_training(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
     program = str(ROOT / "launch_scripts" / "torch_digits.py")
@@ -58,6 +62,7 @@ def test_digits_are_learnt_in_plain_training(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out.splitlines()[-1] == lines[-1]
 
 
+@pytest.mark.complete
 def test_digits_are_learnt_by_poptorchs_program(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
     program = str(ROOT / "launch_scripts" / "poptorch_digits.py")

@@ -81,6 +81,7 @@ def test_several_may_be_lost(module, alone):
     check(run_instances(3, REPLICAS, functools.partial(train, module=module), faults), alone, [0, 2])
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("step", [0, 2])
 def test_one_that_has_completed_a_step_brings_the_others_up_to_it(step, module, alone):
     """Whichever message is missing; in the first step the others have no optimizer state yet."""

@@ -103,6 +103,7 @@ def test_poprun_says_how_many_devices_a_replica_spans(in_new_process):
     assert refusal.startswith("ipus_per_replica is 2, and poprun says 3; leave it out, or start the job with")
 
 
+@pytest.mark.complete
 def test_without_poprun_the_strategy_says_it(in_new_process):
     program = (
         "import strategies\n"

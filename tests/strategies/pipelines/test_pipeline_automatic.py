@@ -99,7 +99,11 @@ def trained_with_losses(strategy):
     return strategies.fingerprint(state.variables)
 
 
-@pytest.mark.parametrize("name", ["times of the stages of a pipeline", "digests of options and programs"])
+@pytest.mark.complete
+@pytest.mark.parametrize(
+    "name",
+    ["times of the stages of a pipeline", "digests of options and programs"],
+)
 def test_an_instance_is_lost_when_some_others_have_their_plan_and_some_have_not(name):
     """What it sends in this collective comes to one of the others only, so that they are not equally far."""
     fault = OnMessage(0, 1)

@@ -82,6 +82,7 @@ def test_what_is_no_number_or_what_its_own_stage_needs_too_is_made_in_each_stage
     assert inputs_of_stages(function, W, V, X)[1] == ((0, 1), 1)
 
 
+@pytest.mark.complete
 def test_weights_of_a_penalty_may_be_on_several_devices():
     """The gradients are those of the whole function, and the same bits on one device."""
     given = {"w": W, "v": V}

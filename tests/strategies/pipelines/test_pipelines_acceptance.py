@@ -7,18 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import first_of
 
 import strategies
 from strategies import InfeedQueue, OutfeedQueue, pipelining_ops
 from strategies.pipelines.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule
 
 SUM = strategies.GradientAccumulationReductionMethod.SUM
-
-
-def first_of(values, default=1):
-    """All values as parameters of a test, of which the default tier takes the first ones only."""
-    values = list(values)
-    return [*values[:default], *(pytest.param(value, marks=pytest.mark.complete) for value in values[default:])]
 
 
 METHODS = first_of(strategies.GradientAccumulationReductionMethod)
@@ -232,6 +227,7 @@ class TestOutfeeds:
         np.testing.assert_array_equal(np.asarray(fed), [[240000]])
         assert np.asarray(fed).dtype == np.float32
 
+    @pytest.mark.complete
     @pytest.mark.parametrize("training", [True, False])
     def test_pl_31_several_accumulated_outputs(self, training):
         """PL-31: x = 1, y = 2."""
@@ -272,6 +268,7 @@ class TestTraining:
         for one, other in zip(jax.tree.leaves(state.variables), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=10 * rtol, atol=1e-6)
 
+    @pytest.mark.complete
     @pytest.mark.parametrize("method", METHODS)
     def test_pl_20_in_float32(self, method):
         """PL-20: interleaved, 4 stages, 20 micro-batches, twice; a scalar beside the batches."""
@@ -344,6 +341,7 @@ class TestTraining:
             pipeline_schedule=PipelineSchedule.Interleaved,
         )  # fmt: skip
 
+    @pytest.mark.complete
     @pytest.mark.parametrize("schedule", first_of([PipelineSchedule.Grouped, PipelineSchedule.Sequential]))
     @pytest.mark.parametrize("mapping", first_of([[0, 1, 0, 2, 0], [0, 1, 2, 3, 0], [0, 0, 2, 3, 0]]), ids=str)
     def test_pl_43_44_weights_that_stages_share(self, schedule, mapping):
@@ -417,6 +415,7 @@ class TestTraining:
         inverted = np.argsort([1, 0])
         self.compare_small(lambda _, x, label: (jnp.transpose(x, inverted), label))
 
+    @pytest.mark.complete
     @pytest.mark.parametrize("mapping", first_of([[0, [0, 1], 1], [[0, 1], 0, 1], [-1, 0, 1]]), ids=str)
     def test_pl_40_functions_that_run_at_the_same_time(self, mapping):
         """PL-40: all get the same arguments, elements of the infeed too; the next stage gets the outputs of all."""

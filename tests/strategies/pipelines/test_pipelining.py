@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from surviving_instances import run_instances
+from tiers import in_complete_tier, only
 from zoo.pipelines import MODELS, trained
 
 import strategies
@@ -44,7 +45,7 @@ def references():
     return of
 
 
-FEW = [("batch norm", "grouped", 0, True, 2), ("cnn", "zero_bubble", 1, False, 4)]
+FEW = [("batch norm", "grouped", 0, True, 2), in_complete_tier("cnn", "zero_bubble", 1, False, 4)]
 
 
 @pytest.mark.parametrize(("name", "schedule", "mapping", "recomputes", "instances"), FEW)
@@ -128,12 +129,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        if name in ("sum", "loss scaling in bfloat16", "sharded")
-        else pytest.param(name, marks=pytest.mark.complete)
-        for name in OPTIONS
-    ],
+    only(["sharded"], OPTIONS),
 )
 def test_other_options_go_with_it(name, on_instances):
     options = OPTIONS[name]
@@ -372,7 +368,8 @@ def test_a_pipeline_that_only_runs_takes_over_replicas_too():
     assert run_instances(2, 4, program, ["kill:instance=1,step=2"]) == [[here, here, here, of_all], None]
 
 
-@pytest.mark.parametrize("optimizer", ["lamb", pytest.param("adamw", marks=pytest.mark.complete)])
+@pytest.mark.complete
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
 def test_a_training_goes_on_from_a_checkpoint_with_another_schedule_mapping_and_spread(
     optimizer, tmp_path, on_instances
 ):
