@@ -107,6 +107,7 @@ def programs_of(page):
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.complete
 @pytest.mark.job
 def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
     (tmp_path / "cells.py").write_text("\n".join(programs_of("notebooks.md")))
@@ -124,9 +125,10 @@ def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
     assert re.fullmatch(r"\d+\.\d+ [0-9a-f]{8}\n", done.stdout)
 
 
+@pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.cores(2)
-@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("instances", [2, 4])
 def test_a_training_loop_of_ones_own_has_the_same_bits_on_several_instances(instances, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(programs_of("migrate.md")[0])

@@ -119,6 +119,7 @@ def check_what_it_says(program, output):
         assert [round(float(x), 3) for x in printed] == [float(x) for x in NUMBER.findall(words)]
 
 
+@pytest.mark.complete
 @pytest.mark.job
 def test_the_programs_of_the_documentation_run(tmp_path):
     """In one process, which has devices for the largest of them."""

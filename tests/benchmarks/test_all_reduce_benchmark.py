@@ -25,6 +25,7 @@ def test_there_is_a_row_for_every_size_and_number_of_replicas(run):
     assert rows == [(nbytes, replicas, instances) for nbytes in SIZES.values() for replicas in (1, 2)]
 
 
+@pytest.mark.complete
 @pytest.mark.job
 def test_our_sums_have_the_bits_of_the_sequential_sum(run):
     _, figures, _ = run

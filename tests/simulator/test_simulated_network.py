@@ -178,6 +178,7 @@ def test_an_all_reduce_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert lines[-1].split() == ["least", "1.500"]
 
 
+@pytest.mark.complete
 def test_a_plot_is_a_picture_in_two_formats(tmp_path: Path) -> None:
     assert main(["plot", "--most-hosts", "8", "--size", "1M", "--output", str(tmp_path / "plot")]) == 0
     root = xml.etree.ElementTree.parse(tmp_path / "plot.svg").getroot()

@@ -38,7 +38,7 @@ def run(strategy, steps_per_execution, loss_fn=loss_fn, optimizer=None, **option
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
-        (1, {}),
+        in_complete_tier(1, {}),
         (2, {}),
         in_complete_tier(1, {"gradient_accumulation_count": 2, "offload_optimizer_state": True}),
     ],

@@ -85,6 +85,7 @@ def test_the_bits_do_not_depend_on_the_instances(strategy, on_instances, options
     assert on_instances(2, 4, lambda each: fingerprint(each, **options)) == [alone] * 2
 
 
+@pytest.mark.complete
 def test_stochastic_rounding_has_the_same_bits_on_any_number_of_instances(strategy, on_instances):
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), start())
     options = {"variables": narrow, "stochastic_rounding": True}

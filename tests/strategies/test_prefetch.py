@@ -162,7 +162,8 @@ def test_leaving_a_loop_leaves_no_thread(no_new_threads):
     no_new_threads()
 
 
-@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.complete), "raise SystemExit(3)"])
+@pytest.mark.complete
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)"])
 def test_the_interpreter_exits_while_items_are_left(end):
     program = f"""
 import itertools, numpy

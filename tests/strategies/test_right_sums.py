@@ -86,6 +86,7 @@ def test_all_sums_are_right_once_there_is_a_strategy_and_a_second_one_finds_the_
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(not (adds_up_wrongly(JAXLIB) and is_measured(JAXLIB)), reason=f"jaxlib {JAXLIB} was not seen wrong")
 def test_they_are_wrong_otherwise(run):
     """Where this fails, jaxlib has been mended: `popdist.xla.sums` and docs/bits.md have to say so."""
@@ -97,6 +98,7 @@ def test_they_are_wrong_otherwise(run):
     assert finished.stderr.count(f"jaxlib {JAXLIB} adds up wrongly on CPUs") == 1
 
 
+@pytest.mark.complete
 @is_affected
 def test_the_flags_of_the_user_stay(run):
     program = MAKE_THE_STRATEGY + "import os\nprint(os.environ['XLA_FLAGS'])\n" + USE_JAX
@@ -111,6 +113,7 @@ def test_a_strategy_that_comes_after_jax_has_started_is_refused(run):
     assert f"JAX has started without {WITHOUT_SUMS}; make the strategy before JAX is used" in last_line(finished)
 
 
+@pytest.mark.complete
 @is_affected
 def test_it_is_welcome_where_jax_has_started_with_the_flag(run):
     finished = run(USE_JAX + MAKE_THE_STRATEGY, XLA_FLAGS=WITHOUT_SUMS)
@@ -124,6 +127,7 @@ def test_flags_that_ask_for_wrong_sums_are_refused(run):
     assert "POPDIST_ALLOW_WRONG_SUMS=1" in last_line(finished)
 
 
+@pytest.mark.complete
 def test_whether_jax_has_started_is_known_and_asking_does_not_start_it(run):
     assert jax_has_started()  # the strategy of conftest.py
     asks = "from strategies.programs.right_sums import jax_has_started\nprint(jax_has_started())\n"

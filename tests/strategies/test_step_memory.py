@@ -116,6 +116,7 @@ def test_the_update_takes_the_sums_where_they_are(recorded):
         assert on_device.unsafe_buffer_pointer() == buffer.ctypes.data
 
 
+@pytest.mark.complete
 def test_memory_does_not_grow_with_the_steps(strategy):
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01, momentum=0.9))
     state = trainer.init(start())

@@ -83,10 +83,11 @@ def test_the_program_ends_after_the_last_step_that_is_wanted(strategy, tmp_path,
     assert list(read_record(tmp_path).steps) == [(0, 0), (0, 1)]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.complete),
+        {},
         {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 4},
     ],
     ids=str,

@@ -49,6 +49,7 @@ class TestWhoIsThere:
         blocks = on_instances(3, 6, lambda strategy: list(strategy.local_replicas))
         assert blocks == [[0, 1], [2, 3], [4, 5]]
 
+    @pytest.mark.complete
     def test_without_a_launcher_popdist_strategy_is_one_instance(self, in_new_process):
         program = (
             "import strategies\n"

@@ -25,8 +25,8 @@ SPREADS = [  # instances, training and state: all pairs
     (4, "accumulation", "sharded"),
 ]
 FEW = ("loops", "attention", "cnn")
-"""Those of the default tier, in spreads of which each has another training: layers by the data, softmax, windows. `batch_norm` is
-trained on a single core, 16-bit floats in `test_precision.py`."""
+"""Those of the default tier, each with another training: layers by the data, softmax, windows. `batch_norm` is trained
+on a single core, 16-bit floats in `test_precision.py`."""
 ON_ONE_CORE = ["batch_norm"]
 OTHERS = [name for name in MODELS if name not in ON_ONE_CORE]
 """In the complete tier."""

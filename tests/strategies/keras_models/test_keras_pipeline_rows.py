@@ -109,9 +109,10 @@ def reused(nodes):
     return model
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("nodes", "mapping"),
-    [pytest.param(True, [0, 1, 0], marks=pytest.mark.complete), (True, [0, 0, 0]), (False, [0, 0])],
+    [(True, [0, 1, 0]), (True, [0, 0, 0]), (False, [0, 0])],
     ids=str,
 )
 def test_kp_07_a_layer_may_be_in_several_stages_on_one_device(alone, nodes, mapping):
