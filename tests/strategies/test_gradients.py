@@ -117,7 +117,7 @@ def trained_alone(model):
     ("model", "instances"),
     [
         ("mlp", 2),
-        in_complete_tier("nested", 2),  # whose gradients would be the same in parts, and whose loss would not
+        ("nested", 2),  # whose gradients would be the same in parts, and whose loss would not
         *(in_complete_tier(*case) for case in [("mlp", 4), ("nested", 4), ("half", 2)]),
     ],
 )
