@@ -99,6 +99,23 @@ class _Scaled:
         return self.max_grad_norm is None
 
 
+class _OneByOne(torch.optim.Optimizer):
+    """Updates each parameter that has a gradient by itself: see `_update`."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update."""
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
 class SGD(_Scaled, torch.optim.SGD):
     """`torch.optim.SGD` with `loss_scaling` and `max_grad_norm`; dtypes of states are accepted and change nothing."""
 
@@ -182,23 +199,13 @@ class RMSprop(_Scaled, torch.optim.RMSprop):
         self._take(loss_scaling, max_grad_norm, own)
 
 
-class RMSpropOfTensorFlow(RMSprop):
+class RMSpropOfTensorFlow(_OneByOne, RMSprop):
     """What `RMSprop(..., use_tf_variant=True)` is."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update."""
-        loss = None if closure is None else closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        gradient = -parameter.grad if group["maximize"] else parameter.grad
-                        if group["weight_decay"]:
-                            gradient = gradient.add(parameter, alpha=group["weight_decay"])
-                        self._update(parameter, gradient, group)
-        return loss
-
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        gradient = -gradient if group["maximize"] else gradient
+        if group["weight_decay"]:
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
         state = self.state[parameter]
         if not state:
             state["step"], state["square_avg"] = torch.tensor(0.0), torch.ones_like(parameter)
@@ -226,7 +233,7 @@ LAMB_DEFAULTS: dict[str, Any] = {
 }
 
 
-class LAMB(_Scaled, torch.optim.Optimizer):
+class LAMB(_OneByOne, _Scaled, torch.optim.Optimizer):
     """Adam whose change of each parameter is scaled to the parameter's norm.
 
     Semantics: You et al., Large Batch Optimization for Deep Learning, ICLR 2020, with PopTorch's arguments.
@@ -277,25 +284,15 @@ class LAMB(_Scaled, torch.optim.Optimizer):
         """No: it looks at norms of parameters."""
         return False
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update."""
-        loss = None if closure is None else closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        first = state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-        second = state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        first = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if group["bias_correction"]:
             first = first / (1 - beta1 ** state["step"].item())
             second = second / (1 - beta2 ** state["step"].item())
