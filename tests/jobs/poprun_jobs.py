@@ -180,11 +180,6 @@ def run(*words: str, **options: Any) -> Finished:
     return start(*words, **options).finish()
 
 
-def also(*values: object) -> Any:
-    """A case of a test that only the complete tier runs."""
-    return pytest.param(*values, marks=pytest.mark.complete)
-
-
 def two(program: str, *options: str) -> list[str]:
     """The words that run a Python program as two instances."""
     return ["--num-instances", "2", "--num-replicas", "2", *options, sys.executable, "-c", program]

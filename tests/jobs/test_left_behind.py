@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from poprun_jobs import MPI_HEAD, Job, also, await_none, end_all, leftovers, run, start, start_command, two
+from poprun_jobs import MPI_HEAD, Job, await_none, end_all, leftovers, run, start, start_command, two
+from tiers import also
 
 from poprun.planning.command import SHIM
 from poprun.talking import wire

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import pytest
-from poprun_jobs import LIMIT_S, MPI_HEAD, PROGRESS_HEAD, Finished, also, run, start, start_command, two
+from poprun_jobs import LIMIT_S, MPI_HEAD, PROGRESS_HEAD, Finished, run, start, start_command, two
+from tiers import also
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from poprun_jobs import Finished, also, run, two
+from poprun_jobs import Finished, run, two
+from tiers import also
 
 from popdist.version import __version__
 

@@ -6,7 +6,8 @@ import signal
 import sys
 
 import pytest
-from poprun_jobs import also, start, two
+from poprun_jobs import start, two
+from tiers import also
 
 from popdist.instance import this_host
 

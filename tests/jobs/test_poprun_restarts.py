@@ -9,7 +9,8 @@ import sys
 import time
 
 import pytest
-from poprun_jobs import PROGRESS_HEAD, also, run, start, two
+from poprun_jobs import PROGRESS_HEAD, run, start, two
+from tiers import also
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 

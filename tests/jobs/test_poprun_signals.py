@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from poprun_jobs import MPI_HEAD, also, leftovers, run, start, start_command, two
+from poprun_jobs import MPI_HEAD, leftovers, run, start, start_command, two
+from tiers import also
 
 from poprun.planning.command import SHIM
 from poprun.talking.wire import CONTROL_VARIABLE

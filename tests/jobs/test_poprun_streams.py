@@ -11,8 +11,9 @@ import subprocess
 import sys
 
 import pytest
-from poprun_jobs import LIMIT_S, ROOT_ALLOWED, also, run, start, two
+from poprun_jobs import LIMIT_S, ROOT_ALLOWED, run, start, two
 from terminal_jobs import on_terminal
+from tiers import also
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 

@@ -9,7 +9,8 @@ import os
 import sys
 
 import pytest
-from poprun_jobs import also, run, two
+from poprun_jobs import run, two
+from tiers import also
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from surviving_instances import run_instances
-from tiers import in_complete_tier
+from tiers import also
 
 import strategies
 from strategies import DisagreementError, LossScaling, Trainer
@@ -182,7 +182,7 @@ FEW = ("nothing special", "loss scaling")
 
 @pytest.mark.parametrize(
     ("what", "mode"),
-    [(what, mode) if what in FEW and not mode else in_complete_tier(what, mode) for what in EQUAL for mode in MODES],
+    [(what, mode) if what in FEW and not mode else also(what, mode) for what in EQUAL for mode in MODES],
 )
 def test_equal_ones_train_to_the_same_bits(on_instances, what, mode):
     found = on_instances(2, 4, lambda strategy: trained(strategy, **EQUAL[what]), **mode)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiers import in_complete_tier
+from tiers import also
 
 from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.segments import Part
@@ -66,9 +66,7 @@ def run_in_turn(segments, arguments):
     return results, places
 
 
-@pytest.mark.parametrize(
-    ("function", "bucket_bytes"), [(mlp, 1), (mlp, KIB), (mlp, 100 * KIB), in_complete_tier(nested, 1)]
-)
+@pytest.mark.parametrize(("function", "bucket_bytes"), [(mlp, 1), (mlp, KIB), (mlp, 100 * KIB), also(nested, 1)])
 def test_segments_compute_what_the_function_does(seed, function, bucket_bytes):
     arguments = arguments_of(seed)
     segments = cut_in_buckets(traced(function, *arguments), range(1, 5), bucket_bytes, KIB)

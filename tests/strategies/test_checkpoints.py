@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiers import first_of, in_complete_tier
+from tiers import also, first_of
 
 import strategies
 from strategies import CheckpointError, Checkpoints, Trainer, TrainState
@@ -131,7 +131,7 @@ def two_checkpoints(tmp_path, saved_once):
 class TestResuming:
     @pytest.mark.parametrize(
         ("instances", "step"),
-        [(2, 10), *(in_complete_tier(*case) for case in ((1, 1), (1, 11), (2, 12), (4, 11)))],
+        [(2, 10), *(also(*case) for case in ((1, 1), (1, 11), (2, 12), (4, 11)))],
     )
     def test_gives_the_bits_of_a_training_that_never_stopped(
         self, tmp_path, strategy, on_instances, never_stopped, instances, step

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiers import in_complete_tier
+from tiers import also
 
 import strategies
 from strategies import Trainer
@@ -38,9 +38,9 @@ def run(strategy, steps_per_execution, loss_fn=loss_fn, optimizer=None, **option
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
-        in_complete_tier(1, {}),
+        also(1, {}),
         (2, {}),
-        in_complete_tier(1, {"gradient_accumulation_count": 2, "offload_optimizer_state": True}),
+        also(1, {"gradient_accumulation_count": 2, "offload_optimizer_state": True}),
     ],
     ids=str,
 )

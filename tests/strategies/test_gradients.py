@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from connected import ConnectedStrategy
-from tiers import in_complete_tier
+from tiers import also
 
 import strategies
 from strategies import get_replica_context
@@ -118,7 +118,7 @@ def trained_alone(model):
     [
         ("mlp", 2),
         ("nested", 2),  # whose gradients would be the same in parts, and whose loss would not
-        *(in_complete_tier(*case) for case in [("mlp", 4), ("nested", 4), ("half", 2)]),
+        *(also(*case) for case in [("mlp", 4), ("nested", 4), ("half", 2)]),
     ],
 )
 def test_streamed_gradients_have_the_same_bits(on_instances, model, instances):

@@ -7,7 +7,7 @@ import copy
 import jax
 import pytest
 import torch
-from tiers import in_complete_tier
+from tiers import also
 from torch_modules import data, loss_fn, new_module
 
 import strategies
@@ -84,13 +84,13 @@ def resumed(folder, module, **options):
             {"replicated_optimizer_state_sharding": True},
             {"replicated_optimizer_state_sharding": False},
         ),
-        in_complete_tier(
+        also(
             "convolutions",
             {"replicated_optimizer_state_sharding": False},
             {"replicated_optimizer_state_sharding": True},
         ),
         *(
-            in_complete_tier("convolutions", options, options)
+            also("convolutions", options, options)
             for options in (
                 {"double": True},
                 {"kind": torch.optim.RMSprop},

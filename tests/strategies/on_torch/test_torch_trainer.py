@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import first_of, in_complete_tier
+from tiers import also, first_of
 from torch import nn
 from torch_modules import MODULES, data, loss_fn, new_module
 
@@ -68,7 +68,7 @@ class TestBits:
             {"stream_gradients": True},
             {"gradient_transfer_dtype": "int8"},
             *map(
-                in_complete_tier,
+                also,
                 (
                     {"gradient_accumulation_count": 2},
                     {"gradient_accumulation_count": 3, "reduction_method": "running_mean"},

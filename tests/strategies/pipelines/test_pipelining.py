@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from surviving_instances import run_instances
-from tiers import in_complete_tier, only
+from tiers import also, only
 from zoo.pipelines import MODELS, trained
 
 import strategies
@@ -45,7 +45,7 @@ def references():
     return of
 
 
-FEW = [("batch norm", "grouped", 0, True, 2), in_complete_tier("cnn", "zero_bubble", 1, False, 4)]
+FEW = [("batch norm", "grouped", 0, True, 2), also("cnn", "zero_bubble", 1, False, 4)]
 
 
 @pytest.mark.parametrize(("name", "schedule", "mapping", "recomputes", "instances"), FEW)
