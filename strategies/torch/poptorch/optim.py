@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -99,7 +100,7 @@ class _Scaled:
         return self.max_grad_norm is None
 
 
-class _OneByOne(torch.optim.Optimizer):
+class _OneByOne(torch.optim.Optimizer, ABC):
     """Updates each parameter that has a gradient by itself: see `_update`."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -112,8 +113,9 @@ class _OneByOne(torch.optim.Optimizer):
                         self._update(parameter, parameter.grad, group)
         return loss
 
+    @abstractmethod
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Puts the new value of `parameter`, any shape, in its place."""
 
 
 class SGD(_Scaled, torch.optim.SGD):
