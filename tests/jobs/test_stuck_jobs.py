@@ -113,7 +113,7 @@ def test_a_shim_that_somebody_tells_to_stop_is_lost():
 @pytest.mark.parametrize("mode", ["shrink", also("restart")])
 @pytest.mark.cores(2)
 def test_mpirun_that_is_killed_in_init_blames_no_instance_and_is_started_again(mode, tmp_path):
-    """Instance 0 waits in MPI_Init, which fails when mpirun is gone; so it ends with 14 by itself."""
+    """Instance 0 waits in MPI_Init, napping, which fails when mpirun is gone; so it ends with 14 by itself."""
     told = tmp_path / "pid"
     program = HEAD + (
         f"told = {str(told)!r}\n"
@@ -125,7 +125,8 @@ def test_mpirun_that_is_killed_in_init_blames_no_instance_and_is_started_again(m
         "        while not os.path.exists(told): pass\n"
         "        other = int(open(told).read())\n"
         "        while 'libpmix' not in open(f'/proc/{other}/maps').read(): time.sleep(0.01)\n"
-        "        time.sleep(0.3)\n"
+        "        naps = 0\n"
+        "        while naps < 50: naps += 'nanosleep' in open(f'/proc/{other}/wchan').read()\n"
         "        os.kill(mpirun, signal.SIGKILL)\n"
     )
     finished = run(*two(program + JOIN, "--on-failure", mode, "--restart-backoff-s", "0"))
