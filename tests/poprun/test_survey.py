@@ -30,7 +30,7 @@ LOCAL = ("sh", "-c", 'eval "$3"', "ssh")
 """In place of ssh: runs the command here, whatever the host; the words are `--`, the host, the command."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def question() -> Question:
     return question_about(sys.executable, "mpirun", os.environ)
 
@@ -245,7 +245,7 @@ def test_open_mpi_from_elsewhere_tells_its_version_itself(tmp_path):
 
 
 class TestCache:
-    @pytest.fixture
+    @pytest.fixture(scope="class")
     def facts(self, question) -> HostFacts:
         found = survey(["far"], question, LOCAL, LIMIT_S)["far"]
         assert isinstance(found, HostFacts)
