@@ -60,12 +60,18 @@ class Slurm:
             (pytest.fail if os.environ.get(REQUIRED_VARIABLE) else pytest.skip)(reason)
 
     def free_all(self) -> None:
-        """End every job, and wait until all nodes are idle: the next job then gets the first of them."""
+        """End every job, and wait until all nodes are idle: the next job then gets the first of them.
+
+        A node whose link another test has cut for long is down until somebody resumes it.
+        """
         self.run("scancel", "--user=root")
         deadline_s = time.monotonic() + _IDLE_LIMIT_S
-        while not self._are_all_idle():  # each question takes long enough to be no burden
+        while set((states := self._states()).values()) != {"idle"}:  # each question takes long enough to be no burden
             assert time.monotonic() < deadline_s, f"not idle after {_IDLE_LIMIT_S} s:\n{self.run('sinfo').stdout}"
+            if down := ",".join(node for node, state in states.items() if state.startswith("down")):
+                self.run("scontrol", "update", f"nodename={down}", "state=resume")
 
-    def _are_all_idle(self) -> bool:
-        """Not by --states=idle, to which a node that is still completing a job belongs too."""
-        return set(self.run("sinfo", "--noheader", "--Node", "--format=%t").stdout.split()) == {"idle"}
+    def _states(self) -> dict[str, str]:
+        """By node; not by --states=idle, to which a node that is still completing a job belongs too."""
+        lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %t").stdout.splitlines()
+        return {node: state for node, state in map(str.split, lines)}
