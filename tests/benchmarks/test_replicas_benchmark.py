@@ -7,9 +7,9 @@ pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2)]
 
 
 def test_there_is_a_row_for_each_model_and_number_of_replicas(tmp_path):
-    words = ("--models", "cnn", "transformer", "--replicas", "1", "2", "--batch-size", "2", "--rounds", "2")
+    words = ("--models", "mlp", "transformer", "--replicas", "1", "2", "--batch-size", "2", "--rounds", "2")
     figures, table = run_benchmark("replicas.py", tmp_path, *words)
-    cases = [("cnn", 1), ("cnn", 2), ("transformer", 1), ("transformer", 2)]
+    cases = [("mlp", 1), ("mlp", 2), ("transformer", 1), ("transformer", 2)]
     assert [(row["model"], row["replicas"]) for row in figures["rows"]] == cases
     assert [line.split()[:2] for line in table.splitlines()[2:]] == [[model, str(count)] for model, count in cases]
     for row in figures["rows"]:

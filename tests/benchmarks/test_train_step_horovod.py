@@ -25,7 +25,7 @@ pytestmark = [
 def run(tmp_path_factory):
     """The row and the table of a run with one model, in which Horovod takes part."""
     folder = tmp_path_factory.mktemp("train_step_horovod")
-    words = ("--against", "horovod", "--models", "cnn")
+    words = ("--against", "horovod", "--models", "mlp")
     figures, table = run_benchmark("train_step.py", folder, *TURNS, *words, limit_s=LONGER_LIMIT_S)
     (row,) = figures["rows"]
     return row, table
@@ -59,7 +59,7 @@ def test_ratios_to_horovod_follow_from_the_medians(run):
 
 
 def test_ours_may_be_the_strategy_over_horovod(tmp_path):
-    words = ("--strategy", "horovod", "--models", "cnn")
+    words = ("--strategy", "horovod", "--models", "mlp")
     figures, _ = run_benchmark("train_step.py", tmp_path, *TURNS, *words, limit_s=LONGER_LIMIT_S)
     assert figures["strategy"] == "horovod"
     assert all(all(row["checks"].values()) for row in figures["rows"])

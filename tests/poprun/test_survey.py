@@ -244,13 +244,14 @@ def test_open_mpi_from_elsewhere_tells_its_version_itself(tmp_path):
     assert survey_script.version_of_mpirun("/no/mpirun") == ""
 
 
-class TestCache:
-    @pytest.fixture(scope="class")
-    def facts(self, question) -> HostFacts:
-        found = survey(["far"], question, LOCAL, LIMIT_S)["far"]
-        assert isinstance(found, HostFacts)
-        return found
+@pytest.fixture(scope="module")
+def facts(question: Question) -> HostFacts:
+    found = survey(["far"], question, LOCAL, LIMIT_S)["far"]
+    assert isinstance(found, HostFacts)
+    return found
 
+
+class TestCache:
     def test_what_was_kept_comes_back(self, question, facts, tmp_path):
         cache = SurveyCache(tmp_path / "a" / "b", question, LOCAL, "stamp")
         assert cache.load("far") is None
