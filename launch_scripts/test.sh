@@ -24,11 +24,10 @@ check() {
     run "$@" || failed="$failed $*;"
 }
 
-# More than there are cores: while a test waits for something, another one computes, and those of the complete tier wait
-# most. They share tokens for the cores (tests/sharing_cores.py); the order of the files begins with slow ones.
+# One more than there are cores: while a test waits for something, another one computes. They share tokens for the cores
+# (tests/sharing_cores.py); the order of the files begins with slow ones.
 test_all() {
-    workers=$1
-    shift
+    workers=$(($(nproc) + 1))
     check python -m pytest --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "$@"
 }
 
@@ -46,9 +45,9 @@ if [ $# -gt 0 ]; then
     [ "$tier" = default ] || set -- --complete "$@"
     check python -m pytest "$@"
 elif [ "$tier" = default ]; then
-    test_all $(($(nproc) + 1))
+    test_all
 else
-    test_all $((2 * $(nproc) + 1)) --complete
+    test_all --complete
     check python tests/mutations --jobs "$(nproc)"
     check python benchmarks/soak.py --seed 49 --count 8 # every kind of failure, in every phase
     check sh tests/versions.sh

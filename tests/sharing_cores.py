@@ -19,6 +19,8 @@ from dataclasses import dataclass
 SERVER_VARIABLE = "TESTS_SHARE_CORES_AT"
 """Tells the workers of pytest-xdist where the server is."""
 
+ALL = 255
+"""More than there are tokens: of who measures time, which nothing beside it may take."""
 
 PATIENCE = 8
 """How often one who waits may be overtaken."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from beds import Bed, open_bed
+from sharing_cores import ALL
 from test_launch import run
 
 from poprun.timeline.merging import to_be_judged
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.long,
     pytest.mark.complete,
-    pytest.mark.cores(2),
+    pytest.mark.cores(ALL),
     pytest.mark.timeout(170),
 ]
 
