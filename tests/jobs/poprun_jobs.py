@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from poprun.talking.processes import parent_of
+
 ROOT = Path(__file__).parents[2]
 MARKER = "POPRUN_TEST_MARKER"
 LIMIT_S = 100.0
@@ -207,9 +209,21 @@ def await_none(marker: str) -> None:
 
 
 def end_all(marker: str) -> None:
-    """Kill all processes that carry the marker; all stand still first, so that none acts on the end of another."""
-    pids = list(leftovers(marker))
+    """Kill all processes that carry the marker; all stand still first, so that none acts on the end of another.
+
+    Children go before their parents, whose session has to be ours: the kernel sends SIGHUP and SIGCONT to those that
+    stand still in a group of processes whose last parent in another group of its session has ended.
+    """
+    pids = sorted(leftovers(marker), key=lambda pid: len(ancestors_of(pid)), reverse=True)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+def ancestors_of(pid: int) -> list[int]:
+    """The parent of a process, its parent, and so on."""
+    found = []
+    while pid := parent_of(pid):
+        found.append(pid)
+    return found

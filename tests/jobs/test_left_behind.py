@@ -106,8 +106,8 @@ def test_a_killed_keeper_is_a_lost_instance() -> None:
 
 
 def start_sharing(folder: Path) -> Job:
-    """A job whose instances have shared memory; poprun leads a process group."""
-    job = start(*two(SHARES_MEMORY), environ={"TMPDIR": str(folder)}, start_new_session=True)
+    """A job whose instances have shared memory; poprun leads a process group of our session."""
+    job = start(*two(SHARES_MEMORY), environ={"TMPDIR": str(folder)}, process_group=0)
     for rank in range(2):
         job.wait_for(f"ready {rank}")
     return job
