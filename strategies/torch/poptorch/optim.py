@@ -115,7 +115,7 @@ class _OneByOne(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        """Puts the new value of `parameter`, any shape, in its place."""
+        """Put the new value of a parameter of any shape in its place."""
 
 
 class SGD(_Scaled, torch.optim.SGD):
