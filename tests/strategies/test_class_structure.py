@@ -14,6 +14,7 @@ from types import FunctionType
 import pytest
 
 import strategies
+from collectives.errors import MissingBackendError
 from strategies.config.category import Category
 from strategies.replicas.membership import Membership
 
@@ -34,8 +35,9 @@ def classes_of(package: str) -> Iterator[type]:
             continue
         try:
             module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name not in NEEDS:
+        except (ModuleNotFoundError, MissingBackendError) as error:
+            missing = error.__cause__ if isinstance(error, MissingBackendError) else error
+            if not isinstance(missing, ModuleNotFoundError) or missing.name not in NEEDS:
                 raise
         else:
             yield from defined_in(module, name)
