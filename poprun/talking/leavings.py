@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = "/dev/shm"
 _SESSION = re.compile(r"(ompi|prted)\.(\d+)")
 _MEETING = re.compile(r"pmix\.(?P<host>.+)\.tool\.(?P<pid>\d+)")
+_DATA_OF_JOB = re.compile(r"pmix-gds-shmem\d*\.(?P<host>.+?)-prterun-.+\.(?P<pid>\d+)")
 _SEGMENT = re.compile(r"sm_segment\.(?P<host>.+)\.(?P<user>\d+)\.[0-9a-f]+\.\d+")
 _WINDOW = re.compile(r"popdist-(\d+)-[0-9a-f]{16}")
 
@@ -77,12 +78,17 @@ def _is_dead_session(path: str, ended: Collection[int]) -> bool:
     if match is None or not os.path.isdir(path):
         return False
     pid = int(match[2])
-    return pid in ended or (not _is_alive(pid) and any(_is_of_this_host(name, pid) for name in _names(path)))
+    return pid in ended or (not _is_alive(pid) and any(_is_of_this_host(name, pid) for name in _files_of_session(path)))
+
+
+def _files_of_session(path: str) -> list[str]:
+    """The names in such a folder and in those of its jobs, which go last when the process ends by itself."""
+    return [name for folder in (path, *(f"{path}/{job}" for job in _names(path))) for name in _names(folder)]
 
 
 def _is_of_this_host(name: str, pid: int) -> bool:
-    """Whether a file in such a folder says that the process ran here; others share folders by a file server."""
-    match = _MEETING.fullmatch(name)
+    """Whether a file of such a folder says that the process ran here; others share folders by a file server."""
+    match = _MEETING.fullmatch(name) or _DATA_OF_JOB.fullmatch(name)
     return match is not None and int(match["pid"]) == pid and match["host"].partition(".")[0] == _short_name()
 
 

@@ -70,6 +70,21 @@ def test_that_of_a_living_process_stays(temporary: Path, shared: Path) -> None:
     assert remove_leavings(str(temporary), (), str(shared)) == []
 
 
+@pytest.mark.parametrize(
+    ("host", "removed"),
+    [(HOST, True), (f"{HOST}.cluster.example", True), ("elsewhere", False), (f"{HOST}-2", False)],
+)
+def test_that_of_one_which_was_killed_while_it_ended_is_known_by_the_data_of_its_jobs(
+    temporary: Path, shared: Path, dead: int, host: str, removed: bool
+) -> None:
+    """What tells its host at once is then gone already."""
+    made = session(temporary, "ompi", dead, host="")
+    (made / "1").mkdir()
+    (made / "1" / f"pmix-gds-shmem2.{host}-prterun-{host}-{dead}@1.jobdata.{dead}").touch()
+    assert remove_leavings(str(temporary), (), str(shared)) == [str(made)] * removed
+    assert made.exists() is not removed
+
+
 @pytest.mark.parametrize("host", ["elsewhere", ""])
 def test_one_that_may_be_of_another_host_stays_as_hosts_may_share_a_folder(
     temporary: Path, shared: Path, dead: int, host: str
