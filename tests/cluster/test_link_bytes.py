@@ -41,14 +41,12 @@ def assert_carries_what_is_least(bed: Bed, hosts: int, instances: int, mechanism
     assert least <= busiest <= 1.03 * least, busiest / least
 
 
-@pytest.mark.parametrize("elements", [MEBIBYTE, 16 * MEBIBYTE])
-@pytest.mark.parametrize("hosts", [3, 4, 8])
+@pytest.mark.parametrize(("hosts", "elements"), [(3, 16 * MEBIBYTE), (4, MEBIBYTE), (8, 16 * MEBIBYTE)])
 def test_the_busiest_link_carries_what_is_least(eight: Bed, hosts: int, elements: int) -> None:
     assert_carries_what_is_least(eight, hosts, hosts, "ring", elements)
 
 
-@pytest.mark.parametrize("elements", [MEBIBYTE, 16 * MEBIBYTE])
-@pytest.mark.parametrize(("hosts", "instances"), [(2, 4), (4, 8)])
+@pytest.mark.parametrize(("hosts", "instances", "elements"), [(2, 4, 16 * MEBIBYTE), (4, 8, MEBIBYTE)])
 def test_it_carries_no_more_where_hosts_have_several_instances(
     eight: Bed, hosts: int, instances: int, elements: int
 ) -> None:
