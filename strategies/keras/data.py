@@ -127,8 +127,7 @@ class Feed(DataAdapter):  # type: ignore[misc]
     def get_jax_iterator(self) -> Pass:
         """The batches of the next epoch."""
         self._end_pass()
-        self.epoch += 1
-        self._pass = Pass(self, self.epoch - 1)
+        self._pass = Pass(self)
         return self._pass
 
     @property
@@ -138,8 +137,13 @@ class Feed(DataAdapter):  # type: ignore[misc]
         return self._pass
 
     def begin_with(self, epoch: int) -> None:
-        """Have the next pass be that of an epoch."""
+        """Have the next pass that is read be that of an epoch."""
         self.epoch = epoch
+
+    def next_epoch(self) -> int:
+        """The number of the pass that begins to be read."""
+        self.epoch += 1
+        return self.epoch - 1
 
     def on_epoch_begin(self) -> None:
         """Told by Keras."""
@@ -161,20 +165,22 @@ class Feed(DataAdapter):  # type: ignore[misc]
 class Pass(Iterator[Any]):
     """One epoch of a feed; what trains reads its batches, and what does not is told of each.
 
+    Which one is asked when it is first read: where there are `steps_per_epoch`, Keras's loop makes the next pass at the
+    end of an epoch, before it says which epoch begins.
+
     Attributes:
         feed: whose epoch it is.
     """
 
-    def __init__(self, feed: Feed, epoch: int) -> None:
+    def __init__(self, feed: Feed) -> None:
         self.feed = feed
-        self._epoch = epoch
         self._batches: Iterator[Batch] | None = None
         self._told: Generator[Told, None, None] | None = None
         self._taken = 0
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            self._batches = iter(self.feed.dataset.epoch(self._epoch))
+            self._batches = iter(self.feed.dataset.epoch(self.feed.next_epoch()))
         return next(self._batches)
 
     def told(self, begin: Callable[[DistributedDataset], Generator[Told, None, None]]) -> Iterator[Told]:
@@ -185,7 +191,7 @@ class Pass(Iterator[Any]):
         """
         if self._told is None:
             dataset = self.feed.dataset
-            dataset.restore(replace(dataset.position(), epoch=self._epoch, step=0))
+            dataset.restore(replace(dataset.position(), epoch=self.feed.next_epoch(), step=0))
             self._told = begin(dataset)
         for told in self._told:
             self._taken += 1

@@ -25,6 +25,21 @@ def test_kf_01_a_history_has_a_float_for_each_epoch(alone, make, settings):
     assert len(set(losses)) == 3
 
 
+def test_kf_01_epochs_of_which_the_number_of_steps_is_said_have_orders_of_their_own(alone):
+    """Those that they have without, though Keras begins with the data of an epoch at the end of the one before."""
+
+    def program(strategy):
+        models = []
+        for said in ({}, {"steps_per_epoch": 3}):
+            keras.utils.set_random_seed(7)
+            models.append(regression())
+            models[-1].fit(X[:48], TARGETS[:48], batch_size=4, epochs=4, verbose=0, **said)
+        return [bits_of(model) for model in models]
+
+    without, said = alone(program)
+    assert said == without
+
+
 SCHEDULES = {
     "exponential": lambda: keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5),
     "piecewise": lambda: keras.optimizers.schedules.PiecewiseConstantDecay([4, 9], [0.1, 0.05, 0.01]),
