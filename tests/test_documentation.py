@@ -128,12 +128,11 @@ def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
 @pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.cores(2)
-@pytest.mark.parametrize("instances", [2, 4])
-def test_a_training_loop_of_ones_own_has_the_same_bits_on_several_instances(instances, tmp_path):
+def test_a_training_loop_of_ones_own_has_the_same_bits_on_several_instances(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(programs_of("migrate.md")[0])
     words = ("--num-replicas=4", sys.executable, str(program))
-    one, several = (poprun_jobs.run(f"--num-instances={n}", *words) for n in (1, instances))
+    one, several = (poprun_jobs.run(f"--num-instances={n}", *words) for n in (1, 2))
     assert one.status == several.status == 0, one.stderr + several.stderr
     [line] = one.lines_of(0)
     assert re.fullmatch(r"loss 0\.00\d{4}, [0-9a-f]{64}", line)

@@ -32,6 +32,9 @@ WRONG = {number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.e
 pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.timeout(2 * LIMIT_S)]
 
 
+NOT_COMPILED = ("install", "--no-compile")  # what is imported once, if at all, needs no bytecode
+
+
 def finished(*command, cwd=None):
     """A command that knows of the project only what is installed."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
@@ -60,7 +63,7 @@ def python(request, tmp_path_factory):
     copy_project(project)
     venv.create(folder / "environment")
     how = ["--editable"] if request.param == "editable" else []
-    done = pip(folder / "environment", "install", "--no-deps", *how, ".", cwd=project)
+    done = pip(folder / "environment", *NOT_COMPILED, "--no-deps", *how, ".", cwd=project)
     assert done.returncode == 0, done.stderr
     if not how:
         shutil.rmtree(project)
@@ -73,8 +76,14 @@ def program(tmp_path):
     return tmp_path / "program.py"
 
 
-def test_mypy_knows_the_types(python, program):
-    words = ("--python-executable", str(python), "--cache-dir", str(program.parent / "cache"))
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Of mypy, for all environments: the standard library is the same."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_mypy_knows_the_types(python, program, cache):
+    words = ("--python-executable", str(python), "--cache-dir", str(cache))
     done = finished(sys.executable, "-m", "mypy", *words, program.name, cwd=program.parent)
     assert {int(line) for line in re.findall(r"^program.py:(\d+): error:", done.stdout, re.MULTILINE)} == WRONG, (
         done.stdout
@@ -86,7 +95,7 @@ def pyright(tmp_path_factory):
     """basedpyright, which unlike pyright needs no npm."""
     environment = tmp_path_factory.mktemp("pyright")
     venv.create(environment)
-    done = pip(environment, "install", "basedpyright")
+    done = pip(environment, *NOT_COMPILED, "basedpyright")
     if done.returncode:
         pytest.skip(f"basedpyright cannot be installed: {done.stderr}")
     return environment / "bin" / "basedpyright"

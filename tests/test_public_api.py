@@ -14,6 +14,7 @@ from popdist import horovod
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+LIMIT_S = 200.0
 
 
 def text_of(page):
@@ -96,19 +97,36 @@ for program in json.loads(sys.argv[1]):
 print(json.dumps(outputs))
 """
 
+EACH_ALONE = """
+import contextlib, io, json, os, sys
+import jax, jax.numpy, numpy, optax  # what takes most of a start: nothing of this project, and no device is there yet
+failed = []
+for number, program in enumerate(json.loads(sys.argv[1])):
+    if child := os.fork():
+        if os.waitpid(child, 0)[1]:
+            failed.append(number)
+        continue
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(program, f"<program {number}>", "exec"), {"__name__": "__main__"})
+    print(json.dumps(output.getvalue()))
+    break
+else:
+    sys.exit(f"these failed: {failed}" if failed else 0)
+"""
 
-def outputs_of(programs, folder, *devices):
-    """What these programs print, one after another in one process."""
+
+def run_programs(how, programs, folder, *devices):
+    """What is printed where programs of the documentation are run in this way."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
     finished = subprocess.run(
-        [sys.executable, "-W", "error", "-c", ONE_AFTER_THE_OTHER, json.dumps(programs), *devices],
+        [sys.executable, "-W", "error", "-c", how, json.dumps(programs), *devices],
         env=clean | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},  # the folders that they make stay
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_S,
     )
     assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout)
+    return finished.stdout
 
 
 def check_what_it_says(program, output):
@@ -121,18 +139,22 @@ def check_what_it_says(program, output):
 
 @pytest.mark.complete
 @pytest.mark.job
+@pytest.mark.timeout(LIMIT_S + 20)
 def test_the_programs_of_the_documentation_run(tmp_path):
     """In one process, which has devices for the largest of them."""
     programs = [program for page in PAGES for program in snippets(page)]
     assert all(map(snippets, PAGES))
-    for program, output in zip(programs, outputs_of(programs, tmp_path, "4"), strict=True):
+    outputs = run_programs(ONE_AFTER_THE_OTHER, programs, tmp_path, "4")
+    for program, output in zip(programs, json.loads(outputs), strict=True):
         check_what_it_says(program, output)
 
 
 @pytest.mark.complete
 @pytest.mark.job
-@pytest.mark.parametrize("page", PAGES)
-def test_each_of_them_runs_alone(page, tmp_path):
-    for program in snippets(page):
-        [output] = outputs_of([program], tmp_path)
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_each_of_them_runs_alone(tmp_path):
+    """In a process of its own, where nothing of the project is imported before it."""
+    programs = [program for page in PAGES for program in snippets(page)]
+    outputs = run_programs(EACH_ALONE, programs, tmp_path).splitlines()
+    for program, output in zip(programs, map(json.loads, outputs), strict=True):
         check_what_it_says(program, output)

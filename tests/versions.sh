@@ -59,8 +59,7 @@ run_on() {
     fi
     say "$("$environment/bin/python" -c 'import sys, jax, jaxlib; print("Python", sys.version.split()[0], "JAX", jax.__version__, "jaxlib", jaxlib.__version__)')"
     # shellcheck disable=SC2046,SC2086 # several words
-    PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment JAX_COMPILATION_CACHE_DIR=$environment/compiled \
-        "$environment/bin/python" -m pytest -q -p no:cacheprovider \
+    PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment "$environment/bin/python" -m pytest -q \
         --numprocesses "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder \
         $others $(printf 'tests/strategies/test_%s.py ' $of_strategies) ||
         failed="$failed $version=$jax"

@@ -11,7 +11,7 @@ TURNS = ("--rounds", "2", "--turn-s", "0.01")
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository, of which it takes another commit")
 def test_there_is_a_row_for_each_model_and_number_of_replicas(tmp_path):
-    words = ("--models", "cnn", "--replicas", "1", "2", "--batch-size", "2", "--rounds", "2")
+    words = ("--models", "cnn", "--replicas", "1", "2", "--batch-size", "2", *TURNS)
     figures, table = run_benchmark("against.py", tmp_path, "HEAD", *words)
     cases = [("cnn", 1), ("cnn", 2)]
     assert [(row["model"], row["replicas"]) for row in figures["rows"]] == cases

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from horovod_installed import needs_horovod  # noqa: E402
 
-TURNS = ("--batch-size", "3", "--steps", "2", "--rounds", "2")
+TURNS = ("--batch-size", "1", "--steps", "1", "--rounds", "1")
 pytestmark = [
     pytest.mark.job,
     pytest.mark.complete,
@@ -59,7 +59,7 @@ def test_ratios_to_horovod_follow_from_the_medians(run):
 
 
 def test_ours_may_be_the_strategy_over_horovod(tmp_path):
-    words = ("--strategy", "horovod", "--models", "mlp")
+    words = ("--strategy", "horovod", "--instances", "1", "--models", "mlp")
     figures, _ = run_benchmark("train_step.py", tmp_path, *TURNS, *words, limit_s=LONGER_LIMIT_S)
     assert figures["strategy"] == "horovod"
     assert all(all(row["checks"].values()) for row in figures["rows"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from reference import LARGE
-from statements import Suite, assert_same_bits, texts_of_all_ranks, twin_of
+from statements import About, Suite, assert_same_bits, texts_of_all_ranks, twin_of
 
 from collectives import Communicator, LayoutMismatchError
 
@@ -144,7 +144,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"ranks {ranks[0]}-{ranks[-1]} called"
 
 
-@suite.add_for_each(tuple(CONFLICTS), at_least=2)
+@suite.add_for_each(tuple(CONFLICTS), at_least=2, about=About.CALLS)
 def different_calls_fail_on_all_ranks(communicator: Communicator, case: str) -> None:
     conflict = CONFLICTS[case]
     for odd in {0, communicator.size - 1}:

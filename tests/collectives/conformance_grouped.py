@@ -156,7 +156,7 @@ ODD = {
 }
 
 
-@suite.add_for_each(tuple(ODD), at_least=2)
+@suite.add_for_each(tuple(ODD), at_least=2, about=About.CALLS)
 def one_different_tensor_of_a_group_fails_on_all_ranks(communicator: Communicator, case: str) -> None:
     position = len(FLOATS_ONLY) - 2
     for odd_rank in {0, communicator.size - 1}:

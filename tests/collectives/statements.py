@@ -25,6 +25,7 @@ class About(Enum):
     ARGUMENTS = "what is refused before a transport is reached: on one rank, and on one group of threads"
     DTYPES = "one dtype, which a transport moves as bytes: over networks one of each width, and the 16-bit floats"
     NUMBERS = "what ranks add, which they do alike over every transport: over networks the first of the cases"
+    CALLS = "calls that differ, which all ranks compare: over networks all of them at one size, the first at others"
     TRANSPORT = "what each transport does in its own way: over all of them"
 
 

@@ -57,34 +57,36 @@ def drawn_act(drawn: random.Random, ranks: int) -> Act:
     other = drawn.randrange(ranks)
     kind = drawn.choice(["all_reduce", "all_reduce", "scatter", "named", "mismatch", "broadcast", "gather"])
     replicas = sum(counts)
+    everything = contributions(dtype, length, range(replicas))
+    if kind == "scatter":
+        everything = [np.resize(array, ranks * length // 5) for array in everything]
+    expected = reduced(everything, op) if kind in ("all_reduce", "scatter", "named") else everything[other]
 
     def act(communicator: Communicator) -> None:
         rank = communicator.rank
         first = sum(counts[:rank])
-        mine = contributions(dtype, length, range(first, first + counts[rank]))
-        everything = contributions(dtype, length, range(replicas))
+        mine = everything[first : first + counts[rank]]
         if kind == "all_reduce":
-            assert_same_bits(communicator.ordered_all_reduce(mine, op=op), reduced(everything, op))
+            assert_same_bits(communicator.ordered_all_reduce(mine, op=op), expected)
         elif kind == "scatter":
-            whole = [np.resize(array, ranks * length // 5) for array in mine]
-            expected = reduced([np.resize(array, ranks * length // 5) for array in everything], op).reshape(ranks, -1)
-            assert_same_bits(communicator.ordered_reduce_scatter(whole, op=op), expected[rank])
+            block = expected.reshape(ranks, -1)[rank]
+            assert_same_bits(communicator.ordered_reduce_scatter(mine, op=op), block)
         elif kind == "named":
             out = np.empty_like(mine[0])
             handle = communicator.start_ordered_all_reduce(mine, out, op, name="named")
-            assert_same_bits(communicator.ordered_all_reduce(mine, op=op), reduced(everything, op))
-            assert_same_bits(handle.wait(), reduced(everything, op))
+            assert_same_bits(communicator.ordered_all_reduce(mine, op=op), expected)
+            assert_same_bits(handle.wait(), expected)
         elif kind == "mismatch":
             out = np.zeros_like(mine[0])
             with pytest.raises(LayoutMismatchError):
                 communicator.ordered_all_reduce(mine, out, name="bias" if rank == other else "kernel")
             assert not out.any()
         elif kind == "broadcast":
-            buffer = contributions(dtype, length, [rank])[0].copy()
-            assert_same_bits(communicator.broadcast(buffer, other), everything[other])
+            buffer = everything[rank].copy()
+            assert_same_bits(communicator.broadcast(buffer, other), expected)
         else:
-            gathered = communicator.all_gather(contributions(dtype, length, [rank])[0])
-            assert_same_bits(gathered, np.stack(contributions(dtype, length, range(ranks))))
+            gathered = communicator.all_gather(everything[rank])
+            assert_same_bits(gathered, np.stack(everything[:ranks]))
 
     return act
 

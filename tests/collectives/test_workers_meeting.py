@@ -132,8 +132,7 @@ def test_a_second_claim_on_an_address_leaves_the_first_alone(addresses: Sequence
 
 @in_a_job
 @pytest.mark.complete
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("is_reversed", [False, True], ids=["first rank first", "last rank first"])
+@pytest.mark.parametrize(("size", "is_reversed"), [(2, True), (3, False), (4, True)])
 def test_processes_start_in_any_order(size: int, is_reversed: bool) -> None:
     with socket_addresses(size) as addresses, disposed_of() as workers:
         for rank in sorted(range(size), reverse=is_reversed):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from poprun_jobs import Finished, Job, leftovers, start, start_command
+from poprun_jobs import Job, leftovers, start
 
 import strategies
 
@@ -25,46 +25,24 @@ LIMIT_S = 150.0
 ENDLESS = 10**6
 
 
-def train(instances: int, folder: Path, until: int, how: str = "plain", *options: str) -> Job:
-    """Four replicas; without poprun on one instance."""
+def train(folder: Path, until: int, how: str = "plain", *options: str) -> Job:
+    """Four replicas on two instances."""
     program = (sys.executable, str(PROGRAM), str(folder), str(until), how)
-    if instances == 1:
-        return start_command(*program)
-    return start(f"--num-instances={instances}", "--num-replicas=4", *options, *program)
-
-
-def finish(job: Job) -> Finished:
-    finished = job.finish(LIMIT_S)
-    assert finished.status == 0, finished.stderr
-    return finished
-
-
-def fingerprint_of(finished: Finished) -> str:
-    return re.search(r"done at \d+ ([0-9a-f]{64})", finished.stdout)[1]
-
-
-def saved_by(folder: Path, number: signal.Signals, status: int) -> int:
-    """The step after which a job has saved and left that was told to end by a signal."""
-    job = train(2, folder, ENDLESS)
-    job.wait_for("in step 5", LIMIT_S)
-    job.process.send_signal(number)
-    finished = job.finish(LIMIT_S)
-    assert finished.status == status, finished.stderr
-    [step] = set(re.findall(rf"{number.name}: leaving after step (\d+); see {folder}", finished.stderr))
-    assert [path.name for path in folder.iterdir()] == [f"step_{int(step):08d}"]
-    return int(step)
-
-
-@pytest.mark.complete
-def test_a_job_that_is_warned_saves_and_leaves(tmp_path):
-    assert saved_by(tmp_path / "saved", signal.SIGUSR1, 138) >= 5
+    return start("--num-instances=2", "--num-replicas=4", *options, *program)
 
 
 @pytest.mark.complete
 def test_a_job_that_is_told_to_end_saves_and_leaves_and_can_be_resumed(tmp_path):
     """In one process, this one, as on any number of instances."""
     folder = tmp_path / "saved"
-    step = saved_by(folder, signal.SIGTERM, 143)
+    job = train(folder, ENDLESS)
+    job.wait_for("in step 5", LIMIT_S)
+    job.process.terminate()
+    finished = job.finish(LIMIT_S)
+    assert finished.status == 143, finished.stderr
+    [step] = {int(step) for step in re.findall(rf"SIGTERM: leaving after step (\d+); see {folder}", finished.stderr)}
+    assert step >= 5
+    assert [path.name for path in folder.iterdir()] == [f"step_{step:08d}"]
     resumed_at, fingerprint = train_here(strategies.IPUStrategy(4), folder, step + 7)
     assert resumed_at == step
     assert (0, fingerprint) == train_here(strategies.IPUStrategy(4), tmp_path / "other", step + 7)
@@ -73,7 +51,7 @@ def test_a_job_that_is_told_to_end_saves_and_leaves_and_can_be_resumed(tmp_path)
 @pytest.mark.complete
 def test_a_job_that_is_told_to_end_while_an_instance_is_lost_saves_all_the_same(tmp_path):
     folder = tmp_path / "saved"
-    job = train(2, folder, ENDLESS, "plain", "--on-failure=shrink")
+    job = train(folder, ENDLESS, "plain", "--on-failure=shrink")
     job.wait_for("in step 5", LIMIT_S)
     job.process.send_signal(signal.SIGSTOP)  # poprun learns of both at once
     [victim] = [pid for pid, words in leftovers(job.marker).items() if is_first(pid, words)]
@@ -90,7 +68,7 @@ def test_a_job_that_is_told_to_end_while_an_instance_is_lost_saves_all_the_same(
 @pytest.mark.complete
 def test_the_next_instance_saves_where_the_first_is_lost_while_it_leaves(tmp_path):
     folder = tmp_path / "saved"
-    job = train(2, folder, ENDLESS, "plain", "--on-failure=shrink", "--inject=kill:instance=0,phase=checkpoint")
+    job = train(folder, ENDLESS, "plain", "--on-failure=shrink", "--inject=kill:instance=0,phase=checkpoint")
     job.wait_for("in step 5", LIMIT_S)
     job.process.terminate()
     finished = job.finish(LIMIT_S)
@@ -106,13 +84,14 @@ def is_first(pid: int, words: str) -> bool:
 
 
 @pytest.mark.complete
-def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path):
+def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path, caplog):
+    """In one process, this one."""
     folder = tmp_path / "saved"
-    killed = train(2, folder, 9, "die").finish(LIMIT_S)
+    killed = train(folder, 9, "die").finish(LIMIT_S)
     assert killed.status == 128 + signal.SIGKILL
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000003", "step_00000006.incomplete"]
 
-    resumed = finish(train(1, folder, 5, "die"))
-    assert "resumed at 3" in resumed.stdout
-    assert resumed.stderr.count("step_00000006.incomplete is incomplete: its writer was ended") == 1
-    assert fingerprint_of(resumed) == fingerprint_of(finish(train(1, tmp_path / "other", 5, "die")))
+    resumed_at, fingerprint = train_here(strategies.IPUStrategy(4), folder, 5)
+    assert resumed_at == 3
+    assert caplog.text.count("step_00000006.incomplete is incomplete: its writer was ended") == 1
+    assert (0, fingerprint) == train_here(strategies.IPUStrategy(4), tmp_path / "other", 5)

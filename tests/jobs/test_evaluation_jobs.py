@@ -1,11 +1,10 @@
-"""Evaluating and predicting in real jobs: what one process finds, also where an instance is killed.
+"""Evaluating and predicting in real jobs: what one process finds, before and after an instance is killed.
 
 On threads `tests/strategies/test_evaluation.py` and `test_surviving_evaluation.py` show the same.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -26,25 +25,14 @@ LIMIT_S = 150.0
 pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(300)]
 
 
-@functools.cache
-def alone():
-    return json.loads(json.dumps(work(strategies.IPUStrategy(REPLICAS))["found"]))
-
-
-def found_by(*options):
+def test_two_instances_and_the_one_that_is_left_find_what_one_process_finds():
+    """One is killed while it predicts after the third step: what it computes next is told in an all-gather."""
     words = (sys.executable, str(PROGRAM), str(REPLICAS))
+    options = ("--on-failure=shrink", "--inject=kill:instance=0,step=3,phase=all_gather")
     finished = start("--num-instances=2", f"--num-replicas={REPLICAS}", *options, *words).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
-    lines = [line.partition("<stdout>:")[2] for line in finished.stdout.splitlines() if "<stdout>:{" in line]
-    return [json.loads(line) for line in lines]
-
-
-def test_two_instances_find_what_one_process_finds():
-    assert [each["rows"] for each in alone()] == [ROWS] * 4
-    assert found_by() == [{"found": alone(), "instances": 2}] * 2
-
-
-def test_the_other_goes_on_where_one_is_killed():
-    """While it predicts after the third step: what it computes next is told in an all-gather."""
-    fault = "kill:instance=0,step=3,phase=all_gather"
-    assert found_by("--on-failure=shrink", f"--inject={fault}") == [{"found": alone(), "instances": 1}]
+    alone = json.loads(json.dumps([*work(strategies.IPUStrategy(REPLICAS))]))
+    assert [each["rows"] for each in alone] == [ROWS] * 4
+    lost, left = ([json.loads(line) for line in finished.lines_of(instance)] for instance in range(2))
+    assert lost == [[2, found] for found in alone[:2]]
+    assert left == [*lost, *([1, found] for found in alone[2:])]

@@ -34,17 +34,13 @@ def train(*options: str, words: tuple[str, ...] = ()) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def alone_with(*words: str) -> dict:
+@pytest.fixture(scope="module")
+def alone() -> dict:
     """What one process finds, this one."""
     sys.path.insert(0, str(PROGRAM.parent))
     from keras_training import train
 
-    return json.loads(json.dumps(train(strategies.IPUStrategy(4), *words)))
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict:
-    return alone_with()
+    return json.loads(json.dumps(train(strategies.IPUStrategy(4))))
 
 
 @pytest.mark.complete
@@ -56,12 +52,3 @@ def test_when_an_instance_is_killed_the_other_one_goes_on_to_the_same_bits(alone
 def test_a_job_that_is_started_again_goes_on_from_a_backup_to_the_same_bits(alone: dict, tmp_path: Path) -> None:
     options = ("--on-failure=restart", "--inject=kill:instance=1,step=8")
     assert train(*options, words=(str(tmp_path / "backups"),)) == [alone] * 2
-
-
-@pytest.mark.complete
-def test_a_job_that_is_started_again_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
-    """With checkpoints `fit` shuffles by a seed of its own."""
-    pytest.importorskip("orbax.checkpoint")
-    options = ("--on-failure=restart", "--inject=kill:instance=1,step=8")
-    whole = alone_with(str(tmp_path / "whole"), "checkpoints")
-    assert train(*options, words=(str(tmp_path / "folder"), "checkpoints")) == [whole] * 2

@@ -41,12 +41,11 @@ def test_every_step_is_in_the_files_once_though_the_instance_that_writes_them_is
 def test_every_step_is_in_the_files_once_though_the_job_is_started_again(tmp_path: Path) -> None:
     """Steps 4 and 5 are made a second time, from the checkpoint behind step 3."""
     words = [f"--metrics=csv:{tmp_path}/run.csv", f"--metrics=jsonl:{tmp_path}/run.jsonl"]
-    shape = ["--num-instances=2", "--num-replicas=4", "--on-failure=restart", "--restart-backoff-s=0"]
+    shape = ["--num-replicas=4", "--on-failure=restart", "--restart-backoff-s=0"]
     program = [sys.executable, str(SAVED), str(tmp_path / "checkpoints"), "8", "save"]
     finished = start(*shape, "--inject=kill:instance=0,step=5", *words, *program).finish(120)
     assert finished.status == 0, finished.stderr
-    said = [line.partition("<stdout>:")[2] for line in finished.stdout.splitlines()]
-    assert [line for line in said if line.startswith("resumed")] == ["resumed at 0", "resumed at 3"]
+    assert [line for line in finished.lines_of(0) if line.startswith("resumed")] == ["resumed at 0", "resumed at 3"]
     rows = list(csv.DictReader((tmp_path / "run.csv").read_text().splitlines(), strict=True))
     assert [int(row["step"]) for row in rows] == list(range(1, 9))
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]

@@ -1,4 +1,8 @@
-"""Pipelines under poprun and mpirun: the bits of one process whose stages run one after another on one device."""
+"""Pipelines over every transport: the bits of one process whose stages run one after another on one device.
+
+Gradients of the last stage are averaged before the first one goes back. More instances, more schedules and models:
+`tests/strategies/pipelines/test_pipelining.py`, on threads.
+"""
 
 import functools
 import json
@@ -11,64 +15,51 @@ import pytest
 from horovod_installed import needs_horovod
 from poprun_jobs import ROOT, start, start_mpirun
 
-MODELS = ("transformer", "batch norm")  # the others: tests/strategies/pipelines/test_pipelining.py, on threads
+import strategies
+
 PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "train_pipelines.py"))
-LEAVING = (sys.executable, str(Path(__file__).parent / "programs" / "leaving_in_stages.py"))
-REPLICAS, LIMIT_S = 4, 250.0
+LIMIT_S = 250.0
+strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
 
 pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(2 * LIMIT_S + 20)]
 
 
-def environment(**more):
-    """The variables of a process that nobody has launched."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_", "TF_CONFIG"))}
-    return clean | {"PYTHONPATH": str(ROOT)} | more
-
-
 @functools.cache
-def alone(replicas):
-    """What one process prints, whose stages are on one device."""
-    words = [*PROGRAM, f"--replicas={replicas}", *MODELS]
-    ended = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    assert len(ended.stdout.splitlines()) == len(MODELS)
-    return ended.stdout.splitlines()
+def alone(replicas, model):
+    """What one process prints, whose stages are on one device: this one."""
+    sys.path.insert(0, os.path.dirname(PROGRAM[1]))
+    from train_pipelines import line_of
+
+    return line_of(strategies.IPUStrategy(replicas), model)
 
 
-@pytest.fixture
-def expected():
-    return alone(REPLICAS)
+def averaged(instance, replicas):
+    """What an instance prints that has averaged gradients of the last stage in time for both micro-batches."""
+    return " ".join([str(instance), *["True"] * 2 * replicas])
 
 
-@pytest.mark.parametrize(
-    ("instances", "options"),
-    [(2, ["--schedule=zero_bubble", "--recompute"]), (4, ["--schedule=grouped"])],
-)
-def test_under_poprun(instances, options, expected):
-    words = [f"--num-instances={instances}", f"--num-replicas={REPLICAS}", "--ipus-per-replica=4"]
-    finished = start(*words, *PROGRAM, *options, *MODELS).finish(LIMIT_S)
+def test_under_poprun():
+    words = ["--num-instances=2", "--num-replicas=4", "--ipus-per-replica=4"]
+    options = ["--schedule=zero_bubble", "--recompute", "--leaving"]
+    finished = start(*words, *PROGRAM, *options, "transformer", "batch norm").finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
-    assert finished.lines_of(0) == expected
-
-
-def test_under_mpirun(expected):
-    finished = start_mpirun(2, *PROGRAM, f"--replicas={REPLICAS}", *MODELS).finish(LIMIT_S)
-    assert finished.status == 0, finished.stderr
-    assert finished.lines_of(0) == expected
+    assert finished.lines_of(0) == [alone(4, "transformer"), alone(4, "batch norm"), averaged(0, replicas=2)]
+    assert finished.lines_of(1) == [averaged(1, replicas=2)]
 
 
 def workers(folder, *words):
     """What two workers print that know each other by TF_CONFIG."""
     addresses = [f"unix:{folder}/{rank}" for rank in range(2)]
+    tasks = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}} for rank in range(2)]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_", "TF_CONFIG"))}
     started = [
         subprocess.Popen(
             words,
-            env=environment(
-                TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
-            ),
+            env=clean | {"PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(task)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for task in tasks
     ]
     try:
         printed = [worker.communicate(timeout=LIMIT_S)[0].splitlines() for worker in started]
@@ -82,45 +73,24 @@ def workers(folder, *words):
 
 def test_workers_that_share_a_network(tmp_path):
     """Each replica spans four devices there, too."""
-    words = [*PROGRAM, "--strategy=multi-worker", "--schedule=one_forward_one_backward", *MODELS]
-    assert workers(tmp_path, *words) == [alone(2), []]
+    options = ["--strategy=multi-worker", "--schedule=one_forward_one_backward", "--leaving"]
+    first, second = workers(tmp_path, *PROGRAM, *options, "transformer")
+    assert first == [alone(2, "transformer"), averaged(0, replicas=1)]
+    assert second == [averaged(1, replicas=1)]
 
 
 @needs_horovod
 def test_instances_that_horovod_connects():
-    """A sum of two is the same in any order."""
-    finished = start_mpirun(2, *PROGRAM, "--strategy=horovod", "--replicas=2", "--schedule=grouped", *MODELS).finish(
-        LIMIT_S
-    )
+    """A sum of two is the same in any order; nobody but mpirun starts them."""
+    options = ["--strategy=horovod", "--replicas=2", "--schedule=grouped", "--leaving"]
+    finished = start_mpirun(2, *PROGRAM, *options, "batch norm").finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
-    assert finished.lines_of(0) == alone(2)
+    assert finished.lines_of(0) == [alone(2, "batch norm"), averaged(0, replicas=1)]
+    assert finished.lines_of(1) == [averaged(1, replicas=1)]
 
 
 def test_a_pipeline_verifies():
-    words = ["--num-replicas=2", "--ipus-per-replica=4", *PROGRAM, "--schedule=zero_bubble", "mlp"]
+    words = ["--num-replicas=2", "--ipus-per-replica=4", *PROGRAM, "--schedule=zero_bubble", "batch norm"]
     finished = start("verify", *words).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     assert "equal: 2 runs of" in finished.stdout
-
-
-# ---- gradients of the last stage are averaged before the first one goes back
-
-AVERAGED = ["0 True True", "1 True True"]
-
-
-def test_gradients_leave_stage_by_stage_under_poprun():
-    words = ["--num-instances=2", "--num-replicas=2", "--ipus-per-replica=4", *LEAVING, "popdist"]
-    finished = start(*words).finish(LIMIT_S)
-    assert finished.status == 0, finished.stderr
-    assert [*finished.lines_of(0), *finished.lines_of(1)] == AVERAGED
-
-
-def test_gradients_leave_stage_by_stage_over_a_network(tmp_path):
-    assert [line for lines in workers(tmp_path, *LEAVING, "multi-worker") for line in lines] == AVERAGED
-
-
-@needs_horovod
-def test_gradients_leave_stage_by_stage_over_horovod():
-    finished = start_mpirun(2, *LEAVING, "horovod").finish(LIMIT_S)
-    assert finished.status == 0, finished.stderr
-    assert [*finished.lines_of(0), *finished.lines_of(1)] == AVERAGED

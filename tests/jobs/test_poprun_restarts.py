@@ -246,14 +246,6 @@ def test_a_job_is_started_again_without_the_fault(kind):
     assert warnings(finished)[-1].startswith("the job completed after 1 restart: instance 1 on host ")
 
 
-@pytest.mark.complete
-@pytest.mark.cores(2)
-def test_a_delay_changes_nothing_but_the_time():
-    began = time.monotonic()
-    assert run(*two(PLAIN_TRAINING, "--inject", "delay:instance=0,step=1,seconds=1.5")).status == 0
-    assert time.monotonic() - began > 1.5
-
-
 def test_a_fault_that_is_none_starts_nothing():
     finished = run(*two(PLAIN_TRAINING, "--inject", "melt:instance=0"))
     assert (finished.status, finished.stdout) == (2, "")

@@ -63,10 +63,10 @@ def test_what_a_profiler_sees_of_some_steps_is_in_the_trace_where_they_are(tmp_p
 @pytest.mark.complete
 def test_a_profile_that_a_killed_instance_did_not_write_is_said_to_be_lost(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    words = [f"--timeline={trace}", "--profile=torch:all", "--inject=kill:instance=1,step=104", sys.executable, "-c"]
-    finished = start("-n=2", *words, f"{IMPORTS['torch']}\n{PROGRAM}").finish()
+    words = [f"--timeline={trace}", "--profile=jax:all", "--inject=kill:instance=1,step=104", sys.executable, "-c"]
+    finished = start("-n=2", *words, f"{IMPORTS['jax']}\n{PROGRAM}").finish()
     assert finished.status == 128 + 9
-    assert re.search(r"instance 1 \(.*\): the profiler of torch had begun, and its profile is lost", finished.stderr)
+    assert re.search(r"instance 1 \(.*\): the profiler of jax had begun, and its profile is lost", finished.stderr)
 
 
 def uncertainty_us(name: str) -> int:

@@ -11,16 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from poprun_jobs import ROOT, Finished, start
+from poprun_jobs import ROOT, Finished, start, start_mpirun
 
 import strategies
 
 PROGRAMS = Path(__file__).parent / "programs"
 sys.path.insert(0, str(PROGRAMS))
-from digits_everywhere import train_model  # noqa: E402
+from digits_everywhere import train_digits, train_model  # noqa: E402
 
 strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
-MODELS = {8: ("cnn", "mlp"), 6: ("dropout",)}  # by the number of replicas
 MECHANISMS = {"auto": "window", "ring": "ring"}
 LIMIT_S = 200
 
@@ -90,15 +89,6 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
         assert found == {model: alone(replicas, model) for model in models} | {"mechanism": MECHANISMS[how]}
 
     @pytest.mark.complete
-    @pytest.mark.parametrize(("replicas", "instances", "how"), [(8, 4, "auto"), (8, 4, "ring"), (6, 2, "auto")])
-    def test_however_many_there_are(self, train, replicas, instances, how):
-        found = train(replicas, instances, how, *MODELS[replicas])
-        assert {model: found[model] for model in MODELS[replicas]} == {
-            model: alone(replicas, model) for model in MODELS[replicas]
-        }
-        assert found["mechanism"] == MECHANISMS[how]
-
-    @pytest.mark.complete
     def test_also_where_the_shared_memory_is_too_small_for_the_window(self, train, directory):
         if os.geteuid() != 0 or shutil.which("unshare") is None:
             pytest.skip("only root may mount a small /dev/shm")
@@ -109,18 +99,18 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
             pytest.skip(f"no mount namespace: {probe.stderr.decode().strip()}")
         output = directory / "small.json"
         job = [sys.executable, "-m", "poprun", "--allow-run-as-root=yes", "--num-replicas=6", "--num-instances=2"]
-        finish_alone([*in_small_memory, *job, *python("digits_everywhere.py", output, "auto", *MODELS[6])])
-        wanted = {model: alone(6, model) for model in MODELS[6]} | {"mechanism": "ring"}
-        assert json.loads(output.read_text()) == wanted
+        finish_alone([*in_small_memory, *job, *python("digits_everywhere.py", output, "auto", "dropout")])
+        assert json.loads(output.read_text()) == {"dropout": alone(6, "dropout"), "mechanism": "ring"}
 
 
 @pytest.mark.complete
-def test_the_command_of_the_documentation_gives_the_bits_of_one_process(directory):
-    """The main job with its defaults, once as two instances and once without a launcher."""
-    program = [str(ROOT / "launch_scripts" / "train_digits.py"), "--max-steps=20", "--model=mlp"]
+def test_the_command_of_the_documentation_gives_the_bits_of_one_process(directory, monkeypatch):
+    """The main job with its defaults, once as two instances and once without a launcher, in this process."""
+    program = [str(ROOT / "launch_scripts" / "train_digits.py"), "--max-steps=5"]
     together, alone = directory / "together.json", directory / "alone.json"
-    finish("--num-replicas=4", "--num-instances=2", sys.executable, *program, f"--json={together}")
-    finish_alone([sys.executable, *program, "--strategy=ipu", "--replicas=4", f"--json={alone}"])
+    finish("--num-replicas=4", "--num-instances=2", *compiled_once(), sys.executable, *program, f"--json={together}")
+    monkeypatch.setattr(sys, "argv", [*program, "--strategy=ipu", "--replicas=4", f"--json={alone}"])
+    assert train_digits.main() == 0
     results = [json.loads(path.read_text()) for path in (together, alone)]
     assert [result["instances"] for result in results] == [2, 1]
     for fact in ("replicas", "steps", "final_loss", "test_accuracy", "variables_sha256"):
@@ -128,34 +118,20 @@ def test_the_command_of_the_documentation_gives_the_bits_of_one_process(director
 
 
 @pytest.mark.complete
-class TestTheRowsOfPopDistStrategy:
-    """P-01 to P-05, P-07, P-10 to P-16, P-19, P-21 and P-34, translated; two instances, two replicas."""
+def test_the_rows_of_popdist_strategy_hold():
+    """P-01 to P-05, P-07, P-10 to P-16, P-19, P-21 and P-34, translated; two instances, two replicas.
 
-    def test_under_poprun(self):
-        program = python("popdist_strategy_rows.py")
-        finished = finish("--num-replicas=2", "--num-instances=2", *program)
-        assert finished.stdout == "[1,0]<stdout>:all rows held\n"
-
-    def test_under_mpirun(self):
-        mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
-        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        found = subprocess.run(
-            [mpirun, "-np", "2", "--oversubscribe", *python("popdist_strategy_rows.py")],
-            env=os.environ | allowed | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        assert found.returncode == 0, found.stderr
-        assert found.stdout == "all rows held\n"
+    Under mpirun alone: all other jobs here are those of poprun.
+    """
+    finished = start_mpirun(2, *python("popdist_strategy_rows.py")).finish(LIMIT_S)
+    assert finished.status == 0, finished.stderr
+    assert finished.lines_of(0) == ["all rows held"]
 
 
 @pytest.mark.complete
 class TestCollectivesBetweenReplicas:
-    """Inside compiled functions; the same checks pass in one process and in several."""
+    """Inside compiled functions; in one process: tests/strategies/test_replica_context.py."""
 
-    @pytest.mark.parametrize(("replicas", "instances"), [(4, 1), (6, 3)])
-    def test_across_instances(self, replicas, instances):
-        program = python("replica_collectives.py")
-        finished = finish(f"--num-replicas={replicas}", f"--num-instances={instances}", *program)
-        assert finished.stdout.removeprefix("[1,0]<stdout>:") == "all held\n"
+    def test_across_instances(self):
+        finished = finish("--num-replicas=6", "--num-instances=3", *compiled_once(), *python("replica_collectives.py"))
+        assert finished.stdout == "[1,0]<stdout>:all held\n"

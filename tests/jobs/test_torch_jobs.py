@@ -13,6 +13,10 @@ from horovod_installed import needs_horovod
 from poprun_jobs import ROOT, start, start_command
 
 import strategies
+from popdist.records.recording import FOLDER_VARIABLE
+from poprun.verify.comparison import first_difference
+from poprun.verify.hints import Evidence, hints
+from poprun.verify.records import BATCH, read_record
 
 strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
 
@@ -30,13 +34,17 @@ STEPS = 3
 @functools.cache
 def alone(replicas):
     """What one process finds, this one."""
+    return train_here(replicas, STEPS)
+
+
+def train_here(replicas, *options):
     import torch
 
     sys.path.insert(0, os.path.dirname(FILE))
     from train_module import train
 
     with torch.random.fork_rng():
-        return train(strategies.IPUStrategy(replicas), STEPS)
+        return train(strategies.IPUStrategy(replicas), *options)
 
 
 def test_under_poprun_it_has_the_fingerprints_of_one_process():
@@ -87,9 +95,14 @@ def test_it_verifies():
 
 
 @pytest.mark.complete
-@pytest.mark.timeout(300)
-def test_a_data_set_with_noise_of_pythons_own_is_found_guilty():
-    finished = start("verify", "--num-replicas=2", "--spreads=1", *PROGRAM, "popdist", str(STEPS), "guilty").finish(280)
-    assert finished.status == 1
-    assert "differ first at step 0 (counted from 0), in the batch:" in finished.stdout
-    assert "random: the program has drawn from the global generator" in finished.stdout
+def test_a_data_set_with_noise_of_pythons_own_is_found_guilty(tmp_path, monkeypatch):
+    """By what two runs have recorded, here; `test_verify.py` has runs that differ, in jobs."""
+    records = []
+    for run in ("one", "other"):
+        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / run))
+        train_here(2, 1, True)
+        records.append(read_record(tmp_path / run))
+    difference = first_difference(*records)
+    assert (difference.part, difference.place) == (BATCH, (0, 0))
+    drawn = [hint for hint in hints(difference, Evidence(*records)) if "has drawn" in hint]
+    assert [hint.partition(",")[0] for hint in drawn] == ["random: the program has drawn from the global generator"]

@@ -8,7 +8,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+from digits_data import load_digits
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launch_scripts"
@@ -43,27 +45,46 @@ def poprun(*options):
 
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_digits_are_learnt_to_the_same_bits_on_one_instance_and_on_two():
+def test_digits_are_learnt_to_the_same_bits_on_one_instance_and_on_two(tmp_path):
     script = SCRIPTS / "keras_digits.py"
-    alone = lines_of(sys.executable, script, "--strategy=ipu", "--replicas=2", "--epochs=1")[-1]
-    last = [line for line in lines_of(*poprun("--num-replicas=2"), script, "--epochs=1") if "variables" in line]
+    words = ("--epochs=1", f"--data={some_digits(tmp_path)}")
+    alone = lines_of(sys.executable, script, "--strategy=ipu", "--replicas=2", *words)[-1]
+    last = [line for line in lines_of(*poprun("--num-replicas=2"), script, *words) if "variables" in line]
     assert [line.partition(":")[2] for line in last] == [alone] * 2
     assert float(alone.split()[0]) > 0.3  # by chance: 0.1
 
 
-@pytest.mark.complete
-@pytest.mark.parametrize("name", ["keras_quick_start.py", "keras_pipelined.py"])
-def test_a_listing_learns(name):
-    [line] = lines_of(sys.executable, SCRIPTS / "listings" / name)
+def some_digits(folder):
+    """A file with as many as fill all executions of 8 steps of two replicas: one of them is all there is to compile."""
+    digits = load_digits("digits")
+    train, test = (
+        (255 * images.squeeze(-1)).astype(np.uint8) for images in (digits.train_images[:1280], digits.test_images[:256])
+    )
+    labels = {"y_train": digits.train_labels[:1280], "y_test": digits.test_labels[:256]}
+    np.savez(folder / "digits.npz", x_train=train, x_test=test, **labels)
+    return folder / "digits.npz"
+
+
+def assert_it_learns(line):
     first, last = map(float, re.findall(r"loss ([\d.]+) at first, ([\d.]+) in the end", line)[0])
     assert last < first
 
 
 @pytest.mark.complete
-def test_the_first_program_of_the_page_prints_what_it_says():
+def test_the_first_program_of_the_page_prints_what_it_says_and_the_quick_start_learns():
+    """One after the other in one process."""
     text = (ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
     program = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[0]
-    assert lines_of(sys.executable, "-c", program) == ["(200, 2)"]
+    listing = SCRIPTS / "listings" / "keras_quick_start.py"
+    shape, line = lines_of(sys.executable, "-c", f"{program}\nimport runpy\nrunpy.run_path({str(listing)!r})\n")
+    assert shape == "(200, 2)"
+    assert_it_learns(line)
+
+
+@pytest.mark.complete
+def test_the_listing_of_a_pipeline_learns():
+    [line] = lines_of(sys.executable, SCRIPTS / "listings" / "keras_pipelined.py")
+    assert_it_learns(line)
 
 
 def test_importing_strategies_does_not_import_keras_and_a_scope_does_not_need_it():

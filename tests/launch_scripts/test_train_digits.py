@@ -224,19 +224,26 @@ def test_popdist_without_a_launcher_is_one_instance():
 class TestCheckpoints:
     """`--checkpoint-dir`: what was trained in three pieces, on one and two instances, has the bits of one piece."""
 
-    def train(self, folder, steps, *more):
-        options = ("--replicas", 4, "--max-steps", steps, "--checkpoint-dir", folder, "--checkpoint-every", 10, *more)
-        return start("--strategy", "ipu", *options, "--json", "-")
+    def train(self, folder, steps):
+        options = ("--replicas", 4, "--max-steps", steps, "--checkpoint-dir", folder, "--checkpoint-every", 10)
+        return start("--strategy", "ipu", "--model", "mlp", *options, "--json", "-")
 
-    def test_a_training_goes_on_where_it_ended(self, tmp_path):
+    def train_here(self, folder, steps, monkeypatch, capsys, *more):
+        """The status and what was printed, in this process; it has nothing to train any more."""
+        options = ("--replicas", "4", "--max-steps", str(steps), "--checkpoint-dir", str(folder), *more)
+        words = ["--strategy", "ipu", "--model", "mlp", *options, "--json", "-"]
+        monkeypatch.setattr(sys, "argv", [str(PROGRAM), *words])
+        return train_digits.main(), *capsys.readouterr()
+
+    def test_a_training_goes_on_where_it_ended(self, tmp_path, monkeypatch, capsys):
         pytest.importorskip("orbax.checkpoint")
         folder = tmp_path / "checkpoints"
-        whole = start("--strategy", "ipu", "--replicas", 4, "--max-steps", 31, "--json", "-")
+        whole = start("--strategy", "ipu", "--model", "mlp", "--replicas", 4, "--max-steps", 31, "--json", "-")
         first = self.train(folder, 13)
         assert "resuming" not in first.stderr
         assert sorted(path.name for path in folder.iterdir()) == ["step_00000010", "step_00000013"]
 
-        words = ("--max-steps", "31", "--checkpoint-dir", folder, "--json", "-")
+        words = ("--model", "mlp", "--max-steps", "31", "--checkpoint-dir", folder, "--json", "-")
         places = ("--num-instances=2", "--num-replicas=4")
         second = poprun_jobs.start(*places, sys.executable, str(PROGRAM), *map(str, words)).finish(100.0)
         assert second.status == 0, second.stderr
@@ -245,18 +252,19 @@ class TestCheckpoints:
         same = ("steps", "epochs", "final_loss", "test_accuracy", "variables_sha256")
         assert {name: result[name] for name in same} == {name: wanted[name] for name in same}
 
-        third = self.train(folder, 31)
-        again = json.loads(third.stdout)
+        status, out, _ = self.train_here(folder, 31, monkeypatch, capsys)
+        assert status == 0
+        again = json.loads(out)
         assert (again["variables_sha256"], again["final_loss"]) == (wanted["variables_sha256"], None)
 
-        fourth = self.train(folder, 20)
-        assert (fourth.returncode, fourth.stdout) == (2, "")
-        assert "is at step 31 and 20 were asked for; ask for more" in fourth.stderr
+        status, out, err = self.train_here(folder, 20, monkeypatch, capsys)
+        assert (status, out) == (2, "")
+        assert "is at step 31 and 20 were asked for; ask for more" in err
 
-        fifth = self.train(folder, 40, "--seed", 1)
-        assert fifth.returncode == 2
-        assert fifth.stderr.count("\n") == 1
-        assert "was saved with the trainer's seed 0, and this training has 1" in fifth.stderr
+        status, _, err = self.train_here(folder, 40, monkeypatch, capsys, "--seed", "1")
+        assert status == 2
+        assert err.count("\n") == 1
+        assert "was saved with the trainer's seed 0, and this training has 1" in err
 
 
 @needs_horovod
@@ -267,7 +275,7 @@ class TestCheckpoints:
 class TestHorovod:
     """`--strategy horovod`; with two replicas no order of the sums is left to choose, so the bits are those of ipu."""
 
-    OPTIONS = ("--strategy", "horovod", "--max-steps", "20", "--json", "-")
+    OPTIONS = ("--strategy", "horovod", "--model", "mlp", "--max-steps", "20", "--json", "-")
     PLACES = ("-H", "localhost:2")
     EXACT = ("replicas", "steps", "final_loss", "final_accuracy", "test_accuracy", "variables_sha256")
     LIMIT_S = 100.0
@@ -276,7 +284,7 @@ class TestHorovod:
     @functools.cache
     def alone():
         """What one process says that drives both replicas."""
-        done = start("--strategy", "ipu", "--replicas", 2, "--max-steps", 20, "--json", "-")
+        done = start("--strategy", "ipu", "--model", "mlp", "--replicas", 2, "--max-steps", 20, "--json", "-")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -19,6 +19,13 @@ import sys
 import numpy as np, popdist, pytest
 from popdist import horovod as hvd
 """
+BOTH = """\
+def ours():
+    assert popdist.allreduce(1.0) == 2.0
+def both():
+    ours()
+    assert hvd.allreduce(1.0, hvd.Sum) == 2.0
+"""
 WITHOUT_HOROVOD = """\
 import sys
 
@@ -139,7 +146,7 @@ def test_with(statement, ranks):
 class TestOneProcess:
     """Without a launcher."""
 
-    def test_is_all_there_are(self):
+    def test_is_all_there_are_and_ends_horovod_once_and_for_good(self):
         """It is not started with ranks that do not exist."""
         python(
             f"{HEAD}for ranks in [0, 0], [1], [-1], ['a']:\n"
@@ -151,12 +158,7 @@ class TestOneProcess:
             "assert (hvd.size(), hvd.rank(), hvd.local_size(), hvd.local_rank()) == (1, 0, 1, 0)\n"
             "assert hvd.is_homogeneous() and hvd.allreduce(2.5) == 2.5\n"
             "assert hvd.allgather([1, 2]).tolist() == hvd.broadcast([1, 2], 0).tolist() == [1, 2]\n"
-        )
-
-    @pytest.mark.complete
-    def test_ends_horovod_once_and_for_good(self):
-        python(
-            f"{HEAD}hvd.init()\nhvd.shutdown()\nhvd.shutdown()\n"
+            "hvd.shutdown()\nhvd.shutdown()\n"
             "assert not hvd.is_initialized()\n"
             "with pytest.raises(popdist.NotInitializedError):\n    hvd.size()\n"
             "with pytest.raises(popdist.LifeCycleError, match='Horovod was shut down, and cannot be started again'):\n"
@@ -178,25 +180,23 @@ class TestWhereHorovodAndPopdistMeet:
             "hvd.init() popdist.init() both() hvd.shutdown() ours()",
             "hvd.init() popdist.init() both() popdist.finalizeBackend()",
             "hvd.init() hvd.shutdown() popdist.init() ours()",
-            "popdist.init() hvd.init() both()",
         ],
     )
     def test_in_any_order(self, calls):
-        program = (
-            "def ours():\n    assert popdist.allreduce(1.0) == 2.0\n"
-            "def both():\n    ours()\n    assert hvd.allreduce(1.0, hvd.Sum) == 2.0\n"
-        )
-        assert mpirun_well(2, program + calls.replace(" ", "\n")) == []
+        assert mpirun_well(2, BOTH + calls.replace(" ", "\n")) == []
 
     @pytest.mark.complete
     def test_they_have_to_agree_on_who_is_there(self):
+        """Horovod comes second here, numbers the processes of a communicator as that does, and nobody ends first."""
         program = (
             "popdist.init()\nrank = popdist.getInstanceIndex()\n"
-            "hvd.init([1, 0])\n"
+            "from mpi4py import MPI\nhvd.init(MPI.COMM_WORLD.Split(0, -rank))\n"
+            "print(rank, hvd.rank(), hvd.size(), hvd.allgather([rank]).tolist())\n"
             "with pytest.raises(popdist.LifeCycleError, match=f'rank {1 - rank} of 2, .* instance {rank} of 2'):\n"
             "    hvd.communicator()\n"
+            "both()\n"
         )
-        assert mpirun_well(2, program) == []
+        assert mpirun_well(2, BOTH + program) == ["0 1 2 [1, 0]", "1 0 2 [1, 0]"]
 
     @pytest.mark.complete
     def test_a_process_that_ends_early_takes_the_others_with_it(self):
@@ -222,21 +222,13 @@ class TestWhereHorovodAndPopdistMeet:
 @pytest.mark.job
 @pytest.mark.complete
 @pytest.mark.cores(2)
-class TestSomeOfTheProcesses:
-    """`init(comm)`: in the order in which they are named."""
-
-    SHOW = "print(world.rank, hvd.rank(), hvd.size(), hvd.allgather([world.rank]).tolist())\n"
-
-    def test_as_a_list(self):
-        program = (
-            "from mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
-            "if world.rank == 1:\n"
-            "    with pytest.raises(ValueError, match='process 1 is not among .2, 0.; only these'):\n"
-            "        hvd.init([2, 0])\n"
-            f"    sys.exit()\nhvd.init([2, 0])\n{self.SHOW}"
-        )
-        assert mpirun_well(3, program) == ["0 1 2 [2, 0]", "2 0 2 [2, 0]"]
-
-    def test_as_a_communicator(self):
-        program = f"from mpi4py import MPI\nworld = MPI.COMM_WORLD\nhvd.init(world.Split(0, -world.rank))\n{self.SHOW}"
-        assert mpirun_well(2, program) == ["0 1 2 [1, 0]", "1 0 2 [1, 0]"]
+def test_some_of_the_processes_are_numbered_in_the_order_in_which_they_are_named():
+    program = (
+        "from mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+        "if world.rank == 1:\n"
+        "    with pytest.raises(ValueError, match='process 1 is not among .2, 0.; only these'):\n"
+        "        hvd.init([2, 0])\n"
+        "    sys.exit()\n"
+        "hvd.init([2, 0])\nprint(world.rank, hvd.rank(), hvd.size(), hvd.allgather([world.rank]).tolist())\n"
+    )
+    assert mpirun_well(3, program) == ["0 1 2 [2, 0]", "2 0 2 [2, 0]"]

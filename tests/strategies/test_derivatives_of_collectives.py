@@ -126,13 +126,34 @@ HALVES = ("first", "third", "jvp", "vmap", "hessian"), ("second", "jvp of the se
 EVERY = HALVES[0] + HALVES[1]
 QUICK = {"mean across": 0, "gather": 1}
 """Which half is taken of which: of one that adds, and of one that only moves."""
+WHOLLY = ("sum of pairs", "gather", "exchange", "scattered squares")
+"""Of what has a derivative of its own kind: one that adds, moves, exchanges, and is not linear."""
+IN_PART = {
+    "all_reduce sum": 0,
+    "all_reduce mean": 1,
+    "sum": 1,
+    "mean": 0,
+    "mean across": 1,
+    "scatter": 0,
+    "scattered mean": 1,
+    "local": 0,
+}
+"""Which half is taken of those that are much like one of these: `sum` and `mean` together have both."""
+
+
+def test_all_kinds_are_among_them():
+    assert {*WHOLLY, *IN_PART} == set(KINDS)
 
 
 @pytest.mark.parametrize(
     ("kind", "spreads", "names"),
     [
         *[pytest.param(kind, (1, 2), HALVES[half], id=kind) for kind, half in QUICK.items()],
-        *[pytest.param(kind, (1, 2, 4), EVERY, id=f"{kind} everywhere", marks=pytest.mark.complete) for kind in KINDS],
+        *[pytest.param(kind, (1, 2, 4), EVERY, id=f"{kind} everywhere", marks=pytest.mark.complete) for kind in WHOLLY],
+        *[
+            pytest.param(kind, (1, 4), HALVES[half], id=f"{kind} on four", marks=pytest.mark.complete)
+            for kind, half in IN_PART.items()
+        ],
     ],
 )
 def test_they_are_those_of_the_sum_of_what_all_replicas_compute(on_instances, bits, kind, spreads, names):

@@ -108,16 +108,23 @@ OPTIONS = {
 
 
 FEW = ("sharded",)
+ALONE = ("accumulated", "sharded", "of 8 bits")
+"""On one instance too, whose gradients are not exchanged; what is plain is compared with others there."""
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("instances", "options"),
     [
-        pytest.param(options, id=name, marks=() if name in FEW else pytest.mark.complete)
+        pytest.param(
+            instances,
+            options,
+            id=f"{instances}-{name}",
+            marks=() if name in FEW and instances == 2 else pytest.mark.complete,
+        )
         for name, options in OPTIONS.items()
+        for instances in ((2, 1) if name in ALONE else (2,))
     ],
 )
-@pytest.mark.parametrize("instances", first_of([2, 1]))
 def test_a_plan_is_what_a_training_has(options, instances, on_instances):
     plans = on_instances(instances, REPLICAS, lambda strategy: check_plan(strategy, **options))
     assert [plan.instance for plan in plans] == list(range(instances))

@@ -78,8 +78,6 @@ def whole(trainer, state):
     [
         ("others", {"gradient_transfer_dtype": "float16"}),
         pytest.param("clipped", {}, marks=pytest.mark.complete),
-        pytest.param("adam", {}, marks=pytest.mark.complete),
-        pytest.param("others", {}, marks=pytest.mark.complete),
         pytest.param("adam", {"gradient_transfer_dtype": "bfloat16"}, marks=pytest.mark.complete),
     ],
 )
@@ -278,22 +276,6 @@ def test_offloaded_state_lies_in_host_memory_and_changes_no_bit(strategy, on_ins
         return strategies.fingerprint(state.variables), kinds
 
     assert on_instances(2, 4, offloaded) == [(alone, {"pinned_host"})] * 2
-
-
-@pytest.mark.complete
-def test_sharding_accumulation_and_precision_go_together(strategy, on_instances):
-    options = {
-        "gradient_accumulation_count": 2,
-        "compute_dtype": "bfloat16",
-        "gradient_transfer_dtype": "bfloat16",
-        "loss_scaling": "dynamic",
-    }
-    alone = strategies.fingerprint(trained(strategy, **options)[1].variables)
-
-    def sharded(strategy):
-        return strategies.fingerprint(trained(strategy, **options, **SHARDED)[1].variables)
-
-    assert on_instances(2, 4, sharded) == [alone] * 2
 
 
 class TestCheckpoints:

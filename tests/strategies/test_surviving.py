@@ -77,10 +77,11 @@ SINGLE = [
     for number, (kind, phase) in enumerate(itertools.product(KINDS, PHASES))
 ]
 FEW = (1, 4, 6, 8, 10, 12, 15, 17)  # numbers of those of the default tier: each kind twice
-EVERY = [
-    (kind, phase, instances, 0 if phase == "checkpoint" else number // 3 % instances)
-    for number, (kind, phase, instances) in enumerate(itertools.product(KINDS, PHASES, (2, 3, 4)))
+AGAIN = [
+    (kind, phase, 2 + number % 3, 0 if phase == "checkpoint" else number % (2 + number % 3))
+    for number, (kind, phase) in enumerate(itertools.product(KINDS, PHASES), start=1)
 ]
+"""The same kinds and phases with other instances."""
 SEVERAL = {
     3: [["kill:instance=0,step=0", "raise:instance=2,step=2,phase=all_reduce"]],
     4: [
@@ -96,6 +97,8 @@ def test_every_kind_phase_and_number_of_instances_meets_every_other():
     assert {(kind, phase) for kind, phase, _, _ in SINGLE} == set(itertools.product(KINDS, PHASES))
     assert {(kind, instances) for kind, _, instances, _ in SINGLE} == set(itertools.product(KINDS, (2, 3, 4)))
     assert {(phase, instances) for _, phase, instances, _ in SINGLE} == set(itertools.product(PHASES, (2, 3, 4)))
+    assert {case[2:] for case in SINGLE + AGAIN} == {(count, lost) for count in (2, 3, 4) for lost in range(count)}
+    assert not {case[:3] for case in SINGLE} & {case[:3] for case in AGAIN}
     few = [SINGLE[number] for number in FEW]
     assert [{case[axis] for case in few} for axis in range(3)] == [set(KINDS), set(PHASES), {2, 3, 4}]
 
@@ -115,7 +118,7 @@ def test_the_others_go_on_to_the_same_bits(kind, phase, instances, lost, tmp_pat
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize(("kind", "phase", "instances", "lost"), EVERY)
+@pytest.mark.parametrize(("kind", "phase", "instances", "lost"), AGAIN)
 def test_whichever_is_lost_the_others_go_on_to_the_same_bits(kind, phase, instances, lost, tmp_path):
     lose_one(kind, phase, instances, lost, tmp_path, mechanism_for(instances + 1, kind))
 

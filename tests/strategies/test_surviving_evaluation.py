@@ -98,8 +98,6 @@ def test_the_others_find_the_same_though_some_are_a_batch_ahead(parts, numbers):
 @pytest.mark.parametrize(
     "parts",
     [
-        ("evaluate",),
-        ("predict",),
         ("predict on 0",),
         ("evaluate", "step", "evaluate"),
         ("step", "predict", "predict"),

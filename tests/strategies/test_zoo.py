@@ -45,12 +45,10 @@ def alone(name, training="plain", optimizer="momentum"):
 
 
 def spreads():
-    """Each model on two and on four instances; the first of a few are of the default tier."""
+    """The models take turns on two and on four instances; a few are of the default tier."""
     for number, name in enumerate(MODELS):
-        for offset in (0, 3):
-            is_few = name in FEW and not offset
-            spread = SPREADS[(number + offset) % len(SPREADS)]
-            yield pytest.param(name, *spread, marks=() if is_few else pytest.mark.complete)
+        spread = SPREADS[number % len(SPREADS)]
+        yield pytest.param(name, *spread, marks=() if name in FEW else pytest.mark.complete)
 
 
 def test_a_few_models_have_each_training_each_state_and_all_numbers_of_instances():

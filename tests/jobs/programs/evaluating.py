@@ -1,4 +1,4 @@
-"""Trains, evaluates and predicts, and prints what every instance has found.
+"""Trains, evaluates and predicts, and prints what every instance has found after each step.
 
 usage: evaluating.py REPLICAS
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ def metrics_fn(variables, batch, mask, key):
     return {"loss": strategies.Mean.of((loss_fn(variables, batch, key).outputs - batch["y"]) ** 2, mask)}
 
 
-def work(strategy: strategies.Strategy) -> dict[str, Any]:
+def work(strategy: strategies.Strategy) -> Iterator[dict[str, Any]]:
     """What an instance has found after each step."""
     x = np.random.default_rng(0).normal(size=(ROWS, 16)).astype(np.float32)
     data = {"x": x, "y": x[:, 0] * 3}
@@ -42,25 +43,23 @@ def work(strategy: strategies.Strategy) -> dict[str, Any]:
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(1e-2, momentum=0.9))
     w = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
     state = trainer.init({"w": w, "v": np.ones(8, np.float32)})
-    found = []
     for batch, _ in zip(training.epoch(0), range(STEPS), strict=False):
         state, metrics = trainer.step(state, batch)
         outputs = np.concatenate(list(trainer.predict(state, testing)))
-        found.append(
-            {
-                "loss": metrics["loss"],
-                "rows": len(outputs),
-                "outputs": hashlib.sha256(outputs.tobytes()).hexdigest(),
-                "evaluation": dict(trainer.evaluate(state, testing)),
-                "by batch": dict(trainer.evaluate(state, testing, metrics_fn=metrics_fn)),
-            }
-        )
-    return {"found": found, "instances": strategy.num_instances}
+        yield {
+            "loss": metrics["loss"],
+            "rows": len(outputs),
+            "outputs": hashlib.sha256(outputs.tobytes()).hexdigest(),
+            "evaluation": dict(trainer.evaluate(state, testing)),
+            "by batch": dict(trainer.evaluate(state, testing, metrics_fn=metrics_fn)),
+        }
 
 
 def main() -> None:
     popdist.init(int(sys.argv[1]))
-    print(json.dumps(work(strategies.PopDistStrategy())), flush=True)
+    strategy = strategies.PopDistStrategy()
+    for found in work(strategy):
+        print(json.dumps([strategy.num_instances, found]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trains a small model of Keras and prints what every instance has found at the end.
 
-usage: keras_training.py [FOLDER [backups|checkpoints]]
+usage: keras_training.py [FOLDER OF BACKUPS]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import popdist
 import strategies
 
 
-def train(strategy: strategies.Strategy, folder: str = "", kind: str = "backups") -> dict[str, object]:
+def train(strategy: strategies.Strategy, folder: str = "") -> dict[str, object]:
     """What it finds on this instance."""
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((70, 8)).astype(np.float32), rng.integers(0, 3, 70)
@@ -35,8 +35,7 @@ def train(strategy: strategies.Strategy, folder: str = "", kind: str = "backups"
             ]
         )
         model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-        saved = keras.callbacks.BackupAndRestore if kind == "backups" else strategies.keras.Checkpoints
-        callbacks = [saved(folder)] if folder else []
+        callbacks = [keras.callbacks.BackupAndRestore(folder)] if folder else []
         held_out = (x[:21], y[:21])
         history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, validation_data=held_out, callbacks=callbacks)
     return {

@@ -1,24 +1,17 @@
-"""Makes a step in two stages, of which the first goes back only when the gradients of the last have been averaged.
+"""A step in two stages, of which the first goes back only when the gradients of the last have been averaged."""
 
-    leaving_in_stages.py [popdist | horovod | multi-worker]
-
-Each instance prints whether they had been when its first stage went back, for each of two micro-batches.
-"""
-
-import sys
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from train_pipelines import STRATEGIES
 
-import popdist
 import strategies
 from collectives.instruments import EXCHANGE
 
 LIMIT_S = 60.0
+MICRO_BATCHES = 2
 averaged = threading.Event()
 seen = []
 
@@ -59,18 +52,18 @@ def loss_fn(variables, batch, key):
         return jnp.mean(hidden @ variables["last"])
 
 
-def main():
-    name = sys.argv[1]
-    if name != "multi-worker":
-        popdist.init()
-    strategy = STRATEGIES[name]()
+def have_left(strategy):
+    """Whether they had been when the first stage went back, for each local replica and micro-batch."""
     strategy.instruments.during[EXCHANGE] = Telling(strategy.instruments.during[EXCHANGE])
-    pipeline = strategies.Pipelining([0, 1], "one_forward_one_backward")
-    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=2, pipeline=pipeline)
+    trainer = strategies.Trainer(
+        strategy,
+        loss_fn,
+        optax.sgd(0.1),
+        gradient_accumulation_count=MICRO_BATCHES,
+        pipeline=strategies.Pipelining([0, 1], "one_forward_one_backward"),
+    )
     state = trainer.init({"first": np.ones((3, 5), np.float32), "last": np.ones(5, np.float32)})
-    trainer.step(state, np.ones((4, 3), np.float32))
-    print(strategy.instance_index, *seen, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    averaged.clear()
+    rows = 2 * MICRO_BATCHES * len(strategy.local_replicas)
+    trainer.step(state, np.ones((rows, 3), np.float32))
+    return seen

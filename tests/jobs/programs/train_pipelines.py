@@ -1,8 +1,9 @@
 """Trains models in stages, and prints a fingerprint of all that training changes, and of the metrics.
 
-    train_pipelines.py [--strategy NAME] [--replicas R] [--schedule NAME] [--recompute] MODEL...
+    train_pipelines.py [--strategy NAME] [--replicas R] [--schedule NAME] [--recompute] [--leaving] MODEL...
 
 Instance 0 prints a line for each model. The same for every launcher, schedule and number of instances.
+With --leaving each instance prints after that whether gradients leave stage by stage.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from leaving_in_stages import have_left
 from zoo.pipelines import MODELS, trained
 
 import popdist
@@ -31,17 +33,25 @@ def main():
     parser.add_argument("--replicas", type=int)
     parser.add_argument("--schedule", default="sequential")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--leaving", action="store_true")
     options = parser.parse_args()
     if options.strategy != "multi-worker":
         popdist.init(options.replicas)
     strategy = STRATEGIES[options.strategy]()
     for name in options.models:
-        model = MODELS[name]
-        mapping = model.mappings[0] if strategy.instance.ipus_per_replica > 1 else [0] * model.stages
-        pipeline = strategies.Pipelining(mapping, options.schedule, options.recompute)
-        found = trained(strategy, model, pipeline)
+        found = line_of(strategy, name, options.schedule, options.recompute)
         if strategy.is_chief:
-            print(name, *found, flush=True)
+            print(found, flush=True)
+    if options.leaving:
+        print(strategy.instance_index, *have_left(strategy), flush=True)
+
+
+def line_of(strategy, name, schedule="sequential", recompute=False):
+    """What a model has come to."""
+    model = MODELS[name]
+    mapping = model.mappings[0] if strategy.instance.ipus_per_replica > 1 else [0] * model.stages
+    pipeline = strategies.Pipelining(mapping, schedule, recompute)
+    return " ".join(map(str, [name, *trained(strategy, model, pipeline)]))
 
 
 if __name__ == "__main__":

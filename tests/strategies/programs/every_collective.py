@@ -1,6 +1,8 @@
-"""All collectives between replicas in one program, with groups within instances and across them; and a training.
+"""All collectives between replicas in one program, with groups within instances and across them; and trainings.
 
     every_collective.py FOLDER
+
+The first is that of `launch_scripts/sync_batch_norm.py`, which says how well it went.
 
 Each instance writes what its replicas got to FOLDER/INSTANCE.npz, under "replica/path".
 """
@@ -93,5 +95,9 @@ def found(strategy):
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
+    import sync_batch_norm
+
+    sync_batch_norm.main(["--epochs=1"])
     this = strategies.PopDistStrategy()
     np.savez(Path(sys.argv[1]) / f"{this.instance_index}.npz", **found(this))
