@@ -35,7 +35,20 @@ for step in range(30):
 """
 LOST = 22
 SLOW = range(2, LOST)
-"""For 50 ms each: so those but the last two ended more than 100 ms before the loss."""
+"""For 50 ms each."""
+UNTIL_RECORDED = f"""\
+    if step == {LOST} - 1 and communicator.rank == 1:
+        import pathlib, sys, numpy as np
+        from poprun.timeline.merging import put_together
+        from poprun.timeline.recordings import read_recordings
+        from poprun.timeline.spans import Sort
+        while not all(
+            set(range({LOST})) <= set(np.unique(spans.of(Sort.STEP)["step"]).tolist())
+            for spans in put_together(read_recordings(pathlib.Path(sys.argv[1]))).spans
+        ):
+            pass
+"""
+"""What instance 1 does before it is lost: waits, as long as the test has time, until the steps of both can be read."""
 
 
 SLOW_INPUT = """\
@@ -120,18 +133,18 @@ def test_a_slow_instance_is_named_and_all_that_it_did_is_there_until_it_was_lost
     trace = tmp_path / "a folder, with spaces" / "trace.json.gz"
     faults = [f"--inject=delay:instance=1,step={step},seconds=0.05" for step in SLOW]
     faults.append(f"--inject=kill:instance=1,step={LOST}")
-    finished = start(
-        "-n=2", f"--timeline={trace}", *faults, sys.executable, "-c", PROGRAM, environ={"POPRUN_LOG_LEVEL": "INFO"}
-    ).finish()
-    assert finished.status == 128 + 9
+    parts = trace.with_name("trace.json.gz.parts")
+    program = [sys.executable, "-c", PROGRAM + UNTIL_RECORDED, str(parts)]
+    finished = start("-n=2", f"--timeline={trace}", *faults, *program, environ={"POPRUN_LOG_LEVEL": "INFO"}).finish()
+    assert finished.status == 128 + 9, finished.stderr
     assert "instance 1 (" in finished.stderr
     assert "did not come to its end" in finished.stderr
     assert f"poprun timeline report {shlex.quote(str(trace))}" in finished.stderr
     names = [event["name"] for event in read_strictly(trace) if event["ph"] == "X"]
-    assert names.count("barrier 'gradients': exchange") >= 2 * (SLOW.stop - 2)
-    job = put_together(read_recordings(trace.with_name("trace.json.gz.parts")))
+    assert names.count("barrier 'gradients': exchange") >= 2 * LOST
+    job = put_together(read_recordings(parts))
     for spans in job.spans:
-        assert set(range(SLOW.stop - 2)) <= set(np.unique(spans.of(Sort.STEP)["step"]).tolist())
+        assert set(range(LOST)) <= set(np.unique(spans.of(Sort.STEP)["step"]).tolist())
     culprit = judge(job).culprit
     assert culprit is not None
     assert (culprit.instance, culprit.cause) == (1, Cause.COMPUTE)
