@@ -49,7 +49,7 @@ elif [ "$tier" = default ]; then
 else
     test_all --complete
     check python tests/mutations --jobs "$(nproc)"
-    check python benchmarks/soak.py --seed 49 --count 8 # every kind of failure, in every phase
+    check python benchmarks/soak.py --seed 4092 --count 8 # every kind of failure and phase, 2 to 4 instances
     check sh tests/versions.sh
 fi
 

@@ -29,7 +29,7 @@ wrong_argument = collectives.Limits(timeout_s="5")  # wrong
 """
 WRONG = {number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")}
 
-pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.timeout(2 * LIMIT_S)]
+pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.long, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 NOT_COMPILED = ("install", "--no-compile")  # what is imported once, if at all, needs no bytecode

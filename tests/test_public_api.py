@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LIMIT_S = 200.0
 
+pytestmark = pytest.mark.long
+
 
 def text_of(page):
     return (DOCS / page).read_text(encoding="utf-8")

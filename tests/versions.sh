@@ -1,10 +1,11 @@
 #!/bin/sh
 # Runs the tests of what depends on them on other versions of Python and JAX, each in an environment of its own.
 #
-#   sh tests/versions.sh [PYTHON=JAX ...]     default: 3.11=oldest 3.12=newest 3.13=newest
+#   sh tests/versions.sh [PYTHON[=JAX] ...]     default: 3.11=oldest 3.12 3.13=newest
 #
-# "oldest" is the JAX that setup.cfg still allows. Interpreters are looked for in PATH and among those of pyenv; one that is
-# not there is left out, and named. The environments are kept in .venv-versions.
+# "oldest" is the JAX that setup.cfg still allows. Without a JAX only what is Python's is tested, with the newest. Interpreters
+# are looked for in PATH and among those of pyenv; one that is not there is left out, and named. The environments are kept in
+# .venv-versions.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
@@ -40,37 +41,60 @@ oldest_jax() {
     sed -n 's/^ *jax *>= *\([0-9.]*\).*/\1/p' setup.cfg
 }
 
-run_on() {
-    version=$1
-    jax=$2
-    if ! python=$(find_python "$version"); then
-        say "left out: no Python $version in PATH, nor among those of pyenv"
+pip_install() {
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# Makes an environment, and fills it in the background: pip computes on one core.
+begin_environment() {
+    environment=$root/.venv-versions/$1-$2
+    if ! python=$(find_python "$1"); then
+        say "left out: no Python $1 in PATH, nor among those of pyenv"
         return
     fi
-    environment=$root/.venv-versions/$version-$jax
     wanted=$(cksum setup.cfg pyproject.toml && "$python" --version)
-    if [ "$(cat "$environment/made-of" 2>/dev/null)" != "$wanted" ]; then
-        rm -rf "$environment"
-        "$python" -m venv "$environment"
-        pin=
-        [ "$jax" = newest ] || pin="jax==$(oldest_jax).*"
-        "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --editable '.[test]' ${pin:+"$pin"}
-        printf '%s\n' "$wanted" >"$environment/made-of"
+    if [ "$(cat "$environment/made-of" 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    rm -rf "$environment"
+    "$python" -m venv "$environment"
+    pip_install --no-deps --editable .
+    pin=
+    [ "$2" = newest ] || pin="jax==$(oldest_jax).*"
+    { pip_install 'popdist-everywhere[test]' ${pin:+"$pin"} && printf '%s\n' "$wanted" >"$environment/made-of"; } &
+}
+
+run_on() {
+    environment=$root/.venv-versions/$1-$2
+    find_python "$1" >/dev/null || return 0
+    if [ ! -f "$environment/made-of" ]; then
+        failed="$failed $1=$2"
+        return
     fi
     say "$("$environment/bin/python" -c 'import sys, jax, jaxlib; print("Python", sys.version.split()[0], "JAX", jax.__version__, "jaxlib", jaxlib.__version__)')"
-    # shellcheck disable=SC2046,SC2086 # several words
+    # shellcheck disable=SC2086 # several words
     PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment "$environment/bin/python" -m pytest -q \
         --numprocesses "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder \
-        $others $(printf 'tests/strategies/test_%s.py ' $of_strategies) ||
-        failed="$failed $version=$jax"
+        $3 ||
+        failed="$failed $1=$2"
 }
 
 unset PYTHONDONTWRITEBYTECODE
 unset POPDIST_REQUIRE_HOROVOD # it is built for another environment
 failed=
-[ $# -gt 0 ] || set -- 3.11=oldest 3.12=newest 3.13=newest
+# shellcheck disable=SC2086 # several words
+all="$others $(printf 'tests/strategies/test_%s.py ' $of_strategies)"
+[ $# -gt 0 ] || set -- 3.11=oldest 3.12 3.13=newest
 for pair in "$@"; do
-    run_on "${pair%%=*}" "${pair#*=}"
+    case $pair in *=*) ;; *) pair=$pair=newest ;; esac
+    begin_environment "${pair%%=*}" "${pair#*=}"
+done
+wait
+for pair in "$@"; do
+    case $pair in
+    *=*) run_on "${pair%%=*}" "${pair#*=}" "$all" ;;
+    *) run_on "$pair" newest "$others" ;;
+    esac
 done
 if [ -n "$failed" ]; then
     say "failed on:$failed"

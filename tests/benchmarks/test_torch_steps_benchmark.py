@@ -9,6 +9,7 @@ from benchmark_runs import LONGER_LIMIT_S, run_benchmark
 
 pytestmark = [
     pytest.mark.job,
+    pytest.mark.long,
     pytest.mark.complete,
     pytest.mark.cores(2),
     pytest.mark.timeout(LONGER_LIMIT_S + 20),

@@ -14,6 +14,7 @@ from horovod_installed import needs_horovod  # noqa: E402
 TURNS = ("--batch-size", "1", "--steps", "1", "--rounds", "1")
 pytestmark = [
     pytest.mark.job,
+    pytest.mark.long,
     pytest.mark.complete,
     pytest.mark.cores(2),
     pytest.mark.timeout(LONGER_LIMIT_S + 20),

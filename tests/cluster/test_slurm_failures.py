@@ -14,7 +14,13 @@ from beds import ROOT
 from looping import Looping, Traces, await_value, looping, own_lines
 from slurm_bed import Slurm
 
-pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.complete,
+    pytest.mark.cores(2),
+    pytest.mark.long,
+    pytest.mark.timeout(240),
+]
 
 SILENCE_S = 4
 

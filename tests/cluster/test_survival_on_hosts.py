@@ -10,7 +10,13 @@ from beds import ROOT
 from looping import Traces
 from test_launch import run, words
 
-pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(170)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.complete,
+    pytest.mark.cores(2),
+    pytest.mark.long,
+    pytest.mark.timeout(170),
+]
 
 PROGRAM = str(ROOT / "tests" / "jobs" / "programs" / "surviving_training.py")
 SILENCE_S = 4

@@ -41,6 +41,8 @@ from collectives.network.node import Node
 from collectives.network.security import Security
 from collectives.network.wire import CONTROL_METHOD, HELLO, LANE_METHOD, MESSAGE_BYTES
 
+pytestmark = pytest.mark.long
+
 MEBIBYTES = 64
 THREADS = 32
 LINES = 300

@@ -12,7 +12,7 @@ import pytest
 from poprun_jobs import PROGRESS_HEAD, run, start, two
 from tiers import also
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.timeout(240)]
 
 RESTART = ("--on-failure", "restart", "--restart-backoff-s", "0")
 HEAD = PROGRESS_HEAD + "restarts = int(os.environ['POPDIST_RESTART_COUNT'])\n"

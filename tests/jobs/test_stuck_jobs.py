@@ -12,7 +12,7 @@ import pytest
 from poprun_jobs import run, two
 from tiers import also
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.timeout(240)]
 
 HEAD = """\
 import os, signal, sys, time

@@ -22,6 +22,7 @@ strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tes
 
 pytestmark = [
     pytest.mark.job,
+    pytest.mark.long,
     pytest.mark.cores(2),
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"),
 ]

@@ -21,6 +21,8 @@ import strategies
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "launch_scripts" / "train_digits.py"
 
+pytestmark = pytest.mark.long
+
 
 def start(*arguments, cwd=None):
     return subprocess.run(

@@ -28,7 +28,7 @@ Measured after 50 steps: 2e-6, and where a rounding error has turned a relu on o
 A micro-batch that is lost in the last step makes 8e-4 to 2e-3.
 """
 
-pytestmark = [needs_horovod, pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(LIMIT_S + 30)]
+pytestmark = [needs_horovod, pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.mark.timeout(LIMIT_S + 30)]
 
 
 def finish(job, tasks=1):
