@@ -12,7 +12,12 @@ from mpi_jobs import HERE
 from test_ring_traffic import allowed
 from workers import port_addresses
 
-EXTRA_MEBIBYTES = 32  # half of the buffer; messages of 512 KiB took 16, and four workers a quarter more time
+EXTRA_MEBIBYTES = {"first": 48, "later": 24}
+"""In between what they take and what they would take with a copy of the half that each of two workers adds, 32 more.
+
+Of 30 runs the first ones took 22 to 33, on an idle machine too: buffers, which are kept, and threads of gRPC; later ones
+up to 13.
+"""
 
 pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(200)]
 
@@ -32,7 +37,7 @@ def test_an_all_reduce_of_64_mib_takes_little_memory_besides_its_buffer(
     measured: list[dict[str, Any]], calls: str
 ) -> None:
     extra = {f"rank {rank}": round(facts[calls], 1) for rank, facts in enumerate(measured)}
-    assert max(extra.values()) <= EXTRA_MEBIBYTES, extra
+    assert max(extra.values()) <= EXTRA_MEBIBYTES[calls], extra
 
 
 def test_each_worker_sends_every_byte_at_most_twice(measured: list[dict[str, Any]]) -> None:
