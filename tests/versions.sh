@@ -3,25 +3,28 @@
 #
 #   sh tests/versions.sh [PYTHON[=JAX] ...]     default: 3.11=oldest 3.12 3.13=newest
 #
-# "oldest" is the JAX that setup.cfg still allows. Without a JAX only what is Python's is tested, with the newest. Interpreters
-# are looked for in PATH and among those of pyenv; one that is not there is left out, and named. The environments are kept in
-# .venv-versions.
+# "oldest" is the JAX that setup.cfg still allows: with it only what is JAX's is tested. Without a JAX it is what is Python's, with
+# the newest. Interpreters are looked for in PATH and among those of pyenv; one that is not there is left out, and named. The
+# environments are kept in .venv-versions.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 root=$(dirname -- "$here")
 cd -- "$root"
 
-# Of what reaches into JAX, or lives by how it traces, rounds, compiles and lays out; of what Orbax, Grain and Keras keep.
-of_strategies="callbacks casts checkpoints collective_equations compilation devices elementwise feed_program gradients
+# Of what reaches into JAX, or lives by how it traces, rounds, compiles and lays out; of what Orbax, Grain and Keras keep; of
+# whole jobs.
+modules="callbacks casts checkpoints collective_equations compilation devices elementwise feed_program gradients
     grain_source host_calls iterations jaxpr loops precision products program_text programs recomputation right_sums segments
     step_record trainer updates"
-# Of what NumPy adds, of threads, processes and command lines, which are Python's, and of whole jobs.
-others="tests/collectives/test_exact_sums.py tests/collectives/test_exchange.py tests/collectives/test_lanes.py
+# shellcheck disable=SC2086 # several words
+of_jax="$(printf 'tests/strategies/test_%s.py ' $modules)
+    tests/strategies/keras_models/test_keras_metrics.py tests/strategies/pipelines/test_pipeline_cuts.py
+    tests/strategies/pipelines/test_pipeline_stages.py tests/jobs/test_promises.py"
+# Of what NumPy adds, of threads, processes and command lines, which are Python's.
+of_python="tests/collectives/test_exact_sums.py tests/collectives/test_exchange.py tests/collectives/test_lanes.py
     tests/collectives/test_long_arrays.py tests/collectives/test_losing_members.py tests/collectives/test_reduction.py
-    tests/popdist/test_sums.py tests/poprun tests/strategies/keras_models/test_keras_metrics.py
-    tests/strategies/pipelines/test_pipeline_cuts.py tests/strategies/pipelines/test_pipeline_stages.py
-    tests/jobs/test_promises.py"
+    tests/popdist/test_sums.py tests/poprun"
 
 say() {
     printf '%s\n' "versions.sh: $*" >&2
@@ -82,8 +85,6 @@ run_on() {
 unset PYTHONDONTWRITEBYTECODE
 unset POPDIST_REQUIRE_HOROVOD # it is built for another environment
 failed=
-# shellcheck disable=SC2086 # several words
-all="$others $(printf 'tests/strategies/test_%s.py ' $of_strategies)"
 [ $# -gt 0 ] || set -- 3.11=oldest 3.12 3.13=newest
 for pair in "$@"; do
     case $pair in *=*) ;; *) pair=$pair=newest ;; esac
@@ -92,8 +93,9 @@ done
 wait
 for pair in "$@"; do
     case $pair in
-    *=*) run_on "${pair%%=*}" "${pair#*=}" "$all" ;;
-    *) run_on "$pair" newest "$others" ;;
+    *=oldest) run_on "${pair%%=*}" oldest "$of_jax" ;;
+    *=*) run_on "${pair%%=*}" "${pair#*=}" "$of_jax $of_python" ;;
+    *) run_on "$pair" newest "$of_python" ;;
     esac
 done
 if [ -n "$failed" ]; then
