@@ -15,7 +15,7 @@ from workers import port_addresses
 EXTRA_MEBIBYTES = {"first": 48, "later": 24}
 """In between what they take and what they would take with a copy of the half that each of two workers adds, 32 more.
 
-In 30 runs the first ones took 22 to 33, on an idle machine too: buffers, which are kept, and threads of gRPC. Later
+In 25 runs the first ones took 22 to 33, on an idle machine too: buffers, which are kept, and threads of gRPC. Later
 ones took up to 13.
 """
 
