@@ -17,6 +17,7 @@ from collectives.network.worker import Worker
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_S = 1.0
+_ANSWER_LIMIT_S = 10.0  # of the machine's time, as for an attempt; who is only slow is asked again
 _PAUSE_S = 0.1
 _FIRST_NEWS_S = 2.0
 _NEWS_EVERY_S = 10.0
@@ -115,9 +116,11 @@ class Meeting:
     def _introduce(self, peer: Peer) -> None:
         node = self._node
         call: Any = node.begin_control(peer)
-        welcome = dict(call.initial_metadata() or ())
+        welcome = _answer_of(call)
         if wire.WELCOME not in welcome:
-            if call.code() is wire.REFUSED:
+            if call.cancelled():
+                peer.trouble = f"what listens there has not answered for {_ANSWER_LIMIT_S:g} s"
+            elif call.code() is wire.REFUSED:
                 self._refused(peer, foreign(call.details() or ""))
             elif call.code() is wire.NOT_YET:
                 peer.trouble = foreign(call.details() or "")
@@ -143,6 +146,17 @@ class Meeting:
         elif (peer.rank, reason) not in self._told:
             self._told.add((peer.rank, reason))
             logger.warning("%s; this worker was there first and goes on waiting", facts)
+
+
+def _answer_of(call: Any) -> dict[str, Any]:
+    """What the other side says first; the call is cancelled where nothing comes, as from a host that has vanished."""
+    limit = threading.Timer(_ANSWER_LIMIT_S, call.cancel)
+    limit.daemon = True
+    limit.start()
+    try:
+        return dict(call.initial_metadata() or ())
+    finally:
+        limit.cancel()
 
 
 def _describe(missing: list[Peer]) -> str:

@@ -78,7 +78,14 @@ class DaemonThreads(Executor):
 
 def open_channel(endpoint: Endpoint, address: Address, certificates: Certificates | None) -> grpc.Channel:
     """A connection of its own to one worker; it is made when the first stream needs it."""
-    options = [*_OPTIONS, ("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    options = [
+        *_OPTIONS,
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        # A stream that a closing connection has not sent would be tried again on that same connection, for ever and
+        # without a pause: some hundred MB of memory a second (seen in 1.85). Who meets tries again with another one.
+        ("grpc.enable_retries", 0),
+    ]
     if certificates is None:
         return grpc.insecure_channel(endpoint.target, options)
     credentials = grpc.ssl_channel_credentials(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import collectives
 from collectives import Communicator, Limits, Settings
 from collectives.clock import Clock, RealClock
 from collectives.network.security import Security
+from collectives.network.wire import DaemonThreads
 from collectives.plans.network import Network
 
 LIMIT_S = 60.0
@@ -22,6 +23,8 @@ LIMIT_S = 60.0
 class WorkerThreads:
     """The workers of one group; how they know each other is said here, and not by the environment.
 
+    Those of a test that has failed do not keep this process from ending.
+
     Attributes:
         addresses: of all of them.
         security: of those that have none of their own.
@@ -29,11 +32,11 @@ class WorkerThreads:
 
     addresses: Sequence[str]
     security: Security = field(default_factory=Security)
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
+    _threads: DaemonThreads = field(default_factory=DaemonThreads)
 
     def join(self, rank: int, **changes: Any) -> Future[Communicator]:
         """One worker looks for the others, in a thread of its own."""
-        return self._pool.submit(self.connect, rank, **changes)
+        return self._threads.submit(self.connect, rank, **changes)
 
     def connect(
         self,
@@ -69,7 +72,6 @@ class WorkerThreads:
         """All of them meet, reduce with the right result, and close."""
         self.assert_reduce(workers)
         self._all([worker.result() for worker in workers], Communicator.close)
-        self._pool.shutdown()
 
     def _all(self, communicators: Sequence[Communicator], act: Callable[[Communicator], Any]) -> list[Any]:
-        return [future.result(LIMIT_S) for future in [self._pool.submit(act, each) for each in communicators]]
+        return [future.result(LIMIT_S) for future in [self._threads.submit(act, each) for each in communicators]]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from collectives.network.addresses import Address
 
 LIMIT_S = 60.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 8, 9
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, END_HEADERS = 1, 4
 LONGEST_FRAME = (1 << 24) - 1
 
@@ -65,6 +65,19 @@ def request(path: str, metadata: Iterable[tuple[str, str]] = ()) -> bytes:
 def opening() -> bytes:
     """What a client says first."""
     return PREFACE + frame(SETTINGS, 0, 0)
+
+
+def frames_of(connection: socket.socket) -> Iterator[tuple[int, int]]:
+    """The kind and the stream of every frame that a client sends, until it closes the connection.
+
+    Who only tries whether anybody listens sends none.
+    """
+    with connection.makefile("rb") as file:
+        file.read(len(PREFACE))
+        while len(head := file.read(9)) == 9:
+            length, kind, _, stream = struct.unpack(">IBBI", b"\0" + head)
+            file.read(length)
+            yield kind, stream
 
 
 def call(path: str, metadata: Iterable[tuple[str, str]] = (), *messages: bytes, stream: int = 1) -> bytes:

@@ -40,7 +40,8 @@ def channel_to(address: str, files: Files | None = None, *, presents_certificate
         presents_certificate: whether the certificate is shown to the worker.
     """
     (endpoint, *_) = Address.parse(address).endpoints()
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), *UNLIMITED]
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), ("grpc.enable_retries", 0)]
+    options += UNLIMITED
     if files is None:
         return grpc.insecure_channel(endpoint.target, options)
     own = (files.key.read_bytes(), files.certificate.read_bytes()) if presents_certificate else (None, None)

@@ -16,7 +16,7 @@ import http2
 import numpy as np
 import pytest
 from grpc_jobs import socket_addresses
-from strangers import UNLIMITED, answer_at, answer_to, channel_to, good_hello, proven
+from strangers import answer_at, answer_to, channel_to, good_hello, proven
 from workers import (
     LIMIT_S,
     Job,
@@ -439,8 +439,7 @@ def impostor(lonely: tuple[Job, Worker], is_measured: bool) -> Iterator[Impostor
     node.join()
     node.inbox(0, EXCHANGE_LANE).close()  # it takes no notice of what it gets
     worker.wait_for("has met the others")
-    (endpoint, *_) = addresses[0].endpoints()
-    with grpc.insecure_channel(endpoint.target, [("grpc.use_local_subchannel_pool", 1), *UNLIMITED]) as channel:
+    with channel_to(job.addresses[0]) as channel:
         yield Impostor(node, worker, channel, mebibytes_of(worker), is_measured)
     worker.dispose()
     node.leave()

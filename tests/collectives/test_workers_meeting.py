@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import http2
 import pytest
 from grpc_jobs import socket_addresses
 from grpc_threads import WorkerThreads
@@ -29,6 +31,8 @@ from workers import (
 import collectives
 from collectives import CollectiveTimeoutError, Limits, PeerRefusedError, Settings
 from collectives.clock import FakeClock
+from collectives.network import meeting, wire
+from collectives.network.addresses import Address
 
 
 @pytest.fixture
@@ -383,3 +387,71 @@ def test_what_a_stranger_says_is_shown_on_one_line_and_cut(addresses: list[str])
     assert "\\x1b[2J\\nerror: all is well" in str(error.value)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 1000
+
+
+@contextlib.contextmanager
+def stranger_at(address: str, answer: Callable[[socket.socket], None]) -> Iterator[list[socket.socket]]:
+    """Each connection to the address is answered in a thread of its own; who asks for it closes it."""
+    with socket.create_server(tuple(Address.parse(address).endpoints()[0].location)) as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # nobody listens any more
+                while True:
+                    connection, _ = listener.accept()
+                    connections.append(connection)
+                    threading.Thread(target=talk, args=(connection,), daemon=True).start()
+
+        def talk(connection: socket.socket) -> None:
+            with contextlib.suppress(ConnectionError):  # the other side has only tried whether anybody listens
+                answer(connection)
+
+        connections: list[socket.socket] = []
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        try:
+            yield connections
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            accepting.join()
+
+
+def test_grpc_does_not_repeat_by_itself_what_nobody_has_looked_at() -> None:
+    """Where it had not been sent either, it would do so on the same connection, without end and without a pause."""
+    begun: list[int] = []
+
+    def go_away(connection: socket.socket) -> None:
+        connection.sendall(http2.frame(http2.SETTINGS, 0, 0))
+        for kind, stream in http2.frames_of(connection):
+            if kind == http2.HEADERS:
+                begun.append(stream)
+                connection.sendall(http2.frame(http2.GOAWAY, 0, 0, bytes(8)))  # the last stream was number 0: none
+                break
+        connection.close()
+
+    (address,) = port_addresses(1)
+    (endpoint,) = Address.parse(address).endpoints()
+    with stranger_at(address, go_away), wire.open_channel(endpoint, Address.parse(address), None) as channel:
+        error = channel.stream_unary(wire.CONTROL_METHOD).future(iter([b""])).exception(60)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert len(begun) == 1
+
+
+def test_who_takes_the_place_of_a_host_that_has_vanished_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked of that one is never answered, and its connection never closed."""
+    monkeypatch.setattr(meeting, "_ANSWER_LIMIT_S", 0.5)
+    is_asked = threading.Event()
+
+    def be_silent(connection: socket.socket) -> None:
+        connection.sendall(http2.frame(http2.SETTINGS, 0, 0))
+        for kind, _ in http2.frames_of(connection):
+            if kind == http2.HEADERS:
+                is_asked.set()
+
+    group = WorkerThreads(port_addresses(2))
+    with watched() as warnings, stranger_at(group.addresses[1], be_silent) as connections:
+        first = group.join(0, connect_timeout_s=float("inf"), clock=FakeClock(tick_s=0.001))
+        assert is_asked.wait(60)
+        warnings.wait_for(1, f"for rank 1 at {group.addresses[1]} (what listens there has not answered for 0.5 s)")
+    group.assert_end_well([first, group.join(1)])
+    for connection in connections:
+        connection.close()

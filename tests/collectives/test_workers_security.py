@@ -311,19 +311,23 @@ class Waiting:
 SLOW_TICK_S = 0.001
 """The second by which a worker that is refused stays takes a fifth of one."""
 REFUSED_STAYS_S = 1.0
+LONG_S = 1e6
 
 
 @contextlib.contextmanager
 def first_of(group: WorkerThreads) -> Iterator[Waiting]:
-    """The first of two workers, which waits for the second."""
+    """The first of two workers, which waits for the second; no longer than until the end, where a test has failed."""
     nobody = "no such file" if group.addresses[1].startswith("unix:") else "connection refused"
     with watched() as warnings:
         clock = FakeClock(tick_s=0.01)
-        first = group.join(0, connect_timeout_s=float("inf"), clock=clock)
+        first = group.join(0, connect_timeout_s=LONG_S, clock=clock)
         words = f"rank 0 at {group.addresses[0]} has waited", f"for rank 1 at {group.addresses[1]} ({nobody}"
         warnings.wait_for(1, *words)  # so it was there first, and knows
         clock.tick_s = SLOW_TICK_S
-        yield Waiting(group, warnings, first)
+        try:
+            yield Waiting(group, warnings, first)
+        finally:
+            clock.advance(2 * LONG_S)
 
 
 def waiting_for_the_right_one(group: WorkerThreads) -> Iterator[Waiting]:

@@ -146,4 +146,13 @@ IN_COLLECTIVES = (
         new="return not self.token or bool(proof)",
         caught_by=("tests/collectives/test_proofs.py::test_only_who_knows_the_token_can_prove_a_statement",),
     ),
+    Fault(
+        name="gRPC repeats by itself what a closing connection has not sent",
+        path="collectives/network/wire.py",
+        old='("grpc.enable_retries", 0)',
+        new='("grpc.enable_retries", 1)',
+        caught_by=(
+            "tests/collectives/test_workers_meeting.py::test_grpc_does_not_repeat_by_itself_what_nobody_has_looked_at",
+        ),
+    ),
 )
