@@ -1,7 +1,8 @@
 """One instance of a job that adds up arrays: `link_bytes_job.py ELEMENTS`.
 
-Prints what the link of its host has sent and received meanwhile, by the kernel's counters, how it is connected, and
-whether the sum is right. Counters are read between two barriers of MPI; what these send counts.
+Prints what the link of its host has sent and received meanwhile, and in how many segments TCP has sent something again, by
+the kernel's counters, how it is connected, and whether the sum is right. Counters are read between two barriers of MPI;
+what these send counts.
 """
 
 from __future__ import annotations
@@ -20,9 +21,15 @@ COUNTERS = Path("/sys/class/net/eth0/statistics")
 
 def carried() -> list[int]:
     MPI.COMM_WORLD.Barrier()
-    found = [int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes")]
+    found = [int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes")] + [segments_sent_again()]
     MPI.COMM_WORLD.Barrier()
     return found
+
+
+def segments_sent_again() -> int:
+    """Of all connections of this host since it began, see proc(5) for /proc/net/snmp."""
+    names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
+    return int(values[names.index("RetransSegs")])
 
 
 def main(elements: int) -> None:
@@ -31,9 +38,9 @@ def main(elements: int) -> None:
         out = communicator.ordered_all_reduce([mine])
         before = carried()
         communicator.ordered_all_reduce([mine], out)
-        sent, received = (now - then for now, then in zip(carried(), before, strict=True))
+        sent, received, again = (now - then for now, then in zip(carried(), before, strict=True))
         is_right = bool((out == communicator.size * (communicator.size + 1) / 2).all())
-        print(json.dumps([sent, received, communicator.mechanism, is_right]), flush=True)
+        print(json.dumps([sent, received, again, communicator.mechanism, is_right]), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ pytestmark = [
 
 PROGRAM = str(Path(__file__).with_name("link_bytes_job.py"))
 MEBIBYTE = 1 << 18  # in elements
+SEGMENT_BYTES = 1514
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,19 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
 
 
 def assert_carries_what_is_least(bed: Bed, hosts: int, instances: int, mechanism: str, elements: int) -> None:
-    """2 (h - 1) / h of the array each way, and 3 % for headers, comparisons, and barriers."""
+    """2 (h - 1) / h of the array each way, and 3 % for headers, comparisons, and barriers.
+
+    And what TCP sends again, as it does where the other side is late to answer because its machine is busy.
+    """
     done = run(bed, bed.names[:hosts], instances, sys.executable, PROGRAM, str(elements))
     assert done.returncode == 0, done.stderr
     lines = (line.rpartition("<stdout>:")[2] for line in done.stdout.splitlines())
     found = [json.loads(line) for line in lines if line.startswith("[")]
-    assert [each[2:] for each in found] == [[mechanism, True]] * instances
+    assert [each[3:] for each in found] == [[mechanism, True]] * instances
     least = 2 * (hosts - 1) / hosts * 4 * elements
     busiest = max(max(sent, received) for sent, received, *_ in found)
-    assert least <= busiest <= 1.03 * least, busiest / least
+    segments = sum(again for _, _, again, *_ in found)
+    assert least <= busiest <= 1.03 * least + segments * SEGMENT_BYTES, (busiest / least, segments)
 
 
 @pytest.mark.parametrize(("hosts", "elements"), [(3, 16 * MEBIBYTE), (4, MEBIBYTE), (8, 16 * MEBIBYTE)])
