@@ -1,8 +1,8 @@
 """One instance of a job that adds up arrays: `link_bytes_job.py ELEMENTS`.
 
-Prints what the link of its host has sent and received meanwhile, and in how many segments TCP has sent something again, by
-the kernel's counters, how it is connected, and whether the sum is right. Counters are read between two barriers of MPI;
-what these send counts.
+Prints what the link of its host has sent and received meanwhile, and in how many segments TCP has sent something again,
+by the kernel's counters, how it is connected, and whether the sum is right. Counters are read between two barriers of
+MPI; what these send counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def carried() -> list[int]:
 
 def segments_sent_again() -> int:
     """Of all connections of this host since it began, see proc(5) for /proc/net/snmp."""
-    names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
+    lines = Path("/proc/net/snmp").read_text().splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
     return int(values[names.index("RetransSegs")])
 
 
