@@ -307,8 +307,10 @@ def test_output_of_the_others_is_dropped_once_one_has_failed():
 
 
 class TestTheControlSocket:
-    def test_a_job_starts_while_strangers_hold_more_connections_than_poprun_has_descriptors(self):
-        words = [sys.executable, "-m", "poprun", "--num-instances", "2", "--num-replicas", "2", "echo", "said"]
+    def test_a_job_starts_while_strangers_hold_more_connections_than_poprun_has_descriptors(self, tmp_path):
+        all_are_there = tmp_path / "all are there"
+        program = f"until [ -e {shlex.quote(str(all_are_there))} ]; do sleep 0.02; done; echo said"
+        words = [sys.executable, "-m", "poprun", "--num-instances", "2", "--num-replicas", "2", "sh", "-c", program]
         job = start_command("sh", "-c", f"ulimit -Sn 64; exec {shlex.join(words)}")
         with contextlib.ExitStack() as held:
             name = control_socket(job.process.pid)
@@ -317,6 +319,7 @@ class TestTheControlSocket:
                 stranger.connect(f"\0{name}")
                 with contextlib.suppress(OSError):  # it may have been turned away
                     stranger.sendall(b"\1\xff\xff\xff\xff")
+            all_are_there.touch()
             finished = job.finish()
         assert finished.status == 0, finished.stderr
         assert finished.lines_of(0) == finished.lines_of(1) == ["said"]
@@ -331,10 +334,10 @@ class TestTheControlSocket:
 
 
 def control_socket(pid: int) -> str:
-    """The name of poprun's socket, as soon as it is there."""
+    """The name of poprun's socket, as soon as it accepts connections, which its flags say, see proc(5)."""
     deadline_s = time.monotonic() + LIMIT_S
     while True:
-        found = re.search(rf"@(poprun-{pid}-\w+)", Path("/proc/net/unix").read_text())
+        found = re.search(rf" 00010000 .*@(poprun-{pid}-\w+)", Path("/proc/net/unix").read_text())
         if found:
             return found[1]
         assert time.monotonic() < deadline_s
