@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -389,30 +391,30 @@ def test_what_a_stranger_says_is_shown_on_one_line_and_cut(addresses: list[str])
     assert len(str(error.value)) < 1000
 
 
+class _Stranger(socketserver.ThreadingTCPServer):
+    """Answers each connection in a thread of its own, and closes it when the client has, or the answer is over."""
+
+    allow_reuse_address = True  # a worker may listen there while connections to this one are open
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Who has only tried whether anybody listens has gone, which is none."""
+        if not isinstance(sys.exception(), ConnectionError):
+            raise
+
+
 @contextlib.contextmanager
-def stranger_at(address: str, answer: Callable[[socket.socket], None]) -> Iterator[list[socket.socket]]:
-    """Each connection to the address is answered in a thread of its own; who asks for it closes it."""
-    with socket.create_server(tuple(Address.parse(address).endpoints()[0].location)) as listener:
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):  # nobody listens any more
-                while True:
-                    connection, _ = listener.accept()
-                    connections.append(connection)
-                    threading.Thread(target=talk, args=(connection,), daemon=True).start()
-
-        def talk(connection: socket.socket) -> None:
-            with contextlib.suppress(ConnectionError):  # the other side has only tried whether anybody listens
-                answer(connection)
-
-        connections: list[socket.socket] = []
-        accepting = threading.Thread(target=accept)
-        accepting.start()
+def stranger_at(address: str, answer: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Something that is no worker listens there; what it has accepted stays open afterwards."""
+    place = tuple(Address.parse(address).endpoints()[0].location)
+    with _Stranger(place, lambda connection, *_: answer(connection)) as server:
+        listening = threading.Thread(target=server.serve_forever, args=(0.01,))
+        listening.start()
         try:
-            yield connections
+            yield
         finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            accepting.join()
+            server.shutdown()
+            listening.join()
 
 
 def test_grpc_does_not_repeat_by_itself_what_nobody_has_looked_at() -> None:
@@ -425,8 +427,7 @@ def test_grpc_does_not_repeat_by_itself_what_nobody_has_looked_at() -> None:
             if kind == http2.HEADERS:
                 begun.append(stream)
                 connection.sendall(http2.frame(http2.GOAWAY, 0, 0, bytes(8)))  # the last stream was number 0: none
-                break
-        connection.close()
+                return
 
     (address,) = port_addresses(1)
     (endpoint,) = Address.parse(address).endpoints()
@@ -448,10 +449,8 @@ def test_who_takes_the_place_of_a_host_that_has_vanished_is_found(monkeypatch: p
                 is_asked.set()
 
     group = WorkerThreads(port_addresses(2))
-    with watched() as warnings, stranger_at(group.addresses[1], be_silent) as connections:
+    with watched() as warnings, stranger_at(group.addresses[1], be_silent):
         first = group.join(0, connect_timeout_s=float("inf"), clock=FakeClock(tick_s=0.001))
         assert is_asked.wait(60)
         warnings.wait_for(1, f"for rank 1 at {group.addresses[1]} (what listens there has not answered for 0.5 s)")
     group.assert_end_well([first, group.join(1)])
-    for connection in connections:
-        connection.close()
