@@ -57,10 +57,3 @@ def test_ratios_to_horovod_follow_from_the_medians(run):
     assert row["hvd_tuned_over_ours"] == pytest.approx(ms["hvd_tuned"] / ms["ours"])
     assert row["over_hvd_over_hvd"] == pytest.approx(ms["over_hvd"] / ms["hvd"])
     assert row["over_hvd_over_hvd_tuned"] == pytest.approx(ms["over_hvd"] / ms["hvd_tuned"])
-
-
-def test_ours_may_be_the_strategy_over_horovod(tmp_path):
-    words = ("--strategy", "horovod", "--instances", "1", "--models", "mlp")
-    figures, _ = run_benchmark("train_step.py", tmp_path, *TURNS, *words, limit_s=LONGER_LIMIT_S)
-    assert figures["strategy"] == "horovod"
-    assert all(all(row["checks"].values()) for row in figures["rows"])

@@ -72,8 +72,8 @@ def test_on_threads(topic: str, subtests: pytest.Subtests, complete: bool) -> No
 
 
 def over_sizes(*transports: str) -> pytest.MarkDecorator:
-    """Jobs of one, two and three ranks, of which only those of the usual size are of the default tier."""
-    cases = [(transport, size) for transport in transports for size in (1, 2, 3)]
+    """Jobs of one rank up to the usual number, of which only those of the usual one are of the default tier."""
+    cases = [(transport, size) for transport in transports for size in range(1, USUAL_SIZES[transport] + 1)]
     marks = {case: () if case[1] == USUAL_SIZES[case[0]] else pytest.mark.complete for case in cases}
     return pytest.mark.parametrize(("transport", "size"), [pytest.param(*case, marks=marks[case]) for case in cases])
 

@@ -160,11 +160,11 @@ def test_a_signal_ends_everything(number, tmp_path):
 def test_the_digits_program_verifies_whatever_happens_to_it(tmp_path):
     """Over messages, with a failure under shrink, and stopped and resumed; the others verify over shared memory."""
     pytest.importorskip("orbax.checkpoint")
-    options = ["--spreads=1,2", "--transports=ring,grpc", "--inject", "--resume"]
+    options = ["--spreads=1,2", "--transports=ring", "--inject", "--resume"]
     program = [DIGITS, "--model=mlp", "--max-steps=5", f"--checkpoint-dir={tmp_path / 'mine'}"]
     finished = verify("--num-replicas=4", *options, sys.executable, *program)
     assert finished.status == 0, finished.stdout + finished.stderr
-    assert rows_of(finished) == ["first", *["equal"] * 4]
+    assert rows_of(finished) == ["first", *["equal"] * 3]
     assert not (tmp_path / "mine").exists()
 
 

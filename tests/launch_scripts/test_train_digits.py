@@ -302,15 +302,10 @@ class TestHorovod:
         assert result["strategy"] == "horovod"
         return result
 
-    def test_under_mpirun(self):
-        result = self.finish(poprun_jobs.start_mpirun(2, *self.command(), places=self.PLACES))
+    def test_on_two_instances(self):
+        result = self.finish(poprun_jobs.start("--num-instances=2", "--num-replicas=2", *self.command()))
         assert result["instances"] == 2
         assert {fact: result[fact] for fact in self.EXACT} == {fact: self.alone()[fact] for fact in self.EXACT}
-
-    def test_under_poprun(self):
-        result = self.finish(poprun_jobs.start("--num-instances=2", "--num-replicas=4", *self.command()))
-        assert (result["instances"], result["replicas"], result["steps"]) == (2, 4, 20)
-        assert result["final_loss"] < 2.3
 
     def test_without_a_launcher(self):
         done = start(*self.OPTIONS, "--replicas", 2)

@@ -49,9 +49,6 @@ def _options() -> argparse.Namespace:
 
 def _try_all(faults: Sequence[Fault], folder: Path, jobs: int) -> int:
     trials = [_trial(folder / str(number)) for number in range(max(1, min(jobs, len(faults))))]
-    tests = list(dict.fromkeys(test for fault in faults for test in fault.caught_by))
-    right = check_without_fault(trials[0], tests)
-    print(f"without a fault {len(right.passed)} tests pass in {right.wall_s:.1f} s", flush=True)
     idle: SimpleQueue[Trial] = SimpleQueue()
     for trial in trials:
         idle.put(trial)
@@ -67,6 +64,9 @@ def _try_all(faults: Sequence[Fault], folder: Path, jobs: int) -> int:
 
     with ThreadPoolExecutor(len(trials)) as pool:
         try:
+            right = list(pool.map(check_without_fault, trials, _shares(faults, len(trials))))
+            passed, wall_s = sum(len(run.passed) for run in right), max(run.wall_s for run in right)
+            print(f"without a fault {passed} tests pass in {wall_s:.1f} s", flush=True)
             caught = sum(pool.map(attempt, faults))
         except BaseException:  # a signal
             pool.shutdown(wait=False, cancel_futures=True)
@@ -80,6 +80,15 @@ def _try_all(faults: Sequence[Fault], folder: Path, jobs: int) -> int:
 def _trial(folder: Path) -> Trial:
     folder.mkdir()
     return Trial(PROJECT, folder)
+
+
+def _shares(faults: Sequence[Fault], count: int) -> list[list[str]]:
+    """The tests that catch them, for each of so many trials those of some of the files, where there are as many."""
+    files: dict[str, dict[str, None]] = {}
+    for test in (test for fault in faults for test in fault.caught_by):
+        files.setdefault(test.partition("::")[0], {})[test] = None
+    shares = [[test for of_file in list(files.values())[first::count] for test in of_file] for first in range(count)]
+    return [share for share in shares if share]
 
 
 def _line(fault: Fault, run: Run) -> str:

@@ -132,7 +132,7 @@ def failures_on(ranks):
 @needs_horovod
 @pytest.mark.job
 @pytest.mark.cores(2)
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize("statement", horovod_statements.SUITE.statements, ids=str)
 def test_with(statement, ranks):
     assert failures_on(ranks)[statement.name] == []

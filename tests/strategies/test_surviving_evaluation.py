@@ -99,8 +99,7 @@ def test_the_others_find_the_same_though_some_are_a_batch_ahead(parts, numbers):
     "parts",
     [
         ("predict on 0",),
-        ("evaluate", "step", "evaluate"),
-        ("step", "predict", "predict"),
+        ("evaluate", "step", "predict"),
     ],
     ids=str,
 )

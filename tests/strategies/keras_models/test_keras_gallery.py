@@ -32,6 +32,8 @@ pytestmark = [
 REPLICAS, EPOCHS, BATCH = 4, 4, 32
 STEPS = EPOCHS * ROWS // BATCH
 CLOSE = 1e-5
+SAVED = ("residual_net", "text_classification", "sequence_to_sequence", "siamese", "autoencoder", "tabular")
+"""Statistics of batches, layers and a model of their own, recurrence, a shared tower, several inputs and outputs."""
 _one_builds = threading.Lock()
 """Names and first weights follow from random states that all threads of a process have in common."""
 
@@ -139,6 +141,7 @@ def test_the_numbers_are_those_of_stock_keras(example: Example, alone: Trained) 
         np.testing.assert_allclose(ours, theirs, rtol=CLOSE, atol=CLOSE, err_msg=theirs.path)
 
 
+@pytest.mark.parametrize("example", SAVED, indirect=True)
 def test_a_model_is_saved_and_loaded_by_stock_keras_and_goes_on_in_a_scope(example: Example, tmp_path: Any) -> None:
     """A seed generator begins anew in a model that is loaded, also in stock Keras."""
     file, rows = tmp_path / "model.keras", BATCH // REPLICAS
