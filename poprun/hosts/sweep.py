@@ -13,13 +13,23 @@ from poprun.talking.processes import die_with_parent, send, start
 
 SILENT_LIMIT_S = 0.7
 """For a host that was silent just now: whoever waits for poprun would wait for nothing, most of the time."""
+_ON_HOST = """\
+found=$(pgrep -f "$1") || exit 0
+kill -KILL $found
+for pid in $found; do
+    looks=0
+    while kill -0 $pid && [ $((looks += 1)) -le 100 ]; do sleep 0.01; done
+    kill -0 $pid || rm -rf "${TMPDIR:-/tmp}/prted.$pid"
+done 2>/dev/null
+"""
+"""Kills what has the pattern in its command line, and removes the folder of a daemon that was ended by that."""
 
 
 def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job: str, environ: dict[str, str]) -> None:
     """Kill the daemons of one job on all hosts that can be reached, all at the same time.
 
     mpirun does it itself, unless it was killed or its connection to a daemon is gone. A shim whose daemon is gone ends
-    its instance.
+    its instance, and removes what the daemon leaves; one that has ended before does not, so the folder is removed here.
 
     Args:
         hosts: without this machine.
@@ -33,7 +43,7 @@ def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job
     running = {}
     for host in hosts:
         limit_s = SILENT_LIMIT_S if host in silent else limit_from(environ)
-        pid = start(remote_words(ssh, host, ["pkill", "-KILL", "-f", pattern]), environ, _prepare)
+        pid = start(remote_words(ssh, host, ["sh", "-c", _ON_HOST, "sh", pattern]), environ, _prepare)
         running[pid] = began_s + limit_s
     while any(time.monotonic() < deadline_s for deadline_s in running.values()):
         running = {pid: deadline_s for pid, deadline_s in running.items() if not _has_ended(pid)}
@@ -44,14 +54,14 @@ def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job
 
 
 def pattern_of(job: str) -> str:
-    """The regular expression that pkill finds in the command lines of a job's daemons, and only there.
+    """The regular expression that pgrep finds in the command lines of a job's daemons, and only there.
 
     PRRTE (3.0.14) cuts a host's name off at the first dot, unless `prte_keep_fqdn_hostnames` is set.
     """
     host, _, pid = job.rpartition("-")
     short, _, domain = host.partition(".")
     full = "".join(f"[.]{each}" for each in domain.split("."))
-    # The brackets keep pkill from finding the shell that has this very pattern in its command line.
+    # The brackets keep pgrep from finding the shell that has this very pattern in its command line.
     return f"[p]rterun-{short}({full})?-{pid}@" if domain else f"[p]rterun-{short}-{pid}@"
 
 

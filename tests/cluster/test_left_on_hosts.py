@@ -108,7 +108,17 @@ def kill_group(job: Job) -> None:
     os.killpg(os.getpgid(job.find("h0", POPRUN)[0]), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("deed", [kill_daemon, kill_mpirun, kill_shim, kill_keeper, kill_poprun, kill_group])
+def kill_group_beside_a_stopped_daemon(job: Job) -> None:
+    """Which is still there when its instance has ended, and then has to be killed."""
+    for pid in job.find("h1", DAEMON):
+        os.kill(pid, signal.SIGSTOP)
+    kill_group(job)
+
+
+DEEDS = [kill_daemon, kill_mpirun, kill_shim, kill_keeper, kill_poprun, kill_group, kill_group_beside_a_stopped_daemon]
+
+
+@pytest.mark.parametrize("deed", DEEDS)
 def test_after_sigkill_nothing_is_left_on_any_host(hosts: Bed, deed: Callable[[Job], None]) -> None:
     job = Job(hosts, sys.executable, "-c", FAMILY)
     job.await_start()

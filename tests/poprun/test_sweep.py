@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
-from poprun.hosts.sweep import pattern_of
+from poprun.hosts.sweep import pattern_of, sweep
 
 
 def daemon(nspace: str) -> str:
@@ -40,4 +47,39 @@ def test_those_of_other_jobs_are_not(nspace: str) -> None:
 def test_the_shell_that_looks_for_them_is_none() -> None:
     for host in ("n1", "n1.cluster.example"):
         pattern = pattern_of(f"{host}-4711")
-        assert not re.search(pattern, f"pkill -KILL -f {pattern}")
+        assert not re.search(pattern, f"sh -c pgrep -f {pattern}")
+
+
+LOCALLY = ["sh", "-c", 'eval "$3"', "sh"]
+"""In place of ssh: what is to be run on a host, here."""
+
+
+def test_a_daemon_is_killed_and_its_folder_removed_and_those_of_other_jobs_stay(tmp_path: Path) -> None:
+    """Nobody else may be left on its host who would."""
+    mpirun = os.getpid()  # no other job on this machine has that number
+    nspaces = f"prterun-n1-{mpirun}@0", f"prterun-n2-{mpirun}@0"
+    with ExitStack() as stack:
+        ours, other = (stack.enter_context(started(daemon(each))) for each in nspaces)
+        folders = [tmp_path / f"prted.{process.pid}" for process in (ours, other)]
+        for folder in folders:
+            (folder / "0").mkdir(parents=True)
+            (folder / "hwloc.sm").touch()
+        sweep(["host"], [], LOCALLY, f"n1-{mpirun}", {**os.environ, "TMPDIR": str(tmp_path)})
+        assert ours.wait() == -signal.SIGKILL
+        assert other.poll() is None
+        assert [folder.exists() for folder in folders] == [False, True]
+
+
+@contextmanager
+def started(words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with these words in its command line; it is reaped as soon as it has ended."""
+    process = subprocess.Popen(["sh", "-c", "read line", *words.split()], stdin=subprocess.PIPE)
+    reaping = threading.Thread(target=process.wait)
+    reaping.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        reaping.join()
+        assert process.stdin is not None
+        process.stdin.close()
