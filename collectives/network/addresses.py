@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
 import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 UNIX = "unix:"
 
 _HELLO_LIMIT_S = 2.0  # how long a server may take for its first bytes under TLS
+_RECEIVED_BYTES = 1 << 14
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,64 @@ class Endpoint:
         Raises:
             OSError: nobody answers in time; `ssl.SSLError` if the certificates do not fit.
         """
-        with self.connect(timeout_s) as connection, tls.wrap_socket(connection, server_hostname=name) as secured:
-            secured.settimeout(_HELLO_LIMIT_S)
+        with self.connect(timeout_s) as connection:
+            talk = _Talk(connection, tls, name)
+            talk.go_on(talk.secured.do_handshake)
+            connection.settimeout(_HELLO_LIMIT_S)
             # With TLS 1.3 a refusal of our certificate comes only now, otherwise the server's greeting.
-            if not secured.recv(1):
+            if not talk.go_on(lambda: talk.secured.read(1), at_the_end=b""):
                 raise ssl.SSLError(ssl.SSL_ERROR_EOF, "it ended the connection, so it does not accept our certificate")
+
+
+class _Talk:
+    """TLS over a connection that stays the caller's.
+
+    `SSLContext.wrap_socket` takes it over, and leaves it open where the other side has reset it by then (Python 3.11).
+
+    Args:
+        connection: to the server.
+        tls: with our certificates.
+        name: which the server's certificate has to carry.
+
+    Attributes:
+        secured: what is said over it.
+    """
+
+    def __init__(self, connection: socket.socket, tls: ssl.SSLContext, name: str) -> None:
+        self._connection = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.secured = tls.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
+
+    def go_on(self, step: Callable[[], _Result], at_the_end: _Result | None = None) -> _Result:
+        """Do a step of it, with all that it has to send and to receive for that.
+
+        Args:
+            step: a method of `secured`.
+            at_the_end: its result where the other side has ended the connection; without, that is an error.
+        """
+        while True:
+            try:
+                result = step()
+                self._send()
+                return result
+            except ssl.SSLWantReadError:
+                self._send()
+                if data := self._connection.recv(_RECEIVED_BYTES):
+                    self._incoming.write(data)
+                else:
+                    self._incoming.write_eof()
+            except ssl.SSLEOFError:
+                if at_the_end is None:
+                    raise
+                return at_the_end
+            except ssl.SSLError:
+                with contextlib.suppress(OSError):  # what was wrong is worth more
+                    self._send()
+                raise
+
+    def _send(self) -> None:
+        if self._outgoing.pending:
+            self._connection.sendall(self._outgoing.read())
 
 
 @dataclass(frozen=True)

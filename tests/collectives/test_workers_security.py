@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
+import select
 import socket
+import ssl
 import stat
+import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +44,7 @@ from workers import (
 import collectives
 from collectives import Communicator, Limits, PeerRefusedError, SecurityError, Settings
 from collectives.clock import FakeClock
-from collectives.network.addresses import Address
+from collectives.network.addresses import Address, Endpoint
 from collectives.network.hello import CONTROL
 from collectives.network.security import AUTHORITY, CERTIFICATE, INSECURE, KEY, TLS_VARIABLES, TOKEN, Security
 from collectives.network.wire import CONTROL_METHOD, HELLO, PROOF, WELCOME
@@ -706,3 +710,25 @@ def test_our_certificate_alone_is_no_right_to_a_taken_rank(secured_pair: Running
     hello = good_hello(secured_pair.job.addresses).encode()
     answer = answer_at(secured_pair.job.addresses[0], proven(hello, ""), files=right)
     assert_refused(secured_pair, answer, "rank 1 is taken by another process")
+
+
+class Reset(Endpoint):
+    """Connections that the other side has reset when they are there."""
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            connection = socket.create_connection(server.getsockname(), timeout_s)
+            other, _ = server.accept()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+        poll = select.poll()
+        poll.register(connection, select.POLLHUP)
+        poll.poll()
+        return connection
+
+
+def test_a_connection_that_is_reset_before_certificates_are_shown_is_closed() -> None:
+    """A warning about one that is not would be an error of this test."""
+    with pytest.raises(ConnectionError):
+        Reset(socket.AF_INET, "").shake_hands(LIMIT_S, ssl.create_default_context(), "localhost")
+    gc.collect()
