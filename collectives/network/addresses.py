@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -65,7 +66,7 @@ class Endpoint:
         """Find out over a new connection whether certificates fit.
 
         Args:
-            timeout_s: for connecting, and for each message.
+            timeout_s: for connecting, and for the handshake.
             tls: with our certificates.
             name: which theirs has to carry.
 
@@ -74,10 +75,12 @@ class Endpoint:
         """
         with self.connect(timeout_s) as connection:
             talk = _Talk(connection, tls, name)
-            talk.go_on(talk.secured.do_handshake)
-            connection.settimeout(_HELLO_LIMIT_S)
-            # With TLS 1.3 a refusal of our certificate comes only now, otherwise the server's greeting.
-            if not talk.go_on(lambda: talk.secured.read(1), at_the_end=b""):
+            talk.go_on(talk.secured.do_handshake, timeout_s)
+            greeting = b""
+            with contextlib.suppress(ssl.SSLEOFError):
+                # With TLS 1.3 a refusal of our certificate comes only now, otherwise the server's greeting.
+                greeting = talk.go_on(lambda: talk.secured.read(1), _HELLO_LIMIT_S)
+            if not greeting:
                 raise ssl.SSLError(ssl.SSL_ERROR_EOF, "it ended the connection, so it does not accept our certificate")
 
 
@@ -100,36 +103,44 @@ class _Talk:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.secured = tls.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
 
-    def go_on(self, step: Callable[[], _Result], at_the_end: _Result | None = None) -> _Result:
+    def go_on(self, step: Callable[[], _Result], limit_s: float) -> _Result:
         """Do a step of it, with all that it has to send and to receive for that.
 
         Args:
             step: a method of `secured`.
-            at_the_end: its result where the other side has ended the connection; without, that is an error.
+            limit_s: for all of it, in however many pieces what is to be received comes.
+
+        Raises:
+            OSError: it did not come in time; `ssl.SSLEOFError` if the other side has ended the connection.
         """
+        give_up_s = time.monotonic() + limit_s
         while True:
             try:
                 result = step()
-                self._send()
-                return result
             except ssl.SSLWantReadError:
                 self._send()
-                if data := self._connection.recv(_RECEIVED_BYTES):
-                    self._incoming.write(data)
-                else:
-                    self._incoming.write_eof()
-            except ssl.SSLEOFError:
-                if at_the_end is None:
-                    raise
-                return at_the_end
+                self._receive(give_up_s)
             except ssl.SSLError:
                 with contextlib.suppress(OSError):  # what was wrong is worth more
                     self._send()
                 raise
+            else:
+                self._send()
+                return result
 
     def _send(self) -> None:
         if self._outgoing.pending:
             self._connection.sendall(self._outgoing.read())
+
+    def _receive(self, give_up_s: float) -> None:
+        left_s = give_up_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(left_s)
+        if data := self._connection.recv(_RECEIVED_BYTES):
+            self._incoming.write(data)
+        else:
+            self._incoming.write_eof()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import stat
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -732,3 +733,22 @@ def test_a_connection_that_is_reset_before_certificates_are_shown_is_closed() ->
     with pytest.raises(ConnectionError):
         Reset(socket.AF_INET, "").shake_hands(LIMIT_S, ssl.create_default_context(), "localhost")
     gc.collect()
+
+
+def test_who_sends_a_handshake_byte_by_byte_is_not_waited_for_any_longer() -> None:
+    """Each byte comes in time, and all of them would take a quarter of an hour."""
+
+    def trickle() -> None:
+        other, _ = server.accept()
+        with other, contextlib.suppress(OSError):  # it has gone
+            other.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KiB
+            while True:
+                other.sendall(b"\x00")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        trickling = threading.Thread(target=trickle)
+        trickling.start()
+        with pytest.raises(TimeoutError):
+            Endpoint(socket.AF_INET, server.getsockname()).shake_hands(0.5, ssl.create_default_context(), "localhost")
+        trickling.join()

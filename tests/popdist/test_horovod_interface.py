@@ -14,6 +14,7 @@ from poprun_jobs import ROOT, start_command, start_mpirun
 from popdist import LifeCycleError, NotInitializedError, horovod
 
 LIMIT_S = 240.0
+RANKS = 2
 HEAD = """\
 import sys
 import numpy as np, popdist, pytest
@@ -117,25 +118,24 @@ def test_a_communicator_needs_popdist_init():
 
 
 @functools.cache
-def failures_on(ranks):
+def failures():
     """For each statement, its tracebacks in the processes where it does not hold."""
     with tempfile.TemporaryDirectory(prefix="statements-") as folder:
         program = [sys.executable, horovod_statements.__file__, folder]
         paths = f"{ROOT}:{ROOT / 'tests' / 'collectives'}"
-        job = start_mpirun(ranks, *program, environ={"PYTHONPATH": paths, "POPDIST_TIMEOUT_S": "20"})
+        job = start_mpirun(RANKS, *program, environ={"PYTHONPATH": paths, "POPDIST_TIMEOUT_S": "20"})
         finished = job.finish(LIMIT_S)
         assert (finished.status, finished.stdout) == (0, ""), finished.stderr
-        reports = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+        reports = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {name: [report[name] for report in reports if report[name]] for name in reports[0]}
 
 
 @needs_horovod
 @pytest.mark.job
 @pytest.mark.cores(2)
-@pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize("statement", horovod_statements.SUITE.statements, ids=str)
-def test_with(statement, ranks):
-    assert failures_on(ranks)[statement.name] == []
+def test_with(statement):
+    assert failures()[statement.name] == []
 
 
 # ---- life cycle
