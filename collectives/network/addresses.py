@@ -8,15 +8,17 @@ import ipaddress
 import os
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
+
+from collectives.clock import RealClock
 
 UNIX = "unix:"
 
 _HELLO_LIMIT_S = 2.0  # how long a server may take for its first bytes under TLS
 _RECEIVED_BYTES = 1 << 14
+_CLOCK = RealClock()  # as the kernel keeps the time of a socket's limit, whatever clock waits have
 _Result = TypeVar("_Result")
 
 
@@ -113,7 +115,7 @@ class _Talk:
         Raises:
             OSError: it did not come in time; `ssl.SSLEOFError` if the other side has ended the connection.
         """
-        give_up_s = time.monotonic() + limit_s
+        give_up_s = _CLOCK.now_s() + limit_s
         while True:
             try:
                 result = step()
@@ -133,7 +135,7 @@ class _Talk:
             self._connection.sendall(self._outgoing.read())
 
     def _receive(self, give_up_s: float) -> None:
-        left_s = give_up_s - time.monotonic()
+        left_s = give_up_s - _CLOCK.now_s()
         if left_s <= 0:
             raise TimeoutError("timed out")
         self._connection.settimeout(left_s)
