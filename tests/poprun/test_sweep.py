@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -55,31 +56,44 @@ LOCALLY = ["sh", "-c", 'eval "$3"', "sh"]
 
 
 def test_a_daemon_is_killed_and_its_folder_removed_and_those_of_other_jobs_stay(tmp_path: Path) -> None:
-    """Nobody else may be left on its host who would."""
+    """Nobody else may be left on its host who would; nor somebody who reaps it, as in a container without an init."""
     mpirun = os.getpid()  # no other job on this machine has that number
     nspaces = f"prterun-n1-{mpirun}@0", f"prterun-n2-{mpirun}@0"
     with ExitStack() as stack:
         ours, other = (stack.enter_context(started(daemon(each))) for each in nspaces)
-        folders = [tmp_path / f"prted.{process.pid}" for process in (ours, other)]
-        for folder in folders:
-            (folder / "0").mkdir(parents=True)
-            (folder / "hwloc.sm").touch()
+        folders = [folder_of(process, tmp_path) for process in (ours, other)]
         sweep(["host"], [], LOCALLY, f"n1-{mpirun}", {**os.environ, "TMPDIR": str(tmp_path)})
+        assert [folder.exists() for folder in folders] == [False, True]
         assert ours.wait() == -signal.SIGKILL
         assert other.poll() is None
-        assert [folder.exists() for folder in folders] == [False, True]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv, for another user")
+def test_the_daemon_of_another_user_keeps_its_folder_because_it_cannot_be_killed() -> None:
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *LOCALLY]
+    with TemporaryDirectory(dir="/tmp") as everybodys, started(daemon(f"prterun-n1-{os.getpid()}@0")) as theirs:
+        os.chmod(everybodys, 0o777)
+        folder = folder_of(theirs, Path(everybodys))
+        sweep(["host"], [], as_nobody, f"n1-{os.getpid()}", {**os.environ, "TMPDIR": everybodys})
+        assert theirs.poll() is None
+        assert folder.exists()
+
+
+def folder_of(process: subprocess.Popen[bytes], temporary: Path) -> Path:
+    """The folder of a daemon, which everybody may remove."""
+    folder = temporary / f"prted.{process.pid}"
+    (folder / "0").mkdir(parents=True)
+    (folder / "hwloc.sm").touch()
+    for each in (folder, folder / "0"):
+        each.chmod(0o777)
+    return folder
 
 
 @contextmanager
 def started(words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with these words in its command line; it is reaped as soon as it has ended."""
-    process = subprocess.Popen(["sh", "-c", "read line", *words.split()], stdin=subprocess.PIPE)
-    reaping = threading.Thread(target=process.wait)
-    reaping.start()
-    try:
-        yield process
-    finally:
-        process.kill()
-        reaping.join()
-        assert process.stdin is not None
-        process.stdin.close()
+    """A process with these words in its command line."""
+    with subprocess.Popen(["sh", "-c", "read line", *words.split()], stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
