@@ -119,7 +119,7 @@ else:
 
 def run_programs(how, programs, folder, *devices):
     """What is printed where programs of the documentation are run in this way."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_", "XLA_"))}
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", how, json.dumps(programs), *devices],
         env=clean | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},  # the folders that they make stay

@@ -6,6 +6,7 @@ differentiates functions and has no tape: a context differentiates a function, a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from strategies.programs.jaxpr import Equation, Graph, Group, cut, every_equation
+from strategies.programs.right_sums import use_right_sums
 from strategies.programs.segments import Action, Part, carry_out, in_turn
 from strategies.roles import Function
 
@@ -51,6 +53,7 @@ class GradientCaptureContext:
 
     def __init__(self) -> None:
         self._captured: Mapping[str, ArrayLike] | None = None
+        use_right_sums(os.environ)  # what it differentiates may start JAX, before there is a strategy
 
     def __enter__(self) -> GradientCaptureContext:
         return self

@@ -86,6 +86,12 @@ def test_all_sums_are_right_once_there_is_a_strategy_and_a_second_one_finds_the_
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
 
 
+def test_what_is_captured_before_there_is_a_strategy_is_added_up_right_and_one_can_be_made_afterwards(run):
+    capture = "import strategies\ncontext = strategies.GradientCaptureContext()\ncontext.grad(lambda x: x * x)(1.0)\n"
+    finished = run(capture + MAKE_THE_STRATEGY + SUMS)
+    assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
+
+
 @pytest.mark.complete
 @pytest.mark.skipif(not (adds_up_wrongly(JAXLIB) and is_measured(JAXLIB)), reason=f"jaxlib {JAXLIB} was not seen wrong")
 def test_they_are_wrong_otherwise(run):

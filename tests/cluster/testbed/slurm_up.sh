@@ -10,14 +10,14 @@
 # S               state, seen by all hosts (default ${TMPDIR:-/tmp}/testbed/slurm)
 # D               state of netns_up.sh
 # N=4 CPUS=2      nodes of MODE=local; cores that each node claims
-# BASE=17000      first port
+# BASE=11000      first port
 # SLURMD_TIMEOUT=15
 #
 # Exit status: 0 up, 77 something is missing here, 1 failed.
 # Without libpmix-dev `srun --mpi=pmix` does not work: the plugin opens libpmix.so, a link which only that package has.
 set -u
 here=$(cd -- "$(dirname -- "$0")" && pwd -P)
-S=${S:-${TMPDIR:-/tmp}/testbed/slurm} D=${D:-${TMPDIR:-/tmp}/testbed/hosts} CPUS=${CPUS:-2} BASE=${BASE:-17000}
+S=${S:-${TMPDIR:-/tmp}/testbed/slurm} D=${D:-${TMPDIR:-/tmp}/testbed/hosts} CPUS=${CPUS:-2} BASE=${BASE:-11000}
 SLURMD_TIMEOUT=${SLURMD_TIMEOUT:-15} PFX=h N=${N:-4} NET=10.77.0
 export S D SLURM_CONF=$S/slurm.conf
 
