@@ -13,19 +13,19 @@ from poprun.talking.processes import die_with_parent, send, start
 
 SILENT_LIMIT_S = 0.7
 """For a host that was silent just now: whoever waits for poprun would wait for nothing, most of the time."""
-_ON_HOST = """\
-runs() { grep -qs '^State:[[:space:]]*[^XZ[:space:]]' /proc/$1/status; }
-found=$(pgrep -f "$1") || exit 0
-kill -KILL $found
-for pid in $found; do
-    looks=0
-    while runs $pid && [ $((looks += 1)) -le 100 ]; do sleep 0.01; done
-    runs $pid || rm -rf "${TMPDIR:-/tmp}/prted.$pid"
-done 2>/dev/null
-"""
+_ON_HOST = (
+    "runs() { grep -qs '^State:[[:space:]]*[^XZ[:space:]]' /proc/$1/status; }; "
+    'found=$(pgrep -f "$1") || exit 0; '
+    "kill -KILL $found; "
+    "for pid in $found; do looks=0; "
+    "while runs $pid && [ $((looks += 1)) -le 100 ]; do sleep 0.01; done; "
+    'runs $pid || rm -rf "${TMPDIR:-/tmp}/prted.$pid"; '
+    "done 2>/dev/null"
+)
 """Kills what has the pattern in its command line, and removes the folder of a daemon that was ended by that.
 
-One that nobody reaps, as in a container without an init, has ended too; another user's has not.
+One that nobody reaps, as in a container without an init, has ended too; another user's has not. In one line: a login
+shell that is a C shell reads no word of several.
 """
 
 

@@ -51,8 +51,8 @@ def test_the_shell_that_looks_for_them_is_none() -> None:
         assert not re.search(pattern, f"sh -c pgrep -f {pattern}")
 
 
-LOCALLY = ["sh", "-c", 'eval "$3"', "sh"]
-"""In place of ssh: what is to be run on a host, here."""
+LOCALLY = ["sh", "-c", 'case "$3" in *"\n"*) exit 1 ;; esac; eval "$3"', "sh"]
+"""In place of ssh: what is to be run on a host, here; a C shell, which a login shell may be, reads only one line."""
 
 
 def test_a_daemon_is_killed_and_its_folder_removed_and_those_of_other_jobs_stay(tmp_path: Path) -> None:
@@ -66,6 +66,16 @@ def test_a_daemon_is_killed_and_its_folder_removed_and_those_of_other_jobs_stay(
         assert [folder.exists() for folder in folders] == [False, True]
         assert ours.wait() == -signal.SIGKILL
         assert other.poll() is None
+
+
+@pytest.mark.skipif(not shutil.which("tcsh"), reason="needs tcsh")
+def test_a_c_shell_as_login_shell_kills_a_daemon_too(tmp_path: Path) -> None:
+    by_tcsh = ["sh", "-c", 'exec tcsh -f -c "$3"', "sh"]
+    with started(daemon(f"prterun-n1-{os.getpid()}@0")) as ours:
+        folder = folder_of(ours, tmp_path)
+        sweep(["host"], [], by_tcsh, f"n1-{os.getpid()}", {**os.environ, "TMPDIR": str(tmp_path)})
+        assert not folder.exists()
+        assert ours.wait() == -signal.SIGKILL
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv, for another user")
