@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from popdist.records.linked_files import open_unless_linked
+
 
 def open_recording(path: Path) -> BinaryIO:
     """The file, empty, without a buffer, and this process's own until it ends or closes it.
@@ -19,10 +21,10 @@ def open_recording(path: Path) -> BinaryIO:
         OSError: it cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab", buffering=0)
+    file = _open(path)
     if not _lock(file):
         file.close()
-        file = path.with_name(f"{path.stem}.process-{os.getpid()}{path.suffix}").open("ab", buffering=0)
+        file = _open(path.with_name(f"{path.stem}.process-{os.getpid()}{path.suffix}"))
         _lock(file)
     if file.seek(0, os.SEEK_END):
         file.truncate(0)
@@ -37,6 +39,10 @@ def is_being_written(path: Path) -> bool:
     """
     with path.open("ab", buffering=0) as file:
         return not _lock(file)
+
+
+def _open(path: Path) -> BinaryIO:
+    return open(path, "ab", buffering=0, opener=open_unless_linked)
 
 
 def _lock(file: BinaryIO) -> bool:

@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 from typing import TypeGuard
 
+from popdist.records.linked_files import open_unless_linked
 from poprun.asking.command_line import CommandLine, Value, check_number, read_value
 from poprun.asking.options import OPTIONS, Kind, Option
 from poprun.errors import UsageError
@@ -114,7 +115,7 @@ def open_own(path: Path, flags: int) -> int:
     Raises:
         OSError: it cannot be written.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
+    descriptor = open_unless_linked(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_mode & 0o022 and status.st_uid == os.geteuid():
         os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~0o022)

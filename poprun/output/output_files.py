@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from popdist.records.linked_files import open_unless_linked
 from poprun.errors import UsageError
 from poprun.output.output_lines import Cursor
 from poprun.output.output_style import STREAMS
@@ -117,7 +118,7 @@ class OutputFiles(Keeping):
         if descriptor < 0:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
-            descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            descriptor = open_unless_linked(self._directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._open[name] = descriptor
         return descriptor
 

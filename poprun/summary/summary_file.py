@@ -108,7 +108,7 @@ def make_room(file: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         beside = _beside(path)
-        beside.touch()
+        beside.touch(exist_ok=False)  # so no link that others have made is followed
         beside.unlink()
     except OSError as error:
         raise UsageError(f"--summary json:{file} cannot be written: {error.strerror}; name another file") from None
@@ -126,7 +126,8 @@ def write_summary(file: str, described: dict[str, object]) -> None:
     beside = _beside(path)
     try:
         # Words of the user that are not UTF-8 are escaped, as everything that is not ASCII.
-        beside.write_text(f"{json.dumps(described, indent=2, allow_nan=False)}\n", encoding="ascii")
+        with beside.open("x", encoding="ascii") as made:
+            made.write(f"{json.dumps(described, indent=2, allow_nan=False)}\n")
         beside.replace(path)
     except OSError:
         with suppress(OSError):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
+
+from popdist.records.linked_files import open_unless_linked
 
 _CHUNK = 20_000
 _COMPRESSED = ".gz"
@@ -47,8 +50,9 @@ class Writer:
 def opened(path: Path) -> BinaryIO:
     """The file of a trace, empty; compressed where the name ends in .gz."""
     if path.suffix == _COMPRESSED:
+        os.close(open_unless_linked(path, os.O_WRONLY | os.O_CREAT))
         return cast(BinaryIO, gzip.open(path, "wb", compresslevel=1))
-    return path.open("wb", buffering=1 << 20)
+    return open(path, "wb", buffering=1 << 20, opener=open_unless_linked)
 
 
 def name_of(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, final
 
+from popdist.records.linked_files import open_unless_linked
 from strategies.sinks.row import Row
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class Said(NamedTuple):
@@ -29,7 +34,7 @@ SaidBy = Callable[[bytes], Said | None]
 
 @final
 class ContinuedFile:
-    """Appends lines, unbuffered.
+    """A file to append lines to, unbuffered. While it is open, no other process can open it in this way.
 
     Args:
         path: of the file; its folder is made.
@@ -38,6 +43,8 @@ class ContinuedFile:
 
     Raises:
         ValueError: the file that is there begins otherwise.
+        BlockingIOError: another `ContinuedFile`, of this process or another one, has the file open.
+        PermissionError: the path is a symbolic link of another user.
     """
 
     def __init__(self, path: Path, start: bytes, goes_on: bool) -> None:
@@ -45,13 +52,17 @@ class ContinuedFile:
         self._goes_on = goes_on
         self._is_begun = False
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._refuse_others(start)
+        self._file = _open_locked(path)
+        try:
+            self._refuse_others(start)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def is_regular(self) -> bool:
         """Whether it can be read and cut; a pipe or a terminal cannot."""
-        return stat.S_ISREG(os.fstat(self._file).st_mode)
+        return _is_regular(self._file)
 
     def append(self, data: bytes) -> None:
         """Write all of it.
@@ -86,15 +97,17 @@ class ContinuedFile:
     def replace(self, lines: Iterable[bytes]) -> None:
         """Have these lines instead, or what there was if that is impossible."""
         beside = self.path.with_name(f"{self.path.name}.new")
+        beside.unlink(missing_ok=True)
         try:
-            with beside.open("wb") as file:
+            with open(beside, "wb", opener=_make) as file:
                 file.writelines(lines)
-            os.chmod(beside, stat.S_IMODE(os.fstat(self._file).st_mode))
-            os.replace(beside, self.path)
+                file.flush()
+                os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file).st_mode))
+                os.replace(beside, self.path)
+                self._go_on_with(os.dup(file.fileno()))
         except OSError:
             beside.unlink(missing_ok=True)
             raise
-        self._reopen()
 
     def lines(self) -> Iterable[bytes]:
         """Those that are in the file, each with its end."""
@@ -106,7 +119,7 @@ class ContinuedFile:
         os.close(self._file)
 
     def _refuse_others(self, start: bytes) -> None:
-        begins = next(iter(self.lines()), b"")[: len(start)] if self.is_regular else b""
+        begins = os.pread(self._file, len(start), 0).partition(b"\n")[0] if self.is_regular else b""
         if not start.startswith(begins):
             raise ValueError(f"the file is there, and does not begin with {start.decode()}; name another file")
 
@@ -126,11 +139,54 @@ class ContinuedFile:
         while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
             number += 1
         os.rename(self.path, aside)
-        self._reopen()
+        self._go_on_with(_make(self.path))
 
-    def _reopen(self) -> None:
+    def _go_on_with(self, descriptor: int) -> None:
         os.close(self._file)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._file = descriptor
+
+
+def _open_locked(path: Path) -> int:
+    """Open a file, made if it is missing, that no other descriptor has locked, and lock it."""
+    while True:
+        descriptor = open_unless_linked(path, _FLAGS)
+        try:
+            _lock(descriptor)
+            if not _is_regular(descriptor) or os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the one who had locked it has replaced the file meanwhile
+
+
+def _make(path: Path | str, flags: int = 0) -> int:
+    """Make a file that is not there, and lock it."""
+    descriptor = os.open(path, _FLAGS | os.O_EXCL, 0o666)
+    _lock(descriptor)
+    return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a regular file by flock, which, unlike locks of POSIX, closing another descriptor of it does not end.
+
+    Raises:
+        BlockingIOError: it is locked.
+    """
+    if not _is_regular(descriptor):
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(errno.EWOULDBLOCK, "another job, or another sink of this one, writes to it") from None
+    except OSError:  # some file systems have no locks
+        return
+
+
+def _is_regular(descriptor: int) -> bool:
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)
 
 
 def _comes_again(said: Said, first: Row) -> bool:

@@ -79,11 +79,13 @@ class CsvFile(Sink):
         return _joined([row.step, row.time_s, *(values.get(name, "") for name in self._columns[2:])])
 
     def _said(self, line: bytes) -> Said | None:
-        fields = next(csv.reader([line.decode(errors="replace")]), [])
-        if not fields or not fields[0].lstrip("-").isdecimal():
+        try:
+            step, _, *numbers = next(csv.reader([line.decode()]))
+            return Said(
+                int(step), frozenset(name for name, number in zip(self._columns[2:], numbers, strict=False) if number)
+            )
+        except (ValueError, StopIteration, csv.Error):
             return None
-        numbers = zip(self._columns[2:], fields[2:], strict=False)
-        return Said(int(fields[0]), frozenset(name for name, number in numbers if number))
 
 
 def _columns_of(file: ContinuedFile) -> list[str]:

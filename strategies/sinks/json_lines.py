@@ -68,5 +68,5 @@ def _said(line: bytes) -> Said | None:
     try:
         found = json.loads(line)
         return Said(int(found[STEP]), frozenset(found) - {STEP, TIME})
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

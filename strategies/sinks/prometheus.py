@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from socketserver import ThreadingMixIn
 from typing import Any, final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from strategies.sinks.row import Number, Row
 from strategies.sinks.sink import Sink
 from strategies.sinks.sinks import Job
+
+logger = logging.getLogger("strategies.metrics")
+
+MOST_CLIENTS = 16
+"""How many clients are answered at once; each takes a thread and a descriptor of the instance that trains."""
+CLIENT_LIMIT_S = 10.0
+"""How long a client may take to ask and to read the answer."""
 
 
 @dataclass
@@ -36,32 +51,37 @@ class Prometheus(Sink):
         host: a name or an address of this host.
         port: 0: any free one; see `address`.
         job: see there.
+        client_limit_s: see `CLIENT_LIMIT_S`.
     """
 
     way_out = "name another address of this host"
 
-    def __init__(self, host: str, port: int, job: Job) -> None:
+    def __init__(self, host: str, port: int, job: Job, client_limit_s: float = CLIENT_LIMIT_S) -> None:
         self.name = f"prometheus:{host}:{port}"
         self._at = host, port
         self._job = job
+        self._client_limit_s = client_limit_s
         self._state = _State()
-        self._server: Any = None
-        self._thread: Any = None
+        self._server: _Server | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def address(self) -> tuple[str, int]:
         """Where it answers while it is open."""
+        assert self._server is not None
         host, port = self._server.server_address[:2]
-        return host, port
+        return str(host), port
 
     def open(self, goes_on: bool) -> None:
         """See `Sink`."""
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         registry = CollectorRegistry()
         registry.register(self)
         host, port = self._at
-        self._server, self._thread = start_http_server(port, host, registry)
+        self._server = _Server(host, port, make_wsgi_app(registry), self._client_limit_s)
+        self._thread = threading.Thread(target=self._server.serve_forever, name=self.name, daemon=True)
+        self._thread.start()
 
     def write(self, rows: Sequence[Row]) -> None:
         """See `Sink`; who asks gets the state from before or behind all rows."""
@@ -74,7 +94,7 @@ class Prometheus(Sink):
 
     def close(self) -> None:
         """See `Sink`."""
-        if self._server is not None:
+        if self._server is not None and self._thread is not None:
             server, self._server = self._server, None
             server.shutdown()
             server.server_close()
@@ -103,3 +123,67 @@ class Prometheus(Sink):
         for name, number in state.numbers.items():
             metric.add_metric([name], number)
         yield metric
+
+
+@final
+class _Server(ThreadingMixIn, WSGIServer):
+    """An HTTP server with a bound on its clients, and on the time of each.
+
+    Args:
+        host: a name or an address of this host.
+        port: 0: any free one.
+        application: answers requests, by WSGI.
+        client_limit_s: see `CLIENT_LIMIT_S`.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128  # 5 is the default, and a client that finds it full tries again after a second
+
+    def __init__(self, host: str, port: int, application: Any, client_limit_s: float) -> None:
+        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = family
+        self._client_limit_s = client_limit_s
+        self._accepted_s: dict[socket.socket, float] = {}
+        super().__init__((host, port), _Handler)
+        self.set_app(application)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, unless there are too many clients."""
+        if len(self._accepted_s) >= MOST_CLIENTS:
+            logger.debug("prometheus: there are %d clients (MOST_CLIENTS); %s is cut off", MOST_CLIENTS, client_address)
+            self.shutdown_request(request)
+            return
+        self._accepted_s[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Cut off the clients whose time is over; called by `serve_forever` twice a second and after each request."""
+        super().service_actions()
+        self._cut_off(accepted_before_s=time.monotonic() - self._client_limit_s)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self._accepted_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """End the server and all its connections."""
+        super().server_close()
+        self._cut_off(accepted_before_s=time.monotonic())
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Keep what clients do wrong out of the program's output."""
+        logger.debug("prometheus: the client %s was not answered: %s", client_address, sys.exc_info()[1])
+
+    def _cut_off(self, accepted_before_s: float) -> None:
+        for request, accepted_s in list(self._accepted_s.items()):
+            if accepted_s <= accepted_before_s:
+                with suppress(OSError):  # closed meanwhile
+                    request.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(WSGIRequestHandler):
+    """Answers one request, and does not log it."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -195,3 +196,71 @@ def test_what_is_no_file_takes_lines_too(kind, path):
         sink.close()
     finally:
         os.close(reader)
+
+
+def test_a_second_writer_of_a_file_is_refused(kind, path):
+    first, second = kind(path), kind(path)
+    first.open(goes_on=False)
+    with pytest.raises(BlockingIOError, match="another job, or another sink of this one, writes to it"):
+        second.open(goes_on=False)
+    first.write(train(1))
+    first.write([said(2, accuracy=1.0)])  # a table is written anew
+    with pytest.raises(BlockingIOError):
+        second.open(goes_on=True)
+    first.close()
+    assert steps_of(read(path)) == [1, 2]
+    assert steps_of(written(kind, path, train(3), goes_on=True)) == [1, 2, 3]
+
+
+def test_a_file_that_is_set_aside_leaves_its_name_locked(kind, path):
+    written(kind, path, train(1, 2))
+    first = kind(path)
+    first.open(goes_on=False)
+    first.write(train(1))
+    with pytest.raises(BlockingIOError):
+        kind(path).open(goes_on=False)
+    first.close()
+    assert steps_of(read(path)) == [1]
+
+
+def test_a_killed_writer_leaves_its_file_to_the_next_one(kind, path):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        sink = kind(path)
+        sink.open(goes_on=False)
+        sink.write(train(1))
+        os.write(writing, b".")
+        signal.pause()
+    os.close(writing)
+    assert os.read(reading, 1) == b"."
+    os.close(reading)
+    with pytest.raises(BlockingIOError):
+        kind(path).open(goes_on=True)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert steps_of(written(kind, path, train(2), goes_on=True)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"step": ' + b"[" * 100_000,
+        b'{"step": 1e999}',
+        b"9" * 5000 + b",1,2",
+        b'1,2,"' + b"x" * 200_000,
+    ],
+    ids=["deep", "deep step", "infinite step", "many digits", "long field"],
+)
+def test_a_damaged_line_stays_and_what_follows_is_gone_on_with(kind, path, line):
+    written(kind, path, train(1, 2))
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+    sink = kind(path)
+    sink.open(goes_on=True)
+    sink.write(train(3))
+    sink.close()
+    kept = path.read_bytes().splitlines()
+    assert kept[-2] == line
+    assert b"3.5" in kept[-1]

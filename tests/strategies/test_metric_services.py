@@ -1,16 +1,19 @@
 """Metrics for TensorBoard, Prometheus, MLflow and Weights & Biases, read back with what is theirs."""
 
+import contextlib
 import math
+import socket
 import struct
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from popdist.records import Waits
-from strategies.sinks.prometheus import Prometheus
+from strategies.sinks.prometheus import MOST_CLIENTS, Prometheus
 from strategies.sinks.row import Row, reading_of
 from strategies.sinks.sinks import Job
 from strategies.sinks.tensorboard import TensorBoard
@@ -154,9 +157,27 @@ class TestPrometheus:
         again.close()
         again.close()
 
-    def test_a_slow_scraper_keeps_nobody_from_writing(self):
-        import socket
+    def test_silent_clients_are_cut_off_and_their_number_is_bounded(self, capfd):
+        sink = Prometheus("127.0.0.1", 0, Job(), client_limit_s=0.5)
+        sink.open(goes_on=False)
+        try:
+            threads = threading.active_count()
+            with contextlib.ExitStack() as held:
+                clients = [held.enter_context(socket.create_connection(sink.address, 60)) for _ in range(95)]
+                for client in clients:
+                    with contextlib.suppress(ConnectionError):  # cut off at once
+                        client.sendall(b"GET / HTTP/1.1\r\n")
+                        assert threading.active_count() <= threads + MOST_CLIENTS
+                for client in clients:
+                    with contextlib.suppress(ConnectionError):
+                        while client.recv(1 << 16):  # a client that is cut off while it asks is told so
+                            pass
+                assert ("popdist_step",) not in self.answers(sink)
+        finally:
+            sink.close()
+        assert capfd.readouterr() == ("", "")
 
+    def test_a_slow_scraper_keeps_nobody_from_writing(self):
         sink = Prometheus("127.0.0.1", 0, Job())
         sink.open(goes_on=False)
         try:

@@ -1,0 +1,86 @@
+"""Files that are written, unless somebody else's symbolic link says where."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from popdist.records.linked_files import open_unless_linked
+from popdist.timeline.opening import open_recording
+from poprun.asking.config import open_own
+from poprun.output.output_files import OutputFiles
+from poprun.timeline.trace_file import opened
+from strategies.sinks.csv_file import CsvFile
+
+NEW = os.O_WRONLY | os.O_CREAT
+STRANGER = 12345
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
+
+
+@pytest.fixture
+def target(tmp_path):
+    path = tmp_path / "target"
+    path.write_text("mine")
+    return path
+
+
+def link(path: Path, target: Path, owner: int | None = None) -> Path:
+    path.symlink_to(target)
+    if owner is not None:
+        os.lchown(path, owner, owner)
+    return path
+
+
+def test_a_file_is_made_with_its_rights(tmp_path):
+    os.close(open_unless_linked(tmp_path / "new", NEW, 0o640))
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_program_that_is_started_does_not_inherit_it(tmp_path):
+    descriptor = open_unless_linked(tmp_path / "new", NEW)
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)
+
+
+def test_links_of_ones_own_are_followed(tmp_path, target):
+    with open(link(tmp_path / "link", target), "w", opener=open_unless_linked) as file:
+        file.write("new")
+    assert target.read_text() == "new"
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_links_of_others_are_refused(tmp_path, target, place):
+    found = link(tmp_path / "link", target if place == "file" else tmp_path, STRANGER)
+    with pytest.raises(PermissionError, match=f"{found} is a symbolic link of the user with the number {STRANGER}"):
+        open_unless_linked(found if place == "file" else found / "target", os.O_WRONLY | os.O_TRUNC)
+    assert target.read_text() == "mine"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: CsvFile(path).open(goes_on=False),
+        open_recording,
+        lambda path: open_own(path, os.O_TRUNC),
+        opened,
+    ],
+    ids=["metrics", "recording", "configuration", "trace"],
+)
+def test_nothing_that_is_written_follows_them(tmp_path, target, write):
+    with pytest.raises(PermissionError):
+        write(link(tmp_path / "link", target, STRANGER))
+    assert target.read_text() == "mine"
+
+
+@needs_root
+def test_output_that_a_link_took_the_place_of_is_given_up_and_said(tmp_path, target):
+    said: list[str] = []
+    files = OutputFiles(tmp_path / "output", 1, said.append)
+    (tmp_path / "output/merged.log").unlink()
+    link(tmp_path / "output/merged.log", target, STRANGER)
+    files.merge(b"", b"words\n", b"")
+    files.close()
+    assert target.read_text() == "mine"
+    assert "is not followed; the job goes on, but no more of its output is kept" in said[0]
