@@ -147,6 +147,7 @@ class Admission:
         """Tell both sides why; does not return."""
         line = f"{self._node.names[self._node.rank]} refused {context.peer()}: {refusal.reason}"
         self.log(refusal.reason, line)
+        context.set_trailing_metadata(((wire.REFUSAL, "1"),))
         context.abort(wire.REFUSED if refusal.is_final else wire.NOT_YET, refusal.reason)
 
     def log(self, reason: str, line: str) -> None:

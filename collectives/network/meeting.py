@@ -28,7 +28,7 @@ class Meeting:
     """Calls all the others again and again, until streams lead both ways.
 
     Who is refused by a worker that was there before has come to the wrong place and ends. Who was there first stays,
-    says what it has seen, and waits for the right one.
+    says what it has seen, and waits for the right one; so does who is answered by something that is no worker.
     """
 
     def __init__(self, node: Worker) -> None:
@@ -120,32 +120,34 @@ class Meeting:
         if wire.WELCOME not in welcome:
             if call.cancelled():
                 peer.trouble = f"what listens there has not answered for {_ANSWER_LIMIT_S:g} s"
+            elif wire.REFUSAL not in dict(call.trailing_metadata() or ()):
+                peer.trouble = f"what listens there does not answer as a worker: {foreign(call.details() or '')}"
             elif call.code() is wire.REFUSED:
                 self._refused(peer, foreign(call.details() or ""))
-            elif call.code() is wire.NOT_YET:
-                peer.trouble = foreign(call.details() or "")
             else:
-                peer.trouble = f"what listens there does not answer as a worker: {foreign(call.details() or '')}"
+                peer.trouble = foreign(call.details() or "")
             return
         digest = str(welcome[wire.WELCOME])
-        if not node.security.is_proof(welcome.get(wire.PROOF, ""), f"{digest} welcomes {peer.drawn}"):
+        proof = welcome.get(wire.PROOF, "")
+        if not node.security.is_proof(proof, f"{digest} welcomes {peer.drawn}"):
             call.cancel()
-            self._refused(peer, "what listens there does not know our job token")
+            # A worker without a token shows no proof; one with another token would have refused our hello.
+            self._refused(peer, "what listens there does not know our job token", is_worker=not proof)
             return
         node.take_answer(peer, digest, call)
         node.watch_control(peer)
 
-    def _refused(self, peer: Peer, reason: str) -> None:
+    def _refused(self, peer: Peer, reason: str, is_worker: bool = True) -> None:
         """What listens at the address of `peer` and this worker do not want each other."""
         peer.trouble = reason
         facts = f"{self._node.names[self._node.rank]} was refused by {peer.name}: {reason}"
-        if peer.was_there_first:
+        if peer.was_there_first and is_worker:
             with self._node.changed:
                 self._refusal = self._refusal or PeerRefusedError(facts)
                 self._node.changed.notify_all()
         elif (peer.rank, reason) not in self._told:
             self._told.add((peer.rank, reason))
-            logger.warning("%s; this worker was there first and goes on waiting", facts)
+            logger.warning("%s; this worker goes on waiting for the right one", facts)
 
 
 def _answer_of(call: Any) -> dict[str, Any]:

@@ -67,12 +67,21 @@ class Security:
     token: str = field(default="", repr=False)
     allows_plaintext: bool = False
 
+    def __post_init__(self) -> None:
+        try:
+            self.token.encode()
+        except UnicodeEncodeError:
+            raise SecurityError(
+                f"{TOKEN} is not valid UTF-8; give it a secret of letters and digits, as `openssl rand -hex 16` prints"
+            ) from None
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Security:
         """What POPDIST_TLS_CERT, POPDIST_TLS_KEY, POPDIST_TLS_CA, POPDIST_JOB_TOKEN and POPDIST_GRPC_INSECURE say.
 
         Raises:
-            SecurityError: only some of the files are named, the token is empty, or the last one is neither 0 nor 1.
+            SecurityError: only some of the files are named, the token is empty or no UTF-8, or the last one is neither
+                0 nor 1.
         """
         named = [name for name in TLS_VARIABLES if environ.get(name)]
         if named and len(named) < len(TLS_VARIABLES):

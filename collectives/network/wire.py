@@ -25,6 +25,8 @@ SERVICE = "/popdist.Collectives/"
 CONTROL_METHOD, LANE_METHOD = f"{SERVICE}Control", f"{SERVICE}Lane"
 HELLO, PROOF, WELCOME = "popdist-hello", "popdist-proof", "popdist-welcome"
 
+REFUSAL = "popdist-refusal"
+"""Metadata behind a status by which a worker refuses; other servers have such statuses too, but not this."""
 REFUSED, NOT_YET = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION
 
 _HANDSHAKE_LIMIT_MS = 5000  # what has said nothing by then was no worker, or has to come again

@@ -35,6 +35,7 @@ from collectives import CollectiveTimeoutError, Limits, PeerRefusedError, Settin
 from collectives.clock import FakeClock
 from collectives.network import meeting, wire
 from collectives.network.addresses import Address
+from collectives.network.security import Security
 
 
 @pytest.fixture
@@ -366,27 +367,39 @@ def _listening_sockets() -> Iterator[tuple[str, tuple[str, int]]]:
                 yield inode, (host, int(port, 16))
 
 
-class _Abusive(grpc.GenericRpcHandler):
-    """Ends every stream with a text that would clear the screen of whoever sees it."""
+def _abuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    """End a stream with a text that would clear the screen of whoever sees it."""
+    context.abort(grpc.StatusCode.PERMISSION_DENIED, "\x1b[2J\nerror: all is well\n" * 50)
+    return b""
 
-    def service(self, details):
-        def abuse(messages, context):
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, "\x1b[2J\nerror: all is well\n" * 50)
 
-        return grpc.stream_unary_rpc_method_handler(abuse)
+def _welcome_without_the_token(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    context.send_initial_metadata(((wire.WELCOME, "0" * 32), (wire.PROOF, "1" * 64)))
+    return b""
+
+
+@contextlib.contextmanager
+def answering(address: str, answer: Callable[[Iterator[bytes], grpc.ServicerContext], bytes]) -> Iterator[None]:
+    """A server of gRPC that is no worker, and answers every stream in this way."""
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.stream_unary_rpc_method_handler(answer)
+
+    server = grpc.server(ThreadPoolExecutor(1), (Handler(),))
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(None).wait()
 
 
 def test_what_a_stranger_says_is_shown_on_one_line_and_cut(addresses: list[str]) -> None:
-    server = grpc.server(ThreadPoolExecutor(1), (_Abusive(),))
-    server.add_insecure_port(addresses[0])
-    server.start()
-    try:
-        settings = Settings(limits=Limits(clock=FakeClock(tick_s=0.01)))
-        with pytest.raises(PeerRefusedError) as error:
-            collectives.connect("grpc", settings, addresses=addresses[:2], rank=1)
-    finally:
-        server.stop(None).wait()
-    assert "\\x1b[2J\\nerror: all is well" in str(error.value)
+    settings = Settings(limits=Limits(connect_timeout_s=10, clock=FakeClock(tick_s=0.01)))
+    with answering(addresses[0], _abuse), pytest.raises(CollectiveTimeoutError) as error:
+        collectives.connect("grpc", settings, addresses=addresses[:2], rank=1)
+    assert "what listens there does not answer as a worker: \\x1b[2J\\nerror: all is well" in str(error.value)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 1000
 
@@ -453,4 +466,19 @@ def test_who_takes_the_place_of_a_host_that_has_vanished_is_found(monkeypatch: p
         first = group.join(0, connect_timeout_s=float("inf"), clock=FakeClock(tick_s=0.001))
         assert is_asked.wait(60)
         warnings.wait_for(1, f"for rank 1 at {group.addresses[1]} (what listens there has not answered for 0.5 s)")
+    group.assert_end_well([first, group.join(1)])
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(_abuse, "does not answer as a worker"), (_welcome_without_the_token, "does not know our job token")],
+    ids=["refusal", "welcome"],
+)
+def test_a_wrong_answer_at_the_address_of_a_worker_does_not_end_who_waits_for_it(
+    addresses: list[str], answer: Callable[[Iterator[bytes], grpc.ServicerContext], bytes], words: str
+) -> None:
+    group = WorkerThreads(addresses, Security(token="right"))
+    with watched() as warnings, answering(addresses[1], answer):
+        first = group.join(0, connect_timeout_s=float("inf"), clock=FakeClock(tick_s=0.001))
+        warnings.wait_for(1, f"rank 1 at {addresses[1]}", words)
     group.assert_end_well([first, group.join(1)])

@@ -679,6 +679,11 @@ def test_what_workers_do_not_offer_is_not_there(pair: Running, method: str) -> N
 
 
 @in_a_job
+def test_a_token_that_is_no_utf_8_is_refused_at_the_start() -> None:
+    with pytest.raises(SecurityError, match=f"{TOKEN} is not valid UTF-8; give it a secret of letters and digits"):
+        Security.from_environ({TOKEN: os.fsdecode(b"secret\xff")})
+
+
 def test_the_token_itself_never_shows(pair: Running) -> None:
     assert_still_right(pair.workers)
     assert not any(RIGHT_TOKEN in worker.text for worker in pair.workers)
