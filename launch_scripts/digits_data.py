@@ -74,9 +74,7 @@ def _read_scikit_learn() -> Array:
     """
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
-        raise DataError(
-            "the digits come with scikit-learn, which is not installed; run: pip install 'popdist-everywhere[examples]'"
-        )
+        raise DataError("the digits come with scikit-learn, which is not installed; run: pip install scikit-learn")
     path = Path(found.submodule_search_locations[0], *SCIKIT_LEARN_FILE)
     if path.is_file():
         return np.loadtxt(path, delimiter=",")

@@ -96,10 +96,11 @@ def _plot(options: argparse.Namespace) -> str:
     for hosts in counts:
         job = _job(options, hosts)
         points.setdefault("least", []).append((hosts, job.least_s(network) * 1e3))
-        for name, outcome in compared(job, network):
+        for name, outcome in compared(job, network, ("ring", "tree")):
             points.setdefault(", ".join(name.split(", ")[:2]), []).append((hosts, outcome.seconds * 1e3))
     curves = [Curve(name, tuple(found)) for name, found in points.items()]
-    title = f"all-reduce of {options.size / 1e6:g} MB, {options.instances_per_host} instances per host"
+    instances = "instance" if options.instances_per_host == 1 else "instances"
+    title = f"all-reduce of {options.size / 1e6:g} MB, {options.instances_per_host} {instances} per host"
     options.output.with_suffix(".svg").write_text(svg_of(title, curves))
     options.output.with_suffix(".png").write_bytes(png_of(title, curves))
     return f"{options.output.with_suffix('.svg')} and {options.output.with_suffix('.png')}"

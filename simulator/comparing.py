@@ -60,13 +60,13 @@ class Job:
         return max(on_links, read)
 
 
-def compared(job: Job, network: Network, names: str = "") -> Iterator[tuple[str, Outcome]]:
+def compared(job: Job, network: Network, names: str | tuple[str, ...] = "") -> Iterator[tuple[str, Outcome]]:
     """The chain, the ring, and the plans of the tree, each in the number of pieces that suits it best.
 
     Args:
         job: what is reduced.
         network: on what.
-        names: only those that begin like this; default: all.
+        names: only those that begin like this, or like one of these; default: all.
     """
     hosts = job.host_of_ranks
     chunk = max(_SMALLEST_CHUNK_BYTES, job.nbytes / _CHUNKS_PER_RANK / hosts.size)

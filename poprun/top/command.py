@@ -38,7 +38,7 @@ _WORDS = (
     "finds the jobs of the same user by itself. From another host it needs --address, and the token of the job in "
     "POPDIST_JOB_TOKEN. Where standard output is no terminal it prints plain text."
 )
-UNAVAILABLE = "tables follow each other; to have one drawn in place, pip install 'popdist-everywhere[top]'"
+UNAVAILABLE = "tables follow each other; to have one drawn in place, pip install rich"
 
 FIRST_LIMIT_S = 5.0
 """How long poprun may take to say something at first."""

@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -71,10 +72,11 @@ def _drawn(title: str, curves: Sequence[Curve]) -> Iterator[_Line | _Text]:
     yield _Text((_LEFT, HEIGHT - 12), "hosts")
     for number, curve in enumerate(curves):
         colour = _COLOURS[number % len(_COLOURS)]
+        thickness = 2 * (len(curves) - number)  # a curve that lies on an earlier one leaves its edges to be seen
         way = tuple(place(math.log2(host), math.log10(max(time, 1e-6))) for host, time in curve.points)
-        yield _Line(way, colour, 2)
+        yield _Line(way, colour, thickness)
         legend = (WIDTH - _RIGHT + 14, _TOP + 20 * number)
-        yield _Line((legend, (legend[0] + 20, legend[1])), colour, 2)
+        yield _Line((legend, (legend[0] + 20, legend[1])), colour, thickness)
         yield _Text((legend[0] + 26, legend[1] + 4), curve.name)
 
 
@@ -124,9 +126,9 @@ def _draw_line(image: np.ndarray, line: _Line) -> None:
         steps = int(2 * max(abs(to_across - across), abs(to_below - below))) + 1
         columns = np.linspace(across, to_across, steps).round().astype(int)
         rows = np.linspace(below, to_below, steps).round().astype(int)
-        for thick in range(line.thickness):
-            image[np.clip(rows + thick, 0, HEIGHT - 1), np.clip(columns, 0, WIDTH - 1)] = _colour(line.colour)
-            image[np.clip(rows, 0, HEIGHT - 1), np.clip(columns + thick, 0, WIDTH - 1)] = _colour(line.colour)
+        brush = range(-(line.thickness // 2), (line.thickness + 1) // 2)
+        for down, right in product(brush, brush):
+            image[np.clip(rows + down, 0, HEIGHT - 1), np.clip(columns + right, 0, WIDTH - 1)] = _colour(line.colour)
 
 
 def _draw_text(image: np.ndarray, text: _Text) -> None:

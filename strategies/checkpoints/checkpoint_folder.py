@@ -110,8 +110,7 @@ class CheckpointFolder:
             import orbax.checkpoint as orbax
         except ImportError as error:
             raise CheckpointError(
-                f"checkpoints need orbax-checkpoint ({error}); install it with: "
-                "pip install 'popdist-everywhere[checkpoint]'"
+                f"checkpoints need orbax-checkpoint ({error}); install it with: pip install orbax-checkpoint"
             ) from error
         self.path = path.absolute()
         self._keep = keep

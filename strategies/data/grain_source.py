@@ -253,7 +253,7 @@ def _import_grain() -> ModuleType:
         import grain
         import grain.experimental
     except ImportError as error:
-        raise ImportError("grain is not installed; run: pip install 'popdist-everywhere[data]'") from error
+        raise ImportError("grain is not installed; run: pip install grain") from error
     module: ModuleType = grain
     return module
 

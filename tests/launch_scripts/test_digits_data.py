@@ -57,7 +57,7 @@ def test_they_are_those_that_scikit_learn_loads(monkeypatch):
 
 def test_without_scikit_learn_the_way_out_is_named(monkeypatch):
     monkeypatch.setattr(digits_data.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"run: pip install 'popdist-everywhere\[examples\]'"):
+    with pytest.raises(DataError, match=r"run: pip install scikit-learn"):
         load_digits("digits")
 
 

@@ -183,7 +183,11 @@ def test_a_plot_is_a_picture_in_two_formats(tmp_path: Path) -> None:
     assert main(["plot", "--most-hosts", "8", "--size", "1M", "--output", str(tmp_path / "plot")]) == 0
     root = xml.etree.ElementTree.parse(tmp_path / "plot.svg").getroot()
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]
-    assert {"chain", "ring", "tree, direct", "tree, halving", "2", "8"} <= set(texts)
+    assert {"least", "ring", "tree, direct", "tree, halving", "2", "8"} <= set(texts)
+    assert "chain" not in texts  # no transport has it any more
+    assert texts[0] == "all-reduce of 1 MB, 1 instance per host"
+    widths = [int(each.get("stroke-width")) for each in root.iter() if each.tag.endswith("polyline")]
+    assert [width for width in widths if width > 1][::2] == [10, 8, 6, 4, 2]  # a curve hides no earlier one
     picture = (tmp_path / "plot.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     begun = picture.index(b"IDAT")

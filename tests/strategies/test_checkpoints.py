@@ -297,7 +297,7 @@ class TestSaving:
 
     def test_needs_orbax_and_says_how_to_get_it(self, tmp_path, strategy, monkeypatch):
         monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-        with pytest.raises(CheckpointError, match=r"pip install 'popdist-everywhere\[checkpoint\]'"):
+        with pytest.raises(CheckpointError, match=r"pip install orbax-checkpoint"):
             Training(strategy).checkpoints(tmp_path)
 
 

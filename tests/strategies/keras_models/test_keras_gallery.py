@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-keras = pytest.importorskip("keras", reason="pip install 'popdist-everywhere[keras]'")
+keras = pytest.importorskip("keras", reason="pip install '.[keras]'")
 
 from keras_gallery.models import GALLERY, ROWS, Example  # noqa: E402
 
