@@ -155,4 +155,20 @@ IN_COLLECTIVES = (
             "tests/collectives/test_workers_meeting.py::test_grpc_does_not_repeat_by_itself_what_nobody_has_looked_at",
         ),
     ),
+    Fault(
+        name="bytes inside of a host are counted at the rank that receives them",
+        path="collectives/plans/choice.py",
+        old="local[source] += share",
+        new="local[to] += share",
+        caught_by=(
+            "tests/collectives/plans/test_plan_choice.py::test_bytes_inside_of_a_host_are_those_that_a_rank_sends",
+        ),
+    ),
+    Fault(
+        name="the cost of adding 16-bit floats is that of 16 bits",
+        path="collectives/plans/choice.py",
+        old="load.added * width.partial",
+        new="load.added * width.leaf",
+        caught_by=("tests/collectives/plans/test_plan_choice.py::test_sums_of_16_bit_floats_are_read_in_32",),
+    ),
 )

@@ -118,4 +118,33 @@ IN_PIPELINES = (
             "tests/strategies/pipelines/test_pipeline_penalties.py::test_a_penalty_is_computed_by_the_stage_that_has_the_weight",
         ),
     ),
+    Fault(
+        name="a gap in a device mapping is refused beside a stage that is on all devices",
+        path="strategies/pipelines/mapping.py",
+        old="if gaps and _ALL_DEVICES not in numbers:",
+        new="if gaps:",
+        caught_by=(
+            "tests/strategies/pipelines/test_pipeline_mapping.py::test_a_stage_on_all_devices_leaves_none_without_work",
+        ),
+    ),
+    Fault(
+        name="accumulators that are to be offloaded stay on their device",
+        path="strategies/pipelines/running/replica_run.py",
+        old="self.sums[number] = on_host(sums, device) if self._keeping.offloads_sums else sums",
+        new="self.sums[number] = sums",
+        caught_by=(
+            "tests/strategies/pipelines/test_pipeline_stages.py"
+            "::test_offloaded_accumulators_lie_in_host_memory_while_nothing_is_added_to_them",
+        ),
+    ),
+    Fault(
+        name="offloading takes weights along, once for each micro-batch",
+        path="strategies/pipelines/running/replica_run.py",
+        old="[value if place in stays else on_host(value, device)",
+        new="[on_host(value, device)",
+        caught_by=(
+            "tests/strategies/pipelines/test_pipeline_stages.py"
+            "::test_weights_stay_where_they_are_when_what_is_kept_is_offloaded",
+        ),
+    ),
 )

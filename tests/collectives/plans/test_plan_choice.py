@@ -83,6 +83,19 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert [load.local_bytes for load in loads] == [2, 0, 0, 2]
 
 
+def test_bytes_inside_of_a_host_are_those_that_a_rank_sends() -> None:
+    """Two ranks send their contributions to a third one, which sends both of them the result."""
+    loads = loads_of(plan_for(Spread((1, 1, 1, 1), (0, 0, 0, 1)), "direct", columns=1), FLOAT32)
+    assert [load.local_bytes for load in loads] == [4, 0, 0, 8]
+
+
+def test_sums_of_16_bit_floats_are_read_in_32() -> None:
+    plan = plan_for(Spread.apart([1, 1]), "direct")
+    of_memory = Network(0, 0, 1e30, 0, 0, 1e30, 1.0)
+    (added,) = {load.added for load in loads_of(plan, BFLOAT16)} - {0}
+    assert estimated_s(plan, 8, BFLOAT16, of_memory) == pytest.approx(8 * added * 4)
+
+
 @pytest.mark.parametrize("size", [1, 7, 24, 25, 1000])
 @pytest.mark.parametrize("longest", [1, 24, 2000])
 def test_pieces_and_their_slices_are_all_of_an_array(size: int, longest: int) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.pipelines.mapping import checked_count, places_of, schedule_for
+from strategies.pipelines.mapping import checked_count, places_of, refuse_idle_devices, schedule_for
 from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
 from strategies.pipelines.timetable import placed
 
@@ -30,6 +30,12 @@ def test_with_batch_serialization_all_are_on_one():
 def test_stages_are_on_any_devices(mapping):
     """Also without one in between: the original's own tests have [0, 1, 3]."""
     assert places(mapping) == tuple((device,) for device in mapping)
+
+
+def test_a_stage_on_all_devices_leaves_none_without_work():
+    refuse_idle_devices([0, -1, 2])
+    with pytest.raises(ValueError, match="leaves out device 1, with nothing to do"):
+        refuse_idle_devices([0, 0, 2])
 
 
 def test_numbers_of_other_libraries_are_numbers():

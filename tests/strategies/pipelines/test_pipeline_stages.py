@@ -63,19 +63,20 @@ def rows():
     return np.random.default_rng(1).standard_normal((COUNT, ROWS, WIDTH)).astype(np.float32)
 
 
-def begun(pipeline, timetable, recomputes=False):
+def begun(pipeline, timetable, recomputes=False, offloads_sums=False):
     """A replica that has computed nothing yet."""
     staged, programs = pipeline
     devices = [DEVICE] * len(timetable.devices)
-    one = ReplicaRun(staged, programs, timetable.mapping, devices, Keeping(recomputes))
+    keeping = Keeping(recomputes, offloads_sums=offloads_sums)
+    one = ReplicaRun(staged, programs, timetable.mapping, devices, keeping)
     one.prepare(Given(dict(enumerate(jax.tree.leaves(variables()))), {3: list(rows())}, {4: np.float32(0)}))
     return one
 
 
-def run(pipeline, timetable, recomputes=False, perform=lambda action: None):
+def run(pipeline, timetable, recomputes=False, perform=lambda action: None, offloads_sums=False):
     """A replica that has computed everything, each device in a thread of its own."""
     count = len(timetable.devices)
-    one = begun(pipeline, timetable, recomputes)
+    one = begun(pipeline, timetable, recomputes, offloads_sums)
 
     def act(device, action):
         perform(action)
@@ -169,6 +170,14 @@ def test_weights_stay_where_they_are_when_what_is_kept_is_offloaded(pipeline):
     others = [value for value in values if not any(value is weight for weight in stayed)]
     assert {value.shape[0] for value in others} == {ROWS}
     assert {value.sharding.memory_kind for value in others} == {"pinned_host"}
+
+
+def test_offloaded_accumulators_lie_in_host_memory_while_nothing_is_added_to_them(pipeline):
+    expected = run(pipeline, sequential())
+    one = run(pipeline, sequential(), offloads_sums=True)
+    places = {value.sharding.memory_kind for sums in one.sums for value in sums}
+    assert places == {"pinned_host"}
+    assert digest(one) == digest(expected)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
