@@ -55,9 +55,3 @@ def test_faults_are_chosen_by_a_part_of_their_names() -> None:
 
 def test_they_are_listed_as_a_table() -> None:
     assert table([SOME]).splitlines()[2] == "| two are swapped | `some.py` | `tests/test_some.py::test_order` |"
-
-
-def test_the_page_lists_them_all_and_says_how_many_there_are() -> None:
-    page = (ROOT / "docs" / "testing.md").read_text()
-    assert f"plants {len(FAULTS)} faults in a copy of the project" in page
-    assert f"\n\n{table(FAULTS).rstrip()}\n\n" in page
