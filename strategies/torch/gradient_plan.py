@@ -63,6 +63,7 @@ class GradientPlan:
         streams: whether there are several buckets.
         shards: how means of large gradients are cut, of which an instance gets its part; None for whole means.
         tail: how many float32 values travel behind the last bucket.
+        title: of the collectives.
     """
 
     parameters: tuple[Parameter, ...]
@@ -70,6 +71,7 @@ class GradientPlan:
     streams: bool = False
     shards: Shards | None = None
     tail: int = 0
+    title: str = "gradients"
 
     def with_tail(self, tail: int) -> GradientPlan:
         """The same plan, with so many values behind."""
@@ -162,7 +164,7 @@ class GradientPlan:
                 results.append(np.empty(0, np.int8))  # `Means.of_payload` is where they go
             else:
                 results.append(allocate((buffer.size,), buffer.dtype))
-        return Bucket(f"gradients/{bucket}", layout, tuple(results), frozenset(scattered))
+        return Bucket(f"{self.title}/{bucket}", layout, tuple(results), frozenset(scattered))
 
     def is_scattered_buffer(self, bucket: int, leaves: Sequence[int]) -> bool:
         """Whether an instance gets only its part of the mean of the one gradient in a buffer."""

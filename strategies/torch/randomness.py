@@ -55,23 +55,34 @@ def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
 
 @contextmanager
 def drawing_from(seed: int, device: torch.device = _CPU) -> Iterator[None]:
-    """Have this thread draw all random numbers of PyTorch on the CPU from a generator with that seed; not nested.
+    """Have this thread draw all random numbers of PyTorch on the CPU from a generator with that seed.
 
     Args:
         seed: see above.
         device: on which it computes besides. An accelerator has one generator in a process, which is seeded with it.
     """
-    _install()
     if device.type != _CPU.type:
         accelerator: Any = torch.get_device_module(device)
         getattr(accelerator, "manual_seed_all", accelerator.manual_seed)(seed)
-    _of_thread.generator = torch.Generator().manual_seed(seed)
+    with drawing_by(torch.Generator().manual_seed(seed)):
+        yield
+
+
+@contextmanager
+def drawing_by(generator: torch.Generator) -> Iterator[None]:
+    """Have this thread draw all random numbers of PyTorch on the CPU from a generator, which moves on.
+
+    Args:
+        generator: for the CPU.
+    """
+    _install()
+    before, _of_thread.generator = _of_thread.generator, generator
     _include(_KEY, True)
     try:
         yield
     finally:
-        _include(_KEY, False)
-        _of_thread.generator = None
+        _include(_KEY, before is not None)
+        _of_thread.generator = before
 
 
 def _install() -> None:

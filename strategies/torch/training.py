@@ -39,6 +39,9 @@ from strategies.train_state import TrainState
 IS_MADE = "is_made"
 """Of an optimizer's tree: for each parameter whether the optimizer has a state for it; where not, there are zeros."""
 
+AVERAGES_GRADIENTS = "averages_gradients"
+"""An attribute of classes of modules that do."""
+
 
 class Training:
     """A module, its optimizer, and how far they are.
@@ -290,6 +293,10 @@ def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:
         raise ValueError(
             f"{lazy[0]} is of a lazy module that was not called yet, so it has no shape; call the module once with "
             "rows like those of the data set, in every process"
+        )
+    if wrapped := [name for name, one in module.named_modules() if getattr(type(one), AVERAGES_GRADIENTS, False)]:
+        raise StrategyError(
+            f"{wrapped[0] or 'the module'} is a DistributedModel, which averages gradients by itself; give its .module"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("the module has no parameter that is trained; set requires_grad of one of them at least")

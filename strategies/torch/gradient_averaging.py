@@ -1,0 +1,391 @@
+"""The gradients of one module, averaged over all instances at the end of each backward pass of autograd."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from strategies.comparing.agreement import insist_on_agreement
+from strategies.comparing.digest import digest_of
+from strategies.errors import StrategyError
+from strategies.replicas.replicas import Replicas
+from strategies.roles import Tree
+from strategies.torch.agreeing_losses import agree_on_losses
+from strategies.torch.backward_passes import Round, passes_over
+from strategies.torch.contribution import Contribution
+from strategies.torch.gradient_exchange import GradientExchange, Tail
+from strategies.torch.gradient_plan import GradientPlan, Parameter
+from strategies.torch.loop_state import LoopState
+from strategies.torch.model_buffers import ModelBuffers
+from strategies.torch.module_watch import ModuleWatch
+from strategies.torch.options import TorchOptions
+from strategies.torch.tensors import as_array, dtype_of
+from strategies.torch.training import receive_into, refuse_modules
+
+_NAMES = ("active", "changed")
+"""What travels besides: whether the replica is in its loop, and whether others are to be averaged than before."""
+
+_MOST = 3  # parameters that a warning names
+
+
+class GradientAveraging:
+    """Follows the backward passes through a module; one replica per instance.
+
+    Nothing is exchanged before `start`, or the first backward pass, which compares what the instances have.
+
+    Args:
+        module: whose gradients become their means.
+        replicas: connects the instances.
+        options: see `TorchOptions`.
+        loop: counts steps.
+
+    Attributes:
+        loop: see above.
+        is_alone: whether there is one replica, whose gradients are the means.
+    """
+
+    def __init__(self, module: torch.nn.Module, replicas: Replicas, options: TorchOptions, loop: LoopState) -> None:
+        self.loop = loop
+        self._module, self._replicas, self._options = module, replicas, options
+        self.is_alone = replicas.num_replicas_in_sync == 1
+        self._streams = replicas.streams_gradients if options.stream_gradients is None else options.stream_gradients
+        self._passes = passes_over(replicas.communicator)
+        self._watch = ModuleWatch(module)
+        self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
+        weakref.finalize(self, _remove, self._hooks)
+        self._round: Round | None = None
+        self._is_behind = False  # whether a backward pass has other gradients than there is a plan for
+        self._has_warned = False
+        self._title = ""
+        self._nodes: dict[str, Any] = {}  # where autograd adds to the gradients of parameters
+        self._named: list[tuple[str, torch.nn.Parameter]] = []
+        self._numbers: dict[int, int] = {}
+        self._exchange: GradientExchange | None = None
+        self._look_at_buffers({}, frozenset())
+        self._add_hooks()
+        if not self.is_alone:
+            agree_on_losses(self, replicas)
+
+    # ---- together with the others
+
+    def start(self) -> None:
+        """Compare what the instances have, and take over parameters and buffers of instance 0; a collective call."""
+        self._insist_on_agreement(())
+        self.begin_alike(0)
+        self._make_plan()
+
+    def begin_alike(self, root: int) -> None:
+        """Take over the parameters and buffers of an instance; a collective call."""
+        broadcast = self._replicas.communicator.broadcast
+        for name, tensor in [*self._module.named_parameters(), *self._module.named_buffers()]:
+            receive_into(tensor, partial(broadcast, root=root, name=name))
+        self._masters = {slot.name: slot.tensor.detach().clone() for slot in self._buffers.slots}
+
+    def join_once(self) -> bool:
+        """Take part in a backward pass of others; whether there was none."""
+        tail = self._average(Round(self, self._plan, set()), is_active=False)
+        return not tail.metrics[0]
+
+    def _plan_anew(self) -> None:
+        """Average what is trained now, from here on; a collective call."""
+        refuse_modules(self._module)
+        self._watch.look()
+        self._add_hooks()
+        kept = {slot.name for slot in self._buffers.slots}
+        moving = frozenset(self._buffers.slots[number].name for number in self._buffers.moving)
+        self._look_at_buffers(self._masters, moving)
+        added = {slot.name for slot in self._buffers.slots} - kept
+        self._buffers.moving |= {number for number, slot in enumerate(self._buffers.slots) if slot.name in added}
+        self._insist_on_agreement([one for _, one in self._trained if id(one) not in self._numbers])
+        self._make_plan()
+
+    @property
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Those that are trained, and those that were: a layer that is frozen for a while needs no other plan."""
+        return [(name, one) for name, one in self._watch.named if one.requires_grad or id(one) in self._numbers]
+
+    def _insist_on_agreement(self, new: Sequence[torch.Tensor]) -> None:
+        """Compare what is averaged, and the values of parameters that were not until now; a collective call."""
+        digests = {id(one): f", digest {digest_of(as_array(one))[0]:x}" for one in new}
+        terms = {name: f"{_described(one)}{digests.get(id(one), '')}" for name, one in self._watch.named}
+        buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self._buffers.slots}
+        options = {"seed": str(self._options.seed), "gradient_transfer_dtype": str(self._options.transfer.dtype)}
+        insist_on_agreement(self._replicas, [options, terms, buffers])
+
+    def _make_plan(self) -> None:
+        if not self._title:
+            self._passes.models += 1
+            self._title = "gradients" if self._passes.models == 1 else f"gradients of model {self._passes.models}"
+        self._named = self._trained
+        self._numbers = {id(one): number for number, (_, one) in enumerate(self._named)}
+        self._nodes = {
+            name: torch.autograd.graph.get_gradient_edge(one).node for name, one in self._named if one.requires_grad
+        }
+        self._is_behind = False
+        parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in self._named)
+        tail = Tail.size(len(_NAMES), len(parameters), len(self._buffers.slots))
+        plan = GradientPlan(parameters, self._options.transfer, self._streams, tail=tail, title=self._title)
+        communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
+        self._exchange = GradientExchange(plan, _NAMES, communicator, count, is_private=False)
+        self._contribution = Contribution(plan)
+
+    @property
+    def _plan(self) -> GradientPlan | None:
+        return None if self._exchange is None else self._exchange.plan
+
+    def _look_at_buffers(self, masters: Mapping[str, torch.Tensor], moving: frozenset[str]) -> None:
+        replicas, aggregation = self._replicas, self._options.model_state_aggregation
+        count, own = replicas.num_replicas_in_sync, replicas.local_replicas.start
+        self._buffers = ModelBuffers(self._module, aggregation, count, own)
+        slots = self._buffers.slots
+        self._masters = {slot.name: masters.get(slot.name, slot.tensor.detach()).clone() for slot in slots}
+        self._buffers.moving = frozenset(number for number, slot in enumerate(slots) if slot.name in moving)
+
+    # ---- forward passes
+
+    def follow(self) -> None:
+        """Look at a module that is about to compute; not in a backward pass."""
+        if torch._C._current_graph_task_id() >= 0:
+            return
+        self._passes.settle()  # if one has failed half-way
+        if self._watch.has_other_parts and not self._watch.is_swapped:
+            self._watch.look()
+            self._is_behind = True
+            self._add_hooks()
+
+    def watch(self, outputs: Tree) -> None:
+        """Be told of backward passes through outputs of the module."""
+        reached = None
+        for node in {tensor.grad_fn for tensor in _tensors(outputs)} - {None}:
+            reached = reached or partial(_reached, self)
+            node.register_prehook(reached)
+
+    def _add_hooks(self) -> None:
+        own = {id(one) for _, one in self._watch.named}
+        for gone in self._hooks.keys() - own:
+            self._hooks.pop(gone)[1].remove()
+        told = partial(_tell, weakref.ref(self))
+        for _, one in self._watch.named:
+            if id(one) in self._hooks or not one.is_leaf or not one.is_floating_point():
+                continue
+            is_trained = one.requires_grad
+            one.requires_grad_(True)  # or PyTorch takes no hook, which is needed when the parameter is thawed
+            self._hooks[id(one)] = one, one.register_post_accumulate_grad_hook(told)
+            one.requires_grad_(is_trained)
+
+    # ---- a backward pass
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Take note of a gradient that is complete; called by autograd."""
+        if not self.loop.syncs:
+            self.loop.carry(parameter)
+            return
+        round_ = self._round
+        if round_ is None or torch._C._current_graph_task_id() not in round_.tasks:
+            round_ = self._enter()
+        plan = self._plan
+        if plan is None or not plan.is_cut or self._is_behind or self.is_alone:
+            round_.came.add(id(parameter))
+            return
+        number = self._numbers[id(parameter)]
+        if id(parameter) in round_.came:
+            raise StrategyError(
+                f"the gradient of {self._named[number][0]} has come twice in one backward pass, as of parameters in "
+                "several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
+            )
+        round_.came.add(id(parameter))
+        self._take(round_, number, parameter.grad)
+        self._passes.begin_ready()
+
+    def reached(self) -> None:
+        """A backward pass comes to the outputs of the module; called by autograd."""
+        if self.loop.syncs:
+            running = self._passes.enter()
+            if all(one is not self for one in running.reached):
+                running.reached.append(self)
+
+    def averages(self, parameter: torch.Tensor) -> bool:
+        """Return whether gradients of a parameter become means."""
+        return self.loop.syncs and id(parameter) in self._hooks
+
+    def _enter(self) -> Round:
+        running = self._passes.enter()
+        found = next((one for one in running.rounds if one.model is self), None)
+        if found is None:
+            self._look_again()
+            found = Round(self, self._plan, running.tasks)
+            running.rounds.append(found)
+        self._round = found
+        return found
+
+    def _look_again(self) -> None:
+        """Compare the module with the plan."""
+        if self._watch.has_other_parts:
+            self._watch.look()
+            unknown = [name for name, one in self._watch.named if id(one) not in self._hooks and one.requires_grad]
+            if unknown:
+                raise StrategyError(
+                    f"{unknown[0]} is new in the module, and its gradient was not waited for in a backward pass that "
+                    "does not come from the DistributedModel; call that, and not the module in it"
+                )
+            self._is_behind = True
+        if self._watch.has_other_kinds:
+            self._watch.look()
+            self._is_behind = True
+        numbers = self._numbers
+        if any(one.requires_grad and id(one) not in numbers for _, one in self._watch.named):
+            self._is_behind = True
+
+    def _take(self, round_: Round, number: int, gradient: torch.Tensor | None) -> None:
+        self._contribution.take(number, gradient)
+        round_.take(number)
+
+    def reduce(self, bucket: int) -> None:
+        """See `backward_passes.Model`."""
+        assert self._exchange is not None
+        self._exchange.reduce(bucket, [[array] for array in self._contribution.arrays(bucket)])
+
+    def fill(self, round_: Round) -> None:
+        """See `backward_passes.Model`."""
+        plan = self._plan
+        if plan is None or self.is_alone:
+            return
+        round_.came |= self.loop.carried
+        gradients = [None] * len(self._named) if self._is_behind else self._gradients(round_)
+        if not plan.is_cut:
+            self._contribution.take_all(gradients)
+            return
+        for number, gradient in enumerate(gradients):
+            if number not in round_.taken:
+                self._take(round_, number, gradient)
+
+    def _gradients(self, round_: Round) -> list[torch.Tensor | None]:
+        return [parameter.grad if id(parameter) in round_.came else None for _, parameter in self._named]
+
+    def conclude(self, round_: Round) -> None:
+        """See `backward_passes.Model`."""
+        self._round = None
+        if not self.is_alone:
+            self._finish(round_, is_active=True)
+        self.loop.next_step()
+
+    def _average(self, round_: Round, is_active: bool) -> Tail:
+        """A whole exchange, nothing of which has begun."""
+        self.fill(round_)
+        for bucket in round_.ready():
+            self.reduce(bucket)
+        return self._finish(round_, is_active)
+
+    def _finish(self, round_: Round, is_active: bool) -> Tail:
+        if self._exchange is not None:
+            tail = self._exchange_last(round_, is_active)
+            if not tail.metrics[1]:
+                self._apply(tail, self._gradients(round_))
+                return tail
+        self._plan_anew()
+        again = Round(self, self._plan, round_.tasks)
+        again.came = round_.came | self.loop.carried
+        return self._average(again, is_active)
+
+    def _exchange_last(self, round_: Round, is_active: bool) -> Tail:
+        assert self._exchange is not None
+        gradients = self._gradients(round_)
+        moving, masters = self._buffers.moving, self._masters
+        changes = [
+            float(number in moving or not torch.equal(slot.tensor, masters[slot.name]))
+            for number, slot in enumerate(self._buffers.slots)
+        ]
+        flags = [float(gradient is not None) for gradient in gradients]
+        self._contribution.set_tail([float(is_active), float(self._is_behind), 0.0, *flags, *changes])
+        self.reduce(len(self._exchange.plan.members) - 1)
+        self._contribution.give_back()
+        return self._exchange.tail
+
+    def _apply(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
+        assert self._exchange is not None
+        self._refuse_gradients_of_some(tail, gradients)
+        self._exchange.give(gradients)
+        if changed := np.flatnonzero(tail.has_changed).tolist():
+            values = self._buffers.agreed(changed, [self._buffers.slots], self._replicas)
+            self._buffers.keep(values)
+            for number in values:
+                slot = self._buffers.slots[number]
+                self._masters[slot.name] = slot.tensor.detach().clone()
+
+    def _refuse_gradients_of_some(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
+        active = float(tail.metrics[0])
+        some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < active))
+        if not some.size:
+            return
+        number = int(some[0])
+        own = np.array(gradients[number] is None)
+        lacking = self._replicas.communicator.all_gather(own, name="who lacks a gradient")
+        name, replicas = self._named[number][0], np.flatnonzero(lacking).tolist()
+        raise StrategyError(
+            f"{name} has no gradient on the replicas {replicas}, and one on the others; let the loss of every replica "
+            "depend on it, if only by 0 * parameter.sum(), and freeze it on all of them or on none"
+        )
+
+    # ---- gradients that are not accumulated
+
+    def ended_without_gradients(self) -> None:
+        """See `backward_passes.Model`: warn, once, if gradients of parameters were returned."""
+        if self.is_alone or self._has_warned:
+            return
+        names = [name for name, node in self._nodes.items() if _is_returned(node)]
+        if names:
+            self._has_warned = True
+            warnings.warn(
+                f"torch.autograd.grad has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, "
+                "which are those of this instance alone; backward() averages what it adds to the grad of parameters",
+                UserWarning,
+                stacklevel=5,  # the caller of torch.autograd.grad
+            )
+
+
+def _tell(averaging: weakref.ref[GradientAveraging], parameter: torch.Tensor) -> None:
+    """Called by autograd; parameters do not keep alive what averages them."""
+    if (found := averaging()) is not None:
+        found.arrived(parameter)
+
+
+def _reached(averaging: GradientAveraging, gradients: object) -> None:
+    averaging.reached()
+
+
+def _remove(hooks: Mapping[int, tuple[torch.Tensor, Any]]) -> None:
+    for _, hook in hooks.values():
+        hook.remove()
+
+
+def _described(parameter: torch.Tensor) -> str:
+    return f"{parameter.dtype}{list(parameter.shape)} {'trained' if parameter.requires_grad else 'frozen'}"
+
+
+def _is_returned(node: Any) -> bool:
+    """Whether the backward pass that runs returns what others add to a parameter: PyTorch refuses to say."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _tensors(outputs: Tree) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for one in outputs.values():
+            yield from _tensors(one)
+    elif isinstance(outputs, list | tuple):
+        for one in outputs:
+            yield from _tensors(one)
+    elif is_dataclass(outputs) and not isinstance(outputs, type):
+        yield from _tensors(vars(outputs))

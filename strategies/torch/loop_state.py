@@ -1,0 +1,112 @@
+"""Where a loop of the program's own is, and the random numbers that its forward passes draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from strategies.errors import StrategyError
+from strategies.torch.randomness import drawing_by, seed_of
+
+
+class LoopState:
+    """Counts steps and micro-batches. Attributes of a module are slow to set, those of this are not.
+
+    A micro-batch ends with a backward pass. All forward passes before go on drawing from one generator, as those in a
+    loss function of `Trainer` do.
+
+    Args:
+        seed: of the random numbers.
+        replica: whose they are.
+        begins: told the number of each step that begins.
+
+    Attributes:
+        step: how many backward passes were made, of those that are synchronised.
+        syncs: whether backward passes are synchronised.
+        carried: the ids of parameters that have gradients of backward passes that were not.
+    """
+
+    def __init__(self, seed: int, replica: int, begins: Callable[[int], None]) -> None:
+        self.step = 0
+        self.syncs = True
+        self.carried: set[int] = set()
+        self._seed, self._replica, self._begins = seed, replica, begins
+        self._micro_batch = 0
+        self._forward_passes = 0  # of the micro-batch
+        self._has_ended = False
+        self._is_told = False
+        self._generator: torch.Generator | None = None
+
+    def copied(self) -> LoopState:
+        """Return one that is as far in its steps."""
+        found = LoopState(self._seed, self._replica, self._begins)
+        found.step = self.step
+        return found
+
+    def carry(self, parameter: torch.Tensor) -> None:
+        """Note a gradient of a backward pass that is not synchronised."""
+        self.carried.add(id(parameter))
+        self._has_ended = True
+
+    def next_step(self) -> None:
+        """Note that a synchronised backward pass has ended."""
+        self.step += 1
+        self._micro_batch = 0
+        self._has_ended = self._is_told = False
+        self.carried.clear()
+        self._begin_micro_batch()
+
+    def _begin_micro_batch(self) -> None:
+        self._forward_passes = 0
+        self._generator = None
+
+    @contextmanager
+    def forward_pass(self, is_training: bool) -> Iterator[None]:
+        """Have a forward pass draw its random numbers.
+
+        Args:
+            is_training: whether it is one of a micro-batch; others draw from a generator of their own.
+
+        Raises:
+            StrategyError: if a backward pass computes the whole forward pass again, there were several, and it draws.
+        """
+        if torch._C._current_graph_task_id() >= 0:
+            with self._again(is_training):
+                yield
+            return
+        if not is_training:
+            with drawing_by(self._new_generator()):
+                yield
+            return
+        if self._has_ended:
+            self._micro_batch += 1
+            self._has_ended = False
+            self._begin_micro_batch()
+        if torch.is_grad_enabled() and not self._is_told:
+            self._is_told = True
+            self._begins(self.step)
+        self._forward_passes += 1
+        if self._generator is None:
+            self._generator = self._new_generator()
+        with drawing_by(self._generator):
+            yield
+
+    def _new_generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(seed_of(self._seed, self._replica, self.step, self._micro_batch))
+
+    @contextmanager
+    def _again(self, is_training: bool) -> Iterator[None]:
+        generator = self._new_generator()
+        before = generator.get_state()
+        try:
+            with drawing_by(generator):
+                yield
+        finally:
+            if is_training and self._forward_passes > 1 and not torch.equal(before, generator.get_state()):
+                raise StrategyError(
+                    f"a checkpoint computes one of {self._forward_passes} forward passes of a DistributedModel again, "
+                    "and their random numbers go on from one to the next; checkpoint inside of the module, whose "
+                    "random numbers come again"
+                )

@@ -1,0 +1,571 @@
+"""What a loop may do with a DistributedModel: it is what Trainer does, or it is refused, and never silently local."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+from torch_modules import data, new_module
+
+import strategies
+import strategies.torch
+from collectives import LayoutMismatchError
+from strategies import DisagreementError, StrategyError
+
+REPLICAS = 2
+STREAMS = [{}, {"stream_gradients": True}]
+
+
+def bits(module):
+    return strategies.fingerprint([one.detach().numpy() for one in [*module.parameters(), *module.buffers()]])
+
+
+def rows(strategy, step=0):
+    """Those of this instance's one replica."""
+    first = 2 * (REPLICAS * step + strategy.instance_index)
+    return data()["x"][first : first + 2]
+
+
+def distributed(strategy, module, **options):
+    own = copy.deepcopy(module)
+    return own, strategies.torch.DistributedModel(own, strategy, **options)
+
+
+def looped(strategy, module, loss, change=lambda module, step: None, steps=4, **options):
+    """All bits after some steps of a plain loop, in which `change` may do something before each."""
+    own, model = distributed(strategy, module, **options)
+    optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
+    for step in range(steps):
+        change(own, step)
+        optimizer.zero_grad()
+        loss(model, rows(strategy, step)).backward()
+        optimizer.step()
+    return bits(own)
+
+
+def by_trainer(module, loss, change=lambda module, step: None, steps=4, **options):
+    own = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
+    trainer = strategies.torch.Trainer(strategies.IPUStrategy(REPLICAS), own, loss, optimizer, **options)
+    for step in range(steps):
+        change(own, step)
+        trainer.step(data()["x"][4 * step : 4 * step + 4])
+    trainer.close()
+    return bits(own)
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+def wide():
+    """Several buckets of gradients that leave during the backward pass."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 1100), nn.ReLU(), nn.Linear(1100, 1100), nn.Linear(1100, 5))
+
+
+def in_turns(module, step):
+    module[1].requires_grad_(step % 2 == 1)
+    module[3].requires_grad_(step > 0)
+
+
+class TestWhatIsTrained:
+    @pytest.mark.parametrize("options", STREAMS)
+    def test_may_be_thawed_and_frozen(self, options, on_instances):
+        module = wide()
+        in_turns(module, 0)
+        expected = by_trainer(module, square, in_turns)
+        found = on_instances(REPLICAS, REPLICAS, lambda one: looped(one, module, square, in_turns, **options))
+        assert found == [expected] * REPLICAS
+
+    def test_is_averaged_where_the_module_is_called_by_itself(self, on_instances):
+        module = new_module("mlp")
+        module[1].requires_grad_(False)
+
+        def train(strategy):
+            own, _ = model = distributed(strategy, module)
+            own.requires_grad_(True)
+            square(own, rows(strategy)).backward()
+            return model and strategies.fingerprint([one.grad.numpy() for one in own.parameters()])
+
+        zero, one = on_instances(REPLICAS, REPLICAS, train)
+        assert zero == one
+
+    def test_has_to_be_the_same_on_all_instances(self, on_instances):
+        def thaw(strategy, at_start):
+            own = copy.deepcopy(module)
+            if at_start:
+                own[1].requires_grad_(strategy.instance_index == 0)
+            model = strategies.torch.DistributedModel(own, strategy)
+            own[1].requires_grad_(strategy.instance_index == 0)
+            square(model, rows(strategy)).backward()
+
+        module = new_module("mlp")
+        module[1].requires_grad_(False)
+        for at_start in (True, False):
+            with pytest.raises(DisagreementError, match=r"1 has 1\.weight .* frozen, instance 0 1\.weight .* trained"):
+                on_instances(REPLICAS, REPLICAS, lambda strategy, at_start=at_start: thaw(strategy, at_start))
+
+    def test_frozen_on_one_instance_is_refused_by_name(self, on_instances):
+        module = new_module("mlp")
+
+        def freeze(strategy):
+            own, model = distributed(strategy, module)
+            own[1].requires_grad_(strategy.instance_index == 0)
+            square(model, rows(strategy)).backward()
+
+        with pytest.raises(StrategyError, match=r"1\.weight has no gradient on the replicas \[1\].* freeze it on all"):
+            on_instances(REPLICAS, REPLICAS, freeze)
+
+    @pytest.mark.parametrize("options", STREAMS)
+    def test_may_be_put_in_place_of_other_layers(self, options, on_instances):
+        """A new head, with batch norm, between two steps."""
+        module = wide()
+        torch.manual_seed(1)
+        head = nn.Sequential(nn.Linear(1100, 7), nn.BatchNorm1d(7))
+
+        def run(strategy):
+            own, model = distributed(strategy, module, **options)
+            for step in range(4):
+                if step == 2:
+                    own[4] = copy.deepcopy(head)
+                own.zero_grad()
+                square(model, rows(strategy, step)).backward()
+                with torch.no_grad():
+                    for one in own.parameters():
+                        one -= one.grad
+            return bits(own)
+
+        zero, one = on_instances(REPLICAS, REPLICAS, run)
+        assert zero == one
+
+    def test_begins_with_the_same_values_where_it_is_new(self, on_instances):
+        module = new_module("mlp")
+
+        def add(strategy):
+            own, model = distributed(strategy, module)
+            own[4] = nn.Linear(33, 5)
+            nn.init.constant_(own[4].weight, strategy.instance_index)
+            square(model, rows(strategy)).backward()
+
+        with pytest.raises(DisagreementError, match=r"4\.weight torch\.float32\[5, 33\] trained, digest"):
+            on_instances(REPLICAS, REPLICAS, add)
+
+    def test_that_is_new_is_refused_where_its_gradient_cannot_be_seen(self):
+        own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
+        own[4] = nn.Linear(33, 5)
+        with pytest.raises(StrategyError, match=r"4\.weight is new in the module.*; call that, and not the module"):
+            square(own, data()["x"]).backward()
+        own.zero_grad()
+        square(model, data()["x"]).backward()
+
+    def test_may_get_another_dtype(self, on_instances):
+        module = new_module("mlp")
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            square(model, rows(strategy)).backward()
+            own.zero_grad()
+            own.double()
+            square(model, rows(strategy).double()).backward()
+            return own[4].bias.grad
+
+        found = on_instances(REPLICAS, REPLICAS, run)
+        assert found[0].dtype == torch.float64
+        assert torch.equal(*found)
+        assert not torch.equal(found[0], found[0].float().double())
+
+
+class TestAutogradGrad:
+    def test_of_parameters_warns_once_by_name(self, on_instances):
+        module = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            for _ in range(2):
+                torch.autograd.grad(square(model, rows(strategy)), [own[1].weight])
+            return len(caught)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            on_instances(REPLICAS, REPLICAS, run)
+        assert len(caught) == REPLICAS
+        assert "has returned gradients of 1.weight of a DistributedModel" in str(caught[0].message)
+        assert caught[0].filename == __file__
+
+    @pytest.mark.parametrize("options", STREAMS)
+    def test_of_inputs_is_a_penalty_as_in_trainer(self, options, on_instances):
+        module = new_module("mlp")
+
+        def loss(model, x):
+            x = x.clone().requires_grad_(True)
+            outputs = model(x)
+            (slope,) = torch.autograd.grad(outputs.sum(), [x], create_graph=True)
+            return outputs.square().mean() + (slope.flatten(1).norm(dim=1) - 1).square().mean()
+
+        expected = by_trainer(module, loss)
+        found = on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, loss, **options))
+        assert found == [expected] * REPLICAS
+
+
+class Reentrant(nn.Module):
+    """The first layers, and others, are computed again within backward passes of their own."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.second, self.last = nn.Linear(64, 1100), nn.Linear(1100, 1100), nn.Linear(1100, 5)
+
+    def forward(self, x):
+        x = x.flatten(1).requires_grad_(True)
+        x = checkpoint(lambda x: F.dropout(self.first(x).tanh(), 0.5), x, use_reentrant=self.use_reentrant)
+        return self.last(checkpoint(self.second, x, use_reentrant=self.use_reentrant))
+
+
+class TestCheckpointing:
+    @pytest.mark.parametrize("options", STREAMS)
+    def test_inside_of_the_module_is_one_backward_pass(self, options, on_instances):
+        torch.manual_seed(0)
+        module = Reentrant(use_reentrant=True)
+
+        def run(strategy, use_reentrant):
+            own, model = distributed(strategy, module, **options)
+            own.use_reentrant = use_reentrant
+            for step in range(2):
+                square(model, rows(strategy, step)).backward()
+            return [one.grad.clone() for one in own.parameters()]
+
+        expected = on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, False))[0]
+        for found in on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, True)):
+            assert all(map(torch.equal, found, expected))
+
+    def test_counts_one_step_on_one_replica(self):
+        torch.manual_seed(0)
+        module = Reentrant(use_reentrant=True)
+        own, model = distributed(strategies.IPUStrategy(1), module)
+        for step in range(2):
+            own.zero_grad()
+            square(model, data()["x"]).backward()
+            plain = copy.deepcopy(module)
+            torch.manual_seed(strategies.torch.seed_of(0, 0, step))
+            square(plain, data()["x"]).backward()
+            assert torch.equal(own.first.weight.grad, plain.first.weight.grad)
+
+    def test_that_is_reentrant_is_refused_around_the_model(self):
+        _, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
+        x = data()["x"].requires_grad_(True)
+        with pytest.raises(StrategyError, match=r"inside of another one, .* use_reentrant=False\)"):
+            checkpoint(model, x, use_reentrant=True).mean().backward()
+
+    def test_around_the_model_draws_again_what_was_drawn(self):
+        own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
+        for step in range(2):
+            own.zero_grad()
+            checkpoint(model, data()["x"], use_reentrant=False).square().mean().backward()
+            plain = new_module("mlp")
+            torch.manual_seed(strategies.torch.seed_of(0, 0, step))
+            square(plain, data()["x"]).backward()
+            assert torch.equal(own[1].weight.grad, plain[1].weight.grad)
+
+    def test_around_several_calls_that_draw_is_refused(self):
+        own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
+        losses = [checkpoint(model, data()["x"], use_reentrant=False).mean() for _ in range(2)]
+        with pytest.raises(StrategyError, match="computes one of 2 forward passes of a DistributedModel again"):
+            sum(losses).backward()
+        own[3].p = 0.0
+        own.zero_grad()
+        sum(checkpoint(model, data()["x"], use_reentrant=False).mean() for _ in range(2)).backward()
+
+
+class TestRandomNumbers:
+    def test_of_two_forward_passes_before_one_backward_are_those_of_trainer(self, on_instances):
+        module = new_module("mlp")
+
+        def loss(model, x):
+            with torch.no_grad():
+                target = model(x)
+            return (model(x) - model(x.flip(0)) - target).square().mean()
+
+        found = on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, loss))
+        assert found == [by_trainer(module, loss)] * REPLICAS
+
+    def test_of_an_evaluation_do_not_count(self):
+        class Noisy(nn.Module):
+            def forward(self, x):
+                return torch.rand(3)
+
+        model = strategies.torch.DistributedModel(nn.Sequential(Noisy(), nn.Linear(3, 1)), strategies.IPUStrategy(1))
+        own = model.module[0]
+        model.module = own
+        drawn = []
+        for is_training in (True, False, False, True):
+            drawn.append(model.train(is_training)(None))
+        torch.manual_seed(strategies.torch.seed_of(0, 0, 0))
+        expected = [torch.rand(3), torch.rand(3)]
+        assert all(map(torch.equal, drawn, [expected[0], expected[0], expected[0], expected[1]]))
+
+    def test_of_a_model_within_another_module_leave_those_of_that_alone(self):
+        inner = strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(1))
+        outer = nn.Sequential(inner, nn.Dropout(0.5))
+        with strategies.torch.randomness.drawing_from(3):
+            outer(data()["x"])
+            after = torch.rand(3)
+        torch.manual_seed(3)
+        F.dropout(torch.zeros(48, 5), 0.5)
+        assert torch.equal(after, torch.rand(3))
+
+
+class TestBackwardPasses:
+    @pytest.mark.parametrize("options", STREAMS)
+    def test_through_one_graph_twice_add_their_means(self, options, on_instances):
+        module = wide()
+
+        def run(strategy, twice):
+            own, model = distributed(strategy, module, **options)
+            outputs = model(rows(strategy))
+            if twice:
+                outputs.sum().backward(retain_graph=True)
+                outputs.square().sum().backward()
+            else:
+                (outputs.sum() + outputs.square().sum()).backward()
+            return [one.grad for one in own.parameters()]
+
+        once = on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, False))
+        twice = on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, True))
+        for one, other, first in zip(*twice, once[0], strict=True):
+            assert torch.equal(one, other)
+            torch.testing.assert_close(one, first)
+
+    def test_that_are_not_synchronised_hand_all_their_gradients_on(self, on_instances):
+        """Also those of a layer that only the first micro-batch has used."""
+
+        class Sometimes(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.always, self.sometimes = nn.Linear(64, 5), nn.Linear(64, 5)
+
+            def forward(self, x):
+                x = x.flatten(1)
+                return self.always(x) + (self.sometimes(x) if self.is_first else 0)
+
+        torch.manual_seed(0)
+        module = Sometimes()
+
+        def run(strategy, **options):
+            own, model = distributed(strategy, module, **options)
+            own.is_first = True
+            with model.no_sync():
+                square(model, rows(strategy)).backward()
+            own.is_first = False
+            square(model, rows(strategy, 1)).backward()
+            return [one.grad for one in own.parameters()]
+
+        for options in STREAMS:
+            zero, one = on_instances(REPLICAS, REPLICAS, lambda strategy, options=options: run(strategy, **options))
+            assert all(map(torch.equal, zero, one))
+
+    def test_of_some_parameters_alone_average_those(self, on_instances):
+        module = new_module("mlp")
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            square(model, rows(strategy)).backward(inputs=[own[4].weight])
+            return own[4].weight.grad, own[1].weight.grad
+
+        (zero, none), (one, _) = on_instances(REPLICAS, REPLICAS, run)
+        assert torch.equal(zero, one)
+        assert none is None
+
+    @pytest.mark.parametrize("search", ["strong_wolfe", None])
+    def test_of_optimizers_that_look_at_the_loss_are_equally_many(self, search, on_instances):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 1))
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            optimizer = torch.optim.LBFGS(own.parameters(), 0.5, max_iter=8, line_search_fn=search)
+            losses = []
+
+            def closure():
+                optimizer.zero_grad()
+                loss = (model(rows(strategy)) - 1 - strategy.instance_index).square().mean()
+                loss.backward()
+                return loss
+
+            losses = [optimizer.step(closure).item() for _ in range(3)]
+            return losses, model._averaging.loop.step, bits(own)
+
+        zero, one = on_instances(REPLICAS, REPLICAS, run)
+        assert zero == one
+        assert zero[0][-1] < zero[0][0]
+
+    def test_of_other_optimizers_with_closures_leave_the_loss_as_it_is(self, on_instances):
+        module = new_module("mlp")
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            optimizer = torch.optim.SGD(own.parameters(), 0.1)
+
+            def closure():
+                loss = model(rows(strategy)).square().mean() + strategy.instance_index
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure).item() > 1, bits(own)
+
+        zero, one = on_instances(REPLICAS, REPLICAS, run)
+        assert (zero[0], one[0]) == (False, True)
+        assert zero[1] == one[1]
+
+
+class TestSeveralModels:
+    @pytest.mark.parametrize("count", [2, 3])
+    def test_of_which_one_goes_through_the_other_may_stream(self, count, on_instances):
+        """As of a GAN, whose optimizers take turns."""
+        torch.manual_seed(0)
+        parts = [nn.Sequential(nn.Linear(8, 1100), nn.ReLU(), nn.Linear(1100, 1100), nn.Linear(1100, 8))] * count
+        parts = list(map(copy.deepcopy, parts))
+
+        def run(strategy, **options):
+            models = [strategies.torch.DistributedModel(copy.deepcopy(one), strategy, **options) for one in parts]
+            optimizers = [torch.optim.SGD(one.parameters(), 0.01) for one in models]
+            for step in range(4):
+                x = rows(strategy, step)[:, 0]
+                for number in range(count):
+                    for one in models:
+                        one.zero_grad()
+                    hidden = x
+                    for depth, one in enumerate(models):
+                        hidden = one(hidden.detach() if depth == number else hidden)
+                    hidden.square().mean().backward()
+                    optimizers[number].step()
+            return [bits(one.module) for one in models]
+
+        plain = on_instances(REPLICAS, REPLICAS, run)
+        assert plain[0] == plain[1]
+        assert on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, stream_gradients=True)) == plain
+
+    def test_that_take_part_in_another_order_are_an_error(self, on_instances):
+        """The gradients of one are never taken for those of the other, though they have the same shapes."""
+        module = nn.Linear(8, 8)
+
+        def run(strategy):
+            models = [distributed(strategy, module)[1] for _ in range(2)]
+            models[strategy.instance_index](rows(strategy)[:, 0]).mean().backward()
+
+        with pytest.raises(LayoutMismatchError, match="gradients of model 2"):
+            on_instances(REPLICAS, REPLICAS, run)
+
+
+class TestCopies:
+    def test_of_an_averaged_model_follow_it_on_one_instance_alone(self, on_instances):
+        module = new_module("convolutions")
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            if strategy.instance_index == 0:
+                averaged = AveragedModel(model, use_buffers=True)
+                teacher = copy.deepcopy(model)
+            for step in range(2):
+                own.zero_grad()
+                square(model, rows(strategy, step)).backward()
+                with torch.no_grad():
+                    for one in own.parameters():
+                        one -= one.grad
+                if strategy.instance_index == 0:
+                    averaged.update_parameters(model)
+                    with torch.no_grad():
+                        teacher(rows(strategy))
+            return averaged.module.module.last.weight if strategy.instance_index == 0 else own.last.weight
+
+        zero, one = on_instances(REPLICAS, REPLICAS, run)
+        assert not torch.equal(zero, one)
+        assert zero.shape == one.shape
+
+    def test_average_their_gradients_too(self, on_instances):
+        module = new_module("convolutions")
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            square(model, rows(strategy)).backward()
+            copied = copy.deepcopy(model)
+            copied.zero_grad()
+            square(copied, rows(strategy, 1)).backward()
+            square(model, rows(strategy, 1)).backward()
+            return (
+                bits(own),
+                bits(copied.module),
+                strategies.fingerprint([one.grad.numpy() for one in copied.parameters()]),
+            )
+
+        zero, one = on_instances(REPLICAS, REPLICAS, run)
+        assert zero == one
+        assert zero[0] == zero[1]
+
+    def test_in_files_are_refused(self):
+        _, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
+        for write in (pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+            with pytest.raises(StrategyError, match=r"cannot be written to a file; save model\.module, or "):
+                write(model)
+        torch.save(model.state_dict(), io.BytesIO())
+        torch.save(model.module, io.BytesIO())
+
+    def test_of_states_have_the_names_of_ddp(self):
+        own, model = distributed(strategies.IPUStrategy(1), new_module("convolutions"))
+        assert list(model.state_dict()) == [f"module.{name}" for name in own.state_dict()]
+        model.load_state_dict(model.state_dict())
+
+    def test_are_not_made_by_what_averages_gradients_itself(self):
+        strategy = strategies.IPUStrategy(1)
+        wrapped = nn.Sequential(distributed(strategy, new_module("mlp"))[1])
+        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+        for make in (
+            lambda: strategies.torch.Trainer(strategy, wrapped, square, optimizer),
+            lambda: strategies.torch.DistributedModel(wrapped, strategy),
+        ):
+            with pytest.raises(StrategyError, match=r"0 is a DistributedModel, .*; give its \.module"):
+                make()
+
+
+class TestMemory:
+    def test_of_a_model_is_freed_with_it(self, on_instances):
+        """Without the collector, also where the module is kept, and with the graph of a loss that is not."""
+        module = new_module("mlp")
+
+        def run(strategy):
+            own, model = distributed(strategy, module, stream_gradients=True)
+            square(model, rows(strategy)).backward()
+            averaging = model._averaging
+            kept = [weakref.ref(one) for one in (model, averaging, averaging._exchange, averaging._contribution)]
+            del model, averaging
+            hooks = [len(one._post_accumulate_grad_hooks or ()) for one in own.parameters()]
+            return [one() is None for one in kept], sum(hooks)
+
+        gc.collect()
+        gc.disable()
+        try:
+            found = on_instances(REPLICAS, REPLICAS, run)
+        finally:
+            gc.enable()
+        assert found == [([True] * 4, 0)] * REPLICAS
+
+    def test_of_a_model_stays_as_long_as_a_loss_needs_it(self, on_instances):
+        module = new_module("mlp")
+
+        def run(strategy):
+            own = copy.deepcopy(module)
+            square(strategies.torch.DistributedModel(own, strategy), rows(strategy)).backward()
+            return strategies.fingerprint([one.grad.numpy() for one in own.parameters()])
+
+        zero, one = on_instances(REPLICAS, REPLICAS, run)
+        assert zero == one
