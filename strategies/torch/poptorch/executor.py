@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -21,10 +22,12 @@ from strategies.switches import require_switches
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
+from strategies.torch.poptorch.autocasting import heeded_by
 from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
 from strategies.torch.poptorch.counters import Counters, Latency
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from strategies.torch.poptorch.operations import losses_marked_by
+from strategies.torch.poptorch.optimizer_base import NARROW, Optimizer
 from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
 from strategies.torch.poptorch.parameters import make_groupable
@@ -34,6 +37,9 @@ from strategies.torch.stages import Pipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
 from strategies.torch.training import refuse_other_devices
+from strategies.torch.updates import is_elementwise
+
+logger = logging.getLogger(__name__)
 
 
 class PoplarExecutor:
@@ -69,14 +75,16 @@ class PoplarExecutor:
         self._inference: InferenceReplicas | None = None
         self._calls = 0  # of an inference
         self._counters = Counters()
-        is_sharded = training and options.TensorLocations.shards_optimizer
-        refuse_unknown(options.anchors, model, is_sharded, options.device_iterations)
+        if training:
+            self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+        self._shards = self._optimizer is not None and shards_state(options, self._optimizer)
+        refuse_unknown(options.anchors, model, self._shards, options.device_iterations)
         mode, every, count = self._mode, options.output_every, options.Training.gradient_accumulation
         followed = {short: anchor.following(mode, every, count) for short, anchor in options.anchors.items()}
         self._anchored = Anchored(followed, model)
-        if training:
-            self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
-            self._made_with = scale_and_limit(self._optimizer)
+        if self._optimizer is not None:
+            self._scale, self._limit = scale_and_limit(self._optimizer)
+            tell_rounding(options, self._optimizer, model)
             self._trainer = self._new_trainer(self._optimizer)
         elif options.Training.gradient_accumulation != 1:
             raise StrategyError(
@@ -158,8 +166,9 @@ class PoplarExecutor:
             replicas = self.options.strategy.replicas
             local, count = replicas.local_replicas, replicas.num_replicas_in_sync
             seed, instruments = self.options.seed, replicas.instruments
+            call = calling(self.options.Precision.autocasts)
             self._inference = InferenceReplicas(
-                local, count, ReplicaMemory(self.model), call_in_model, seed, instruments, self._pipeline()
+                local, count, ReplicaMemory(self.model), call, seed, instruments, self._pipeline()
             )
         self._calls += 1
         began_s = time.perf_counter()
@@ -173,24 +182,23 @@ class PoplarExecutor:
         is_sum = training.reduction is ReductionType.Sum
         running = training.mean_strategy is MeanReductionStrategy.Running and not is_sum
         of_optimizer = options.TensorLocations.of_optimizer
-        scale, limit = scale_and_limit(optimizer)
-        refuse_pairs(options, scale, limit)
-        scaling = LossScaling(scale, 1.0) if scale != 1 else None
+        refuse_pairs(options, self._scale)
+        scaling = LossScaling(self._scale, 1.0) if self._scale != 1 else None
         if training.automatic_loss_scaling:
-            scaling = LossScaling() if scale == 1 else LossScaling(scale)
+            scaling = LossScaling() if self._scale == 1 else LossScaling(self._scale)
         return Trainer(
             options.strategy,
             self.model,
-            loss_function(replicas if is_sum else 1),
+            loss_function(replicas if is_sum else 1, options.Precision.autocasts),
             optimizer,
             options.seed,
             check_numerics=options.Precision.checks_numerics,
             gradient_accumulation_count=training.gradient_accumulation,
             reduction_method=Method.SUM if is_sum else Method.RUNNING_MEAN if running else Method.MEAN,
             loss_scaling=scaling,
-            replicated_optimizer_state_sharding=options.TensorLocations.shards_optimizer,
+            replicated_optimizer_state_sharding=self._shards,
             min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
-            before_update=None if limit is None else clipping(limit),
+            before_update=None if self._shards else self._clip,
             pipeline=None if running else self._pipeline(),  # nobody has asked for one then: `refuse_pairs`
         )
 
@@ -291,7 +299,7 @@ class PoplarExecutor:
         Changes of the optimizer that the model was made with act at once, without this call.
 
         Raises:
-            StrategyError: if it is of another kind, or has other groups, another `loss_scaling` or `max_grad_norm`.
+            StrategyError: if it is of another kind, has other groups, or limits gradients of which there are parts.
         """
         mine = self.trainer.optimizer
         if type(optimizer) is not type(mine) or len(optimizer.param_groups) != len(mine.param_groups):
@@ -299,13 +307,22 @@ class PoplarExecutor:
                 f"the model was made with {type(mine).__name__} of {len(mine.param_groups)} groups, and this is "
                 f"{type(optimizer).__name__} of {len(optimizer.param_groups)}; make another model with it"
             )
-        if scale_and_limit(optimizer) != self._made_with:
+        scale, limit = scale_and_limit(optimizer)
+        if limit != self._limit and self._shards:
             raise StrategyError(
-                f"the model was made with (loss_scaling, max_grad_norm) {self._made_with}, and this optimizer has "
-                f"{scale_and_limit(optimizer)}; make another model with it, or use setAutomaticLossScaling"
+                f"max_grad_norm is {limit}, the norm of whole gradients, and with useReplicatedTensorSharding an "
+                "instance has parts of them; make another model with this optimizer"
             )
+        if scale != self._scale:
+            refuse_pairs(self.options, scale)
+            self.trainer.scale_losses(scale)
+        self._scale, self._limit = scale, limit
         if optimizer is not mine:
             set_numbers(mine, numbers_of_groups(optimizer))
+
+    def _clip(self, module: torch.nn.Module) -> None:
+        if self._limit is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), self._limit)
 
     def compile(self, *args: Tree, **kwargs: Tree) -> None:
         """Look at the rows; nothing is compiled."""
@@ -455,10 +472,18 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
 # ---- inside of a replica
 
 
-def call_in_model(module: torch.nn.Module, batch: Batch) -> Tree:
-    """What the module returns; inside of it the program is told that an executor calls."""
-    outputs, _ = outputs_and_losses(module, batch)
-    return outputs
+def calling(autocasts: bool) -> Callable[[torch.nn.Module, Any], Tree]:
+    """What the module returns; inside of it the program is told that an executor calls.
+
+    Args:
+        autocasts: whether `poptorch.autocast` is heeded inside of it.
+    """
+
+    def call_in_model(module: torch.nn.Module, batch: Batch) -> Tree:
+        outputs, _ = outputs_and_losses(module, batch)
+        return outputs
+
+    return heeded_by(call_in_model, autocasts)
 
 
 def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, list[torch.Tensor]]:
@@ -478,11 +503,12 @@ def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, lis
     return outputs, marked
 
 
-def loss_function(factor: int) -> Callable[[torch.nn.Module, Any], Any]:
+def loss_function(factor: int, autocasts: bool) -> Callable[[torch.nn.Module, Any], Any]:
     """A loss function of `Trainer`: the loss that a module returns, so many times, and all that it returns.
 
     Args:
         factor: R, where gradients are to be summed over replicas, of which `Trainer` takes the mean.
+        autocasts: see `calling`.
     """
 
     def loss_fn(module: torch.nn.Module, batch: Batch) -> Any:
@@ -490,21 +516,17 @@ def loss_function(factor: int) -> Callable[[torch.nn.Module, Any], Any]:
         loss = loss_of(outputs, marked)
         return (loss * factor if factor != 1 else loss), {}, outputs
 
-    return loss_fn
+    return heeded_by(loss_fn, autocasts)
 
 
 def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
     """The loss among what a training model has returned.
 
     Raises:
-        StrategyError: if there is none, or several are marked.
+        StrategyError: if there is none, or it is not known which of several is meant.
     """
-    if len(marked) > 1:
-        raise StrategyError(
-            f"{len(marked)} losses are marked; add them up, and mark the sum with poptorch.identity_loss"
-        )
     if marked:
-        return marked[0]
+        return last_of(marked)
     tensors = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
     scalars = [one for one in tensors if not one.ndim and one.is_floating_point() and one.requires_grad]
     if not scalars:
@@ -512,7 +534,34 @@ def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
             "the model returns no scalar that depends on its parameters; return the loss, or mark it with "
             "poptorch.identity_loss"
         )
-    return scalars[-1]
+    if len({id(one) for one in scalars}) > 1:
+        raise StrategyError(
+            f"the model returns {len(scalars)} scalars that depend on its parameters, and each could be the loss; mark "
+            "the loss with poptorch.identity_loss(loss, 'none'), and detach() the others"
+        )
+    return scalars[0]
+
+
+def last_of(marked: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the marked loss of which all other ones are parts.
+
+    Raises:
+        StrategyError: if one of them is no part of the last.
+    """
+    *parts, last = marked
+    wanted = {part.grad_fn for part in parts} - {last.grad_fn, None}
+    seen: set[Any] = set()
+    ahead = [last.grad_fn] if wanted else []
+    while ahead and not wanted <= seen:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [each for each, _ in node.next_functions]
+    if not wanted <= seen:
+        raise StrategyError(
+            f"{len(marked)} losses are marked; add them up, and mark the sum with poptorch.identity_loss"
+        )
+    return last
 
 
 def scale_and_limit(optimizer: object) -> tuple[float, float | None]:
@@ -520,7 +569,7 @@ def scale_and_limit(optimizer: object) -> tuple[float, float | None]:
     return float(getattr(optimizer, "loss_scaling", 1.0)), getattr(optimizer, "max_grad_norm", None)
 
 
-def refuse_pairs(options: Options, scale: float, limit: float | None) -> None:
+def refuse_pairs(options: Options, scale: float) -> None:
     """Look for options that exclude each other, by their names in programs.
 
     Raises:
@@ -537,20 +586,38 @@ def refuse_pairs(options: Options, scale: float, limit: float | None) -> None:
             "enableFloatingPointExceptions raises for gradients that are not finite, and steps with scaled losses are "
             "left out where gradients are; use it without setAutomaticLossScaling, and with loss_scaling=1.0"
         )
-    if limit is not None and options.TensorLocations.shards_optimizer:
-        raise StrategyError(
-            f"max_grad_norm is {limit}, the norm of whole gradients, and with useReplicatedTensorSharding an instance "
-            "has parts of them; use one of the two"
+
+
+def shards_state(options: Options, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the state is sharded: if that is wanted, and the optimizer looks at every element alone."""
+    if not options.TensorLocations.shards_optimizer or is_elementwise(optimizer):
+        return options.TensorLocations.shards_optimizer
+    logger.warning(
+        "useReplicatedTensorSharding: the state of %s stays whole on every instance, since an update needs norms of "
+        "whole parameters or gradients; results are the same",
+        type(optimizer).__name__,
+    )
+    return False
+
+
+def tell_rounding(options: Options, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Warn of parameters of 16 bits that an IPU would round, or add up, otherwise."""
+    narrow = {one.dtype for one in model.parameters() if one.requires_grad and one.dtype in NARROW}
+    if not narrow:
+        return
+    dtype = narrow.pop()
+    if options.Precision.rounds_stochastically:
+        logger.warning("enableStochasticRounding: parameters are %s, and updates are rounded to nearest", dtype)
+    if not isinstance(optimizer, Optimizer):
+        return
+    wanted = optimizer.accum_type or torch.float32
+    if options.Training.gradient_accumulation > 1 and wanted is not dtype:
+        logger.warning(
+            "accum_type is %s, and gradients of %s parameters are added up in their own dtype; keep the parameters in "
+            "float32, and use poptorch.autocast in the model",
+            wanted,
+            dtype,
         )
-
-
-def clipping(limit: float) -> Callable[[torch.nn.Module], object]:
-    """Clips the mean gradients of a module to a norm."""
-
-    def clip(module: torch.nn.Module) -> None:
-        torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
-
-    return clip
 
 
 def _united(leaves: Sequence[Any]) -> Any:
