@@ -31,6 +31,7 @@ from strategies.torch.poptorch.optimizer_base import NARROW, Optimizer
 from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
 from strategies.torch.poptorch.parameters import make_groupable
+from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
 from strategies.torch.replica_groups import summed
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.stages import Pipeline
@@ -379,7 +380,7 @@ class PoplarExecutor:
             self._inference = None
 
     def save(self, filename: str | Path, export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Write the module, the options and the optimizer, as `load` reads them; by pickle, so read only your own.
+        """Write the module, the options and the optimizer, as `load` reads them.
 
         Args:
             filename: of the file.
@@ -389,7 +390,7 @@ class PoplarExecutor:
         require_switches(export_model=export_model, save_rng_state=save_rng_state)
         content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
         if export_model:
-            content |= {"model": self.model, "optimizer": self._optimizer}
+            content |= {"model": self.model, "optimizer": packed(self._optimizer)}
         torch.save(content, filename)
 
     def train(self, mode: bool = True) -> PoplarExecutor:
@@ -446,23 +447,27 @@ def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | N
     return PoplarExecutor(_module_of(model), options, False, None)
 
 
-def load(filename: str | Path, edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:
-    """The model that `PoplarExecutor.save` has written; the file is trusted as a program is.
+def load(
+    filename: str | Path, edit_opts_fn: Callable[[Options], object] | None = None, *, is_trusted: bool = False
+) -> PoplarExecutor:
+    """Make the model that `PoplarExecutor.save` has written; classes of the file are those that are imported already.
 
     Args:
         filename: of the file.
         edit_opts_fn: changes the options before the model is made.
+        is_trusted: True for a file that may run code, as a program does.
 
     Raises:
-        StrategyError: if the file has no model.
+        StrategyError: if the file has no model, is damaged, or needs to be trusted.
     """
-    content = torch.load(filename, weights_only=False)
+    require_switches(is_trusted=is_trusted)
+    content = read_model(filename, is_trusted)
     if "model" not in content:
         raise StrategyError(f"{filename} was saved with export_model=False; make the model, and load its state_dict")
     options = content["options"].clone()
     if edit_opts_fn is not None:
         edit_opts_fn(options)
-    return PoplarExecutor(content["model"], options, content["training"], content["optimizer"])
+    return PoplarExecutor(content["model"], options, content["training"], unpacked(content["optimizer"]))
 
 
 def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
