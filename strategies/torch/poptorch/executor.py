@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -402,6 +403,11 @@ class PoplarExecutor:
     def eval(self) -> PoplarExecutor:
         """Set the mode of the module."""
         return self.train(False)
+
+    @property
+    def compilationTime(self) -> timedelta:
+        """None at all: nothing is compiled."""
+        return timedelta()
 
     def cycleCount(self) -> NoReturn:
         """Refused: there are no cycles of an IPU.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import popdist
 from strategies.errors import FailedPreconditionError, StrategyError
 from strategies.ipu import IPUStrategy
 from strategies.numbers import at_least, positive
@@ -33,6 +34,7 @@ from strategies.torch.poptorch.option_groups import (
     TrainingOptions,
 )
 from strategies.torch.poptorch.options_file import set_from_line, set_from_value
+from strategies.torch.poptorch.recording import RecordedStrategy, folder_wanted, record_job, tell_too_late
 
 COMPILED_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """PyTorch's variable for the folder of what it compiles."""
@@ -165,7 +167,10 @@ class Options(OptionGroup):
         return self._strategy
 
     def _new_strategy(self) -> Strategy:
-        return IPUStrategy(self.replication_factor)
+        folder = folder_wanted(os.environ, self._popart.engine_options)
+        if folder is None:
+            return IPUStrategy(self.replication_factor)
+        return RecordedStrategy(self.replication_factor, folder)
 
     def deviceIterations(self, device_iterations: int) -> Options:
         """How many updates, or batches of an inference, a call makes."""
@@ -410,9 +415,19 @@ class Options(OptionGroup):
         """Changes nothing."""
         return self._accept_switch("showCompilationProgressBar", show, NO_COMPILER)
 
-    def enableProfiling(self, profile_dir: str | None = None) -> Options:
-        """Changes nothing: `PoplarExecutor.trace` has what the stages of a pipeline did."""
-        return self._accept("enableProfiling", profile_dir, "see PoplarExecutor.trace")
+    def enableProfiling(self, profile_dir: str | Path | None = None) -> Options:
+        """Record each step into a folder, and say how that is opened; `POPLAR_ENGINE_OPTIONS` has precedence.
+
+        Args:
+            profile_dir: the folder; None: this one.
+        """
+        folder = str(profile_dir or ".")
+        self._popart.setEngineOptions({**self._popart.engine_options, "autoReport.directory": folder})
+        return self._set("enableProfiling", folder, _strategy=self._recorded())
+
+    def _recorded(self) -> Strategy | None:
+        """Return the strategy that profiling needs; None: it is made when it is asked for."""
+        return None
 
     def enableStableNorm(self, enabled: bool) -> Options:
         """Changes nothing."""
@@ -466,9 +481,17 @@ class PopdistOptions(Options):
 
     def _new_strategy(self) -> Strategy:
         """All replicas of the job, also for options that were saved in another one."""
+        folder = folder_wanted(os.environ, self._popart.engine_options)
+        if folder is not None and not popdist.isBackendInitialized():
+            record_job(folder)
         strategy = PopDistStrategy()
         vars(self)["replication_factor"] = len(strategy.replicas.local_replicas)
         return strategy
+
+    def _recorded(self) -> Strategy:
+        """See `Options`: the instances are connected already."""
+        tell_too_late()
+        return self.strategy
 
     def replicationFactor(self, replication_factor: int) -> Options:
         """Refused.
