@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import final
 
@@ -20,6 +19,8 @@ from strategies.torch.poptorch.errors import ConfigFileError
 
 ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
 _FOLDER, _REPORTS = "autoReport.directory", "autoReport."
+
+_recordings: dict[Path, tuple[Instrument, ...]] = {}
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +110,14 @@ class RecordedStrategy(Strategy):
         super().__init__(Recorded(num_replicas, folder))
 
 
-@cache
 def _instruments_into(folder: Path, instance: Instance) -> tuple[Instrument, ...]:
+    """Return what records into a folder; of several strategies of a process the first one describes the instance."""
     from popdist.timeline.attaching import Timeline  # loads what only recordings need
 
-    _tell(folder)
-    return Timeline(Asked(folder), instance, os.environ).instruments
+    if folder not in _recordings:
+        _tell(folder)
+        _recordings[folder] = Timeline(Asked(folder), instance, os.environ).instruments
+    return _recordings[folder]
 
 
 def _tell(folder: Path) -> None:
