@@ -44,6 +44,7 @@ from strategies.torch.poptorch.errors import ConfigFileError, RecoverableError, 
 from strategies.torch.poptorch.executor import PoplarExecutor, inferenceModel, load, trainingModel
 from strategies.torch.poptorch.operations import (
     CPU,
+    Attribute,
     MultiConv,
     NameScope,
     cond,
@@ -71,6 +72,7 @@ from strategies.torch.poptorch.points import fps, nearest
 __all__ = [
     "AnchorMode",
     "AsynchronousDataAccessor",
+    "Attribute",
     "AutoStage",
     "BeginBlock",
     "Block",

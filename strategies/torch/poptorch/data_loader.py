@@ -128,6 +128,8 @@ class DataLoader:
             self._loader = torch.utils.data.DataLoader(dataset, batch_size=None, **workers)
             return
         self._shuffle, self._sampler = bool(shuffle), sampler
+        if shuffle and kwargs.get("generator") is not None:
+            logger.warning("the order of shuffled elements follows options.randomSeed, and not the generator")
         if sampler is not None:
             self._refuse_samplers(sampler)
         self._refuse_lengths(self._length)

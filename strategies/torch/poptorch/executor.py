@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 import torch
 
 from strategies.errors import StrategyError
@@ -23,12 +21,12 @@ from strategies.switches import require_switches
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
-from strategies.torch.poptorch.autocasting import heeded_by
 from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
 from strategies.torch.poptorch.counters import Counters, Latency
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
-from strategies.torch.poptorch.operations import losses_marked_by
-from strategies.torch.poptorch.optimizer_base import NARROW, Optimizer
+from strategies.torch.poptorch.losses import calling, loss_function
+from strategies.torch.poptorch.modes import Modes
+from strategies.torch.poptorch.optimizer_options import refuse_pairs, scale_and_limit, shards_state, tell_rounding
 from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
 from strategies.torch.poptorch.parameters import make_groupable
@@ -39,7 +37,6 @@ from strategies.torch.stages import Pipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
 from strategies.torch.training import refuse_other_devices
-from strategies.torch.updates import is_elementwise
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +74,7 @@ class PoplarExecutor:
         self._inference: InferenceReplicas | None = None
         self._calls = 0  # of an inference
         self._counters = Counters()
+        self._modes = Modes(model)
         if training:
             self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
         self._shards = self._optimizer is not None and shards_state(options, self._optimizer)
@@ -86,6 +84,7 @@ class PoplarExecutor:
         self._anchored = Anchored(followed, model)
         if self._optimizer is not None:
             self._scale, self._limit = scale_and_limit(self._optimizer)
+            self._updates = [[id(one) for one in group["params"]] for group in self._optimizer.param_groups]
             tell_rounding(options, self._optimizer, model)
             self._trainer = self._new_trainer(self._optimizer)
         elif options.Training.gradient_accumulation != 1:
@@ -116,7 +115,11 @@ class PoplarExecutor:
         """
         batch = tensors_of((args, kwargs))
         self._counters.begin(batch)
-        rounds = self._train(batch) if self._is_training else self._infer(batch)
+        if self._is_training:
+            with self._modes.kept():
+                rounds = self._train(batch)
+        else:
+            rounds = self._infer(batch)
         outputs = put_together(rounds, self._mode, self.options.output_every)
         self._counters.end(outputs)
         return outputs
@@ -301,13 +304,19 @@ class PoplarExecutor:
         Changes of the optimizer that the model was made with act at once, without this call.
 
         Raises:
-            StrategyError: if it is of another kind, has other groups, or limits gradients of which there are parts.
+            StrategyError: if it is of another kind, has other groups or parameters, or limits gradients that are cut
+                into parts.
         """
-        mine = self.trainer.optimizer
+        mine, groups = self.trainer.optimizer, optimizer.param_groups
         if type(optimizer) is not type(mine) or len(optimizer.param_groups) != len(mine.param_groups):
             raise StrategyError(
                 f"the model was made with {type(mine).__name__} of {len(mine.param_groups)} groups, and this is "
                 f"{type(optimizer).__name__} of {len(optimizer.param_groups)}; make another model with it"
+            )
+        if optimizer is not mine and [[id(one) for one in group["params"]] for group in groups] != self._updates:
+            raise StrategyError(
+                "the optimizer has other parameters in its groups than the one with which the model was made, which go "
+                "on being trained; make another model with it"
             )
         scale, limit = scale_and_limit(optimizer)
         if limit != self._limit and self._shards:
@@ -395,9 +404,10 @@ class PoplarExecutor:
         torch.save(content, filename)
 
     def train(self, mode: bool = True) -> PoplarExecutor:
-        """Set the mode of the module."""
+        """Set the mode of the module, and that in which a training model trains."""
         require_switches(mode=mode)
         self.model.train(mode)
+        self._modes.take()
         return self
 
     def eval(self) -> PoplarExecutor:
@@ -478,157 +488,6 @@ def load(
 
 def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
     return model.model if isinstance(model, PoplarExecutor) else model
-
-
-# ---- inside of a replica
-
-
-def calling(autocasts: bool) -> Callable[[torch.nn.Module, Any], Tree]:
-    """What the module returns; inside of it the program is told that an executor calls.
-
-    Args:
-        autocasts: whether `poptorch.autocast` is heeded inside of it.
-    """
-
-    def call_in_model(module: torch.nn.Module, batch: Batch) -> Tree:
-        outputs, _ = outputs_and_losses(module, batch)
-        return outputs
-
-    return heeded_by(call_in_model, autocasts)
-
-
-def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, list[torch.Tensor]]:
-    """What the module returns, and the losses that it has marked.
-
-    Raises:
-        TypeError: if tensors are in something that is not looked into: those of other replicas would be lost.
-    """
-    args, kwargs = batch
-    outputs, marked = losses_marked_by(lambda: module(*args, **kwargs))
-    for leaf in jax.tree.leaves(outputs):
-        if is_dataclass(leaf) or isinstance(leaf, Mapping | np.ndarray):
-            raise TypeError(
-                f"the model returns a {type(leaf).__name__}, of which replicas' rows are not put together; return "
-                "tensors, in tuples, lists or dictionaries"
-            )
-    return outputs, marked
-
-
-def loss_function(factor: int, autocasts: bool) -> Callable[[torch.nn.Module, Any], Any]:
-    """A loss function of `Trainer`: the loss that a module returns, so many times, and all that it returns.
-
-    Args:
-        factor: R, where gradients are to be summed over replicas, of which `Trainer` takes the mean.
-        autocasts: see `calling`.
-    """
-
-    def loss_fn(module: torch.nn.Module, batch: Batch) -> Any:
-        outputs, marked = outputs_and_losses(module, batch)
-        loss = loss_of(outputs, marked)
-        return (loss * factor if factor != 1 else loss), {}, outputs
-
-    return heeded_by(loss_fn, autocasts)
-
-
-def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The loss among what a training model has returned.
-
-    Raises:
-        StrategyError: if there is none, or it is not known which of several is meant.
-    """
-    if marked:
-        return last_of(marked)
-    tensors = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    scalars = [one for one in tensors if not one.ndim and one.is_floating_point() and one.requires_grad]
-    if not scalars:
-        raise StrategyError(
-            "the model returns no scalar that depends on its parameters; return the loss, or mark it with "
-            "poptorch.identity_loss"
-        )
-    if len({id(one) for one in scalars}) > 1:
-        raise StrategyError(
-            f"the model returns {len(scalars)} scalars that depend on its parameters, and each could be the loss; mark "
-            "the loss with poptorch.identity_loss(loss, 'none'), and detach() the others"
-        )
-    return scalars[0]
-
-
-def last_of(marked: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the marked loss of which all other ones are parts.
-
-    Raises:
-        StrategyError: if one of them is no part of the last.
-    """
-    *parts, last = marked
-    wanted = {part.grad_fn for part in parts} - {last.grad_fn, None}
-    seen: set[Any] = set()
-    ahead = [last.grad_fn] if wanted else []
-    while ahead and not wanted <= seen:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [each for each, _ in node.next_functions]
-    if not wanted <= seen:
-        raise StrategyError(
-            f"{len(marked)} losses are marked; add them up, and mark the sum with poptorch.identity_loss"
-        )
-    return last
-
-
-def scale_and_limit(optimizer: object) -> tuple[float, float | None]:
-    """What an optimizer of `poptorch.optim` has besides PyTorch's numbers: loss_scaling, and max_grad_norm."""
-    return float(getattr(optimizer, "loss_scaling", 1.0)), getattr(optimizer, "max_grad_norm", None)
-
-
-def refuse_pairs(options: Options, scale: float) -> None:
-    """Look for options that exclude each other, by their names in programs.
-
-    Raises:
-        StrategyError: if there are such.
-    """
-    running = options.Training.mean_strategy is MeanReductionStrategy.Running
-    if running and options.Training.reduction is ReductionType.Mean and options.execution_strategy is not None:
-        raise StrategyError(
-            "MeanReductionStrategy.Running changes all gradients before each micro-batch, and with an execution "
-            "strategy others are being added up then; use MeanReductionStrategy.Post, or no execution strategy"
-        )
-    if options.Precision.checks_numerics and (scale != 1 or options.Training.automatic_loss_scaling):
-        raise StrategyError(
-            "enableFloatingPointExceptions raises for gradients that are not finite, and steps with scaled losses are "
-            "left out where gradients are; use it without setAutomaticLossScaling, and with loss_scaling=1.0"
-        )
-
-
-def shards_state(options: Options, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the state is sharded: if that is wanted, and the optimizer looks at every element alone."""
-    if not options.TensorLocations.shards_optimizer or is_elementwise(optimizer):
-        return options.TensorLocations.shards_optimizer
-    logger.warning(
-        "useReplicatedTensorSharding: the state of %s stays whole on every instance, since an update needs norms of "
-        "whole parameters or gradients; results are the same",
-        type(optimizer).__name__,
-    )
-    return False
-
-
-def tell_rounding(options: Options, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Warn of parameters of 16 bits that an IPU would round, or add up, otherwise."""
-    narrow = {one.dtype for one in model.parameters() if one.requires_grad and one.dtype in NARROW}
-    if not narrow:
-        return
-    dtype = narrow.pop()
-    if options.Precision.rounds_stochastically:
-        logger.warning("enableStochasticRounding: parameters are %s, and updates are rounded to nearest", dtype)
-    if not isinstance(optimizer, Optimizer):
-        return
-    wanted = optimizer.accum_type or torch.float32
-    if options.Training.gradient_accumulation > 1 and wanted is not dtype:
-        logger.warning(
-            "accum_type is %s, and gradients of %s parameters are added up in their own dtype; keep the parameters in "
-            "float32, and use poptorch.autocast in the model",
-            wanted,
-            dtype,
-        )
 
 
 def _united(leaves: Sequence[Any]) -> Any:

@@ -192,6 +192,23 @@ class NameScope:
         pass
 
 
+class Attribute:
+    """Attributes for the operators of a graph, of which there is none here: changes nothing.
+
+    Args:
+        kwargs: the attributes.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.attributes = kwargs
+
+    def __enter__(self) -> Attribute:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 class MultiConv:
     """Convolutions that an IPU would compute together; here they are computed one after another, as they are written.
 

@@ -118,6 +118,22 @@ class OptionGroup:
 
 NO_IPU = "replicas run on the cores of this machine"
 NO_COMPILER = "nothing is compiled"
+_REDUCTION = "Options.Training.accumulationAndReplicationReductionType"
+_OF_NUMBERS = {
+    "accumulationAndReplicationReductionType": _REDUCTION,
+    "accumulationFactor": "Options.Training.gradientAccumulation",
+    "automaticLossScalingSettings.enabled": "Options.Training.setAutomaticLossScaling",
+    "enableFloatingPointChecks": "Options.Precision.enableFloatingPointExceptions",
+    "enableGradientAccumulation": "Options.Training.gradientAccumulation",
+    "enableReplicatedGraphs": "Options.replicationFactor",
+    "globalReplicationFactor": "popdist.poptorch.Options() under poprun",
+    "groupNormStridedChannelGrouping": "torch.nn.GroupNorm as it is, which has neighbouring channels in a group",
+    "meanAccumulationAndReplicationReductionStrategy": (
+        "Options.Training.setMeanAccumulationAndReplicationReductionStrategy"
+    ),
+    "replicatedGraphCount": "Options.replicationFactor",
+}
+"""Options of the compiler that change what is trained, and what to use."""
 BUFFERING = ("defaultPrefetchBufferingDepth", "defaultBufferingDepth")
 ONE_MEMORY = "all tensors lie in the memory of the host"
 
@@ -336,7 +352,15 @@ class PopartOptions(OptionGroup):
     engine_options: Mapping[str, str] = MappingProxyType({})
 
     def set(self, key: str, value: object) -> PopartOptions:
-        """Take an option; those of `BUFFERING` say how many batches a `DataLoader` makes ahead."""
+        """Take an option; those of `BUFFERING` say how many batches a `DataLoader` makes ahead.
+
+        Raises:
+            StrategyError: if the option says what is trained, for which there is another option.
+        """
+        if key in _OF_NUMBERS:
+            raise StrategyError(
+                f"{self._title}.set({key!r}, ...) changes what is trained, and is not heeded; use {_OF_NUMBERS[key]}"
+            )
         if key in BUFFERING:
             return self._set(key, value, buffers=positive(key, value))
         return self._accept(key, value, NO_COMPILER)

@@ -110,7 +110,8 @@ class Options(OptionGroup):
     """How a model runs. Every setter returns the options, so that they can be chained; print them to see what is set.
 
     Semantics: PopTorch's options of the same names. What has no meaning without an IPU is taken, and one line of the
-    log (INFO) says so once.
+    log (INFO) says so once. `POPTORCH_DEFAULT_OPTIONS` in the environment is JSON of options, see `from_json`;
+    `POPTORCH_CACHE_DIR` is the folder of `enableExecutableCaching`.
     """
 
     device_iterations = 1
@@ -131,6 +132,9 @@ class Options(OptionGroup):
         self._locations = TensorLocationOptions()
         self._popart = PopartOptions()
         self._distributed = self._distributed_kind(self)
+        if folder := os.environ.get("POPTORCH_CACHE_DIR"):
+            self.enableExecutableCaching(folder)
+        self.from_json(os.environ.get("POPTORCH_DEFAULT_OPTIONS") or "{}")
 
     # ---- what is heeded
 

@@ -82,6 +82,19 @@ class TestMeans:
         assert torch.equal(own.layer.weight, plain.layer.weight)
         torch.testing.assert_close(own.layer.weight, trained(model, new_options(accumulation=3)).layer.weight)
 
+    def test_are_told_as_losses_also_where_gradients_are_added_up(self, model):
+        found = []
+        for kind in (poptorch.ReductionType.Sum, poptorch.ReductionType.Mean):
+            options = new_options(replicas=2, accumulation=3)
+            options.Training.accumulationAndReplicationReductionType(kind)
+            own = copy.deepcopy(model)
+            training = poptorch.trainingModel(own, options, descent(own.parameters()))
+            training(*rows(12))
+            found.append((training.trainer._training.metrics.means.tolist(), own.layer.bias.grad.item()))
+        (loss_of_sum, of_sum), (loss_of_mean, of_mean) = found
+        assert loss_of_sum == loss_of_mean
+        assert of_sum == pytest.approx(6 * of_mean)
+
     def test_may_be_said_with_sums(self, model):
         options = new_options(accumulation=3).setExecutionStrategy(poptorch.ShardedExecution("B1"))
         options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)

@@ -402,6 +402,7 @@ IDIOMS: dict[str, Idiom] = {
         own=lambda p: poptorch.optim.AdamW(p, lr=0.1), plain=lambda p: torch.optim.AdamW(p, lr=0.1), after=resume
     ),
     "changes_weights": Idiom(after=halve_last, plain_after=halve_last),
+    "keeps_its_mode": Idiom(net(lambda: nn.Dropout(0.5)), after=lambda e, _: e.model.eval()),
     "mode_of_evaluation": Idiom(
         net(lambda: nn.Dropout(0.5)), after=lambda e, _: e.eval(), plain_after=lambda o, _: o.modules[0].eval()
     ),

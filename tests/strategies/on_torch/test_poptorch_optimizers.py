@@ -164,6 +164,12 @@ class TestNumbersThatChange:
         with pytest.raises(StrategyError, match=r"max_grad_norm is 1\.0, .* useReplicatedTensorSharding"):
             training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.1, max_grad_norm=1.0))
 
+    def test_an_optimizer_of_other_parameters_takes_no_place(self, model):
+        """Otherwise those of the first one would go on being trained."""
+        training = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(StrategyError, match="has other parameters in its groups .*; make another model"):
+            training.setOptimizer(poptorch.optim.SGD([model.layer.bias], 0.1))
+
     def test_the_learning_rate_of_another_optimizer_is_taken(self, model):
         training = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), 0.1))
         training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.2))

@@ -74,6 +74,30 @@ class TestOwnAttributes:
             _ = poptorch.Options().zebra
 
 
+class TestEnvironment:
+    def test_may_set_options(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", '{"Training.gradientAccumulation": 3}')
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+        monkeypatch.setenv("POPTORCH_CACHE_DIR", str(tmp_path))
+        options = poptorch.Options()
+        assert options.Training.gradient_accumulation == 3
+        assert options.toDict()["enableExecutableCaching"] == str(tmp_path)
+
+
+class TestModes:
+    def test_of_evaluation_in_the_first_call_are_said(self, model, caplog):
+        poptorch.trainingModel(model.eval(), poptorch.Options())(torch.ones(4, 3))
+        assert "for the first time with its module in evaluation mode" in caplog.text
+
+    def test_that_the_program_sets_are_left_to_it(self, model):
+        training = poptorch.trainingModel(model, poptorch.Options())
+        training(torch.ones(4, 3))
+        model.eval()
+        training(torch.ones(4, 3))
+        assert not model.training
+        assert not model.first.training
+
+
 class TestOldNames:
     def test_are_those_of_today(self):
         options = poptorch.Options().anchorMode(poptorch.AnchorMode.EveryN, 2)
@@ -192,6 +216,12 @@ class TestCompilers:
         with pytest.raises(ValueError, match="defaultPrefetchBufferingDepth"):
             poptorch.Options()._Popart.set("defaultPrefetchBufferingDepth", 0)
 
+    def test_that_would_change_what_is_trained_are_refused(self):
+        with pytest.raises(
+            StrategyError, match=r"'accumulationFactor', .* use Options.Training"
+        ):
+            poptorch.Options()._Popart.set("accumulationFactor", 4)
+
     def test_nothing_takes_time_to_compile(self, model):
         assert poptorch.inferenceModel(model).compilationTime.total_seconds() == 0
 
@@ -305,6 +335,11 @@ class TestData:
         for kind in (poptorch.Error, ValueError):
             with pytest.raises(kind, match="has 3 elements, and a batch of all replicas takes 4"):
                 poptorch.DataLoader(poptorch.Options(), torch.arange(3), batch_size=4)
+
+    def test_are_not_shuffled_by_a_generator_and_that_is_said(self, caplog):
+        generator = torch.Generator()
+        poptorch.DataLoader(poptorch.Options(), torch.arange(8), 4, shuffle=True, generator=generator)
+        assert "follows options.randomSeed, and not the generator" in caplog.text
 
     def test_of_a_stream_are_put_together_by_the_program(self):
         """It gets the elements of a batch, not each alone."""
