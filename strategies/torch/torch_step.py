@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from strategies.comparing.agreement import broadcast_text, insist_on_agreement, 
 from strategies.comparing.digest import majority_of
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.gradients.leaving import not_made
+from strategies.loss_scaling import LossScaling
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.gathering import gather_replicas
@@ -71,6 +73,13 @@ class TorchStep:
         self._exchange: GradientExchange | None = None
         self._agreed: set[Any] = set()  # the shapes of batches
         self._has_warned = False  # of what is lost with an instance
+
+    def scale_losses(self, scale: float) -> None:
+        """See `Trainer.scale_losses`; how the scale moves on stays what it was."""
+        scaling = replace(self._options.scaling or LossScaling(factor=1.0), initial=scale)
+        self._options = replace(self._options, loss_scaling=scaling)
+        skipped = 0 if self._training.scale is None else self._training.scale.skipped
+        self._training.scale = replace(scaling.start(), skipped=np.int32(skipped))
 
     # ---- together with the others
 

@@ -198,6 +198,10 @@ class Trainer:
         """
         return self._evaluator.predict(dataset, fn, to_all)
 
+    def scale_losses(self, scale: float) -> None:
+        """Multiply the losses of later steps by another number, and divide mean gradients by it; on all instances."""
+        self._step.scale_losses(scale)
+
     def close(self) -> None:
         """End the threads of the replicas; a step begins new ones."""
         self._step.close()

@@ -1,7 +1,13 @@
 """PopTorch's interface: `import strategies.torch.poptorch as poptorch`, and programs of PopTorch run, without IPUs."""
 
+from difflib import get_close_matches
+from typing import Any
+
+import strategies.torch.poptorch.autocasting as autocasting
 import strategies.torch.poptorch.optim as optim
+import strategies.torch.poptorch.profiling as profiling
 from strategies.errors import StrategyError as Error
+from strategies.torch.poptorch.autocasting import autocast
 from strategies.torch.poptorch.blocks import (
     BeginBlock,
     Block,
@@ -17,6 +23,7 @@ from strategies.torch.poptorch.blocks import (
 from strategies.torch.poptorch.data_loader import AsynchronousDataAccessor, DataLoader
 from strategies.torch.poptorch.decoding import ctc_beam_search_decoder
 from strategies.torch.poptorch.enums import (
+    AnchorMode,
     AutoStage,
     CommGroupType,
     ConnectionType,
@@ -33,10 +40,11 @@ from strategies.torch.poptorch.enums import (
     SyncPattern,
     VariableRetrievalMode,
 )
-from strategies.torch.poptorch.errors import ConfigFileError, RecoverableError, UnrecoverableError
+from strategies.torch.poptorch.errors import ConfigFileError, RecoverableError, SmallDataError, UnrecoverableError
 from strategies.torch.poptorch.executor import PoplarExecutor, inferenceModel, load, trainingModel
 from strategies.torch.poptorch.operations import (
     CPU,
+    Attribute,
     MultiConv,
     NameScope,
     cond,
@@ -62,7 +70,9 @@ from strategies.torch.poptorch.options import Options, PopdistOptions
 from strategies.torch.poptorch.points import fps, nearest
 
 __all__ = [
+    "AnchorMode",
     "AsynchronousDataAccessor",
+    "Attribute",
     "AutoStage",
     "BeginBlock",
     "Block",
@@ -94,11 +104,14 @@ __all__ = [
     "SerialPhasedExecution",
     "ShardedExecution",
     "SharingStrategy",
+    "SmallDataError",
     "Stage",
     "SyncPattern",
     "TensorLocationSettings",
     "UnrecoverableError",
     "VariableRetrievalMode",
+    "autocast",
+    "autocasting",
     "cond",
     "ctc_beam_search_decoder",
     "custom_op",
@@ -116,6 +129,7 @@ __all__ = [
     "nearest",
     "nop",
     "optim",
+    "profiling",
     "recomputationCheckpoint",
     "removeBlocks",
     "serializedMatMul",
@@ -125,3 +139,27 @@ __all__ = [
     "set_overlap_for_output",
     "trainingModel",
 ]
+
+__version__ = "3.3.0"
+"""The version of PopTorch whose interface this is."""
+
+_WAYS_OUT = {
+    "ICustomArgParser": "give models tensors in tuples, lists or dictionaries",
+    "accessAttributes": "write a torch.autograd.Function in place of a custom operator",
+    "createPoptorchError": "raise poptorch.Error(message)",
+    "distributed": "poprun starts instances, and popdist.poptorch.Options() has their numbers",
+    "experimental": "call functions as they are, or make a module of them for poptorch.inferenceModel",
+    "getIpuTensorId": "tensors lie in the memory of the host, where tensor.data_ptr() tells them apart",
+    "poptorch_core": "it is the compiler for IPUs, of which nothing is needed here",
+    "registerCustomArgParser": "give models tensors in tuples, lists or dictionaries",
+    "registerPostCompileHook": "nothing is compiled; do it after the model was made",
+    "registerPreCompileHook": "nothing is compiled; do it before the model is made",
+    "testing": "compare tensors with torch.testing.assert_close",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Refuse a name that is not there, with what to use in its place."""
+    close = get_close_matches(name, __all__, 1)
+    way_out = _WAYS_OUT.get(name) or (f"did you mean {close[0]}?" if close else "docs/torch.md has what is there")
+    raise AttributeError(f"strategies.torch.poptorch has no {name}: {way_out}")

@@ -189,15 +189,19 @@ class Placing:
         if self.stages:
             self.found[name] = self._listed(name)
             return self.found[name]
-        if ipu is None and name not in self.found:
+        if name in self.found:
+            return self.found[name]
+        if self.auto_stage is AutoStage.AutoIncrement:
+            number = len(self.found)
+            self.found[name] = number, number if ipu is None else ipu
+            return self.found[name]
+        if ipu is None:
             raise StrategyError(
                 f"block {name!r} has no ipu_id, and the strategy lists no stages; give the block one, or write "
-                "poptorch.PipelinedExecution('B1', 'B2', ...)"
+                "poptorch.PipelinedExecution('B1', 'B2', ...), or have each block begin a stage with "
+                "poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)"
             )
-        if name not in self.found:
-            assert ipu is not None
-            number = ipu if self.auto_stage is AutoStage.SameAsIpu else len(self.found)
-            self.found[name] = number, ipu
+        self.found[name] = ipu, ipu
         return self.found[name]
 
     def unmet(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,17 @@ from strategies.numbers import positive
 from strategies.roles import Batch
 from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.poptorch.enums import DataLoaderMode
+from strategies.torch.poptorch.errors import SmallDataError
 from strategies.torch.poptorch.options import Options
+from strategies.torch.randomness import drawing_from, seed_of
 
+SAMPLERS = (
+    torch.utils.data.RandomSampler,
+    torch.utils.data.SequentialSampler,
+    torch.utils.data.SubsetRandomSampler,
+    torch.utils.data.WeightedRandomSampler,
+)
+"""Samplers that give the same order wherever the same random numbers are drawn."""
 BUFFERS = 3
 """Batches that are prepared ahead in the asynchronous modes."""
 
@@ -48,7 +57,10 @@ class DataLoader:
         async_options: `buffer_size`: how many batches ahead; what else an `AsynchronousDataAccessor` takes changes
             nothing.
         rebatched_worker_size: changes nothing: workers read whole batches, whose elements are the same.
+        sampler: gives the order of an epoch in place of `shuffle`. On several instances one of PyTorch's that draws
+            from `options.randomSeed`, as all instances have to have the same order.
         batch_sampler: refused.
+        collate_fn: makes a batch of a list of elements; None for PyTorch's.
         kwargs: of `torch.utils.data.DataLoader`.
 
     Attributes:
@@ -56,9 +68,10 @@ class DataLoader:
         dataset: see above.
 
     Raises:
-        ValueError: if the data set does not fill a batch.
-        StrategyError: if batches of several instances would be shorter, or there is a `batch_sampler`. Of a stream it
-            is found at its end, on all instances.
+        SmallDataError: if the data set does not fill a batch; a StrategyError and a ValueError.
+        StrategyError: if batches of several instances would be shorter, there is a `batch_sampler`, or a `sampler`
+            besides `shuffle`, or one whose order instances could have otherwise. Of a stream it is found at its end, on
+            all instances.
         TypeError: for other `async_options`, options that are none, and switches that are neither True nor False.
     """
 
@@ -76,10 +89,14 @@ class DataLoader:
         async_options: Mapping[str, Any] | None = None,
         rebatched_worker_size: int | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
+        sampler: Iterable[int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if batch_sampler is not None:
-            raise StrategyError("a batch_sampler does not know replicas; give batch_size and shuffle")
+            raise StrategyError("a batch_sampler does not know replicas; give batch_size, and shuffle or a sampler")
+        if sampler is not None and shuffle:
+            raise StrategyError("the sampler gives the order, and shuffle=True asks for another; use one of the two")
         if not isinstance(options, Options):
             raise TypeError(f"the options are a {type(options).__name__}; poptorch.DataLoader(options, dataset, ...)")
         require_switches(drop_last=drop_last, auto_distributed_partitioning=auto_distributed_partitioning)
@@ -89,10 +106,11 @@ class DataLoader:
         self._batch_size = positive("batch_size", batch_size)
         self._is_dealt = auto_distributed_partitioning
         self._mode = DataLoaderMode(mode)
-        self._buffers = _buffers_of(async_options or {})
+        self._buffers = _buffers_of({"buffer_size": options._Popart.buffers or BUFFERS, **(async_options or {})})
         self._epoch = 0
         self._drops = drop_last
         self._is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+        self._collate = collate_fn or torch.utils.data.default_collate
         workers = {"num_workers": num_workers, **kwargs}
         workers["persistent_workers"] = num_workers > 0 if persistent_workers is None else persistent_workers
         if self._is_iterable:
@@ -105,11 +123,19 @@ class DataLoader:
                     num_workers,
                     num_workers,
                 )
+            if sampler is not None:
+                raise StrategyError("an IterableDataset comes in its own order; choose elements inside of it")
             self._loader = torch.utils.data.DataLoader(dataset, batch_size=None, **workers)
             return
-        self._shuffle = bool(shuffle)
-        self._refuse_lengths(len(dataset))
-        self._loader = torch.utils.data.DataLoader(dataset, batch_sampler=_Rows(self), **workers)
+        self._shuffle, self._sampler = bool(shuffle), sampler
+        if shuffle and kwargs.get("generator") is not None:
+            logger.warning("the order of shuffled elements follows options.randomSeed, and not the generator")
+        if sampler is not None:
+            self._refuse_samplers(sampler)
+        self._refuse_lengths(self._length)
+        self._loader = torch.utils.data.DataLoader(
+            dataset, batch_sampler=_Rows(self), collate_fn=self._collate, **workers
+        )
 
     @property
     def combinedBatchSize(self) -> int:
@@ -136,9 +162,24 @@ class DataLoader:
     def _rows_of_all(self) -> int:
         return self._micro_batches * self._replicas[0] * self._batch_size
 
+    @property
+    def _length(self) -> int:
+        """How many elements an epoch has."""
+        return len(self.dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]
+
+    def _refuse_samplers(self, sampler: Iterable[int]) -> None:
+        if not hasattr(sampler, "__len__"):
+            raise TypeError(f"the sampler is a {type(sampler).__name__}, which has no length; give it a __len__")
+        if self._replicas[0] != self._local and type(sampler) not in SAMPLERS:
+            raise StrategyError(
+                f"the sampler is a {type(sampler).__name__}, and each of several instances would ask its own for an "
+                f"order, which has to be the same; use one of {', '.join(kind.__name__ for kind in SAMPLERS)}, or "
+                "auto_distributed_partitioning=False with a sampler that gives the elements of this instance"
+            )
+
     def _refuse_lengths(self, length: int) -> None:
         if length < self._rows_of_all and self._drops:
-            raise ValueError(
+            raise SmallDataError(
                 f"the data set has {length} elements, and a batch of all replicas takes {self._rows_of_all}; use a "
                 "smaller batch_size, deviceIterations or gradientAccumulation"
             )
@@ -151,7 +192,7 @@ class DataLoader:
     def __len__(self) -> int:
         if self._is_iterable:
             raise TypeError("an IterableDataset does not tell how many batches it has")
-        whole, rest = divmod(len(self.dataset), self._rows_of_all)
+        whole, rest = divmod(self._length, self._rows_of_all)
         return whole + (rest > 0 and not self._drops)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -177,7 +218,7 @@ class DataLoader:
                     "use drop_last=True"
                 )
             picked = rows if total == len(local) else [rows[number] for number in self._places(total, local)]
-            yield torch.utils.data.default_collate(picked)
+            yield self._collate(picked)
 
     def _places(self, total: int, local: range) -> list[int]:
         """Where the rows of the local replicas lie among those of all, for one batch."""
@@ -193,13 +234,20 @@ class DataLoader:
 
     def _rows_of(self, epoch: int) -> Iterator[list[int]]:
         total, local = self._replicas
-        order = epoch_order(len(self.dataset), self.options.seed, epoch, shuffle=self._shuffle)
+        order = self._order_of(epoch)
         places = np.array(self._places(total, local))
         whole, rest = divmod(len(order), self._rows_of_all)
         for number in range(whole):
             yield order[number * self._rows_of_all + places].tolist()
         if rest and not self._drops:
             yield order[whole * self._rows_of_all :].tolist()
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """Return the elements of an epoch; a sampler that draws has the same numbers on all instances."""
+        if self._sampler is None:
+            return np.asarray(epoch_order(len(self.dataset), self.options.seed, epoch, shuffle=self._shuffle))
+        with drawing_from(seed_of(self.options.seed, 0, epoch, 0)):
+            return np.fromiter(map(int, self._sampler), np.int64)
 
     def terminate(self) -> None:
         """Nothing is to be done: threads and workers end with their iterators."""

@@ -15,6 +15,10 @@ class OutputMode(IntEnum):
     Default = 4
 
 
+AnchorMode = OutputMode
+"""The name of `OutputMode` before PopTorch 2.3."""
+
+
 class ReductionType(IntEnum):
     """How gradients are reduced over micro-batches and replicas."""
 

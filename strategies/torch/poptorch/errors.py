@@ -3,6 +3,7 @@
 strategies.StrategyError          `Error`
     RecoverableError              of devices that have to be reset
     UnrecoverableError            of devices that are broken
+    SmallDataError                of data that fill no batch; a ValueError, too
 ValueError
     ConfigFileError               of options in a file
 """
@@ -20,3 +21,7 @@ class UnrecoverableError(StrategyError):
 
 class ConfigFileError(ValueError):
     """A line of a file is no option."""
+
+
+class SmallDataError(StrategyError, ValueError):
+    """A data set has fewer elements than a batch of all replicas takes."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 import torch
 
 from strategies.errors import StrategyError
@@ -24,16 +24,21 @@ from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
 from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
 from strategies.torch.poptorch.counters import Counters, Latency
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
-from strategies.torch.poptorch.operations import losses_marked_by
+from strategies.torch.poptorch.losses import calling, loss_function
+from strategies.torch.poptorch.modes import Modes
+from strategies.torch.poptorch.optimizer_options import refuse_pairs, scale_and_limit, shards_state, tell_rounding
 from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
 from strategies.torch.poptorch.parameters import make_groupable
+from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
 from strategies.torch.replica_groups import summed
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.stages import Pipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
 from strategies.torch.training import refuse_other_devices
+
+logger = logging.getLogger(__name__)
 
 
 class PoplarExecutor:
@@ -69,14 +74,18 @@ class PoplarExecutor:
         self._inference: InferenceReplicas | None = None
         self._calls = 0  # of an inference
         self._counters = Counters()
-        is_sharded = training and options.TensorLocations.shards_optimizer
-        refuse_unknown(options.anchors, model, is_sharded, options.device_iterations)
+        self._modes = Modes(model)
+        if training:
+            self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+        self._shards = self._optimizer is not None and shards_state(options, self._optimizer)
+        refuse_unknown(options.anchors, model, self._shards, options.device_iterations)
         mode, every, count = self._mode, options.output_every, options.Training.gradient_accumulation
         followed = {short: anchor.following(mode, every, count) for short, anchor in options.anchors.items()}
         self._anchored = Anchored(followed, model)
-        if training:
-            self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
-            self._made_with = scale_and_limit(self._optimizer)
+        if self._optimizer is not None:
+            self._scale, self._limit = scale_and_limit(self._optimizer)
+            self._updates = [[id(one) for one in group["params"]] for group in self._optimizer.param_groups]
+            tell_rounding(options, self._optimizer, model)
             self._trainer = self._new_trainer(self._optimizer)
         elif options.Training.gradient_accumulation != 1:
             raise StrategyError(
@@ -106,7 +115,11 @@ class PoplarExecutor:
         """
         batch = tensors_of((args, kwargs))
         self._counters.begin(batch)
-        rounds = self._train(batch) if self._is_training else self._infer(batch)
+        if self._is_training:
+            with self._modes.kept():
+                rounds = self._train(batch)
+        else:
+            rounds = self._infer(batch)
         outputs = put_together(rounds, self._mode, self.options.output_every)
         self._counters.end(outputs)
         return outputs
@@ -158,8 +171,9 @@ class PoplarExecutor:
             replicas = self.options.strategy.replicas
             local, count = replicas.local_replicas, replicas.num_replicas_in_sync
             seed, instruments = self.options.seed, replicas.instruments
+            call = calling(self.options.Precision.autocasts)
             self._inference = InferenceReplicas(
-                local, count, ReplicaMemory(self.model), call_in_model, seed, instruments, self._pipeline()
+                local, count, ReplicaMemory(self.model), call, seed, instruments, self._pipeline()
             )
         self._calls += 1
         began_s = time.perf_counter()
@@ -173,24 +187,23 @@ class PoplarExecutor:
         is_sum = training.reduction is ReductionType.Sum
         running = training.mean_strategy is MeanReductionStrategy.Running and not is_sum
         of_optimizer = options.TensorLocations.of_optimizer
-        scale, limit = scale_and_limit(optimizer)
-        refuse_pairs(options, scale, limit)
-        scaling = LossScaling(scale, 1.0) if scale != 1 else None
+        refuse_pairs(options, self._scale)
+        scaling = LossScaling(self._scale, 1.0) if self._scale != 1 else None
         if training.automatic_loss_scaling:
-            scaling = LossScaling() if scale == 1 else LossScaling(scale)
+            scaling = LossScaling() if self._scale == 1 else LossScaling(self._scale)
         return Trainer(
             options.strategy,
             self.model,
-            loss_function(replicas if is_sum else 1),
+            loss_function(replicas if is_sum else 1, options.Precision.autocasts),
             optimizer,
             options.seed,
             check_numerics=options.Precision.checks_numerics,
             gradient_accumulation_count=training.gradient_accumulation,
             reduction_method=Method.SUM if is_sum else Method.RUNNING_MEAN if running else Method.MEAN,
             loss_scaling=scaling,
-            replicated_optimizer_state_sharding=options.TensorLocations.shards_optimizer,
+            replicated_optimizer_state_sharding=self._shards,
             min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
-            before_update=None if limit is None else clipping(limit),
+            before_update=None if self._shards else self._clip,
             pipeline=None if running else self._pipeline(),  # nobody has asked for one then: `refuse_pairs`
         )
 
@@ -291,21 +304,36 @@ class PoplarExecutor:
         Changes of the optimizer that the model was made with act at once, without this call.
 
         Raises:
-            StrategyError: if it is of another kind, or has other groups, another `loss_scaling` or `max_grad_norm`.
+            StrategyError: if it is of another kind, has other groups or parameters, or limits gradients that are cut
+                into parts.
         """
-        mine = self.trainer.optimizer
+        mine, groups = self.trainer.optimizer, optimizer.param_groups
         if type(optimizer) is not type(mine) or len(optimizer.param_groups) != len(mine.param_groups):
             raise StrategyError(
                 f"the model was made with {type(mine).__name__} of {len(mine.param_groups)} groups, and this is "
                 f"{type(optimizer).__name__} of {len(optimizer.param_groups)}; make another model with it"
             )
-        if scale_and_limit(optimizer) != self._made_with:
+        if optimizer is not mine and [[id(one) for one in group["params"]] for group in groups] != self._updates:
             raise StrategyError(
-                f"the model was made with (loss_scaling, max_grad_norm) {self._made_with}, and this optimizer has "
-                f"{scale_and_limit(optimizer)}; make another model with it, or use setAutomaticLossScaling"
+                "the optimizer has other parameters in its groups than the one with which the model was made, which go "
+                "on being trained; make another model with it"
             )
+        scale, limit = scale_and_limit(optimizer)
+        if limit != self._limit and self._shards:
+            raise StrategyError(
+                f"max_grad_norm is {limit}, the norm of whole gradients, and with useReplicatedTensorSharding an "
+                "instance has parts of them; make another model with this optimizer"
+            )
+        if scale != self._scale:
+            refuse_pairs(self.options, scale)
+            self.trainer.scale_losses(scale)
+        self._scale, self._limit = scale, limit
         if optimizer is not mine:
             set_numbers(mine, numbers_of_groups(optimizer))
+
+    def _clip(self, module: torch.nn.Module) -> None:
+        if self._limit is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), self._limit)
 
     def compile(self, *args: Tree, **kwargs: Tree) -> None:
         """Look at the rows; nothing is compiled."""
@@ -362,7 +390,7 @@ class PoplarExecutor:
             self._inference = None
 
     def save(self, filename: str | Path, export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Write the module, the options and the optimizer, as `load` reads them; by pickle, so read only your own.
+        """Write the module, the options and the optimizer, as `load` reads them.
 
         Args:
             filename: of the file.
@@ -372,18 +400,24 @@ class PoplarExecutor:
         require_switches(export_model=export_model, save_rng_state=save_rng_state)
         content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
         if export_model:
-            content |= {"model": self.model, "optimizer": self._optimizer}
+            content |= {"model": self.model, "optimizer": packed(self._optimizer)}
         torch.save(content, filename)
 
     def train(self, mode: bool = True) -> PoplarExecutor:
-        """Set the mode of the module."""
+        """Set the mode of the module, and that in which a training model trains."""
         require_switches(mode=mode)
         self.model.train(mode)
+        self._modes.take()
         return self
 
     def eval(self) -> PoplarExecutor:
         """Set the mode of the module."""
         return self.train(False)
+
+    @property
+    def compilationTime(self) -> timedelta:
+        """None at all: nothing is compiled."""
+        return timedelta()
 
     def cycleCount(self) -> NoReturn:
         """Refused: there are no cycles of an IPU.
@@ -429,128 +463,31 @@ def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | N
     return PoplarExecutor(_module_of(model), options, False, None)
 
 
-def load(filename: str | Path, edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:
-    """The model that `PoplarExecutor.save` has written; the file is trusted as a program is.
+def load(
+    filename: str | Path, edit_opts_fn: Callable[[Options], object] | None = None, *, is_trusted: bool = False
+) -> PoplarExecutor:
+    """Make the model that `PoplarExecutor.save` has written; classes of the file are those that are imported already.
 
     Args:
         filename: of the file.
         edit_opts_fn: changes the options before the model is made.
+        is_trusted: True for a file that may run code, as a program does.
 
     Raises:
-        StrategyError: if the file has no model.
+        StrategyError: if the file has no model, is damaged, or needs to be trusted.
     """
-    content = torch.load(filename, weights_only=False)
+    require_switches(is_trusted=is_trusted)
+    content = read_model(filename, is_trusted)
     if "model" not in content:
         raise StrategyError(f"{filename} was saved with export_model=False; make the model, and load its state_dict")
     options = content["options"].clone()
     if edit_opts_fn is not None:
         edit_opts_fn(options)
-    return PoplarExecutor(content["model"], options, content["training"], content["optimizer"])
+    return PoplarExecutor(content["model"], options, content["training"], unpacked(content["optimizer"]))
 
 
 def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
     return model.model if isinstance(model, PoplarExecutor) else model
-
-
-# ---- inside of a replica
-
-
-def call_in_model(module: torch.nn.Module, batch: Batch) -> Tree:
-    """What the module returns; inside of it the program is told that an executor calls."""
-    outputs, _ = outputs_and_losses(module, batch)
-    return outputs
-
-
-def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, list[torch.Tensor]]:
-    """What the module returns, and the losses that it has marked.
-
-    Raises:
-        TypeError: if tensors are in something that is not looked into: those of other replicas would be lost.
-    """
-    args, kwargs = batch
-    outputs, marked = losses_marked_by(lambda: module(*args, **kwargs))
-    for leaf in jax.tree.leaves(outputs):
-        if is_dataclass(leaf) or isinstance(leaf, Mapping | np.ndarray):
-            raise TypeError(
-                f"the model returns a {type(leaf).__name__}, of which replicas' rows are not put together; return "
-                "tensors, in tuples, lists or dictionaries"
-            )
-    return outputs, marked
-
-
-def loss_function(factor: int) -> Callable[[torch.nn.Module, Any], Any]:
-    """A loss function of `Trainer`: the loss that a module returns, so many times, and all that it returns.
-
-    Args:
-        factor: R, where gradients are to be summed over replicas, of which `Trainer` takes the mean.
-    """
-
-    def loss_fn(module: torch.nn.Module, batch: Batch) -> Any:
-        outputs, marked = outputs_and_losses(module, batch)
-        loss = loss_of(outputs, marked)
-        return (loss * factor if factor != 1 else loss), {}, outputs
-
-    return loss_fn
-
-
-def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The loss among what a training model has returned.
-
-    Raises:
-        StrategyError: if there is none, or several are marked.
-    """
-    if len(marked) > 1:
-        raise StrategyError(
-            f"{len(marked)} losses are marked; add them up, and mark the sum with poptorch.identity_loss"
-        )
-    if marked:
-        return marked[0]
-    tensors = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    scalars = [one for one in tensors if not one.ndim and one.is_floating_point() and one.requires_grad]
-    if not scalars:
-        raise StrategyError(
-            "the model returns no scalar that depends on its parameters; return the loss, or mark it with "
-            "poptorch.identity_loss"
-        )
-    return scalars[-1]
-
-
-def scale_and_limit(optimizer: object) -> tuple[float, float | None]:
-    """What an optimizer of `poptorch.optim` has besides PyTorch's numbers: loss_scaling, and max_grad_norm."""
-    return float(getattr(optimizer, "loss_scaling", 1.0)), getattr(optimizer, "max_grad_norm", None)
-
-
-def refuse_pairs(options: Options, scale: float, limit: float | None) -> None:
-    """Look for options that exclude each other, by their names in programs.
-
-    Raises:
-        StrategyError: if there are such.
-    """
-    running = options.Training.mean_strategy is MeanReductionStrategy.Running
-    if running and options.Training.reduction is ReductionType.Mean and options.execution_strategy is not None:
-        raise StrategyError(
-            "MeanReductionStrategy.Running changes all gradients before each micro-batch, and with an execution "
-            "strategy others are being added up then; use MeanReductionStrategy.Post, or no execution strategy"
-        )
-    if options.Precision.checks_numerics and (scale != 1 or options.Training.automatic_loss_scaling):
-        raise StrategyError(
-            "enableFloatingPointExceptions raises for gradients that are not finite, and steps with scaled losses are "
-            "left out where gradients are; use it without setAutomaticLossScaling, and with loss_scaling=1.0"
-        )
-    if limit is not None and options.TensorLocations.shards_optimizer:
-        raise StrategyError(
-            f"max_grad_norm is {limit}, the norm of whole gradients, and with useReplicatedTensorSharding an instance "
-            "has parts of them; use one of the two"
-        )
-
-
-def clipping(limit: float) -> Callable[[torch.nn.Module], object]:
-    """Clips the mean gradients of a module to a norm."""
-
-    def clip(module: torch.nn.Module) -> None:
-        torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
-
-    return clip
 
 
 def _united(leaves: Sequence[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,14 +53,25 @@ def isRunningOnIpu() -> bool:
     return _of_thread.losses is not None
 
 
+CLAIMED = "POPTORCH_IPU_HARDWARE_VERSION"
+"""A variable for programs that do not begin without IPUs: the version that they are told, such as 21."""
+
+
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """False: there is none, and none is needed."""
-    return False
+    """Whether `POPTORCH_IPU_HARDWARE_VERSION` claims that there is one; there is none, and none is needed."""
+    return ipuHardwareVersion() > 0
 
 
 def ipuHardwareVersion() -> int:
-    """0: there is none."""
-    return 0
+    """Return what `POPTORCH_IPU_HARDWARE_VERSION` claims; 0: there is none.
+
+    Raises:
+        ValueError: if that is no number.
+    """
+    claimed = os.environ.get(CLAIMED) or "0"
+    if not claimed.isdecimal():
+        raise ValueError(f"{CLAIMED} is {claimed!r}; it is a version of IPUs, such as 2 or 21")
+    return int(claimed)
 
 
 def setLogLevel(level: int | str) -> None:
@@ -174,6 +186,23 @@ class NameScope:
         self.name = name
 
     def __enter__(self) -> NameScope:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Attribute:
+    """Attributes for the operators of a graph, of which there is none here: changes nothing.
+
+    Args:
+        kwargs: the attributes.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.attributes = kwargs
+
+    def __enter__(self) -> Attribute:
         return self
 
     def __exit__(self, *error: object) -> None:

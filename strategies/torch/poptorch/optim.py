@@ -2,124 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from strategies.errors import StrategyError
 from strategies.switches import require_switches, require_switches_or_none
+from strategies.torch.poptorch.optimizer_base import OneByOne, Optimizer, VariableAttributes, own_arguments
 
-logger = logging.getLogger(__name__)
-
-_NAMES = (
-    "accum_type",
-    "velocity_accum_type",
-    "first_order_momentum_accum_type",
-    "second_order_momentum_accum_type",
-    "velocity_scaling",
-    "use_combined_accum",
-)
-_told: set[str] = set()
+__all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 
 
-class VariableAttributes:
-    """Which numbers of an optimizer were said to change: `optimizer.variable_attrs`. All of them may, said or not.
-
-    Args:
-        variable: the names of those that were given when the optimizer was made.
-        known: the names of all.
-    """
-
-    def __init__(self, variable: Iterable[str], known: Iterable[str]) -> None:
-        self._known = tuple(known)
-        self._variable = {name for name in variable if name in self._known}
-
-    def isConstant(self, attr: str) -> bool:
-        """Whether it was not said to change."""
-        return attr not in self._variable
-
-    def markAsConstant(self, attr: str) -> None:
-        """Say that it does not change; it stays to be read at every update.
-
-        Raises:
-            ValueError: if there is none of that name.
-        """
-        self._variable.discard(self._checked(attr))
-
-    def markAsVariable(self, attr: str) -> None:
-        """Say that it changes.
-
-        Raises:
-            ValueError: if there is none of that name.
-        """
-        self._variable.add(self._checked(attr))
-
-    def _checked(self, attr: str) -> str:
-        if attr not in self._known:
-            raise ValueError(f"the optimizer has no attribute {attr!r}; there are {', '.join(self._known)}")
-        return attr
-
-
-def _without_effect(named: dict[str, Any]) -> dict[str, Any]:
-    """What PyTorch's optimizer takes of arguments, without None; others that PopTorch's takes are named once."""
-    given = {name: value for name, value in named.items() if value is not None}
-    for name in _NAMES:
-        if given.pop(name, None) is not None and name not in _told:
-            _told.add(name)
-            logger.info("%s of an optimizer changes nothing here: states have the dtypes of their parameters", name)
-    return given
-
-
-class _Scaled:
-    """What PopTorch's optimizers have besides.
-
-    Attributes:
-        loss_scaling: by which losses are multiplied for backward passes, and mean gradients divided.
-        max_grad_norm: to which all mean gradients together are clipped; None: to none.
-        variable_attrs: see there.
-    """
-
-    defaults: dict[str, Any]
-
-    loss_scaling: float = 1.0
-    max_grad_norm: float | None = None
-
-    def _take(self, loss_scaling: float | None, max_grad_norm: float | None, given: Iterable[str]) -> None:
-        self.loss_scaling = 1.0 if loss_scaling is None else float(loss_scaling)
-        self.max_grad_norm = None if max_grad_norm == math.inf else max_grad_norm
-        said = ["lr", *given] if loss_scaling is None else ["lr", "loss_scaling", *given]
-        self.variable_attrs = VariableAttributes(said, [*self.defaults, "loss_scaling"])
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether its state may be sharded."""
-        return self.max_grad_norm is None
-
-
-class _OneByOne(torch.optim.Optimizer, ABC):
-    """Updates each parameter that has a gradient by itself: see `_update`."""
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update."""
-        loss = None if closure is None else closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, parameter.grad, group)
-        return loss
-
-    @abstractmethod
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        """Put the new value of a parameter of any shape in its place."""
-
-
-class SGD(_Scaled, torch.optim.SGD):
-    """`torch.optim.SGD` with `loss_scaling` and `max_grad_norm`; dtypes of states are accepted and change nothing."""
+class SGD(Optimizer, torch.optim.SGD):
+    """`torch.optim.SGD` with `loss_scaling`, `max_grad_norm` and dtypes of its state; see `Optimizer`."""
 
     def __init__(
         self,
@@ -130,12 +26,12 @@ class SGD(_Scaled, torch.optim.SGD):
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
-        own = _without_effect(named)
+        own, dtypes = own_arguments(named)
         super().__init__(params, lr, *arguments, **own)
-        self._take(loss_scaling, max_grad_norm, own)
+        self._take(loss_scaling, max_grad_norm, own, dtypes)
 
 
-class Adam(_Scaled, torch.optim.Adam):
+class Adam(Optimizer, torch.optim.Adam):
     """`torch.optim.Adam` with `loss_scaling` and `max_grad_norm`; see `SGD`."""
 
     def __init__(
@@ -147,13 +43,22 @@ class Adam(_Scaled, torch.optim.Adam):
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
-        own = _without_effect(named)
+        own, dtypes = own_arguments(named)
         super().__init__(params, 1e-3 if lr is None else lr, *arguments, **own)
-        self._take(loss_scaling, max_grad_norm, own)
+        self._take(loss_scaling, max_grad_norm, own, dtypes)
 
 
-class AdamW(_Scaled, torch.optim.AdamW):
-    """`torch.optim.AdamW` with `loss_scaling` and `max_grad_norm`; see `SGD`. `bias_correction` is always on."""
+class AdamW(Optimizer, torch.optim.AdamW):
+    """`torch.optim.AdamW` with `loss_scaling` and `max_grad_norm`; see `SGD`.
+
+    With `bias_correction=False` the moments are taken as they are.
+    """
+
+    def __new__(cls, *arguments: Any, bias_correction: bool | None = None, **named: Any) -> AdamW:
+        """Make one of a class of its own where moments are not corrected."""
+        require_switches_or_none(bias_correction=bias_correction)
+        made: AdamW = super().__new__(AdamWWithoutCorrection if bias_correction is False else cls)
+        return made
 
     def __init__(
         self,
@@ -165,15 +70,37 @@ class AdamW(_Scaled, torch.optim.AdamW):
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
-        require_switches_or_none(bias_correction=bias_correction)
-        if bias_correction is False:
-            raise StrategyError("AdamW without bias correction is not there; LAMB(bias_correction=False) is")
-        own = _without_effect(named)
+        own, dtypes = own_arguments(named)
         super().__init__(params, 1e-3 if lr is None else lr, *arguments, **own)
-        self._take(loss_scaling, max_grad_norm, own)
+        self._take(loss_scaling, max_grad_norm, own, dtypes)
 
 
-class RMSprop(_Scaled, torch.optim.RMSprop):
+class AdamWWithoutCorrection(OneByOne, AdamW):
+    """What `AdamW(..., bias_correction=False)` is.
+
+    Source: Devlin et al., BERT, 2018, whose optimizer is Adam with decoupled weight decay and uncorrected moments.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        AdamW.__init__(self, *arguments, **named)
+        if any(group["amsgrad"] for group in self.param_groups):
+            raise StrategyError("amsgrad keeps the largest of corrected moments; use it with bias_correction=True")
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        gradient = -gradient if group["maximize"] else gradient
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        first = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.addcdiv_(first, second.sqrt().add_(group["eps"]), value=-group["lr"])
+
+
+class RMSprop(Optimizer, torch.optim.RMSprop):
     """`torch.optim.RMSprop` with `loss_scaling` and `max_grad_norm`; see `SGD`.
 
     With `use_tf_variant` it is TensorFlow's: the mean of squares begins with ones, `eps` is added before the root is
@@ -196,12 +123,12 @@ class RMSprop(_Scaled, torch.optim.RMSprop):
         max_grad_norm: float | None = None,
         **named: Any,
     ) -> None:
-        own = _without_effect(named)
+        own, dtypes = own_arguments(named)
         super().__init__(params, 1e-2 if lr is None else lr, *arguments, **own)
-        self._take(loss_scaling, max_grad_norm, own)
+        self._take(loss_scaling, max_grad_norm, own, dtypes)
 
 
-class RMSpropOfTensorFlow(_OneByOne, RMSprop):
+class RMSpropOfTensorFlow(OneByOne, RMSprop):
     """What `RMSprop(..., use_tf_variant=True)` is."""
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
@@ -235,7 +162,7 @@ LAMB_DEFAULTS: dict[str, Any] = {
 }
 
 
-class LAMB(_OneByOne, _Scaled, torch.optim.Optimizer):
+class LAMB(OneByOne):
     """Adam whose change of each parameter is scaled to the parameter's norm.
 
     Semantics: You et al., Large Batch Optimization for Deep Learning, ICLR 2020, with PopTorch's arguments.
@@ -267,7 +194,8 @@ class LAMB(_OneByOne, _Scaled, torch.optim.Optimizer):
         **named: Any,
     ) -> None:
         require_switches_or_none(bias_correction=bias_correction)
-        if unknown := _without_effect(named):
+        unknown, dtypes = own_arguments(named)
+        if unknown:
             raise TypeError(f"LAMB has no argument {', '.join(unknown)}; it has {', '.join(LAMB_DEFAULTS)}")
         given = {
             "lr": lr,
@@ -279,7 +207,7 @@ class LAMB(_OneByOne, _Scaled, torch.optim.Optimizer):
         }
         given = {name: value for name, value in given.items() if value is not None}
         super().__init__(params, {**LAMB_DEFAULTS, **given})
-        self._take(loss_scaling, max_grad_norm, given)
+        self._take(loss_scaling, max_grad_norm, given, dtypes)
 
     @property
     def is_elementwise(self) -> bool:

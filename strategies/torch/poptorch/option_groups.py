@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 
 from strategies.errors import StrategyError
 from strategies.numbers import positive
 from strategies.switches import require_switches
+from strategies.torch.poptorch.autocasting import Policy
 from strategies.torch.poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 
 logger = logging.getLogger(__name__)
@@ -18,6 +21,8 @@ logger = logging.getLogger(__name__)
 Self = TypeVar("Self", bound="OptionGroup")
 
 _told: set[str] = set()
+_CLOSE = 0.8
+"""How much alike two names are, of 1, if one may be meant by the other."""
 
 
 class OptionGroup:
@@ -37,17 +42,44 @@ class OptionGroup:
         return self
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refused but for private names: nothing would check the value, or notice a name that is misspelt."""
+        """Refuse to replace options: nothing would check the value. Names of the program's own are its own."""
         if callable(getattr(type(self), name, None)):
             raise AttributeError(
                 f"{self._title}.{name} is a method, which would be overwritten; write .{name}({value!r}) instead"
             )
-        if not name.startswith("_"):
-            what = "follows from what its methods were given" if hasattr(type(self), name) else "is no option"
+        if hasattr(type(self), name) and not name.startswith("_"):
             raise AttributeError(
-                f"{self._title}.{name} {what}; options are set by methods, as in options.deviceIterations(4)"
+                f"{self._title}.{name} follows from what its methods were given; options are set by methods, as in "
+                "options.deviceIterations(4)"
+            )
+        if meant := self._meant(name):
+            raise AttributeError(
+                f"{self._title}.{name} is no option; did you mean {meant}(...)? Options are set by methods, as in "
+                "options.deviceIterations(4)"
             )
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a name that is not there, with the one that was meant."""
+        groups = get_close_matches(name, [each for each in dir(type(self)) if not each.startswith("_")], 1, _CLOSE)
+        meant = next(iter(groups), None) or self._meant(name)
+        way_out = f"did you mean {meant}?" if meant else "docs/torch.md has those that are there"
+        raise AttributeError(f"{self._title}.{name} is no option; {way_out}")
+
+    def _meant(self, name: str) -> str | None:
+        """Return the option that has nearly this name, here or in a group beside; None if there is none."""
+        if name.startswith("_"):
+            return None
+        known = {option.split(".")[-1].lower(): option for option in self._options_known()}
+        close = get_close_matches(name.lower().replace("_", ""), known, 1, _CLOSE)
+        return known[close[0]] if close else None
+
+    @classmethod
+    def _options_known(cls) -> Iterator[str]:
+        """Yield the names of all options, of groups with a dot."""
+        for name in dir(cls):
+            if not name.startswith("_") and callable(getattr(cls, name)):
+                yield name
 
     def _refuse_frozen(self, name: str) -> None:
         if self._is_frozen:
@@ -86,6 +118,23 @@ class OptionGroup:
 
 NO_IPU = "replicas run on the cores of this machine"
 NO_COMPILER = "nothing is compiled"
+_REDUCTION = "Options.Training.accumulationAndReplicationReductionType"
+_OF_NUMBERS = {
+    "accumulationAndReplicationReductionType": _REDUCTION,
+    "accumulationFactor": "Options.Training.gradientAccumulation",
+    "automaticLossScalingSettings.enabled": "Options.Training.setAutomaticLossScaling",
+    "enableFloatingPointChecks": "Options.Precision.enableFloatingPointExceptions",
+    "enableGradientAccumulation": "Options.Training.gradientAccumulation",
+    "enableReplicatedGraphs": "Options.replicationFactor",
+    "globalReplicationFactor": "popdist.poptorch.Options() under poprun",
+    "groupNormStridedChannelGrouping": "torch.nn.GroupNorm as it is, which has neighbouring channels in a group",
+    "meanAccumulationAndReplicationReductionStrategy": (
+        "Options.Training.setMeanAccumulationAndReplicationReductionStrategy"
+    ),
+    "replicatedGraphCount": "Options.replicationFactor",
+}
+"""Options of the compiler that change what is trained, and what to use."""
+BUFFERING = ("defaultPrefetchBufferingDepth", "defaultBufferingDepth")
 ONE_MEMORY = "all tensors lie in the memory of the host"
 
 
@@ -115,6 +164,10 @@ class TrainingOptions(OptionGroup):
         kind = ReductionType(reduction_type)
         return self._set("accumulationAndReplicationReductionType", kind, reduction=kind)
 
+    def accumulationReductionType(self, reduction_type: ReductionType) -> TrainingOptions:
+        """Take the name that `accumulationAndReplicationReductionType` had before PopTorch 2.3."""
+        return self.accumulationAndReplicationReductionType(reduction_type)
+
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: MeanReductionStrategy
     ) -> TrainingOptions:
@@ -139,19 +192,30 @@ class PrecisionOptions(OptionGroup):
 
     _title = "Options.Precision"
 
+    autocasts = True
+
     def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
-        """Refused where it is enabled: PyTorch's optimizers round to nearest.
+        """Change nothing: updates are computed in float32, and rounded to nearest where parameters have 16 bits."""
+        return self._accept_switch("enableStochasticRounding", enabled, "PyTorch rounds to nearest, in float32")
+
+    def autocastEnabled(self, autocast_enabled: bool) -> PrecisionOptions:
+        """Heed `poptorch.autocast` in models, or not."""
+        return self._set_switch("autocastEnabled", autocast_enabled, autocasts=autocast_enabled)
+
+    def autocastPolicy(self, autocast_policy: Policy | None) -> PrecisionOptions:
+        """Say which operators `poptorch.autocast` casts: those of PyTorch's own list.
 
         Raises:
-            StrategyError: if it is enabled.
+            StrategyError: if the policy has lists of its own.
         """
-        require_switches(enableStochasticRounding=enabled)
-        if enabled:
+        if autocast_policy is not None and not isinstance(autocast_policy, Policy):
+            raise TypeError(f"the policy is {autocast_policy!r}; give poptorch.autocasting.Policy(), or None")
+        if autocast_policy is not None and autocast_policy.lists:
             raise StrategyError(
-                "stochastic rounding is not there for PyTorch; strategies.Trainer(..., stochastic_rounding=True) has "
-                "it for JAX"
+                f"the policy lists operators ({', '.join(autocast_policy.lists)}), and torch.autocast has its own list "
+                "for CPUs; leave the policy out, and cast in the model what is to have another dtype"
             )
-        return self._set("enableStochasticRounding", enabled)
+        return self._set("autocastPolicy", autocast_policy)
 
     def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
         """Changes nothing."""
@@ -179,6 +243,11 @@ class PrecisionOptions(OptionGroup):
         return self._set_switch("enableFloatingPointExceptions", enabled)
 
     @property
+    def rounds_stochastically(self) -> bool:
+        """Whether an IPU would round at random."""
+        return bool(self._values.get("enableStochasticRounding"))
+
+    @property
     def checks_numerics(self) -> bool:
         """Whether gradients are looked at."""
         return bool(self._values.get("enableFloatingPointExceptions"))
@@ -190,8 +259,8 @@ class TensorLocationSettings(OptionGroup):
     _title = "TensorLocationSettings"
 
     def useOnChipStorage(self, use: bool = True) -> TensorLocationSettings:
-        """Changes nothing: there is one memory."""
-        return self._accept_switch("useOnChipStorage", use, ONE_MEMORY)
+        """Change nothing: all tensors are where `use=False` puts them, in the memory of the host."""
+        return self._accept_switch("useOnChipStorage", use, f"{ONE_MEMORY}, where useOnChipStorage(False) puts them")
 
     def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
         """Of optimizer state: every replica keeps a part of it."""
@@ -275,17 +344,33 @@ class JitOptions(OptionGroup):
 
 
 class PopartOptions(OptionGroup):
-    """Options of PopTorch's compiler, `Options._Popart`: all are taken, and none changes anything."""
+    """Options of PopTorch's compiler, `Options._Popart`: all are taken, and most change nothing."""
 
     _title = "Options._Popart"
 
+    buffers: int | None = None
+    engine_options: Mapping[str, str] = MappingProxyType({})
+
     def set(self, key: str, value: object) -> PopartOptions:
-        """Changes nothing."""
+        """Take an option; those of `BUFFERING` say how many batches a `DataLoader` makes ahead.
+
+        Raises:
+            StrategyError: if the option says what is trained, for which there is another option.
+        """
+        if key in _OF_NUMBERS:
+            raise StrategyError(
+                f"{self._title}.set({key!r}, ...) changes what is trained, and is not heeded; use {_OF_NUMBERS[key]}"
+            )
+        if key in BUFFERING:
+            return self._set(key, value, buffers=positive(key, value))
         return self._accept(key, value, NO_COMPILER)
 
     def setEngineOptions(self, engine_options: Mapping[str, str]) -> PopartOptions:
-        """Changes nothing."""
-        return self._accept("setEngineOptions", dict(engine_options), NO_COMPILER)
+        """Take options of the engine; `autoReport.directory` is heeded, see `Options.enableProfiling`."""
+        given = dict(engine_options)
+        if any(name.startswith("autoReport.") for name in given):
+            return self._set("setEngineOptions", given, engine_options=MappingProxyType(given))
+        return self._accept("setEngineOptions", given, NO_COMPILER)
 
     def setPatterns(self, patterns: Mapping[str, bool], level: int = 2) -> PopartOptions:
         """Changes nothing."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-import strategies.torch.poptorch.blocks as blocks
-import strategies.torch.poptorch.enums as enums
+import popdist
 from strategies.errors import FailedPreconditionError, StrategyError
 from strategies.ipu import IPUStrategy
 from strategies.numbers import at_least, positive
@@ -29,9 +31,15 @@ from strategies.torch.poptorch.option_groups import (
     PopartOptions,
     PrecisionOptions,
     TensorLocationOptions,
-    TensorLocationSettings,
     TrainingOptions,
 )
+from strategies.torch.poptorch.options_file import set_from_line, set_from_value
+from strategies.torch.poptorch.recording import RecordedStrategy, folder_wanted, record_job, tell_too_late
+
+COMPILED_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+"""PyTorch's variable for the folder of what it compiles."""
+
+logger = logging.getLogger(__name__)
 
 
 class DistributedOptions(OptionGroup):
@@ -91,6 +99,9 @@ class DecidedDistributedOptions(DistributedOptions):
         raise _decided("Distributed.setEnvVarNames", "which process this is; leave it out")
 
 
+_GROUPS = ("_training", "_precision", "_jit", "_locations", "_popart")
+
+
 def _decided(call: str, what: str) -> FailedPreconditionError:
     return FailedPreconditionError(f"Cannot call `{call}` with popdist.poptorch.Options: poprun has decided {what}")
 
@@ -99,7 +110,8 @@ class Options(OptionGroup):
     """How a model runs. Every setter returns the options, so that they can be chained; print them to see what is set.
 
     Semantics: PopTorch's options of the same names. What has no meaning without an IPU is taken, and one line of the
-    log (INFO) says so once.
+    log (INFO) says so once. `POPTORCH_DEFAULT_OPTIONS` in the environment is JSON of options, see `from_json`;
+    `POPTORCH_CACHE_DIR` is the folder of `enableExecutableCaching`.
     """
 
     device_iterations = 1
@@ -118,7 +130,11 @@ class Options(OptionGroup):
         self._precision = PrecisionOptions()
         self._jit = JitOptions()
         self._locations = TensorLocationOptions()
+        self._popart = PopartOptions()
         self._distributed = self._distributed_kind(self)
+        if folder := os.environ.get("POPTORCH_CACHE_DIR"):
+            self.enableExecutableCaching(folder)
+        self.from_json(os.environ.get("POPTORCH_DEFAULT_OPTIONS") or "{}")
 
     # ---- what is heeded
 
@@ -155,7 +171,10 @@ class Options(OptionGroup):
         return self._strategy
 
     def _new_strategy(self) -> Strategy:
-        return IPUStrategy(self.replication_factor)
+        folder = folder_wanted(os.environ, self._popart.engine_options)
+        if folder is None:
+            return IPUStrategy(self.replication_factor)
+        return RecordedStrategy(self.replication_factor, folder)
 
     def deviceIterations(self, device_iterations: int) -> Options:
         """How many updates, or batches of an inference, a call makes."""
@@ -185,6 +204,8 @@ class Options(OptionGroup):
         every = positive("output_return_period", output_return_period or 1)
         said = mode.name if mode is not OutputMode.EveryN else (mode.name, every)
         return self._set("outputMode", said, output_mode=mode, output_every=every)
+
+    anchorMode = outputMode  # its name before PopTorch 2.3
 
     def defaultOutputMode(self) -> bool:
         """Whether it is the default one."""
@@ -229,23 +250,37 @@ class Options(OptionGroup):
     def loadFromFile(self, filepath: str | Path) -> Options:
         """Set what the lines of a file say, each as in a program, without "options.": `deviceIterations(4)`.
 
-        The file is trusted as a program is.
+        Nothing is executed: values are literals, members of PopTorch's enumerations, dtypes, stages and strategies.
 
         Raises:
             ConfigFileError: if a line is none; it is named.
         """
-        own = {"TensorLocationSettings": TensorLocationSettings}
-        words = SimpleNamespace(**{**vars(enums), **vars(blocks), **own})
         for number, line in enumerate(Path(filepath).read_text(encoding="utf-8").splitlines(), 1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             try:
-                eval(f"options.{line.strip()}", {"options": self, "poptorch": words})
-            except (SyntaxError, NameError, AttributeError, TypeError) as error:
+                set_from_line(self, line.strip())
+            except (SyntaxError, NameError, AttributeError, TypeError, ValueError, RecursionError) as error:
+                said = getattr(error, "msg", error)
                 raise ConfigFileError(
-                    f"line {number} of {filepath} is {line.strip()!r}: {error}; write it as in a program, without "
+                    f"line {number} of {filepath} is {line.strip()!r}: {said}; write it as in a program, without "
                     "'options.': deviceIterations(4)"
                 ) from error
+        return self
+
+    def from_json(self, string: str) -> Options:
+        """Set what an object of JSON says: `{"Precision.enableFloatingPointExceptions": true}`.
+
+        Raises:
+            ConfigFileError: if it is no object, or a name no option.
+        """
+        try:
+            for name, value in json.loads(string).items():
+                set_from_value(self, name, value)
+        except (ValueError, AttributeError, NameError, TypeError, RecursionError) as error:
+            raise ConfigFileError(
+                f'{string[:200]!r} is no JSON of options: {error}; write {{"Training.gradientAccumulation": 4}}'
+            ) from error
         return self
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Options:
@@ -259,7 +294,7 @@ class Options(OptionGroup):
         clone = type(self).__new__(type(self))
         clone.__dict__.update(self.__dict__)
         clone._values, clone._is_frozen = dict(self._values), False
-        for name in ("_training", "_precision", "_jit", "_locations"):
+        for name in _GROUPS:
             group = copy.copy(getattr(self, name))
             group._values, group._is_frozen = dict(group._values), False
             setattr(clone, name, group)
@@ -272,9 +307,15 @@ class Options(OptionGroup):
     def __deepcopy__(self, memory: object) -> Options:
         return self.clone()
 
+    @classmethod
+    def _options_known(cls) -> Iterator[str]:
+        yield from super()._options_known()
+        for name, group in _CLASSES.items():
+            yield from (f"{name}.{option}" for option in group._options_known() if option != "toDict")
+
     def _freeze(self) -> None:
-        for group in (self._training, self._precision, self._jit, self._locations):
-            group._freeze()
+        for name in _GROUPS:
+            getattr(self, name)._freeze()
         super()._freeze()
 
     def toDict(self) -> Mapping[str, object]:
@@ -284,6 +325,7 @@ class Options(OptionGroup):
             "Precision": self._precision,
             "Jit": self._jit,
             "TensorLocations": self._locations,
+            "_Popart": self._popart,
         }
         return {**self._values, **{name: group.toDict() for name, group in groups.items() if group.toDict()}}
 
@@ -307,7 +349,7 @@ class Options(OptionGroup):
     @property
     def _Popart(self) -> PopartOptions:
         """Those of the compiler, which programs reach by this name."""
-        return PopartOptions()
+        return self._popart
 
     def sourceLocationExcludes(self, excludes: Sequence[str]) -> Options:
         """Changes nothing."""
@@ -366,17 +408,30 @@ class Options(OptionGroup):
         """Changes nothing."""
         return self._accept("setAvailableMemoryProportion", dict(available_memory_proportion), NO_IPU)
 
-    def enableExecutableCaching(self, path: str) -> Options:
-        """Changes nothing."""
-        return self._accept("enableExecutableCaching", path, NO_COMPILER)
+    def enableExecutableCaching(self, path: str | Path) -> Options:
+        """Keep what `torch.compile` makes there; nothing else is compiled."""
+        folder = str(Path(path).absolute())
+        os.environ[COMPILED_BY_TORCH] = folder
+        logger.info("%s has what torch.compile makes; nothing else is compiled", folder)
+        return self._set("enableExecutableCaching", str(path))
 
     def showCompilationProgressBar(self, show: bool = True) -> Options:
         """Changes nothing."""
         return self._accept_switch("showCompilationProgressBar", show, NO_COMPILER)
 
-    def enableProfiling(self, profile_dir: str | None = None) -> Options:
-        """Changes nothing: `PoplarExecutor.trace` has what the stages of a pipeline did."""
-        return self._accept("enableProfiling", profile_dir, "see PoplarExecutor.trace")
+    def enableProfiling(self, profile_dir: str | Path | None = None) -> Options:
+        """Record each step into a folder, and say how that is opened; `POPLAR_ENGINE_OPTIONS` has precedence.
+
+        Args:
+            profile_dir: the folder; None: this one.
+        """
+        folder = str(profile_dir or ".")
+        self._popart.setEngineOptions({**self._popart.engine_options, "autoReport.directory": folder})
+        return self._set("enableProfiling", folder, _strategy=self._recorded())
+
+    def _recorded(self) -> Strategy | None:
+        """Return the strategy that profiling needs; None: it is made when it is asked for."""
+        return None
 
     def enableStableNorm(self, enabled: bool) -> Options:
         """Changes nothing."""
@@ -403,6 +458,15 @@ class Options(OptionGroup):
         return self._accept("modelName", name, NO_COMPILER)
 
 
+_CLASSES: Mapping[str, type[OptionGroup]] = {
+    "Distributed": DistributedOptions,
+    "Jit": JitOptions,
+    "Precision": PrecisionOptions,
+    "TensorLocations": TensorLocationOptions,
+    "Training": TrainingOptions,
+}
+
+
 class PopdistOptions(Options):
     """The options of an instance under poprun: its replicas, and all instances of the job.
 
@@ -421,9 +485,17 @@ class PopdistOptions(Options):
 
     def _new_strategy(self) -> Strategy:
         """All replicas of the job, also for options that were saved in another one."""
+        folder = folder_wanted(os.environ, self._popart.engine_options)
+        if folder is not None and not popdist.isBackendInitialized():
+            record_job(folder)
         strategy = PopDistStrategy()
         vars(self)["replication_factor"] = len(strategy.replicas.local_replicas)
         return strategy
+
+    def _recorded(self) -> Strategy:
+        """See `Options`: the instances are connected already."""
+        tell_too_late()
+        return self.strategy
 
     def replicationFactor(self, replication_factor: int) -> Options:
         """Refused.

@@ -1,0 +1,94 @@
+"""PopTorch's automatic casts: `with poptorch.autocast(): ...`, by PyTorch's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ContextDecorator, contextmanager
+from typing import Any
+
+import torch
+
+from strategies.switches import require_switches
+
+
+class _OfThread(threading.local):
+    is_heeded = True
+
+
+_of_thread = _OfThread()
+
+
+class Policy:
+    """PopTorch's lists of operators and their dtypes.
+
+    Args:
+        fp16: operators that are computed in float16.
+        fp32: operators that are computed in float32.
+        promote: operators whose arguments get the widest of their dtypes.
+        demote: operators whose arguments get the narrowest.
+
+    Attributes:
+        lists: those that were given, by their names.
+    """
+
+    def __init__(
+        self,
+        fp16: Iterable[str] = (),
+        fp32: Iterable[str] = (),
+        promote: Iterable[str] = (),
+        demote: Iterable[str] = (),
+    ) -> None:
+        given = {"fp16": fp16, "fp32": fp32, "promote": promote, "demote": demote}
+        self.lists: Mapping[str, list[str]] = {name: list(names) for name, names in given.items() if names}
+
+
+class autocast(ContextDecorator):
+    """Compute products of matrices and convolutions in 16 bits, as `torch.autocast("cpu")`; a decorator, too.
+
+    Args:
+        enabled: False to compute as everywhere else.
+        dtype: `torch.float16`, as IPUs do, or `torch.bfloat16`, which needs no loss scaling.
+
+    Raises:
+        TypeError: if `enabled` is neither True nor False.
+    """
+
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16) -> None:
+        require_switches(enabled=enabled)
+        self._enabled, self._dtype = enabled, dtype
+        self._entered: list[Any] = []
+
+    def _recreate_cm(self) -> autocast:  # of each call of a decorated function its own
+        return type(self)(self._enabled, self._dtype)
+
+    def __enter__(self) -> autocast:
+        inner = torch.autocast("cpu", self._dtype, enabled=self._enabled and _of_thread.is_heeded)
+        inner.__enter__()
+        self._entered.append(inner)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+@contextmanager
+def heeding(is_heeded: bool) -> Iterator[None]:
+    """Heed `autocast` in this thread, or not: `Options.Precision.autocastEnabled`."""
+    before, _of_thread.is_heeded = _of_thread.is_heeded, is_heeded
+    try:
+        yield
+    finally:
+        _of_thread.is_heeded = before
+
+
+def heeded_by(function: Callable[..., Any], is_heeded: bool) -> Callable[..., Any]:
+    """Return a function that heeds `autocast`, or not."""
+    if is_heeded:
+        return function
+
+    def in_full(*arguments: Any) -> Any:
+        with heeding(False):
+            return function(*arguments)
+
+    return in_full

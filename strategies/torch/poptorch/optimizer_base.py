@@ -1,0 +1,215 @@
+"""What PopTorch's optimizers have besides PyTorch's: scaled losses, a limit for gradients, dtypes of their states."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+NARROW = (torch.float16, torch.bfloat16)
+"""Dtypes of parameters whose optimizers compute in float32."""
+STATE_TYPES = {
+    "velocity_accum_type": ("momentum_buffer",),
+    "first_order_momentum_accum_type": ("exp_avg", "grad_avg", "momentum_buffer"),
+    "second_order_momentum_accum_type": ("exp_avg_sq", "max_exp_avg_sq", "square_avg"),
+}
+"""For each argument of PopTorch the states whose dtype it says."""
+WITHOUT_EFFECT = {
+    "velocity_scaling": "velocities are not scaled, as they do not overflow in float32",
+    "use_combined_accum": "gradients and velocities have arrays of their own, whose numbers are the same",
+}
+"""Arguments of PopTorch that change no number."""
+_told: set[str] = set()
+
+
+class VariableAttributes:
+    """Which numbers of an optimizer were said to change: `optimizer.variable_attrs`. All of them may, said or not.
+
+    Args:
+        variable: the names of those that were given when the optimizer was made.
+        known: the names of all.
+    """
+
+    def __init__(self, variable: Iterable[str], known: Iterable[str]) -> None:
+        self._known = tuple(known)
+        self._variable = {name for name in variable if name in self._known}
+
+    def isConstant(self, attr: str) -> bool:
+        """Whether it was not said to change."""
+        return attr not in self._variable
+
+    def markAsConstant(self, attr: str) -> None:
+        """Say that it does not change; it stays to be read at every update.
+
+        Raises:
+            ValueError: if there is none of that name.
+        """
+        self._variable.discard(self._checked(attr))
+
+    def markAsVariable(self, attr: str) -> None:
+        """Say that it changes.
+
+        Raises:
+            ValueError: if there is none of that name.
+        """
+        self._variable.add(self._checked(attr))
+
+    def _checked(self, attr: str) -> str:
+        if attr not in self._known:
+            raise ValueError(f"the optimizer has no attribute {attr!r}; there are {', '.join(self._known)}")
+        return attr
+
+
+def own_arguments(named: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+    """Return the arguments of PyTorch's optimizer, and the dtypes of accumulators and states; None is left out.
+
+    Raises:
+        ValueError: if a dtype is neither float16 nor float32.
+    """
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, why in WITHOUT_EFFECT.items():
+        if given.pop(name, None) is not None and name not in _told:
+            _told.add(name)
+            logger.info("%s of an optimizer changes nothing here: %s", name, why)
+    dtypes = {name: given.pop(name) for name in ("accum_type", *STATE_TYPES) if name in given}
+    for name, dtype in dtypes.items():
+        if dtype not in (torch.float16, torch.float32):
+            raise ValueError(f"{name} is {dtype}; it is torch.float16 or torch.float32")
+    return given, dtypes
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of PopTorch's optimizers.
+
+    Parameters of 16 bits are updated in float32, and rounded; their states are float32 unless an argument says
+    otherwise, as in PopTorch.
+
+    Attributes:
+        loss_scaling: by which losses are multiplied for backward passes, and mean gradients divided.
+        max_grad_norm: to which all mean gradients together are clipped; None: to none.
+        accum_type: of accumulated gradients; None: that of the parameters.
+        variable_attrs: see there.
+    """
+
+    loss_scaling: float = 1.0
+    max_grad_norm: float | None = None
+    accum_type: torch.dtype | None = None
+    variable_attrs: VariableAttributes
+    _state_types: Mapping[str, torch.dtype] = {}
+
+    def _take(
+        self,
+        loss_scaling: float | None,
+        max_grad_norm: float | None,
+        given: Iterable[str],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        self.loss_scaling = 1.0 if loss_scaling is None else float(loss_scaling)
+        self.max_grad_norm = None if max_grad_norm == math.inf else max_grad_norm
+        self.accum_type = dtypes.get("accum_type")
+        self._state_types = {state: dtype for name, dtype in dtypes.items() for state in STATE_TYPES.get(name, ())}
+        said = ["lr", *given] if loss_scaling is None else ["lr", "loss_scaling", *given]
+        self.variable_attrs = VariableAttributes(said, [*self.defaults, "loss_scaling"])
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether its state may be sharded."""
+        return self.max_grad_norm is None
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make one update."""
+        with self._in_float32():
+            return self._made(closure)
+
+    def _made(self, closure: Callable[[], float] | None) -> float | None:
+        step: Any = super().step.__func__  # type: ignore[attr-defined]
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # who called `step` has run the hooks
+        found: float | None = step(self, closure)
+        return found
+
+    @contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Give the step float32 copies of parameters, gradients and states of 16 bits, and round them after."""
+        copies: list[tuple[dict[str, Any], int, torch.nn.Parameter, torch.nn.Parameter]] = []
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and (parameter.dtype in NARROW or torch.float16 in self._types):
+                    copies.append((group, number, parameter, self._widened(parameter)))
+        for group, number, _, copy in copies:
+            group["params"][number] = copy
+        try:
+            yield
+        finally:
+            for group, number, parameter, copy in copies:
+                group["params"][number] = parameter
+                self._narrow(parameter, copy)
+
+    @property
+    def _types(self) -> set[torch.dtype]:
+        return set(self._state_types.values())
+
+    def _widened(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        assert parameter.grad is not None
+        copy = torch.nn.Parameter(parameter.detach().float())
+        copy.grad = parameter.grad.float()
+        state = self.state.pop(parameter, {})
+        if state:
+            self.state[copy] = {
+                name: value.float() if name in _KEPT and value is not None else value for name, value in state.items()
+            }
+        return copy
+
+    def _narrow(self, parameter: torch.nn.Parameter, copy: torch.nn.Parameter) -> None:
+        with torch.no_grad():
+            parameter.copy_(copy)
+        state = self.state.pop(copy, {})
+        if state:
+            self.state[parameter] = {
+                name: value.to(self._state_types.get(name, torch.float32))
+                if name in _KEPT and value is not None
+                else value
+                for name, value in state.items()
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state; PyTorch's would cast it to the dtypes of the parameters."""
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for parameter, number in zip(parameters, numbers, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name in _KEPT and value is not None:
+                    self.state[parameter][name] = value.detach().clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name in _PICKLED}
+        return {**super().__getstate__(), **own}
+
+
+_KEPT = {state for states in STATE_TYPES.values() for state in states}
+_PICKLED = ("loss_scaling", "max_grad_norm", "accum_type", "variable_attrs", "_state_types")
+
+
+class OneByOne(Optimizer, ABC):
+    """Updates each parameter that has a gradient by itself: see `_update`."""
+
+    def _made(self, closure: Callable[[], float] | None) -> float | None:
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, parameter.grad, group)
+        return loss
+
+    @abstractmethod
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Put the new value of a parameter of any shape in its place."""

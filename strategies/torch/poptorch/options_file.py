@@ -1,0 +1,123 @@
+"""Options in a file: lines as a program writes them, of which nothing is executed but the setting of options."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import strategies.torch.poptorch.blocks as blocks
+import strategies.torch.poptorch.enums as enums
+from strategies.torch.poptorch.option_groups import OptionGroup, TensorLocationSettings
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_MADE_OF: Mapping[str, type] = {
+    **{name: getattr(blocks, name) for name in ("ParallelPhasedExecution", "Phase", "PipelinedExecution")},
+    **{name: getattr(blocks, name) for name in ("SerialPhasedExecution", "ShardedExecution", "Stage")},
+    "TensorLocationSettings": TensorLocationSettings,
+}
+"""Of which a line may make values: `poptorch.Stage("B1")`."""
+_METHODS = {blocks.Stage: ("ipu",), blocks.Phase: ("ipus",)}
+_OF_A_FILE = ("from_json", "loadFromFile")
+
+
+def set_from_line(options: OptionGroup, line: str) -> None:
+    """Set what a line says, as `Training.gradientAccumulation(4)`: literals, and names of `poptorch`.
+
+    Raises:
+        SyntaxError, NameError, AttributeError, TypeError, ValueError: if the line is something else.
+    """
+    call = ast.parse(line, mode="eval").body
+    if not isinstance(call, ast.Call):
+        raise SyntaxError("it calls no option")
+    _called(call, options)
+
+
+def set_from_value(options: OptionGroup, name: str, value: object) -> None:
+    """Set an option by its name, with dots for groups, from a value of JSON; a list has several arguments.
+
+    Raises:
+        AttributeError: if there is none of that name.
+    """
+    *groups, method = name.split(".")
+    owner: Any = options
+    for group in groups:
+        owner = _option_of(owner, group)
+    arguments = value if isinstance(value, list) else [value]
+    _option_of(owner, method)(*(_enum_named(each) for each in arguments))
+
+
+def _called(call: ast.Call, options: OptionGroup | None = None) -> Any:
+    function = _function(call.func, options)
+    named = {each.arg: _value(each.value) for each in call.keywords if each.arg}
+    if len(named) != len(call.keywords) or any(isinstance(each, ast.Starred) for each in call.args):
+        raise SyntaxError("arguments are written out, without * and **")
+    return function(*map(_value, call.args), **named)
+
+
+def _function(node: ast.expr, options: OptionGroup | None) -> Callable[..., Any]:
+    """Return what a call calls: an option, a class of `_MADE_OF`, or a method that says more of its object."""
+    if options is not None and isinstance(node, ast.Name):
+        return _option_of(options, node.id)
+    if isinstance(node, ast.Attribute):
+        if isinstance(node.value, ast.Name) and node.value.id == "poptorch":
+            if node.attr not in _MADE_OF:
+                raise NameError(f"poptorch.{node.attr} is nothing that a file makes; there are {', '.join(_MADE_OF)}")
+            return _MADE_OF[node.attr]
+        owner = _called(node.value, options) if isinstance(node.value, ast.Call) else _group(node.value, options)
+        return _option_of(owner, node.attr)
+    raise SyntaxError("it calls no option")
+
+
+def _group(node: ast.expr, options: OptionGroup | None) -> Any:
+    if options is not None and isinstance(node, ast.Name):
+        return _option_of(options, node.id)
+    raise SyntaxError("an option, or a group and an option, is expected before the parenthesis")
+
+
+def _option_of(owner: Any, name: str) -> Any:
+    known = _METHODS.get(type(owner), ())
+    is_option = isinstance(owner, OptionGroup) and (name == "_Popart" or not name.startswith("_"))
+    if not (is_option or name in known) or name in _OF_A_FILE:
+        raise AttributeError(f"{name} is no option that a file sets")
+    return getattr(owner, name)
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call):
+        return _called(node)
+    if isinstance(node, ast.Attribute):
+        return _named(ast.unparse(node))
+    if isinstance(node, ast.List | ast.Tuple):
+        values = [_value(each) for each in node.elts]
+        return values if isinstance(node, ast.List) else tuple(values)
+    if isinstance(node, ast.Dict):
+        keys = [_value(key) for key in node.keys if key is not None]
+        return dict(zip(keys, map(_value, node.values), strict=True))
+    return ast.literal_eval(node)
+
+
+def _named(words: str) -> Any:
+    """Return the member of an enumeration of `poptorch`, or the dtype of `torch`, of this name."""
+    package, *names = words.split(".")
+    if package == "poptorch" and len(names) == 2:
+        return _member(*names, words)
+    if package == "torch" and len(names) == 1 and names[0] in _DTYPES:
+        import torch
+
+        return getattr(torch, names[0])
+    raise NameError(f"{words} is no name that a file may use; write poptorch.OutputMode.All, or torch.float16, say")
+
+
+def _member(kind: str, name: str, words: str) -> Any:
+    found = getattr(enums, kind, None)
+    if not (isinstance(found, type) and issubclass(found, enums.Enum) and name in found.__members__):
+        raise NameError(f"{words} is no member of an enumeration of poptorch")
+    return found[name]
+
+
+def _enum_named(value: object) -> object:
+    if isinstance(value, str) and value.count(".") == 1:
+        kind, name = value.split(".")
+        return _member(kind, name, f"poptorch.{value}") if isinstance(getattr(enums, kind, None), type) else value
+    return value

@@ -1,0 +1,223 @@
+"""Modules as PopTorch's tutorials and examples write them; each returns its outputs and its loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import strategies.torch.poptorch as poptorch
+
+WIDTH, CLASSES = 6, 3
+
+
+def data(rows, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, WIDTH, generator=generator).to(dtype)
+    return x, torch.randint(0, CLASSES, (rows,), generator=generator)
+
+
+class Net(nn.Module):
+    """Two layers, and `middle` between them; `loss` and `returned` are other ways of the same."""
+
+    def __init__(self, middle=None, loss=F.cross_entropy, returned=lambda output, loss: (output, loss)):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.middle = middle or nn.Identity()
+        self.loss, self.returned = loss, returned
+
+    def forward(self, x, labels=None):
+        output = self.last(torch.tanh(self.middle(self.first(x))))
+        return output if labels is None else self.returned(output, self.loss(output, labels))
+
+
+def net(middle=None, **others):
+    """Make one when it is called: modules are made after the seed is set."""
+    return lambda: Net(middle() if middle else None, **others)
+
+
+def computing(function):
+    """Make a net whose middle is a function."""
+
+    class Computing(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    return net(Computing)
+
+
+class Scopes(Net):
+    """Blocks as scopes, with devices where `ipus` says so."""
+
+    def __init__(self, ipus=(None, None)):
+        super().__init__()
+        self.ipus = ipus
+
+    def forward(self, x, labels):
+        with poptorch.Block("B1", ipu_id=self.ipus[0]):
+            hidden = torch.tanh(self.first(x))
+        with poptorch.Block("B2", ipu_id=self.ipus[1]):
+            output = self.last(hidden)
+            return output, F.cross_entropy(output, labels)
+
+
+class Numbered(Net):
+    """Blocks without names."""
+
+    def forward(self, x, labels):
+        poptorch.Block.useAutoId()
+        with poptorch.Block():
+            hidden = torch.tanh(self.first(x))
+        with poptorch.Block():
+            output = self.last(hidden)
+            return output, F.cross_entropy(output, labels)
+
+
+class Started(Net):
+    """Blocks that last until the next one, and a function that is one."""
+
+    def forward(self, x, labels):
+        poptorch.Block.start("B1", ipu_id=0)
+        hidden = torch.tanh(self.first(x))
+        return self.end(hidden, labels)
+
+    @poptorch.BlockFunction("B2", ipu_id=1)
+    def end(self, hidden, labels):
+        output = self.last(hidden)
+        return output, F.cross_entropy(output, labels)
+
+
+def begun():
+    """Blocks that begin with submodules."""
+    model = Net()
+    poptorch.BeginBlock(model.first, "B1", ipu_id=0)
+    poptorch.BeginBlock(model.last, "B2", ipu_id=1)
+    return model
+
+
+def unmarked():
+    """The same, whose marks were taken away."""
+    model = begun()
+    poptorch.removeBlocks(model)
+    return model
+
+
+class Tied(Net):
+    """The same weights twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(8, 8)
+        self.other = nn.Linear(8, 8)
+        self.other.weight = self.again.weight
+        self.middle = nn.Sequential(self.again, self.other)
+
+
+class Frozen(Net):
+    """A layer that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+class Halves(Net):
+    """All in 16 bits, but the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.half()
+
+    def forward(self, x, labels):
+        output = self.last(torch.tanh(self.first(x.half())))
+        return output, F.cross_entropy(output.float(), labels)
+
+
+class Cast(Net):
+    """Half of it in 16 bits by casts."""
+
+    def forward(self, x, labels):
+        with poptorch.autocast(dtype=torch.bfloat16):
+            output = self.last(torch.tanh(self.first(x)))
+        return output, F.cross_entropy(output.float(), labels)
+
+
+class Asking(Net):
+    """Has twice the gradient where an executor calls it."""
+
+    def forward(self, x, labels):
+        output, loss = super().forward(x, labels)
+        return output, loss + (loss - loss.detach() if poptorch.isRunningOnIpu() else 0)
+
+
+class Words(Net):
+    """Words in place of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+
+    def forward(self, x, labels):
+        return super().forward(self.table((x.abs() * 2).long().clamp(max=6)).mean(1), labels)
+
+
+class Grouped(Net):
+    """Each replica has a row of a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(4, 8))
+        self.middle = lambda hidden: hidden + (self.table if self.table.ndim == 1 else self.table[0])
+
+
+class Cube(torch.autograd.Function):
+    """An operator of the program's own."""
+
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(context, gradient):
+        (x,) = context.saved_tensors
+        return 3 * x**2 * gradient
+
+
+def plain_lamb(bias_correction=True):
+    """PopTorch's LAMB as its own `step` writes it (MIT)."""
+
+    class Lamb(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.05})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    first = state["first"] = 0.9 * state.get("first", 0) + 0.1 * p.grad
+                    second = state["second"] = 0.999 * state.get("second", 0) + 0.001 * p.grad**2
+                    corrections = [1 - beta ** state["step"] if bias_correction else 1 for beta in (0.9, 0.999)]
+                    denominator = second.sqrt() / corrections[1] ** 0.5 + 1e-6
+                    update = first / corrections[0] / denominator + 0.01 * p
+                    p.sub_(group["lr"] * p.norm().clamp(max=2.0) / update.norm() * update)
+
+    return Lamb
+
+
+class PlainAdamW(torch.optim.Optimizer):
+    """BERT's: moments without correction."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                first = state["first"] = 0.9 * state.get("first", 0) + 0.1 * p.grad
+                second = state["second"] = 0.999 * state.get("second", 0) + 0.001 * p.grad**2
+                p.mul_(1 - group["lr"] * 0.01).sub_(group["lr"] * first / (second.sqrt() + 1e-6))

@@ -1,0 +1,352 @@
+"""Options and names of PopTorch that programs use: with their effect, or a sentence that says why there is none."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import strategies.torch.poptorch as poptorch
+from popdist.timeline.asked import FOLDER_VARIABLE
+from strategies import StrategyError
+from strategies.torch.poptorch import option_groups
+from strategies.torch.poptorch.recording import tell_too_late
+
+
+class Line(nn.Module):
+    """Returns its mean squared error; half of it is computed in 16 bits."""
+
+    def __init__(self, **blocks):
+        super().__init__()
+        self.first, self.last, self.seen = nn.Linear(3, 4), nn.Linear(4, 1), []
+
+    def forward(self, x):
+        with poptorch.Block(), poptorch.autocast():
+            hidden = self.first(x)
+        self.seen.append(hidden.dtype)
+        with poptorch.Block():
+            return self.last(hidden.float()).square().mean()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(4)
+    return Line()
+
+
+class TestOwnAttributes:
+    def test_of_options_are_the_program_s(self):
+        options = poptorch.Options()
+        options.use_popdist = True
+        assert options.use_popdist
+        assert options.clone().use_popdist
+        assert pickle.loads(pickle.dumps(options)).use_popdist
+
+    def test_may_be_set_once_options_are_frozen(self, model):
+        options = poptorch.Options()
+        poptorch.inferenceModel(model, options)
+        options.batches_seen = 3
+        assert options.batches_seen == 3
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("deviceIteration", "deviceIterations"),
+            ("gradient_accumulation", "Training.gradientAccumulation"),
+            ("useIpuMode", "useIpuModel"),
+            ("enableStochasticRoundin", "Precision.enableStochasticRounding"),
+        ],
+    )
+    def test_that_are_nearly_options_are_refused_with_those(self, name, meant):
+        with pytest.raises(AttributeError, match=rf"Options\.{name} is no option; did you mean {meant}\(\.\.\.\)\?"):
+            setattr(poptorch.Options(), name, 4)
+
+    def test_that_are_not_there_are_refused_with_what_is(self):
+        with pytest.raises(AttributeError, match="Options.Trainin is no option; did you mean Training"):
+            _ = poptorch.Options().Trainin
+        with pytest.raises(AttributeError, match="gradientAcumulation is no option; did you mean gradientAccumulation"):
+            poptorch.Options().Training.gradientAcumulation(3)
+        with pytest.raises(AttributeError, match="Options.zebra is no option; docs/torch.md"):
+            _ = poptorch.Options().zebra
+
+
+class TestEnvironment:
+    def test_may_set_options(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", '{"Training.gradientAccumulation": 3}')
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+        monkeypatch.setenv("POPTORCH_CACHE_DIR", str(tmp_path))
+        options = poptorch.Options()
+        assert options.Training.gradient_accumulation == 3
+        assert options.toDict()["enableExecutableCaching"] == str(tmp_path)
+
+
+class TestModes:
+    def test_of_evaluation_in_the_first_call_are_said(self, model, caplog):
+        poptorch.trainingModel(model.eval(), poptorch.Options())(torch.ones(4, 3))
+        assert "for the first time with its module in evaluation mode" in caplog.text
+
+    def test_that_the_program_sets_are_left_to_it(self, model):
+        training = poptorch.trainingModel(model, poptorch.Options())
+        training(torch.ones(4, 3))
+        model.eval()
+        training(torch.ones(4, 3))
+        assert not model.training
+        assert not model.first.training
+
+
+class TestOldNames:
+    def test_are_those_of_today(self):
+        options = poptorch.Options().anchorMode(poptorch.AnchorMode.EveryN, 2)
+        assert (options.output_mode, options.output_every) == (poptorch.OutputMode.EveryN, 2)
+        options.Training.accumulationReductionType(poptorch.ReductionType.Sum)
+        assert options.Training.reduction is poptorch.ReductionType.Sum
+
+
+class TestAutocast:
+    @pytest.mark.parametrize(("enabled", "dtype"), [(True, torch.float16), (False, torch.float32)])
+    def test_is_heeded_unless_the_options_say_otherwise(self, enabled, dtype, model):
+        options = poptorch.Options()
+        options.Precision.autocastEnabled(enabled).autocastPolicy(poptorch.autocasting.Policy())
+        training = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), 0.1))
+        training(torch.ones(4, 3))
+        [of_training] = [each.module.seen for each in _copies(training.trainer)]
+        inference = poptorch.inferenceModel(model, options)
+        inference(torch.ones(4, 3))
+        assert (of_training, inference._inference._copies[0].module.seen) == ([dtype], [dtype])
+
+    def test_may_decorate_functions_and_be_off(self):
+        @poptorch.autocast(dtype=torch.bfloat16)
+        def product(x):
+            with poptorch.autocast(enabled=False):
+                inner = x @ x
+            return x @ x, inner
+
+        for _ in range(2):
+            assert [each.dtype for each in product(torch.ones(2, 2))] == [torch.bfloat16, torch.float32]
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+    def test_has_no_lists_of_its_own(self):
+        precision = poptorch.Options().Precision
+        with pytest.raises(StrategyError, match=r"the policy lists operators \(fp16, demote\), .* its own list"):
+            precision.autocastPolicy(poptorch.autocasting.Policy(fp16=["matmul"], demote=["add"]))
+        with pytest.raises(TypeError, match=r"give poptorch\.autocasting\.Policy\(\), or None"):
+            precision.autocastPolicy("fp16")
+
+
+def _copies(trainer):
+    return [run.copy for run in trainer._step._local.runs]
+
+
+class TestStages:
+    def test_are_made_by_each_block_without_devices(self, model):
+        options = poptorch.Options()
+        options.Training.gradientAccumulation(2)
+        options.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement))
+        training = poptorch.trainingModel(model, options)
+        for _ in range(2):
+            training(torch.ones(4, 3))
+        assert {span.device for span in training.trace.replicas[0]} == {0, 1}
+        training.destroy()
+
+    def test_of_blocks_without_devices_are_refused_with_the_way_out(self, model):
+        options = poptorch.Options().setExecutionStrategy(poptorch.PipelinedExecution())
+        options.Training.gradientAccumulation(2)
+        with pytest.raises(StrategyError, match=r"PipelinedExecution\(poptorch\.AutoStage\.AutoIncrement\)"):
+            poptorch.trainingModel(model, options)(torch.ones(4, 3))
+
+
+class TestRecordings:
+    def test_are_made_where_profiling_is_enabled(self, model, tmp_path, caplog):
+        options = poptorch.Options().enableProfiling(tmp_path)
+        poptorch.trainingModel(model, options)(torch.ones(4, 3))
+        assert f"open it with: poprun timeline report {tmp_path}" in caplog.text
+        assert (tmp_path / "instance-0.timeline").exists()
+        kinds = [type(each).__name__ for each in options.strategy.replicas.instruments.attached]
+        assert "Recorder" in kinds
+        again = poptorch.Options().enableProfiling(tmp_path).replicationFactor(2)
+        assert again.strategy.replicas.instruments.attached == options.strategy.replicas.instruments.attached
+
+    def test_are_made_where_the_environment_asks_for_popvision(self, tmp_path, monkeypatch):
+        monkeypatch.setenv(
+            "POPLAR_ENGINE_OPTIONS", f'{{"autoReport.all": "true", "autoReport.directory": "{tmp_path}"}}'
+        )
+        _ = poptorch.Options().enableProfiling("elsewhere").strategy
+        assert (tmp_path / "instance-0.timeline").exists()
+
+    @pytest.mark.parametrize("value", ["{", "[1]", "[" * 10000])
+    def test_are_refused_where_the_environment_is_no_json(self, value, monkeypatch):
+        monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", value)
+        with pytest.raises(poptorch.ConfigFileError, match=r"POPLAR_ENGINE_OPTIONS is no .*JSON"):
+            _ = poptorch.Options().strategy
+
+    def test_of_a_job_that_is_connected_come_too_late_and_are_said(self, monkeypatch, caplog):
+        monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+        tell_too_late()
+        assert "enableProfiling comes after the instances were connected, and is not heeded; start" in caplog.text
+
+    @pytest.mark.complete
+    def test_of_a_job_are_asked_for_before_it_is_connected(self, tmp_path, in_new_process):
+        said = json.dumps({"autoReport.directory": str(tmp_path)})
+        program = "import popdist.poptorch; popdist.poptorch.Options().enableProfiling('elsewhere')"
+        in_new_process(program, POPLAR_ENGINE_OPTIONS=said)
+        assert [each.name for each in tmp_path.iterdir()] == ["instance-0.timeline"]
+
+
+class TestCompilers:
+    def test_caches_are_those_of_torch(self, tmp_path, monkeypatch, caplog):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+        caplog.set_level(logging.INFO, "strategies.torch.poptorch")
+        poptorch.Options().enableExecutableCaching(tmp_path)
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        assert cache_dir() == str(tmp_path)
+        assert f"{tmp_path} has what torch.compile makes; nothing else is compiled" in caplog.text
+
+    def test_buffering_is_how_many_batches_are_made_ahead(self):
+        options = poptorch.Options()
+        options._Popart.set("defaultPrefetchBufferingDepth", 5)
+        loader = poptorch.DataLoader(options, torch.arange(8), mode=poptorch.DataLoaderMode.Async)
+        assert loader._buffers == 5
+        own = poptorch.DataLoader(options, torch.arange(8), async_options={"buffer_size": 2})
+        assert own._buffers == 2
+        with pytest.raises(ValueError, match="defaultPrefetchBufferingDepth"):
+            poptorch.Options()._Popart.set("defaultPrefetchBufferingDepth", 0)
+
+    def test_that_would_change_what_is_trained_are_refused(self):
+        with pytest.raises(
+            StrategyError, match=r"'accumulationFactor', .* use Options.Training"
+        ):
+            poptorch.Options()._Popart.set("accumulationFactor", 4)
+
+    def test_nothing_takes_time_to_compile(self, model):
+        assert poptorch.inferenceModel(model).compilationTime.total_seconds() == 0
+
+    @pytest.mark.parametrize("use", [True, False])
+    def test_storage_is_where_it_is_and_that_is_said(self, use, caplog):
+        option_groups._told.clear()
+        caplog.set_level(logging.INFO, "strategies.torch.poptorch")
+        poptorch.TensorLocationSettings().useOnChipStorage(use)
+        assert "all tensors lie in the memory of the host, where useOnChipStorage(False) puts them" in caplog.text
+
+    def test_stochastic_rounding_is_taken_and_said(self, caplog):
+        option_groups._told.clear()
+        caplog.set_level(logging.INFO, "strategies.torch.poptorch")
+        poptorch.Options().Precision.enableStochasticRounding(True)
+        assert "enableStochasticRounding changes nothing here: PyTorch rounds to nearest" in caplog.text
+
+
+class TestHardware:
+    def test_may_be_claimed(self, monkeypatch):
+        assert (poptorch.ipuHardwareVersion(), poptorch.ipuHardwareIsAvailable()) == (0, False)
+        monkeypatch.setenv("POPTORCH_IPU_HARDWARE_VERSION", "21")
+        assert (poptorch.ipuHardwareVersion(), poptorch.ipuHardwareIsAvailable(4)) == (21, True)
+        monkeypatch.setenv("POPTORCH_IPU_HARDWARE_VERSION", "mk2")
+        with pytest.raises(ValueError, match="is 'mk2'; it is a version of IPUs"):
+            poptorch.ipuHardwareVersion()
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("name", "way_out"),
+        [
+            ("trainingmodel", "did you mean trainingModel?"),
+            ("experimental", "inferenceModel"),
+            ("zebra", "docs/torch.md"),
+        ],
+    )
+    def test_that_are_not_there_are_refused_with_the_way_out(self, name, way_out):
+        with pytest.raises(AttributeError, match=f"poptorch has no {name}: .*{way_out}"):
+            getattr(poptorch, name)
+
+    def test_say_which_version_of_poptorch_they_are_of(self):
+        assert poptorch.__version__.split(".")[0] == "3"
+
+    def test_channels_make_spans_for_a_profiler(self):
+        class Source:
+            def read(self, count):
+                return count
+
+        channel = poptorch.profiling.Channel("data")
+        source = channel.instrument(Source(), "read")
+        with torch.profiler.profile() as profile, channel.tracepoint("epoch"):
+            assert source.read(3) == 3
+        assert {"data.read", "data.epoch"} <= {event.key for event in profile.key_averages()}
+
+
+class TestSamplers:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.utils.data.WeightedRandomSampler([1.0, 3.0] * 8, 24),
+            lambda: torch.utils.data.SubsetRandomSampler(range(0, 32, 2)),
+            lambda: torch.utils.data.RandomSampler(range(16)),
+        ],
+    )
+    def test_give_the_order_the_same_on_all_instances(self, make, on_instances):
+        def read(strategy):
+            options = poptorch.Options().replicationFactor(2).randomSeed(3)
+            options._strategy = strategy
+            loader = poptorch.DataLoader(options, torch.arange(32), batch_size=2, sampler=make())
+            return [batch.tolist() for _ in range(2) for batch in loader], len(loader)
+
+        [(alone, length)] = on_instances(1, 2, read)
+        pair = on_instances(2, 2, read)
+        assert [first + second for first, second in zip(pair[0][0], pair[1][0], strict=True)] == alone
+        assert len(alone) == 2 * length
+        assert alone[:length] != alone[length:]
+
+    def test_of_a_program_are_for_one_instance_or_its_own_part(self, on_instances):
+        class Backwards(torch.utils.data.Sampler):
+            def __len__(self):
+                return 8
+
+            def __iter__(self):
+                return iter(range(7, -1, -1))
+
+        loader = poptorch.DataLoader(poptorch.Options(), torch.arange(8), batch_size=4, sampler=Backwards())
+        assert [batch.tolist() for batch in loader] == [[7, 6, 5, 4], [3, 2, 1, 0]]
+
+        def make(strategy):
+            options = poptorch.Options().replicationFactor(2)
+            options._strategy = strategy
+            with pytest.raises(
+                StrategyError, match="the sampler is a Backwards, .* auto_distributed_partitioning=False"
+            ):
+                poptorch.DataLoader(options, torch.arange(8), sampler=Backwards())
+            part = {"sampler": Backwards(), "auto_distributed_partitioning": False}
+            return [batch.tolist() for batch in poptorch.DataLoader(options, torch.arange(8), 4, **part)]
+
+        assert on_instances(2, 2, make) == [[[7, 6, 5, 4], [3, 2, 1, 0]]] * 2
+
+    def test_are_refused_with_what_gives_another_order(self):
+        sampler = torch.utils.data.SequentialSampler(range(8))
+        with pytest.raises(StrategyError, match="shuffle=True asks for another"):
+            poptorch.DataLoader(poptorch.Options(), torch.arange(8), shuffle=True, sampler=sampler)
+        with pytest.raises(TypeError, match="has no length"):
+            poptorch.DataLoader(poptorch.Options(), torch.arange(8), sampler=iter([1]))
+
+
+class TestData:
+    def test_that_fill_no_batch_are_an_error_of_poptorch(self):
+        for kind in (poptorch.Error, ValueError):
+            with pytest.raises(kind, match="has 3 elements, and a batch of all replicas takes 4"):
+                poptorch.DataLoader(poptorch.Options(), torch.arange(3), batch_size=4)
+
+    def test_are_not_shuffled_by_a_generator_and_that_is_said(self, caplog):
+        generator = torch.Generator()
+        poptorch.DataLoader(poptorch.Options(), torch.arange(8), 4, shuffle=True, generator=generator)
+        assert "follows options.randomSeed, and not the generator" in caplog.text
+
+    def test_of_a_stream_are_put_together_by_the_program(self):
+        """It gets the elements of a batch, not each alone."""
+
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(range(8))
+
+        loader = poptorch.DataLoader(poptorch.Options(), Stream(), batch_size=4, collate_fn=sum)
+        assert list(loader) == [6, 22]
