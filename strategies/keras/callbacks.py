@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,7 +14,7 @@ from keras.src.callbacks.progbar_logger import ProgbarLogger
 
 from strategies.errors import StrategyError
 from strategies.keras.agreement import is_so_anywhere, number_of_leader
-from strategies.keras.state import random_states, set_random_states
+from strategies.keras.backups import WithRandomStates
 from strategies.step.metrics import EVALUATION
 from strategies.strategy import Strategy, get_strategy
 
@@ -91,55 +89,6 @@ def _on_chief(name: str) -> Callable[..., None]:
 
 for _name in _HOOKS:
     setattr(OnChief, _name, _on_chief(_name))
-
-
-class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keras's `BackupAndRestore`, with the states of seed generators, which its files do not have.
-
-    Args:
-        callback: it is.
-    """
-
-    def __init__(self, callback: Any) -> None:
-        super().__init__()
-        self._callback = callback
-
-    @property
-    def _file(self) -> Path:
-        return Path(self._callback.backup_dir) / "random_states.json"
-
-    def set_params(self, params: Any) -> None:
-        """See Keras."""
-        self._callback.set_params(params)
-
-    def set_model(self, model: Any) -> None:
-        """See Keras."""
-        self._callback.set_model(model)
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_train_begin(logs)
-        if self._file.exists():
-            set_random_states(self._callback.model, json.loads(self._file.read_text()))
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_train_end(logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_epoch_end(epoch, logs)
-        self._save()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_train_batch_end(batch, logs)
-        if self._callback.save_freq != "epoch" and self._callback._batches_seen_since_last_saving == 0:
-            self._save()
-
-    def _save(self) -> None:
-        if self._file.parent.exists():
-            self._file.write_text(json.dumps(random_states(self._callback.model)))
 
 
 class Running:
