@@ -14,35 +14,44 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import json
 import logging
 import os
 import re
 import shutil
-import stat
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from io import BufferedReader
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from popdist.records.private_folders import close_to_others, make_private
+from popdist.records.private_folders import make_private
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.packing import Packing
 from strategies.checkpoints.plain_values import plain_metrics, plain_values
+from strategies.checkpoints.sealed_folders import (
+    DAMAGED,
+    INCOMPLETE,
+    REMOVED,
+    REPLACED,
+    TRAINING,
+    beside,
+    clear,
+    content,
+    fault_of,
+    put,
+    seal,
+)
 from strategies.data.position import Position
 from strategies.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-STATE, TRAINING, SUMS = "state", "training.json", "SHA256SUMS"
-INCOMPLETE, DAMAGED, REMOVED, REPLACED = ".incomplete", ".damaged", ".removed", ".replaced"
+STATE = "state"
 MAX_FAILED = 16
 """How many writes that have failed may still have threads."""
 PIECE_BYTES = 1 << 28
@@ -137,14 +146,14 @@ class CheckpointFolder:
             CheckpointError: if that fails, for example because the disk is full.
         """
         complete = self.of_step(training.step)
-        incomplete = _beside(complete, INCOMPLETE)
+        incomplete = beside(complete, INCOMPLETE)
         try:
             make_private(self.path)
-            _clear(incomplete)
+            clear(incomplete)
             incomplete.mkdir(mode=0o700)
             _check_space(incomplete, sum(array.nbytes for array in flat.values()))
             self._fill(incomplete, training, flat)
-            self._put(incomplete, complete)
+            put(incomplete, complete)
         except Exception as error:  # whatever orbax raises, it does not concern the training
             _remove_unfinished(incomplete)
             raise CheckpointError(f"{complete} could not be written: {_reason(error)}") from error
@@ -189,20 +198,6 @@ class CheckpointFolder:
         """The metrics of the complete checkpoints, by their steps; none of those that cannot be read."""
         return {step: _metrics_of(self.of_step(step)) for step in self.steps()}
 
-    def _put(self, incomplete: Path, complete: Path) -> None:
-        """Give a checkpoint that is finished its name; another one has it until then."""
-        replaced = _beside(complete, REPLACED)
-        if complete.exists():
-            complete.rename(replaced)
-        try:
-            incomplete.rename(complete)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(complete)
-            raise
-        _sync(self.path)
-        _clear(replaced)
-
     def _fill(self, folder: Path, training: Training, flat: Mapping[str, np.ndarray]) -> None:
         with self._path_of_open(folder) as opened, _without_tracebacks_of_orbax():
             # Orbax remembers what was under a path, and looks for it there though it has gone with a write that failed.
@@ -210,12 +205,7 @@ class CheckpointFolder:
             self._arrays.save(opened / attempt, args=self._orbax.args.PyTreeSave(_pieces(flat)))
         (folder / attempt).rename(folder / STATE)
         (folder / TRAINING).write_text(training.to_json(), encoding="utf-8")
-        sums = [f"{_sha256(path)}  {path.relative_to(folder)}\n" for path in _files(folder)]
-        (folder / SUMS).write_text("".join(sums), encoding="utf-8")
-        for parent, _, names in os.walk(folder, topdown=False):
-            for path in (*(Path(parent, name) for name in names), Path(parent)):
-                close_to_others(path)
-                _sync(path)
+        seal(folder)
 
     @contextmanager
     def _path_of_open(self, folder: Path) -> Iterator[Path]:
@@ -244,7 +234,7 @@ class CheckpointFolder:
             CheckpointError: if it cannot be read all the same.
         """
         try:
-            training = Training.from_json(_content(path / TRAINING).decode())
+            training = Training.from_json(content(path / TRAINING).decode())
             flat = _put_together(self._arrays.restore(path / STATE))
             return training, training.packing.views(flat)
         except (OSError, ValueError, KeyError) as error:
@@ -253,8 +243,8 @@ class CheckpointFolder:
             ) from error
 
     def _set_aside(self, path: Path, fault: str, used: int) -> None:
-        aside = _beside(path, DAMAGED)
-        _clear(aside)
+        aside = beside(path, DAMAGED)
+        clear(aside)
         try:
             path.rename(aside)
         except OSError as error:
@@ -263,67 +253,32 @@ class CheckpointFolder:
 
     def _remove_leftovers(self) -> None:
         for path in self.path.glob(f"step_*{REMOVED}"):
-            _clear(path)
+            clear(path)
         for path in self.path.glob(f"step_*{REPLACED}"):
             if path.with_suffix("").exists():
-                _clear(path)
+                clear(path)
             else:  # the writer was ended between two names
                 path.rename(path.with_suffix(""))
         for path in self.path.glob(f"step_*{INCOMPLETE}"):
-            _clear(path)
+            clear(path)
             newest = f"using step {self.steps()[-1]}" if self.steps() else "there is none before it"
             logger.warning("checkpoint %s is incomplete: its writer was ended; it was removed; %s", path, newest)
 
     def _remove(self, path: Path) -> None:
         """Remove a complete checkpoint; half removed, it has another name."""
         try:
-            removed = path.rename(_beside(path, REMOVED))
+            removed = path.rename(beside(path, REMOVED))
         except OSError as error:
             logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
         else:
-            _clear(removed)
-
-
-def fault_of(checkpoint: Path) -> str:
-    """What is wrong with the files of a checkpoint; empty when nothing is."""
-    try:
-        lines = _content(checkpoint / SUMS).decode().splitlines()
-    except (OSError, ValueError) as error:
-        return f"{SUMS} cannot be read: {_reason(error)}"
-    wanted = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
-    if TRAINING not in wanted:
-        return f"{SUMS} is cut off"
-    for name, sha256 in wanted.items():
-        if not _is_inside(checkpoint, name):
-            return f"{SUMS} names {ascii(name[:100])}, which is no file of the checkpoint"
-        try:
-            if _sha256(checkpoint / name) != sha256:
-                return f"{name} is not what was written"
-        except (OSError, ValueError) as error:
-            return f"{shown(name)} cannot be read: {_reason(error)}"
-    others = [path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())]
-    return f"{others[0].relative_to(checkpoint)} is neither a file nor a folder" if others else ""
+            clear(removed)
 
 
 def _metrics_of(checkpoint: Path) -> Mapping[str, float]:
     try:
-        return Training.from_json(_content(checkpoint / TRAINING).decode()).metrics
+        return Training.from_json(content(checkpoint / TRAINING).decode()).metrics
     except (OSError, ValueError):
         return {}
-
-
-def shown(name: str) -> str:
-    """A name from a file, as it may stand in a message."""
-    return name if name.isprintable() else repr(name)
-
-
-def _is_inside(checkpoint: Path, name: str) -> bool:
-    """Whether a name leads to nothing outside of a checkpoint, and to no device or pipe; it may lead nowhere."""
-    within = PurePath(name)
-    if within.is_absolute() or ".." in within.parts or "\0" in name:
-        return False
-    path = os.path.join(os.path.realpath(checkpoint), within)
-    return os.path.realpath(path) == path and (os.path.isfile(path) or not os.path.exists(path))
 
 
 def _pieces(flat: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
@@ -340,57 +295,12 @@ def _put_together(pieces: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, n
     return {dtype: np.concatenate([of[begin] for begin in sorted(of)]) for dtype, of in pieces.items()}
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _open(path: Path) -> BufferedReader:
-    """Open a file for reading, but nothing else: a named pipe would have to wait for its writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file")
-    return os.fdopen(descriptor, "rb")
-
-
-def _content(path: Path) -> bytes:
-    with _open(path) as file:
-        return file.read()
-
-
-def _sha256(path: Path) -> str:
-    with _open(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _clear(path: Path) -> None:
-    """Remove a folder with all that is in it, or what else has that name; what cannot be removed stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    with suppress(OSError):
-        path.unlink()
-
-
 def _remove_unfinished(folder: Path) -> None:
     """Remove what could not be finished; each write that orbax has left behind there may undo that once."""
     for _ in range(1000):
-        _clear(folder)
+        clear(folder)
         if not folder.exists():
             return
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
-
-
-def _sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_space(folder: Path, needed: int) -> None:

@@ -21,10 +21,11 @@ from jax.typing import ArrayLike
 
 from collectives.instruments import CHECKPOINT
 from strategies.checkpoints.best import Best
-from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training, shown
+from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training
 from strategies.checkpoints.own_loop import Loop
 from strategies.checkpoints.packing import Packing
 from strategies.checkpoints.plain_values import plain_metrics, plain_values
+from strategies.checkpoints.sealed_folders import shown
 from strategies.comparing.agreement import broadcast_text
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError

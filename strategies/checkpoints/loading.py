@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from strategies.checkpoints.best import Best
-from strategies.checkpoints.checkpoint_folder import TRAINING, CheckpointFolder, fault_of, shown
+from strategies.checkpoints.checkpoint_folder import CheckpointFolder
+from strategies.checkpoints.sealed_folders import TRAINING, fault_of, shown
 from strategies.errors import CheckpointError
 from strategies.roles import Tree, Variables
 

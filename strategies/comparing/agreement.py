@@ -51,7 +51,9 @@ def terms_of(
     ]
 
 
-def insist_on_agreement(replicas: Replicas, terms: Terms) -> None:
+def insist_on_agreement(
+    replicas: Replicas, terms: Terms, name: str = "digests of options and programs", way_out: str = _ARGUMENTS
+) -> None:
     """Compare what decides the result with that of all other instances; a collective call.
 
     Instances exchange 32 bytes each where they agree, and everything where they do not.
@@ -59,6 +61,8 @@ def insist_on_agreement(replicas: Replicas, terms: Terms) -> None:
     Args:
         replicas: connects the instances.
         terms: of this instance.
+        name: of the call, for messages.
+        way_out: at the end of a message about values.
 
     Raises:
         DisagreementError: on all instances, with the same text, if they do not agree.
@@ -68,13 +72,13 @@ def insist_on_agreement(replicas: Replicas, terms: Terms) -> None:
         return
     text = json.dumps([dict(group) for group in terms])
     mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
-    digests = communicator.all_gather(mine, name="digests of options and programs")
+    digests = communicator.all_gather(mine, name=name)
     if (digests == digests[0]).all():
         return
-    name = "what an instance was started with"
-    told = [json.loads(broadcast_text(communicator, text, root, name)) for root in range(communicator.size)]
+    what = "what an instance was started with"
+    told = [json.loads(broadcast_text(communicator, text, root, what)) for root in range(communicator.size)]
     numbers = communicator.all_gather(np.array(replicas.first_index, np.int64), name="numbers of instances")
-    raise DisagreementError(describe(dict(zip(numbers.tolist(), told, strict=True))))
+    raise DisagreementError(describe(dict(zip(numbers.tolist(), told, strict=True)), way_out))
 
 
 def broadcast_text(communicator: Communicator, text: str, root: int, name: str) -> str:
@@ -92,11 +96,12 @@ def broadcast_text(communicator: Communicator, text: str, root: int, name: str) 
     return communicator.broadcast(data, root, name=name).tobytes().decode()
 
 
-def describe(told: Mapping[int, Terms]) -> str:
+def describe(told: Mapping[int, Terms], way_out: str = _ARGUMENTS) -> str:
     """Which instances differ, and in what.
 
     Args:
         told: the terms of each instance, by its number; not all are the same.
+        way_out: at the end of a message about values.
     """
     for groups in zip(*told.values(), strict=True):
         of_instances = dict(zip(told, groups, strict=True))
@@ -109,7 +114,7 @@ def describe(told: Mapping[int, Terms]) -> str:
         if different:
             shown = "; ".join(_of_value(name, values[name], list(told)) for name in different[:_MOST])
             more = len(different) - _MOST
-            return shown + (f"; and {more} more" if more > 0 else "") + _ARGUMENTS
+            return shown + (f"; and {more} more" if more > 0 else "") + way_out
     raise ValueError("all instances agree")
 
 

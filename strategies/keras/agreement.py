@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from strategies.comparing.agreement import Terms, insist_on_agreement
 from strategies.comparing.fingerprints import fingerprint
 from strategies.errors import DisagreementError
 from strategies.replicas.membership import meet, surviving
@@ -54,26 +55,67 @@ def is_so_anywhere(replicas: Replicas, flag: bool, name: str) -> bool:
     return bool(_together(replicas, asked, told, int(flag)))
 
 
-def refuse_other_rows(replicas: Replicas, example: Batch) -> None:
-    """Refuse data of which instances do not see the same first rows; a collective call.
+def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[bool, bool]:
+    """Whether a flag is set on one instance at least, and whether all have the same digest; a collective call.
+
+    Args:
+        replicas: connects the instances.
+        flag: of this one.
+        digest: of this one, equally long on all.
+        name: of the call.
+    """
+
+    def asked() -> int:
+        mine = np.frombuffer(bytes([flag]) + digest, np.uint8)
+        of_all = replicas.communicator.all_gather(mine, name=name)
+        return int(of_all[:, 0].any()) + 2 * int((of_all[:, 1:] == of_all[0, 1:]).all())
+
+    def told(answer: int, root: int) -> int:
+        return _of(replicas, answer, root, name)
+
+    answer = _together(replicas, asked, told, int(flag) + 2)
+    return bool(answer & 1), bool(answer & 2)
+
+
+def insist(replicas: Replicas, terms: Terms, name: str, way_out: str) -> None:
+    """Compare terms with those of the other instances; a collective call.
+
+    Args:
+        replicas: connects the instances.
+        terms: of this one.
+        name: of the call.
+        way_out: at the end of the message.
+
+    Raises:
+        DisagreementError: on all instances, if they are not the same.
+    """
+
+    def asked() -> int:
+        insist_on_agreement(replicas, terms, name, way_out)
+        return 1
+
+    def told(answer: int, root: int) -> int:
+        return _of(replicas, answer, root, name)
+
+    _together(replicas, asked, told, 1)
+
+
+def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
+    """Refuse data of which instances do not see the same rows; a collective call.
+
+    Args:
+        replicas: connects the instances.
+        rows: some of the data.
 
     Raises:
         DisagreementError: on all instances.
     """
-    mine = np.frombuffer(bytes.fromhex(fingerprint(example)), np.uint8)
-
-    def asked() -> int:
-        others = replicas.communicator.all_gather(mine, name="first rows of the data")
-        return int((others == others[0]).all())
-
-    def told(answer: int, root: int) -> int:
-        return _of(replicas, answer, root, "whether they are the same")
-
-    if not _together(replicas, asked, told, 1):
+    is_same = compared(replicas, False, bytes.fromhex(fingerprint(rows)), "rows of the data")[1]
+    if not is_same:
         raise DisagreementError(
-            "the instances do not see the same first rows, and each of them reads all data, or those batches that its "
-            "replicas take; give all of them the same data, and call keras.utils.set_random_seed where something "
-            "shuffles"
+            "the instances do not see the same rows or weights of rows, and each of them reads all data, or those "
+            "batches that its replicas take; give all of them the same data, and call keras.utils.set_random_seed "
+            "where something shuffles"
         )
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import keras
+import numpy as np
 from keras import tree
 from keras.src.callbacks import CallbackList
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 
+from strategies.comparing.digest import digest_of
 from strategies.errors import StrategyError
-from strategies.keras.agreement import is_so_anywhere, number_of_leader
-from strategies.keras.state import random_states, set_random_states
+from strategies.keras.agreement import broadcast, compared, insist, is_so_anywhere, number_of_leader
+from strategies.keras.backups import WithRandomStates
+from strategies.keras.refusals import refuse_compiled
+from strategies.keras.watching import WAY_OUT, Watch, terms_of_model
 from strategies.step.metrics import EVALUATION
 from strategies.strategy import Strategy, get_strategy
 
@@ -93,55 +96,6 @@ for _name in _HOOKS:
     setattr(OnChief, _name, _on_chief(_name))
 
 
-class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keras's `BackupAndRestore`, with the states of seed generators, which its files do not have.
-
-    Args:
-        callback: it is.
-    """
-
-    def __init__(self, callback: Any) -> None:
-        super().__init__()
-        self._callback = callback
-
-    @property
-    def _file(self) -> Path:
-        return Path(self._callback.backup_dir) / "random_states.json"
-
-    def set_params(self, params: Any) -> None:
-        """See Keras."""
-        self._callback.set_params(params)
-
-    def set_model(self, model: Any) -> None:
-        """See Keras."""
-        self._callback.set_model(model)
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_train_begin(logs)
-        if self._file.exists():
-            set_random_states(self._callback.model, json.loads(self._file.read_text()))
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_train_end(logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_epoch_end(epoch, logs)
-        self._save()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_train_batch_end(batch, logs)
-        if self._callback.save_freq != "epoch" and self._callback._batches_seen_since_last_saving == 0:
-            self._save()
-
-    def _save(self) -> None:
-        if self._file.parent.exists():
-            self._file.write_text(json.dumps(random_states(self._callback.model)))
-
-
 class Running:
     """One of Keras's loops, while it runs on all instances.
 
@@ -152,6 +106,7 @@ class Running:
         unite: has Keras know the whole state; a collective call.
         resume: called when a training has begun.
         steps_made: says how many steps were made.
+        watch: notices what callbacks change; None where nothing is trained.
 
     Attributes:
         resume: see above.
@@ -170,6 +125,7 @@ class Running:
         unite: Callable[[], object] = lambda: None,
         resume: Callable[[], object] = lambda: None,
         steps_made: Callable[[], int] = lambda: 0,
+        watch: Watch | None = None,
     ) -> None:
         self.resume = resume
         self.steps_made = steps_made
@@ -177,27 +133,66 @@ class Running:
         self.strategy = strategy
         self.begin_epoch = begin_epoch
         self.unite = unite
+        self._watch = watch
 
-    def agree_to_stop(self) -> None:
-        """Stop everywhere where a callback stops one instance; a collective call."""
-        stops = bool(self.model.stop_training)
-        self.model.stop_training = is_so_anywhere(self.strategy.replicas, stops, "stop_training")
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other instance."""
+        return self.strategy.replicas.communicator.size == 1
+
+    def agree(self, hook: str) -> None:
+        """Stop everywhere where a callback stops one instance; a collective call.
+
+        Args:
+            hook: of callbacks, all of which were called.
+
+        Raises:
+            DisagreementError: on all instances, if callbacks have changed something else on some of them.
+        """
+        refuse_compiled(self.model, hook)
+        if self.is_alone or self._watch is None:
+            return
+        digest = self._watch.taken(with_flags="epoch" in hook)
+        replicas, stops = self.strategy.replicas, bool(self.model.stop_training)
+        self.model.stop_training, is_same = compared(replicas, stops, digest, f"what callbacks have done {hook}")
+        if not is_same:
+            self.model.jax_state_sync()
+            insist(replicas, terms_of_model(self.model, hook), "variables of the model", WAY_OUT)
 
     def agree_on_begin(self) -> None:
-        """Begin everywhere with the epoch with which the chief begins; a collective call."""
-        epoch = number_of_leader(self.strategy.replicas, self.model._initial_epoch or 0, "first epoch")
+        """Begin everywhere with the epoch and the state with which the chief begins; a collective call."""
+        replicas = self.strategy.replicas
+        epoch = number_of_leader(replicas, self.model._initial_epoch or 0, "first epoch")
         self.model._initial_epoch = epoch or None
+        self.resume()
+        if self.is_alone or self._watch is None:
+            return
+        arrays = self._watch.arrays()
+        digest = np.array(digest_of(arrays), np.uint64).tobytes()
+        if not compared(replicas, False, digest, "variables of the model")[1]:
+            self._watch.assign(broadcast(replicas, arrays))
+        self._watch.begin()
 
 
 class _First(keras.callbacks.Callback):  # type: ignore[misc]
-    """Comes before all others."""
+    """Comes before all others.
 
-    def __init__(self, running: Running) -> None:
+    Args:
+        running: the loop.
+        unites_batches: whether others may write files, or read the state, in the midst of an epoch.
+    """
+
+    def __init__(self, running: Running, unites_batches: bool) -> None:
         super().__init__()
         self._running = running
+        self._unites_batches = unites_batches
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._running.begin_epoch(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._unites_batches:
+            self._running.unite()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._running.unite()
@@ -239,7 +234,7 @@ class _Last(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         running: the loop.
-        looks_at_batches: whether callbacks of the user's may stop the training after a batch.
+        looks_at_batches: whether callbacks of the user's may change something in the midst of an epoch.
     """
 
     def __init__(self, running: Running, looks_at_batches: bool) -> None:
@@ -249,14 +244,16 @@ class _Last(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._running.agree_on_begin()
-        self._running.resume()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._looks_at_batches:
-            self._running.agree_to_stop()
+            self._running.agree("on_train_batch_end")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._running.agree("on_epoch_begin")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._running.agree_to_stop()
+        self._running.agree("on_epoch_end")
 
 
 def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
@@ -279,12 +276,24 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
         add_progbar = settings.get("verbose") != 0
         callbacks = CallbackList(callbacks, add_progbar=add_progbar, **settings)
     own = [each for each in callbacks.callbacks if not isinstance(each, _First | _Told | _Last)]
-    last = _Last(running, any(map(_has_batch_hooks, own)))
+    looks = any(map(_has_batch_hooks, own))
+    writes = is_so_anywhere(running.strategy.replicas, any(map(_writes_in_epochs, own)), "files within an epoch")
+    if looks or writes:  # instances meet in hooks then, which Keras may call in other threads
+        callbacks._async_train = False
+    first, last = _First(running, looks or writes), _Last(running, looks)
     told = [_Told(running)] if running.strategy.replicas.sinks else []
-    callbacks.callbacks = [_First(running), *told, *(_placed(each, running.strategy) for each in own), last]
+    callbacks.callbacks = [first, *told, *(_placed(each, running.strategy) for each in own), last]
     if is_new:  # only when they are placed: some write when they are told of the model
         callbacks.set_model(running.model)
     return callbacks
+
+
+def described(callbacks: Any) -> list[str]:
+    """The callbacks that all instances have to have: their classes, and the hooks of a `LambdaCallback`."""
+    alone = (*WRITERS, OnChief, keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+    given = [each for each in _given_to(callbacks) if not isinstance(each, (*alone, keras.callbacks.History, NoneType))]
+    hooks = [sorted(name for name in each.__dict__ if name in _HOOKS) for each in given]
+    return [f"{type(each).__qualname__}({', '.join(names)})" for each, names in zip(given, hooks, strict=True)]
 
 
 def _given_to(callbacks: Any) -> list[Any]:
@@ -328,3 +337,9 @@ def _has_batch_hooks(callback: Any) -> bool:
     return not stock and any(
         getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in _BATCH_HOOKS
     )
+
+
+def _writes_in_epochs(callback: Any) -> bool:
+    """Whether a stock callback writes what the model has in the midst of an epoch."""
+    stock = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
+    return isinstance(callback, stock) and callback.save_freq not in ("epoch", False)

@@ -27,6 +27,8 @@ from strategies.strategy import Strategy
 Hooks = tuple[Callable[[], object], Callable[[], object]]
 
 DEFAULT_BATCH_SIZE = 32
+COMPARED_BYTES = 4 << 20
+"""So much of arrays is compared between instances before they are used: some 10 ms."""
 _NO_HOOKS: Hooks = (lambda: None, lambda: None)
 
 
@@ -64,11 +66,13 @@ class Feed(DataAdapter):  # type: ignore[misc]
         accumulated: micro-batches of a step.
         prefetch: how many batches are prepared ahead.
         example: a batch of the source, of whatever size.
+        compared: rows that all instances have to see; None for those of the example.
         hooks: called when an epoch begins, and when it ends.
 
     Attributes:
         dataset: the same as a data set of the strategy.
         example: see above.
+        compared: see above.
         epoch: the number of the epoch that is to come next.
     """
 
@@ -80,6 +84,7 @@ class Feed(DataAdapter):  # type: ignore[misc]
         *,
         trains: bool,
         example: Batch,
+        compared: Batch = None,
         shuffle: bool = False,
         seed: int = 0,
         accumulated: int = 1,
@@ -87,6 +92,7 @@ class Feed(DataAdapter):  # type: ignore[misc]
         hooks: Hooks = _NO_HOOKS,
     ) -> None:
         self.example = example
+        self.compared = example if compared is None else compared
         self.epoch = 0
         self.dataset: DistributedDataset = strategy.distribute_dataset(
             source,
@@ -238,6 +244,7 @@ def open_feed(
         positive("batch_size", given.batch_size)
     if can_convert_arrays((given.x, given.y, given.sample_weight)):
         source, example, rows = _of_arrays(given, strategy.num_replicas_in_sync * accumulated)
+        compared = _spread(source)
         if trains:
             _refuse_too_few(rows_of(source), strategy.num_replicas_in_sync, accumulated)
         else:
@@ -245,6 +252,7 @@ def open_feed(
         shuffles, hooks = shuffle != "batch" and bool(shuffle), _NO_HOOKS
     else:
         source, example, hooks = _of_batches(given)
+        compared = example
         shuffles, rows = bool(shuffle) and isinstance(given.x, PyDataset), rows_of(example)
     feed = Feed(
         source,
@@ -252,6 +260,7 @@ def open_feed(
         rows,
         trains=trains,
         example=example,
+        compared=compared,
         shuffle=shuffles,
         seed=seed,
         accumulated=accumulated,
@@ -274,6 +283,14 @@ def _refuse_too_few(rows: int, replicas: int, accumulated: int) -> None:
             f"the data have {rows} rows, for {replicas} replicas x {accumulated} micro-batches; give at least "
             f"{replicas * accumulated}, or use fewer replicas"
         )
+
+
+def _spread(arrays: Batch) -> Batch:
+    """Some rows of arrays, equally far from each other, from the first to the last, and how many rows there are."""
+    count = rows_of(arrays)
+    each = sum(leaf[:1].nbytes for leaf in jax.tree.leaves(arrays))
+    places = np.linspace(0, count - 1, min(count, max(2, COMPARED_BYTES // max(1, each))), dtype=np.int64)
+    return np.int64(count), jax.tree.map(lambda leaf: leaf[places], arrays)
 
 
 def _once(batches: Iterator[Batch]) -> Callable[[], Iterator[Batch]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,8 +14,8 @@ from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
 from strategies.errors import StrategyError
-from strategies.keras.agreement import number_of_leader, refuse_other_rows
-from strategies.keras.callbacks import Running, listed
+from strategies.keras.agreement import insist, number_of_leader, refuse_other_rows
+from strategies.keras.callbacks import Running, described, listed
 from strategies.keras.checkpointing import Checkpoints, SavedFit, given_in, shape_of_step
 from strategies.keras.classes import EXTENSIONS, NAME, class_of
 from strategies.keras.data import Feed, Given, Pass, open_feed
@@ -34,10 +34,14 @@ from strategies.keras.refusals import (
 )
 from strategies.keras.state import seeds_of
 from strategies.keras.training import TrainFunction
+from strategies.keras.watching import WAY_OUT, Watch, terms_of_call
 from strategies.roles import Batch
 from strategies.strategy import Strategy
 
 logger = logging.getLogger("strategies.keras")
+
+COMPARED = 3
+"""Of so many batches of `train_on_batch`, the first ones, instances compare the rows."""
 
 
 def replicate(model: Any, strategy: Strategy) -> None:
@@ -81,8 +85,10 @@ class ReplicatedModel:
         self._model = model
         self._extensions = extensions
         self._running: Running | None = None
+        self._compared = 0
         self._feeds: dict[str, Feed] = {}
         self._said: int | None = None  # steps per execution, while Keras counts others
+        self._watch = Watch(model)
         self._strategies: dict[int, Strategy] = {}  # by how many devices a replica spans
 
     @property
@@ -123,6 +129,22 @@ class ReplicatedModel:
     ) -> Any:
         """See `keras.Model.fit`; batch sizes are those of a replica, but for `global_batch_size`."""
         self._check("fit", "train_step")
+        arguments = {
+            "batch_size": batch_size,
+            "global_batch_size": global_batch_size,
+            "epochs": epochs,
+            "initial_epoch": initial_epoch,
+            "steps_per_epoch": steps_per_epoch,
+            "shuffle": shuffle,
+            "class_weight": class_weight,
+            "sample_weight": sample_weight is not None,
+            "validation_split": validation_split,
+            "validation_data": validation_data is not None,
+            "validation_steps": validation_steps,
+            "validation_batch_size": validation_batch_size,
+            "validation_freq": validation_freq,
+        }
+        self._insist("fit", callbacks, arguments)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
@@ -151,7 +173,13 @@ class ReplicatedModel:
                 stack.enter_context(self._resumed(checkpoints, feed))
 
         running = Running(
-            self._model, self.strategy, lambda epoch: feed.begin_with(epoch), self.unite, resume, self._made
+            self._model,
+            self.strategy,
+            lambda epoch: feed.begin_with(epoch),
+            self.unite,
+            resume,
+            self._made,
+            self._watch,
         )
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
         with self._while(running, train=feed, test=validation), self._executing(training=True), stack:
@@ -188,6 +216,8 @@ class ReplicatedModel:
                     self._model, callbacks=callbacks, return_dict=return_dict, steps=steps, **named
                 )
         self._check("evaluate", "test_step")
+        arguments = {"batch_size": batch_size, "global_batch_size": global_batch_size, "steps": steps}
+        self._insist("evaluate", callbacks, arguments | {"sample_weight": sample_weight is not None})
         batch_size = self._rows_of_replica(batch_size, global_batch_size)
         feed = self._feed(Given(x, y, sample_weight, None, batch_size, steps), trains=False)
         refuse_other_size(feed.batch_size, global_batch_size)
@@ -210,6 +240,9 @@ class ReplicatedModel:
     ) -> Any:
         """See `keras.Model.predict`: the outputs for all rows, in their order, on every instance."""
         self._check("predict", "predict_step", is_compiled=False)
+        self._insist(
+            "predict", callbacks, {"batch_size": batch_size, "global_batch_size": global_batch_size, "steps": steps}
+        )
         batch_size = self._rows_of_replica(batch_size, global_batch_size)
         feed = self._feed(Given(x, None, None, None, batch_size, steps), trains=False)
         refuse_other_size(feed.batch_size, global_batch_size)
@@ -224,6 +257,7 @@ class ReplicatedModel:
     ) -> Any:
         """See `keras.Model.train_on_batch`: a batch for all replicas, given on every instance."""
         self._check("train_on_batch", "train_step")
+        self._compare_batch((x, y, sample_weight, class_weight))
         with self._outside_of_loops():
             logs = self.stock.train_on_batch(self._model, x, y, sample_weight, class_weight, return_dict)
         self.unite()
@@ -252,7 +286,9 @@ class ReplicatedModel:
         if self._model.train_function is None or force:
             refuse_optimizer(self._model.optimizer, self.options.accumulated is not None)
             steps = self.options.executed(self._steps_per_execution)
-            function = TrainFunction(self._model, self.strategy, self.options, steps, self._extensions.staged)
+            function = TrainFunction(
+                self._model, self.strategy, self.options, steps, self._extensions.staged, self._watch
+            )
             self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone)
 
     def make_test_function(self, force: bool = False) -> None:
@@ -321,6 +357,13 @@ class ReplicatedModel:
         if step == "train_step":
             refuse_changed_layers(self._model)
 
+    def _insist(self, called: str, callbacks: Any, arguments: Mapping[str, Any]) -> None:
+        """Refuse to begin where instances call a function with other arguments; a collective call."""
+        replicas = self.strategy.replicas
+        if replicas.communicator.size > 1:
+            terms = terms_of_call(self._model, called, described(callbacks), arguments)
+            insist(replicas, terms, f"the arguments of {called}", WAY_OUT)
+
     @contextmanager
     def _resumed(self, checkpoints: Checkpoints, feed: Feed) -> Iterator[None]:
         """While `fit` has checkpoints, from the newest of which it goes on; a collective call."""
@@ -347,7 +390,7 @@ class ReplicatedModel:
             accumulated=self.options.micro_batches if trains else 1,
             prefetch=self.options.prefetch,
         )
-        refuse_other_rows(self.strategy.replicas, feed.example)
+        refuse_other_rows(self.strategy.replicas, feed.compared)
         return feed
 
     def _agreed_seed(self) -> int:
@@ -440,6 +483,15 @@ class ReplicatedModel:
                 self._model(x)
 
     # ---- single batches
+
+    def _compare_batch(self, given: Any) -> None:
+        """Have the next batch begin with instance 0's state; of the first batches the rows are compared too."""
+        function = self._model.train_function
+        if function is not None and not self.options.step:  # instances may have parts of a state then
+            function.function.begin()
+        if self._compared < COMPARED:
+            self._compared += 1
+            refuse_other_rows(self.strategy.replicas, jax.tree.map(np.asarray, given))
 
     def _alone(self, batches: Iterator[Any]) -> Iterator[Batch]:
         """This instance's rows of a batch for all replicas.

@@ -118,6 +118,19 @@ def refuse_changed_layers(model: Any) -> None:
         )
 
 
+def refuse_compiled(model: Any, hook: str) -> None:
+    """Refuse a model that a callback of `fit` has compiled anew, whose loop would go on with a function that is gone.
+
+    Raises:
+        StrategyError: naming the hook.
+    """
+    if model.train_function is None:
+        raise StrategyError(
+            f"a callback has compiled model {model.name!r}, or set options of it, in fit (seen behind {hook}), and "
+            "fit goes on with what was compiled before; do that between two calls of fit"
+        )
+
+
 def refuse_optimizer(optimizer: Any, accumulates: bool) -> None:
     """Refuse what an optimizer cannot do where the step accumulates.
 

@@ -23,9 +23,9 @@ _MARK = "_strategies_stage"
 _current: ContextVar[int | None] = ContextVar("pipeline stage of layers", default=None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FunctionalLayerPipelineStageAssignment:
-    """The stage of a call of a layer of a functional model.
+    """The stage of a call of a layer of a functional model; programs may change it, and set it again.
 
     Attributes:
         layer: the layer.
@@ -41,9 +41,9 @@ class FunctionalLayerPipelineStageAssignment:
         return f"Layer: {self.layer.name}, node index: {self.node_index}, pipeline stage: {self.pipeline_stage}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequentialLayerPipelineStageAssignment:
-    """The stage of a layer of a sequential model.
+    """The stage of a layer of a sequential model; see `FunctionalLayerPipelineStageAssignment`.
 
     Attributes:
         layer: the layer.
@@ -57,7 +57,7 @@ class SequentialLayerPipelineStageAssignment:
         return f"Layer: {self.layer.name}, pipeline stage: {self.pipeline_stage}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class FunctionalNestedModelPipelineStageAssignment:
     """The stages of the layers of a model that is called by a functional model.
 
@@ -75,7 +75,7 @@ class FunctionalNestedModelPipelineStageAssignment:
         return f"Nested model: {self.nested_model.name}, node index: {self.node_index}, {_lines(self)}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequentialNestedModelPipelineStageAssignment:
     """The stages of the layers of a model that is a layer of a sequential one.
 

@@ -30,13 +30,19 @@ def random_states(model: Any) -> list[list[int]]:
     return [np.asarray(variable.value).tolist() for variable, flag in pairs if flag]
 
 
-def set_random_states(model: Any, states: Sequence[Sequence[int]]) -> None:
-    """Have a model's seed generators go on from states that `random_states` returned of one with as many of them."""
+def set_random_states(model: Any, states: Sequence[Sequence[int]]) -> bool:
+    """Have a model's seed generators go on from states that `random_states` returned.
+
+    Returns:
+        Whether there are as many generators as states; otherwise nothing is set.
+    """
     pairs = zip(model.non_trainable_variables, seeds_of(model), strict=True)
     variables = [variable for variable, flag in pairs if flag]
-    if len(variables) == len(states):
-        for variable, state in zip(variables, states, strict=True):
-            variable.assign(np.asarray(state, variable.dtype))
+    if len(variables) != len(states):
+        return False
+    for variable, state in zip(variables, states, strict=True):
+        variable.assign(np.asarray(state, variable.dtype))
+    return True
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="the files of a checkpoint are not compared with their digests",
-        path="strategies/checkpoints/checkpoint_folder.py",
+        path="strategies/checkpoints/sealed_folders.py",
         old="if _sha256(checkpoint / name) != sha256:",
         new="if not (checkpoint / name).stat().st_size:",
         caught_by=("tests/strategies/test_damaged_files.py::test_a_file_of_which_one_bit_has_changed_is_named",),

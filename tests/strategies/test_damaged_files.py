@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from strategies.checkpoints.checkpoint_folder import STATE, SUMS, TRAINING, fault_of
+from strategies.checkpoints.checkpoint_folder import STATE
+from strategies.checkpoints.sealed_folders import SUMS, TRAINING, fault_of
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def classifier(**compiled):
 def regression(optimizer=None, **compiled):
     """Everything in it is linear, so that it is the same model however rows are spread over replicas."""
     model = keras.Sequential([keras.Input((6,)), dense(4, 1), dense(1, 2)])
-    model.compile(optimizer or keras.optimizers.SGD(0.05), "mse", **compiled)
+    model.compile(optimizer or keras.optimizers.SGD(0.05), **{"loss": "mse"} | compiled)
     return model
 
 

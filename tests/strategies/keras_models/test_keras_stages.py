@@ -407,3 +407,18 @@ def test_stages_survive_files(alone, tmp_path):
         return [one.pipeline_stage for one in loaded.get_pipeline_stage_assignment()], fit(loaded) == fit(model)
 
     assert alone(program, ipus_per_replica=2) == ([0, 0, 1, 1], True)
+
+
+def test_assignments_that_are_changed_in_place_are_set_as_the_original_writes_it(alone):
+    def program(strategy):
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(8, name="first")(inputs)))
+        assignments, stage_id = model.get_pipeline_stage_assignment(), 0
+        for assignment in assignments:
+            assignment.pipeline_stage = stage_id
+            if assignment.layer.name.startswith("first"):
+                stage_id = 1
+        model.set_pipeline_stage_assignment(assignments)
+        return [assignment.pipeline_stage for assignment in model.get_pipeline_stage_assignment()]
+
+    assert alone(program) == [0, 1]

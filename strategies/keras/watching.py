@@ -1,0 +1,146 @@
+"""What programs and callbacks may change of a model on one instance and not on another, compared before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from strategies.comparing.agreement import Terms
+from strategies.comparing.digest import digest_of
+
+WAY_OUT = (
+    "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "
+    "strategies.keras.OnChief"
+)
+"""At the end of messages about what differs."""
+_FEW = 4  # elements of a variable that are shown
+_OWN = ("name", "learning_rate")  # numbers in names are the process's, and a rate that is a variable is instance 0's
+
+
+class Watch:
+    """Notices which variables of a model are others than the last step has left.
+
+    Arrays of JAX never change, so an array that is the same object has the same value.
+
+    Args:
+        model: of Keras.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._left: list[Any] = []
+        self._changes = hashlib.blake2b(digest_size=16)  # since `taken` was called last
+
+    def before_step(self, state: Sequence[Any]) -> None:
+        """Note what was changed in the state that a step begins with; see `TrainFunction`."""
+        self._note(_arrays(state))
+
+    def after_step(self, state: Sequence[Any]) -> None:
+        """Know the state that a step has left."""
+        self._left = _arrays(state)
+
+    def begin(self) -> None:
+        """Take what the model has now as known."""
+        self._left = self.arrays()
+        self._changes = hashlib.blake2b(digest_size=16)
+
+    def taken(self, with_flags: bool) -> bytes:
+        """A digest of what was changed since the last time.
+
+        Args:
+            with_flags: whether it is one of the flags too, which takes longer.
+        """
+        if self._model._jax_state_synced:  # otherwise Keras's loop has the state, and nobody can change it
+            self._note(self.arrays())
+        if with_flags:
+            self._changes.update(bytes(variable.trainable for variable in self._model.variables))
+        changes, self._changes = self._changes, hashlib.blake2b(digest_size=16)
+        return changes.digest()
+
+    def arrays(self) -> list[Any]:
+        """The values of all variables but those of metrics, as Keras knows them."""
+        return [variable._value for variable in _variables(self._model)]
+
+    def assign(self, values: Sequence[Any]) -> None:
+        """Have Keras know other values, in the order of `arrays`."""
+        for variable, value in zip(_variables(self._model), values, strict=True):
+            variable.assign(value)
+
+    def _note(self, arrays: list[Any]) -> None:
+        pairs = enumerate(zip(arrays, self._left, strict=False))
+        for place, (new, old) in pairs:
+            if new is not old:
+                self._changes.update(str((place, digest_of(new))).encode())
+        self._left = arrays
+
+
+def _variables(model: Any) -> list[Any]:
+    optimizer = [] if model.optimizer is None else model.optimizer.variables
+    return [*model.trainable_variables, *model.non_trainable_variables, *optimizer]
+
+
+def _arrays(state: Sequence[Any]) -> list[Any]:
+    return [array for part in state[:-1] for array in part]  # metrics, which are last, begin anew in each epoch
+
+
+def terms_of_call(model: Any, called: str, callbacks: Sequence[str], arguments: Mapping[str, Any]) -> Terms:
+    """What all instances have to call a function of Keras with.
+
+    Args:
+        model: of Keras.
+        called: the name of the function.
+        callbacks: descriptions of those that were given to it.
+        arguments: others, by name.
+    """
+    given = {name: _text(value) for name, value in arguments.items()}
+    listed = {"the list of callbacks": f"[{', '.join(callbacks)}]"}
+    functions = (model.train_function, model.test_function, model.predict_function)
+    anew = ", ".join(str(function is None) for function in functions)
+    compiled = {"compile, or new options, since the last call (to train, evaluate, predict)": anew}
+    return [{"a call of": called}, listed, given, _of_optimizer(model), _flags(model), compiled]
+
+
+def terms_of_model(model: Any, hook: str) -> Terms:
+    """What all instances have to have behind a hook of callbacks: flags, and the values of all variables."""
+    scalars = [variable for variable in model.optimizer.variables if not variable.shape]
+    rates = {f"{variable.name} behind {hook},": _value(variable._value) for variable in scalars}
+    pairs = enumerate(_variables(model))
+    values = {f"{variable.name} ({number}) behind {hook},": _value(variable._value) for number, variable in pairs}
+    return [_flags(model), rates, values]  # others follow from rates
+
+
+def _flags(model: Any) -> dict[str, str]:
+    pairs = enumerate(model.variables)
+    return {f"trainable of variable {number} ({each.name})": str(each.trainable) for number, each in pairs}
+
+
+def _of_optimizer(model: Any) -> dict[str, str]:
+    if model.optimizer is None:
+        return {"optimizer": "None"}
+    return {"optimizer": type(model.optimizer).__name__} | _flat("optimizer", model.optimizer.get_config())
+
+
+def _flat(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """The values of a nested configuration by their paths, without those that may differ: names, and rates."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _flat(f"{prefix} {name}", value)
+        elif name not in _OWN:
+            found[f"{prefix} {name}"] = _text(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=lambda other: type(other).__name__, skipkeys=True)
+
+
+def _value(array: Any) -> str:
+    values = np.asarray(array)
+    return str(values.tolist()) if values.size <= _FEW else f"{values.shape} {digest_of(values)[0]:016x}"
