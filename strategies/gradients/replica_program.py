@@ -31,7 +31,7 @@ from strategies.replicas.replicas import Replicas
 LossFunction = Callable[..., Any]
 
 _NOTHING = jax.tree.structure(None)
-STEP, NOTICE, LOSS_SCALE = range(3)  # the places in the control words of a step
+STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # the places in the control words of a step
 
 
 def float_dtype(name: str, dtype: Any) -> np.dtype | None:
@@ -52,8 +52,30 @@ def float_dtype(name: str, dtype: Any) -> np.dtype | None:
 
 
 def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
-    """What changes with every step besides state and batch: int32 [3], the last one the bits of a float32."""
-    return np.array([step, notice, np.float32(loss_scale).view(np.int32)], np.int32)
+    """What changes with every step besides state and batch: int32 [4], the last two the bits of float32 numbers.
+
+    The mean loss is 0 until it is known: see `with_loss`.
+    """
+    return np.array([step, notice, np.float32(loss_scale).view(np.int32), 0], np.int32)
+
+
+def with_loss(control: Any, tail: Any) -> Any:
+    """The control words with the mean loss of all replicas, for the update.
+
+    Args:
+        control: see `control_words`; on the host, or traced.
+        tail: the mean tail, likewise.
+    """
+    if isinstance(control, np.ndarray):
+        words = control.copy()
+        words[LOSS] = np.float32(tail[0]).view(np.int32)
+        return words
+    return control.at[LOSS].set(jax.lax.bitcast_convert_type(tail[0], jnp.int32))
+
+
+def loss_of(control: jax.Array) -> jax.Array:
+    """The mean loss in the control words, a float32 scalar; traceable."""
+    return jax.lax.bitcast_convert_type(control[LOSS], jnp.float32)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from strategies.programs.products import with_rounded_products
@@ -34,6 +38,19 @@ AS_WRITTEN = Arithmetic(rounded=_as_it_is)
 """For looking at what is computed."""
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of a step besides its mean gradients; the same bits on every instance.
+
+    Attributes:
+        gradient_norm: the norm of all mean gradients together, float32.
+        loss: the mean loss of all replicas and micro-batches, float32.
+    """
+
+    gradient_norm: jax.Array
+    loss: jax.Array
+
+
 class Optimizer(ABC):
     """Makes new variables of mean gradients; traceable, and without a state of its own."""
 
@@ -48,7 +65,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def apply(
-        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, arithmetic: Arithmetic
+        self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
     ) -> tuple[Any, Any]:
         """New variables and optimizer state.
 
@@ -56,18 +73,23 @@ class Optimizer(ABC):
             gradients: like the variables, and so are the parts of them where the state is sharded.
             optimizer_state: what `init` or `apply` returned last.
             variables: see above.
-            gradient_norm: the norm of all mean gradients together, float32.
+            known: what else is known of the step.
             arithmetic: how it computes.
         """
 
 
 @final
 class OptaxOptimizer(Optimizer):
-    """A gradient transformation of optax. One that takes extra arguments gets `gradient_norm`."""
+    """A gradient transformation of optax.
+
+    One that takes extra arguments gets `value`, the mean loss, `grad`, the mean gradients, and `gradient_norm`. One
+    for `optax.LookaheadParams` gets the gradients of the fast ones.
+    """
 
     def __init__(self, transformation: optax.GradientTransformation, needs_whole: bool = False) -> None:
-        self._transformation = optax.with_extra_args_support(transformation)
+        self._transformation = transformation
         self._needs_whole = needs_whole
+        self._names: Sequence[str] | None = None  # of the extra arguments that it gets
 
     @property
     def needs_whole(self) -> bool:
@@ -75,16 +97,102 @@ class OptaxOptimizer(Optimizer):
         return self._needs_whole
 
     def init(self, variables: Any) -> Any:
-        """See `Optimizer`."""
-        return self._transformation.init(variables)
+        """See `Optimizer`.
+
+        Raises:
+            ValueError: the optimizer asks for what a step has not, or returns other shapes than those of the variables.
+        """
+        state = self._transformation.init(variables)
+        self._extra(_of_fast(variables), state, variables, Known(jnp.zeros(()), jnp.zeros(())))
+        return state
 
     def apply(
-        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, arithmetic: Arithmetic
+        self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
     ) -> tuple[Any, Any]:
         """See `Optimizer`."""
+        gradients = _of_fast(gradients)
+        extra = self._extra(gradients, optimizer_state, variables, known)
         update = arithmetic.rounded(self._transformation.update)
-        changes, optimizer_state = update(gradients, optimizer_state, variables, gradient_norm=gradient_norm)
+        changes, optimizer_state = update(gradients, optimizer_state, variables, **extra)
         return arithmetic.add(variables, changes), optimizer_state
+
+    def _extra(self, gradients: Any, optimizer_state: Any, variables: Any, known: Known) -> dict[str, Any]:
+        """The extra arguments of an update. The first time it is traced, which tells what it asks for."""
+        given = {"value": known.loss, "grad": gradients, "gradient_norm": known.gradient_norm}
+        if self._names is None:
+            self._names = self._accepted((gradients, optimizer_state, variables), given)
+        return {name: given[name] for name in self._names}
+
+    def _accepted(self, arguments: tuple[Any, Any, Any], given: Mapping[str, Any]) -> Sequence[str]:
+        """The names of the extra arguments that the update takes.
+
+        Optimizers in a chain may take none, and then refuse those that the chain passes on.
+        """
+        failed: Exception | None = None
+        for names in dict.fromkeys([_taken(self._transformation.update, (*given, *_NOT_KNOWN)), ()]):
+            refused = {name: _refuse(name) for name in names if name in _NOT_KNOWN}
+            extra = {name: given[name] for name in names if name in given}
+            try:
+                changes, _ = jax.eval_shape(partial(self._transformation.update, **refused), *arguments, **extra)
+            except (TypeError, ValueError) as error:
+                failed = failed or error
+                continue
+            _require_shapes(changes, arguments[-1])
+            return tuple(extra)
+        raise ValueError(
+            f"the optimizer cannot be used: {_optax_function(failed)} failed with {type(failed).__name__}: {failed}; "
+            f"beyond gradients, state and variables an update is given {', '.join(given)}: use an optimizer that asks "
+            "for no more, and whose state is of such variables"
+        ) from failed
+
+
+_NOT_KNOWN = ("value_fn", "grad_fn", "obj_fn")
+"""Arguments of optax that would compute the loss of all replicas once more, within the update."""
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    # Line searches refuse extra arguments that `value_fn` has no name for, before they call it.
+    def refuse(*_: Any, gradient_norm: Any = None, grad_fn: Any = None, obj_fn: Any = None) -> Any:
+        raise TypeError(f"it calls {name}, and a step cannot compute the loss of all replicas again within the update")
+
+    return refuse
+
+
+def _taken(function: Callable[..., Any], names: Sequence[str]) -> tuple[str, ...]:
+    """The names among these that a function takes as keywords."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return tuple(name for name in names if takes_any or name in parameters)
+
+
+def _optax_function(error: BaseException | None) -> str:
+    """The function of optax in which an error was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__ if error else None)]
+    inside = [frame.f_code.co_qualname for frame in frames if frame.f_globals.get("__name__", "").startswith("optax.")]
+    return inside[-1].split(".")[0] if inside else "its update"
+
+
+def _require_shapes(changes: Any, variables: Any) -> None:
+    """Refuse changes that adding would broadcast.
+
+    Raises:
+        ValueError: they have other shapes than the variables.
+    """
+    pairs = zip(jax.tree.leaves(changes, is_leaf=_is_none), jax.tree.leaves(variables, is_leaf=_is_none), strict=False)
+    for change, variable in pairs:
+        if None not in (change, variable) and change.shape != variable.shape:
+            raise ValueError(
+                f"the optimizer makes a change of shape {list(change.shape)} for a variable of {list(variable.shape)}; "
+                "use one that works on mean gradients: those of differential privacy want the gradient of each row"
+            )
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def _of_fast(gradients: Any) -> Any:
+    return gradients.fast if isinstance(gradients, optax.LookaheadParams) else gradients
 
 
 AnyOptimizer: TypeAlias = Optimizer | optax.GradientTransformation

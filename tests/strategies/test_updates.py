@@ -76,7 +76,9 @@ def test_old_variables_and_state_are_used_up(alone):
     variables = {"w": jax.device_put(np.ones(1000, np.float32), alone.replicas.variables_device)}
     state = update.init(variables)
     jax.block_until_ready((variables, state))
-    compiled = update._program.lower(variables, state, {"w": np.ones(1000, np.float32)}, None).compile()
+    compiled = update._program.lower(
+        variables, state, {"w": np.ones(1000, np.float32)}, control_words(0, False, 1.0)
+    ).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * 4000
 
 
@@ -100,7 +102,7 @@ def test_the_optimizer_gets_gradients_in_the_dtype_that_was_asked_for(alone, dty
     narrow = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), VARIABLES)
     means = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf, jnp.bfloat16)), MEANS)
     after, _ = updated(alone, watching, means, narrow, gradient_dtype=dtype)
-    assert {str(each) for each in found} == {seen}
+    assert str(found[-1]) == seen  # the first are of `init`, which looks at what the optimizer asks for
     assert after["w"].dtype == jnp.bfloat16
 
 
