@@ -16,9 +16,11 @@ from strategies.exchange.transfer import Int8Layout, Transfer
 from strategies.gradients.accumulation import (
     AccumulationDtype,
     GradientAccumulationReductionMethod,
+    MapGradient,
     accumulate,
     accumulator_dtypes,
     is_float,
+    mapped,
 )
 from strategies.gradients.arguments import metric_names, naming_missing_keys
 from strategies.gradients.encoding import encode
@@ -107,6 +109,7 @@ class Accumulation:
     count: int = 1
     method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.MEAN
     dtype: AccumulationDtype = None
+    map_gradient: MapGradient | None = None
 
 
 @dataclass(frozen=True)
@@ -371,7 +374,7 @@ class ReplicaProgram:
                 return self._loss(self.trainable.put(variables, trained), part, key, control, model_state)
 
             (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
-            return values, jax.tree.leaves(tree), after
+            return values, self._mapped(jax.tree.leaves(tree), jax.tree.leaves(trained), control), after
 
         settings = self._accumulation
         if settings.count > 1:
@@ -382,6 +385,18 @@ class ReplicaProgram:
             )
         values, leaves, after = of_micro_batch(batch, key, model_state)
         return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
+
+    def _mapped(
+        self, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], control: jax.Array
+    ) -> list[jax.Array]:
+        """The gradients of a micro-batch after `map_gradient`, which does not see the loss scale."""
+        function = self._accumulation.map_gradient
+        if function is None or not self._precision.scales_loss:
+            return mapped(function, gradients, variables, self.needs_flags)
+        scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+        plain = [gradient.astype(jnp.float32) / scale for gradient in gradients]
+        new = mapped(function, plain, variables, self.needs_flags)
+        return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
 
     def _called(self, variables: Any, batch: Any, key: jax.Array, model_state: Any) -> Any:
         """What the loss function returns. The model state keeps its dtypes: means that move need them."""

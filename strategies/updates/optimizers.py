@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from strategies.gradients.accumulation import MapGradient
 from strategies.programs.products import with_rounded_products
 
 
@@ -63,6 +64,17 @@ class Optimizer(ABC):
     def init(self, variables: Any) -> Any:
         """The optimizer state before the first step, a pytree of arrays."""
 
+    def check(self, gradients: Any, variables: Any) -> None:  # noqa: B027  # most optimizers ask for nothing more
+        """Refuse variables that it cannot update, or a step that has not what it asks for.
+
+        Args:
+            gradients: shapes and dtypes of the mean gradients.
+            variables: likewise.
+
+        Raises:
+            ValueError: saying what it asks for.
+        """
+
     @abstractmethod
     def apply(
         self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
@@ -97,14 +109,14 @@ class OptaxOptimizer(Optimizer):
         return self._needs_whole
 
     def init(self, variables: Any) -> Any:
-        """See `Optimizer`.
+        """See `Optimizer`."""
+        return self._transformation.init(variables)
 
-        Raises:
-            ValueError: the optimizer asks for what a step has not, or returns other shapes than those of the variables.
-        """
-        state = self._transformation.init(variables)
-        self._extra(_of_fast(variables), state, variables, Known(jnp.zeros(()), jnp.zeros(())))
-        return state
+    def check(self, gradients: Any, variables: Any) -> None:
+        """See `Optimizer`."""
+        state = jax.eval_shape(self._transformation.init, variables)
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        self._extra(_of_fast(gradients), state, variables, Known(number, number))
 
     def apply(
         self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
@@ -180,7 +192,7 @@ def _require_shapes(changes: Any, variables: Any) -> None:
     """
     pairs = zip(jax.tree.leaves(changes, is_leaf=_is_none), jax.tree.leaves(variables, is_leaf=_is_none), strict=False)
     for change, variable in pairs:
-        if None not in (change, variable) and change.shape != variable.shape:
+        if change is not None and variable is not None and change.shape != variable.shape:
             raise ValueError(
                 f"the optimizer makes a change of shape {list(change.shape)} for a variable of {list(variable.shape)}; "
                 "use one that works on mean gradients: those of differential privacy want the gradient of each row"
@@ -195,7 +207,45 @@ def _of_fast(gradients: Any) -> Any:
     return gradients.fast if isinstance(gradients, optax.LookaheadParams) else gradients
 
 
-AnyOptimizer: TypeAlias = Optimizer | optax.GradientTransformation
+@dataclass(frozen=True)
+class MapGradientOptimizer:
+    """An optimizer whose gradients go through a function first: those of each micro-batch, on each replica.
+
+    Semantics: the original's class of that name. `Trainer` and pipelines take it in the place of an optimizer; it is
+    the same as their option `map_gradient`.
+
+    Attributes:
+        wrapped_optimizer: an optax gradient transformation, or another one of these, whose function comes first.
+        gradient_mapping_function: `(gradient, variable) -> gradient` of one variable, traceable.
+        name: accepted for programs of the original.
+    """
+
+    wrapped_optimizer: AnyOptimizer
+    gradient_mapping_function: MapGradient
+    name: str = "MapGradientOptimizer"
+
+
+def unwrapped(optimizer: AnyOptimizer, outer: MapGradient | None = None) -> tuple[AnyOptimizer, MapGradient | None]:
+    """The optimizer inside, and the function through which gradients go before.
+
+    Args:
+        optimizer: of any kind.
+        outer: a function that comes last.
+    """
+    if not isinstance(optimizer, MapGradientOptimizer):
+        return optimizer, outer
+    own = optimizer.gradient_mapping_function
+    if not callable(own):
+        raise TypeError(f"the gradient_mapping_function is {own!r}; use a function (gradient, variable) -> gradient")
+    both = own if outer is None else _in_turn(own, outer)
+    return unwrapped(optimizer.wrapped_optimizer, both)
+
+
+def _in_turn(first: MapGradient, second: MapGradient) -> MapGradient:
+    return lambda gradient, variable: second(first(gradient, variable), variable)
+
+
+AnyOptimizer: TypeAlias = Optimizer | optax.GradientTransformation | MapGradientOptimizer
 
 
 def as_optimizer(optimizer: AnyOptimizer) -> Optimizer:

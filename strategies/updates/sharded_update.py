@@ -15,7 +15,6 @@ from jax.extend import core
 from collectives.memory import aligned_empty
 from strategies.errors import StrategyError
 from strategies.exchange.flat import Buffer, FlatLayout
-from strategies.gradients.accumulation import accumulator_dtypes
 from strategies.gradients.encoding import flatten
 from strategies.gradients.replica_program import loss_of
 from strategies.programs.elementwise import first_across_elements, operations
@@ -253,15 +252,13 @@ class ShardedUpdate(Update):
     def _trace(self, tree: Any) -> Any:
         """The equations of an update of a tree of such shapes."""
         state = jax.eval_shape(self._optimizer.init, tree)
-        dtypes = accumulator_dtypes(tree, self._settings.gradient_dtype)
-        leaves, structure = jax.tree.flatten(tree)
-        given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        given, _ = self._shapes_of(tree)
 
         def update(gradients: Any, state: Any, variables: Any, loss: jax.Array, norm: jax.Array) -> Any:
             return self._optimizer.apply(gradients, state, variables, Known(norm, loss), AS_WRITTEN)
 
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        return jax.make_jaxpr(update)(jax.tree.unflatten(structure, given), state, tree, scalar, scalar)
+        return jax.make_jaxpr(update)(given, state, tree, scalar, scalar)
 
 
 def _uses_last_argument(traced: Any) -> bool:

@@ -163,6 +163,14 @@ class Update(ABC):
     def _in_turn(self, program: Any) -> Callable[..., Any]:
         return compiled_in_turn(program, self._replicas.devices.executables)
 
+    def _shapes_of(self, variables: Any) -> tuple[Any, Any]:
+        """The shapes and dtypes of gradients as the optimizer gets them, and of the variables."""
+        leaves, structure = jax.tree.flatten(variables)
+        dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
+        given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        return jax.tree.unflatten(structure, given), jax.tree.unflatten(structure, shapes)
+
     def _gradients(self, variables: Any, means: Any, control: jax.Array) -> tuple[Any, jax.Array]:
         """The mean gradients as the optimizer gets them, and their norm."""
         leaves, structure = jax.tree.flatten(means)
@@ -225,6 +233,7 @@ class WholeUpdate(Update):
 
     def init(self, variables: Any) -> Any:
         """See `Update`."""
+        self._optimizer.check(*self._shapes_of(variables))
         return self._placed(self._compiled(self._optimizer.init), variables)
 
     def init_shapes(self, variables: Any) -> Any:

@@ -135,13 +135,13 @@ def test_an_optimizer_of_optax_makes_of_mean_gradients_what_optax_makes_of_them(
 def test_an_optimizer_that_asks_for_more_than_a_step_knows_is_refused_by_name(name):
     optimizer, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"cannot be used: {message}"):
-        OptaxOptimizer(optimizer).init(jax.tree.map(jnp.asarray, VARIABLES))
+        OptaxOptimizer(optimizer).check(VARIABLES, VARIABLES)
 
 
 def test_changes_of_other_shapes_than_those_of_the_variables_are_refused():
     """Adding would broadcast them: a sum over rows becomes the change of each element."""
     with pytest.raises(ValueError, match=r"a change of shape \[\] for a variable of \[3\]"):
-        OptaxOptimizer(PRIVATE).init({"b": jnp.zeros(3)})
+        OptaxOptimizer(PRIVATE).check({"b": np.zeros(3)}, {"b": np.zeros(3)})
 
 
 def test_lookahead_gets_the_gradients_of_its_fast_variables():
