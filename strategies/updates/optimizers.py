@@ -115,7 +115,7 @@ class OptaxOptimizer(Optimizer):
     def check(self, gradients: Any, variables: Any) -> None:
         """See `Optimizer`."""
         state = jax.eval_shape(self._transformation.init, variables)
-        number = jax.ShapeDtypeStruct((), jnp.float32)
+        number: Any = jax.ShapeDtypeStruct((), jnp.float32)
         self._extra(_of_fast(gradients), state, variables, Known(number, number))
 
     def apply(
