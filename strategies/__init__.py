@@ -51,6 +51,7 @@ from strategies.step.options import StepOptions
 from strategies.strategy import Strategy, get_strategy
 from strategies.trainer import Trainer, TrainState
 from strategies.updates.clipping import clip_by_global_norm
+from strategies.updates.optimizers import MapGradientOptimizer
 
 put_up_signposts()
 
@@ -86,6 +87,7 @@ __all__ = [
     "InputContext",
     "LossScale",
     "LossScaling",
+    "MapGradientOptimizer",
     "Masked",
     "Mean",
     "Metrics",

@@ -22,7 +22,7 @@ from strategies.step.options import Options, configured
 from strategies.step.parts import StepParts
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
-from strategies.updates.optimizers import AnyOptimizer
+from strategies.updates.optimizers import AnyOptimizer, unwrapped
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
@@ -40,7 +40,7 @@ class Trainer:
         loss_fn: `(variables, batch, key) -> loss`, `-> (loss, {name: scalar})` or `-> Outcome` for one replica and one
             micro-batch; the loss is a scalar, the key differs for each replica, step and micro-batch. With a model
             state `(variables, batch, key, model_state) -> Outcome`, which has the new one.
-        optimizer: an optax gradient transformation.
+        optimizer: an optax gradient transformation, or a `MapGradientOptimizer`.
         seed: of the keys.
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
             configuration in force (`strategies.config`) says, otherwise not.
@@ -70,6 +70,7 @@ class Trainer:
         self.seed = seed
         self.notice = Notice()
         self._strategy = strategy
+        optimizer, options["map_gradient"] = unwrapped(optimizer, options.get("map_gradient"))
         self._options = configured(seed, check_numerics, digest_every, options, in_force())
         parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)
         self._states, self._single, self._executions = parts.states, parts.single, parts.executions

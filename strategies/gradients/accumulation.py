@@ -21,6 +21,9 @@ loop 0.81 to 0.91.)"""
 AccumulationDtype = Any
 """None for the variable's, a dtype, or a function of the variable (its shape and dtype) that returns either."""
 
+MapGradient = Callable[[Any, Any], Any]
+"""`(gradient, variable) -> gradient` of one variable, traceable."""
+
 
 class GradientAccumulationReductionMethod(Enum):
     """How the gradients of a replica's micro-batches become one; the original's enum.
@@ -132,6 +135,35 @@ def accumulate(
     )
     program.advance(token)
     return total / count, sums, model_state
+
+
+def mapped(
+    function: MapGradient | None, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], keeps_bad: bool
+) -> list[jax.Array]:
+    """The gradients of one micro-batch after a function of the user; traceable.
+
+    Args:
+        function: None for none.
+        gradients: of a replica.
+        variables: theirs.
+        keeps_bad: whether elements that are not finite stay so, for those who look for them later.
+
+    Raises:
+        ValueError: if it returns another shape.
+    """
+    if function is None:
+        return list(gradients)
+    found = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        new = jnp.asarray(function(gradient, variable))
+        if new.shape != gradient.shape:
+            raise ValueError(
+                f"map_gradient returns shape {list(new.shape)} for a gradient of {list(gradient.shape)}; it must "
+                "return an array of the gradient's shape"
+            )
+        new = new.astype(gradient.dtype)
+        found.append(jnp.where(jnp.isfinite(gradient), new, gradient) if keeps_bad else new)
+    return found
 
 
 def accumulated(

@@ -16,9 +16,11 @@ from strategies.exchange.transfer import Int8Layout, Transfer
 from strategies.gradients.accumulation import (
     AccumulationDtype,
     GradientAccumulationReductionMethod,
+    MapGradient,
     accumulate,
     accumulator_dtypes,
     is_float,
+    mapped,
 )
 from strategies.gradients.arguments import metric_names, naming_missing_keys
 from strategies.gradients.encoding import encode
@@ -31,7 +33,7 @@ from strategies.replicas.replicas import Replicas
 LossFunction = Callable[..., Any]
 
 _NOTHING = jax.tree.structure(None)
-STEP, NOTICE, LOSS_SCALE = range(3)  # the places in the control words of a step
+STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # the places in the control words of a step
 
 
 def float_dtype(name: str, dtype: Any) -> np.dtype | None:
@@ -52,8 +54,30 @@ def float_dtype(name: str, dtype: Any) -> np.dtype | None:
 
 
 def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
-    """What changes with every step besides state and batch: int32 [3], the last one the bits of a float32."""
-    return np.array([step, notice, np.float32(loss_scale).view(np.int32)], np.int32)
+    """What changes with every step besides state and batch: int32 [4], the last two the bits of float32 numbers.
+
+    The mean loss is 0 until it is known: see `with_loss`.
+    """
+    return np.array([step, notice, np.float32(loss_scale).view(np.int32), 0], np.int32)
+
+
+def with_loss(control: Any, tail: Any) -> Any:
+    """The control words with the mean loss of all replicas, for the update.
+
+    Args:
+        control: see `control_words`; on the host, or traced.
+        tail: the mean tail, likewise.
+    """
+    if isinstance(control, np.ndarray):
+        words = control.copy()
+        words[LOSS] = np.float32(tail[0]).view(np.int32)
+        return words
+    return control.at[LOSS].set(jax.lax.bitcast_convert_type(tail[0], jnp.int32))
+
+
+def loss_of(control: jax.Array) -> jax.Array:
+    """The mean loss in the control words, a float32 scalar; traceable."""
+    return jax.lax.bitcast_convert_type(control[LOSS], jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -85,6 +109,7 @@ class Accumulation:
     count: int = 1
     method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.MEAN
     dtype: AccumulationDtype = None
+    map_gradient: MapGradient | None = None
 
 
 @dataclass(frozen=True)
@@ -349,7 +374,7 @@ class ReplicaProgram:
                 return self._loss(self.trainable.put(variables, trained), part, key, control, model_state)
 
             (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
-            return values, jax.tree.leaves(tree), after
+            return values, self._mapped(jax.tree.leaves(tree), jax.tree.leaves(trained), control), after
 
         settings = self._accumulation
         if settings.count > 1:
@@ -360,6 +385,18 @@ class ReplicaProgram:
             )
         values, leaves, after = of_micro_batch(batch, key, model_state)
         return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
+
+    def _mapped(
+        self, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], control: jax.Array
+    ) -> list[jax.Array]:
+        """The gradients of a micro-batch after `map_gradient`, which does not see the loss scale."""
+        function = self._accumulation.map_gradient
+        if function is None or not self._precision.scales_loss:
+            return mapped(function, gradients, variables, self.needs_flags)
+        scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+        plain = [gradient.astype(jnp.float32) / scale for gradient in gradients]
+        new = mapped(function, plain, variables, self.needs_flags)
+        return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
 
     def _called(self, variables: Any, batch: Any, key: jax.Array, model_state: Any) -> Any:
         """What the loss function returns. The model state keeps its dtypes: means that move need them."""

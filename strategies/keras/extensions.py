@@ -35,6 +35,7 @@ METHODS = (
 _FILE = "strategies.json"
 _METRIC_REDUCTIONS = ("NONE", "LIST", "SUM", "MEAN")
 _OF_OPTIMIZER = {
+    "map_gradient": "map_gradient",
     "dtype": "gradient_accumulation_dtype",
     "offload_weight_update_variables": "offload_optimizer_state",
     "replicated_optimizer_state_sharding": "replicated_optimizer_state_sharding",
@@ -118,7 +119,8 @@ class Extensions:
             gradient_accumulation_steps_per_replica: how many; None as before.
             gradient_accumulation_reduction_method: SUM, MEAN or RUNNING_MEAN.
             use_v2_gradient_accumulation_optimizer: either optimizer of the original does the same here.
-            optimizer_kwargs: `dtype`, `offload_weight_update_variables`, `replicated_optimizer_state_sharding`.
+            optimizer_kwargs: `dtype`, `offload_weight_update_variables`, `replicated_optimizer_state_sharding`;
+                `map_gradient`, see `strategies.StepOptions`.
 
         Raises:
             TypeError, ValueError: if an option is unknown or out of range.

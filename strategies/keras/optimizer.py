@@ -13,7 +13,7 @@ import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.updates.optimizers import Arithmetic, Optimizer
+from strategies.updates.optimizers import Arithmetic, Known, Optimizer
 
 
 @final
@@ -70,7 +70,7 @@ class KerasOptimizer(Optimizer):
         return [jnp.zeros(variable.shape, variable.dtype) for variable in self._for(variables).variables]
 
     def apply(
-        self, gradients: Any, optimizer_state: Any, variables: Any, gradient_norm: jax.Array, arithmetic: Arithmetic
+        self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
     ) -> tuple[Any, Any]:
         """See `Optimizer`."""
         optimizer = self._for(variables)

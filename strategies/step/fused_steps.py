@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.gradients.replica_program import STEP, ReplicaProgram, control_words
+from strategies.gradients.replica_program import STEP, ReplicaProgram, control_words, with_loss
 from strategies.programs.program import jit
 from strategies.updates.update import Update
 
@@ -89,7 +89,8 @@ class FusedSteps:
             tail, *gradients = jax.lax.optimization_barrier((tail, *gradients))
             trained = self._program.trainable.pick(variables)
             means = jax.tree.unflatten(jax.tree.structure(trained), gradients)
-            trained, optimizer_state, _ = self._update.traced(trained, optimizer_state, means, control)
+            words = with_loss(control, tail)
+            trained, optimizer_state, _ = self._update.traced(trained, optimizer_state, means, words)
             variables = self._program.trainable.put(variables, trained)
             return (*jax.lax.optimization_barrier((variables, optimizer_state)), control.at[STEP].add(1)), tail
 

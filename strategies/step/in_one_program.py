@@ -19,7 +19,7 @@ import numpy as np
 
 from strategies.comparing.exactness import are_same, probe_of
 from strategies.gradients.model_state import ALIKE, FIRST, MEAN, SUM
-from strategies.gradients.replica_program import ReplicaProgram
+from strategies.gradients.replica_program import ReplicaProgram, with_loss
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.devices import is_key
@@ -170,7 +170,8 @@ class StepProgram:
         means = jax.tree.unflatten(jax.tree.structure(trained), results[:count])
         kept = program.unpack_kept(results[end:])[1]
         new = {**self._arrived(model_state, results[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
-        trained, optimizer_state, _ = self._update.traced(trained, optimizer_state, means, control)
+        words = with_loss(control, tail)
+        trained, optimizer_state, _ = self._update.traced(trained, optimizer_state, means, words)
         return trained, optimizer_state, new, tail
 
     def _arrived(self, model_state: Any, means: Sequence[jax.Array]) -> dict[str, list[jax.Array]]:

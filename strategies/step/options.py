@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from strategies.config.configured import Effects
 from strategies.exchange.transfer import Transfer
-from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod, MapGradient
 from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.model_state import ModelStateRule, check_aggregation, has_own
 from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     gradient_accumulation_count: int
     gradient_accumulation_dtype: AccumulationDtype
     reduction_method: GradientAccumulationReductionMethod | str
+    map_gradient: MapGradient | None
     replicated_optimizer_state_sharding: bool | None
     min_elements_for_sharding: int
     offload_optimizer_state: bool | None
@@ -88,6 +89,9 @@ class StepOptions:
             variable's, a dtype, or a function of the variable.
         reduction_method: how micro-batches are reduced: SUM, MEAN or RUNNING_MEAN, see
             `GradientAccumulationReductionMethod`. Over replicas gradients are always averaged.
+        map_gradient: None, or a function `(gradient, variable) -> gradient` of each variable that is trained: of each
+            micro-batch on each replica, before anything is added up. Without the loss scale. In a pipeline not with
+            `loss_scaling`, nor with a variable that several stages use.
         replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that, and the
             new variables are gathered; the same bits. The state of an optimizer that does not compute element by
             element is in parts between updates only, and put together for each of them. None: as
@@ -132,6 +136,7 @@ class StepOptions:
     gradient_accumulation_count: int = 1
     gradient_accumulation_dtype: AccumulationDtype = None
     reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.MEAN
+    map_gradient: MapGradient | None = None
     replicated_optimizer_state_sharding: bool | None = False
     min_elements_for_sharding: int = 32
     offload_optimizer_state: bool | None = None
@@ -157,6 +162,11 @@ class StepOptions:
                 "be offloaded to be sharded, as in the original; leave offload_optimizer_state out or make it True"
             )
         check_aggregation(self.model_state_aggregation)
+        if self.map_gradient is not None and not callable(self.map_gradient):
+            raise TypeError(
+                f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
+                "(gradient, variable) -> gradient"
+            )
         _ = self.accumulation, self.precision, self.transfer  # each refuses what is out of range
         if self.pipeline is not None:
             self._refuse_with_pipeline()
@@ -173,6 +183,10 @@ class StepOptions:
         )
 
     def _refuse_with_pipeline(self) -> None:
+        if self.map_gradient is not None and self.scaling is not None:
+            raise ValueError(
+                "map_gradient would get gradients that loss_scaling has multiplied, in a pipeline; use one of them"
+            )
         if self.recompute != "none":
             raise ValueError(
                 f"recompute is {_named(self.recompute)!r}, and there is a pipeline, whose stages recompute by "
@@ -196,6 +210,7 @@ class StepOptions:
             positive("gradient_accumulation_count", self.gradient_accumulation_count),
             GradientAccumulationReductionMethod.parse(self.reduction_method),
             self.gradient_accumulation_dtype,
+            self.map_gradient,
         )
 
     @cached_property
@@ -271,6 +286,7 @@ class StepOptions:
             "gradient_accumulation_count": self.gradient_accumulation_count,
             "gradient_accumulation_dtype": _named(self.gradient_accumulation_dtype),
             "reduction_method": self.accumulation.method.name,
+            "map_gradient": _named(self.map_gradient),
             "replicated_optimizer_state_sharding": self.shards_state,
             "min_elements_for_sharding": self.min_elements_for_sharding,
             "offload_optimizer_state": self.of_update.offloads_state,

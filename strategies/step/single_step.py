@@ -15,6 +15,7 @@ from strategies.comparing.digest import compare, flip_bit
 from strategies.errors import NonFiniteGradientError
 from strategies.gradients.arguments import check_state
 from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA
+from strategies.gradients.replica_program import with_loss
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow
 from strategies.replicas.membership import LOSSES, Meeting, meet, repeated
@@ -167,7 +168,9 @@ class SingleStep:
         if is_finite:
             trained = step.program.trainable.pick(variables)
             with instruments.during[UPDATE]:
-                trained, optimizer_state = self._update.apply(trained, optimizer_state, step.means, control)
+                trained, optimizer_state = self._update.apply(
+                    trained, optimizer_state, step.means, with_loss(control, tail)
+                )
             variables = step.program.trainable.put(variables, trained)
         else:
             residuals, model_state = state.residuals, state.model_state

@@ -87,7 +87,7 @@ class GatheredUpdate(Update):
         return self._update.equations(variables, self._shapes, means, control)
 
     def traced(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
     ) -> tuple[Any, Any, jax.Array]:
         """See `Update`: where this instance drives all replicas."""
         state = jax.tree.map(
@@ -182,7 +182,7 @@ class ShardedByAnyUpdate(Update):
         return self._chosen.equations(variables, optimizer_state, means, control)
 
     def traced(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
     ) -> tuple[Any, Any, jax.Array]:
         """See `Update`: where this instance drives all replicas."""
         return self._chosen.traced(variables, optimizer_state, means, control)

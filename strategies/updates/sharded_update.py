@@ -15,8 +15,8 @@ from jax.extend import core
 from collectives.memory import aligned_empty
 from strategies.errors import StrategyError
 from strategies.exchange.flat import Buffer, FlatLayout
-from strategies.gradients.accumulation import accumulator_dtypes
 from strategies.gradients.encoding import flatten
+from strategies.gradients.replica_program import loss_of
 from strategies.programs.elementwise import first_across_elements, operations
 from strategies.programs.jaxpr import is_read
 from strategies.programs.program import jit
@@ -24,7 +24,7 @@ from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic
+from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic, Known
 from strategies.updates.update import Update, UpdateSettings
 
 
@@ -39,7 +39,7 @@ class ShardedUpdate(Update):
     Args:
         replicas: see `Update`.
         optimizer: computes every element of the state and the changes from the same elements of the gradients, state
-            and variables; what it needs to know of all of them is `gradient_norm`.
+            and variables; what it needs to know of all of them is in `Known`.
         settings: see `Update`.
 
     Raises:
@@ -87,8 +87,7 @@ class ShardedUpdate(Update):
     def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
         """See `Update`: what computes this instance's parts."""
         divide = jit(self._divided, donate_argnums=(1,))
-        words = self._words(control)
-        return {"update of parts": divide.lower(variables, optimizer_state, means, words, self._first)}
+        return {"update of parts": divide.lower(variables, optimizer_state, means, control, self._first)}
 
     def adopt(self, variables: Any, optimizer_state: Any) -> Any:
         """See `Update`: this instance's part."""
@@ -104,7 +103,7 @@ class ShardedUpdate(Update):
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
         """See `Update`; a collective call."""
         buffers, small, optimizer_state, self._reading = self._divide(
-            variables, self.on_device(optimizer_state), means, self._words(control), self._first
+            variables, self.on_device(optimizer_state), means, control, self._first
         )
         leaves, structure = jax.tree.flatten(variables)
         places = zip(self._layout.buffers, buffers, strict=True)
@@ -144,7 +143,7 @@ class ShardedUpdate(Update):
         return room.reshape(self._replicas.num_instances, place.size)
 
     def traced(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
     ) -> tuple[Any, Any, jax.Array]:
         """See `Update`: where this instance drives all replicas."""
         shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, jnp.int32(0))
@@ -165,7 +164,7 @@ class ShardedUpdate(Update):
         return jax.lax.optimization_barrier(jax.tree.map(rest, means, variables))
 
     def _update_shards(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None, first: jax.Array
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array, first: jax.Array
     ) -> tuple[Any, Any]:
         """This instance's parts of the new variables, and of the optimizer state."""
         _, norm = self._gradients(variables, means, control)
@@ -182,10 +181,10 @@ class ShardedUpdate(Update):
             own = self._take(bits, first)
             return add_stochastically(parts, changes, lambda number, _: own[number])
 
-        return self._optimizer.apply(gradients, optimizer_state, parts, norm, Arithmetic(add))
+        return self._optimizer.apply(gradients, optimizer_state, parts, Known(norm, loss_of(control)), Arithmetic(add))
 
     def _divided(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None, first: jax.Array
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array, first: jax.Array
     ) -> tuple[tuple[jax.Array, ...], list[jax.Array], Any, jax.Array]:
         """The parts in flat buffers, the new variables that are not cut, the optimizer state, and a token."""
         shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, first)
@@ -253,15 +252,13 @@ class ShardedUpdate(Update):
     def _trace(self, tree: Any) -> Any:
         """The equations of an update of a tree of such shapes."""
         state = jax.eval_shape(self._optimizer.init, tree)
-        dtypes = accumulator_dtypes(tree, self._settings.gradient_dtype)
-        leaves, structure = jax.tree.flatten(tree)
-        given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        given, _ = self._shapes_of(tree)
 
-        def update(gradients: Any, state: Any, variables: Any, norm: jax.Array) -> Any:
-            return self._optimizer.apply(gradients, state, variables, norm, AS_WRITTEN)
+        def update(gradients: Any, state: Any, variables: Any, loss: jax.Array, norm: jax.Array) -> Any:
+            return self._optimizer.apply(gradients, state, variables, Known(norm, loss), AS_WRITTEN)
 
-        norm = jax.ShapeDtypeStruct((), jnp.float32)
-        return jax.make_jaxpr(update)(jax.tree.unflatten(structure, given), state, tree, norm)
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.make_jaxpr(update)(given, state, tree, scalar, scalar)
 
 
 def _uses_last_argument(traced: Any) -> bool:

@@ -14,13 +14,13 @@ import optax
 from jax.extend import core
 
 from strategies.gradients.accumulation import AccumulationDtype, accumulator_dtypes
-from strategies.gradients.replica_program import LOSS_SCALE, STEP
+from strategies.gradients.replica_program import LOSS_SCALE, STEP, loss_of
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.programs.rounding import add_stochastically
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
-from strategies.updates.optimizers import AnyOptimizer, Arithmetic, as_optimizer
+from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, as_optimizer
 
 HOST_MEMORY = "pinned_host"
 _ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
@@ -93,7 +93,7 @@ class Update(ABC):
             optimizer_state: what `init` or `apply` returned last.
             means: host arrays like the variables, or of some of them what `mean_shards` makes of those; they are read
                 until `wait` returns.
-            control: see `control_words`.
+            control: see `control_words`; with the mean loss, see `with_loss`.
         """
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Update(ABC):
 
     @abstractmethod
     def traced(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
     ) -> tuple[Any, Any, jax.Array]:
         """The update of whole variables where one instance drives all replicas; traceable.
 
@@ -147,10 +147,6 @@ class Update(ABC):
         if self._reading is not None:
             self._reading.block_until_ready()
 
-    def _words(self, control: np.ndarray) -> np.ndarray | None:
-        """The control words of the step, where they are an argument of the program."""
-        return control if self._settings.unscales or self._settings.rounds_stochastically else None
-
     def _placed(self, init: Callable[..., Any], *arguments: Any) -> Any:
         """What `init` returns, where optimizer state lies.
 
@@ -167,11 +163,18 @@ class Update(ABC):
     def _in_turn(self, program: Any) -> Callable[..., Any]:
         return compiled_in_turn(program, self._replicas.devices.executables)
 
-    def _gradients(self, variables: Any, means: Any, control: jax.Array | None) -> tuple[Any, jax.Array]:
+    def _shapes_of(self, variables: Any) -> tuple[Any, Any]:
+        """The shapes and dtypes of gradients as the optimizer gets them, and of the variables."""
+        leaves, structure = jax.tree.flatten(variables)
+        dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
+        given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        return jax.tree.unflatten(structure, given), jax.tree.unflatten(structure, shapes)
+
+    def _gradients(self, variables: Any, means: Any, control: jax.Array) -> tuple[Any, jax.Array]:
         """The mean gradients as the optimizer gets them, and their norm."""
         leaves, structure = jax.tree.flatten(means)
         if self._settings.unscales:
-            assert control is not None
             scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
             leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
         dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
@@ -180,14 +183,13 @@ class Update(ABC):
         squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
         return jax.tree.unflatten(structure, leaves), jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
-    def _add(self, variables: Any, changes: Any, control: jax.Array | None) -> Any:
+    def _add(self, variables: Any, changes: Any, control: jax.Array) -> Any:
         if not self._settings.rounds_stochastically:
             return optax.apply_updates(variables, changes)
         return add_stochastically(variables, changes, lambda number, leaf: self._bits(number, leaf.shape, control))
 
-    def _bits(self, number: int, shape: tuple[int, ...], control: jax.Array | None) -> jax.Array:
+    def _bits(self, number: int, shape: tuple[int, ...], control: jax.Array) -> jax.Array:
         """Random bits for a variable: of the step, the same on every instance."""
-        assert control is not None
         own = jax.random.fold_in(jax.random.key(self._settings.seed), _ROUNDING)
         key = jax.random.fold_in(jax.random.fold_in(own, control[STEP]), number)
         return jax.random.bits(key, shape, jnp.uint32)
@@ -231,6 +233,7 @@ class WholeUpdate(Update):
 
     def init(self, variables: Any) -> Any:
         """See `Update`."""
+        self._optimizer.check(*self._shapes_of(variables))
         return self._placed(self._compiled(self._optimizer.init), variables)
 
     def init_shapes(self, variables: Any) -> Any:
@@ -239,7 +242,7 @@ class WholeUpdate(Update):
 
     def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
         """See `Update`."""
-        return {"update": self._jitted.lower(variables, optimizer_state, means, self._words(control))}
+        return {"update": self._jitted.lower(variables, optimizer_state, means, control)}
 
     def adopt(self, variables: Any, optimizer_state: Any) -> Any:
         """See `Update`: all of it."""
@@ -248,23 +251,24 @@ class WholeUpdate(Update):
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
         """See `Update`."""
         variables, optimizer_state, self._reading = self._program(
-            variables, self.on_device(optimizer_state), means, self._words(control)
+            variables, self.on_device(optimizer_state), means, control
         )
         return variables, self.offloaded(optimizer_state)
 
     def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
         """See `Update`."""
-        traced = self._jitted.trace(variables, self.on_device(optimizer_state), means, self._words(control))
+        traced = self._jitted.trace(variables, self.on_device(optimizer_state), means, control)
         closed: core.ClosedJaxpr = traced.jaxpr
         return closed
 
     def traced(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array | None
+        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
     ) -> tuple[Any, Any, jax.Array]:
         """See `Update`."""
         gradients, norm = self._gradients(variables, means, control)
         arithmetic = Arithmetic(lambda old, changes: self._add(old, changes, control))
-        variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, norm, arithmetic)
+        known = Known(norm, loss_of(control))
+        variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, known, arithmetic)
         return variables, optimizer_state, jnp.zeros(())
 
     def whole(self, optimizer_state: Any) -> Any:

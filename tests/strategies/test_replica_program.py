@@ -92,7 +92,7 @@ class TestFloatDtype:
 
 def test_control_words_are_the_step_the_notice_and_the_bits_of_the_scale():
     words = control_words(7, True, 1.5)
-    assert (words.dtype, words.shape) == (np.int32, (3,))
+    assert (words.dtype, words.shape) == (np.int32, (4,))
     assert (words[STEP], words[NOTICE]) == (7, 1)
     assert words[LOSS_SCALE : LOSS_SCALE + 1].view(np.float32) == 1.5
     assert control_words(7, False, 1.5)[NOTICE] == 0

@@ -76,7 +76,9 @@ def test_old_variables_and_state_are_used_up(alone):
     variables = {"w": jax.device_put(np.ones(1000, np.float32), alone.replicas.variables_device)}
     state = update.init(variables)
     jax.block_until_ready((variables, state))
-    compiled = update._program.lower(variables, state, {"w": np.ones(1000, np.float32)}, None).compile()
+    compiled = update._program.lower(
+        variables, state, {"w": np.ones(1000, np.float32)}, control_words(0, False, 1.0)
+    ).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * 4000
 
 

@@ -28,6 +28,7 @@ from strategies.step.metrics import Metrics
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
+from strategies.updates.optimizers import unwrapped
 
 OptimizerFunction = Callable[..., OptimizerFunctionOutput]
 
@@ -138,10 +139,17 @@ class Pipeline:
         assert self._output is not None
         self._outfeed.check_outputs(outputs)
         self._captures = self._learning.captures(self._output, closed, self._count)
+        optimizer, map_gradient = unwrapped(self._output.opt)
+        if map_gradient is not None and self._captures.shapes:
+            raise ValueError(
+                "opt is a MapGradientOptimizer, and a gradient_capture_context captures gradients, which its function "
+                "would map too; use one of them"
+            )
         self._trainer = Trainer(
             self.strategy,
             self._captures.loss(self._loss),
-            self._captures.optimizer(self._output.opt),
+            self._captures.optimizer(optimizer),
+            map_gradient=map_gradient,
             pipeline=self._pipelining,
             gradient_accumulation_count=self._count,
             trainable=self._captures.trainable(self._output.variables),
@@ -224,7 +232,7 @@ class Pipeline:
             known = [_or_zeros(value, shape) for value, shape in zip(outputs, shapes, strict=True)]
             self._output = self._learning.of(*known)
         assert self._output is not None
-        if next(tracers_in(self._output.opt), None) is not None:
+        if next(tracers_in(unwrapped(self._output.opt)), None) is not None:
             raise ValueError(
                 "the optimizer of the optimizer_function is made of what a stage computes, and is the same for all "
                 "updates; make it of inputs that stages hand through, or use optax.inject_hyperparams or a schedule"

@@ -12,6 +12,7 @@ import optax
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.programs.gradient_capture import GradientCaptureContext
 from strategies.roles import Tree
+from strategies.updates.optimizers import MapGradientOptimizer, unwrapped
 
 NO_VARIABLES = (
     "No variables to optimize. The list of those that are trained is empty; leave it out to train all of them"
@@ -26,8 +27,8 @@ class OptimizerFunctionOutput:
     tape, so what is about them is refused.
 
     Attributes:
-        opt: an optax gradient transformation. One that takes extra arguments gets `captured_grads` where gradients
-            are captured, a dictionary by their tags.
+        opt: an optax gradient transformation, or a `MapGradientOptimizer` of one. One that takes extra arguments gets
+            `captured_grads` where gradients are captured, a dictionary by their tags.
         loss: a floating-point scalar.
         compute_gradients_args: not with optax; see `variables`.
         compute_gradients_kwargs: not with optax.
@@ -44,7 +45,7 @@ class OptimizerFunctionOutput:
         ValueError: for arguments that optax does not take, or if there are no variables to optimize.
     """
 
-    opt: optax.GradientTransformation
+    opt: optax.GradientTransformation | MapGradientOptimizer
     loss: jax.Array
     compute_gradients_args: tuple[Any, ...] | None = None
     compute_gradients_kwargs: Mapping[str, Any] | None = None
@@ -56,7 +57,7 @@ class OptimizerFunctionOutput:
     captured_gradient_outfeed: OutfeedQueue | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.opt, optax.GradientTransformation):
+        if not isinstance(unwrapped(self.opt)[0], optax.GradientTransformation):
             raise TypeError(f"opt is {self.opt!r}, a {type(self.opt).__name__}; use an optax gradient transformation")
         if not hasattr(self.loss, "dtype"):
             raise TypeError(f"loss is {self.loss!r}, a {type(self.loss).__name__}; it must be an array")

@@ -98,7 +98,9 @@ class StagePlan:
             for place, dtype in zip(staged.weights, program.gradient_dtypes, strict=True)
         }
         settings = program.accumulation
-        sums = Accumulators(shapes, settings.method, settings.count)
+        sums = Accumulators(shapes, settings.method, settings.count, settings.map_gradient, program.needs_flags)
+        if settings.map_gradient is not None:
+            self._refuse_shared_weights()
         count = len(staged.segments)
         self.stages = [StagePrograms(staged, number, sums, self._executables) for number in range(count)]
         gradients = program.num_gradients
@@ -108,6 +110,19 @@ class StagePlan:
         self.state_layout = self.leaving.layout(self.state_parts, program.tail_size)
         self.course = Course.of(timetable)
         self._found: dict[tuple[int, jax.Device], Any] = {}
+
+    def _refuse_shared_weights(self) -> None:
+        """Refuse weights whose gradient is that of several segments, which add it up for all micro-batches.
+
+        Raises:
+            ValueError: there is one, and gradients are mapped.
+        """
+        for leaf, place in enumerate(self.staged.weights):
+            if len(self.staged.readers(place)) > 1:
+                raise ValueError(
+                    f"map_gradient needs the whole gradient of a micro-batch, and variable {leaf} is used by several "
+                    "stages, each of which has a part of it; use it in one stage only, or leave map_gradient out"
+                )
 
     # ---- what leaves with which segment
 

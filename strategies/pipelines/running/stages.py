@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod, accumulated
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod, MapGradient, accumulated, mapped
 from strategies.pipelines.running.executables import Executables
 from strategies.programs.buckets import MOVEMENTS
 from strategies.programs.jaxpr import Equation, Graph, Group, Variable, cut, variables
@@ -100,11 +100,15 @@ class Accumulators:
         shapes: of the accumulators, by the numbers of the arguments.
         method: how.
         count: of micro-batches.
+        map_gradient: of each micro-batch, before; None for none.
+        keeps_bad: see `mapped`.
     """
 
     shapes: Mapping[int, jax.ShapeDtypeStruct] = field(default_factory=dict)
     method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
     count: int = 1
+    map_gradient: MapGradient | None = None
+    keeps_bad: bool = False
 
 
 class StagePrograms:
@@ -137,10 +141,10 @@ class StagePrograms:
         self.has_loss = any(part.result == staged.loss for part in segment.parts)
         if not self.has_backward:
             self.slopes, self.has_loss = (), False
+        self._accumulators = accumulators
         self.closed = self._traced()
         self._forward, self._inputs, self._weights, outputs = self._cut()
         self._handed = _forwarded(outputs)
-        self._accumulators = accumulators
         self.sum_shapes = [accumulators.shapes[place] for place in self.weights]
         self._executables = executables
         self._compiled: dict[jax.Device, list[Callable[..., Any]]] = {}
@@ -190,7 +194,10 @@ class StagePrograms:
             for _, takers in self.slopes:
                 parts, behind = behind[: len(takers)], behind[len(takers) :]
                 sums.append(sum(parts[1:], start=parts[0]))
-            return (*results, *backward([*sums, *behind]))
+            slopes = backward([*sums, *behind])
+            of_weights = slopes[len(steep) :]
+            rules, own = self._accumulators, [values[place] for place in weights]
+            return (*results, *slopes[: len(steep)], *mapped(rules.map_gradient, of_weights, own, rules.keeps_bad))
 
         return jax.make_jaxpr(whole)(*given, *cotangents)
 

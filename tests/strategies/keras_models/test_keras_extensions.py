@@ -259,3 +259,17 @@ def test_accumulators_may_be_of_another_dtype(in_scopes):
 
     [alone] = in_scopes(1, program)
     assert in_scopes(2, program) == [alone] * 2
+
+
+def test_the_gradients_of_each_micro_batch_go_through_a_function(alone):
+    """Two rows of each replica, whose gradients are cut off one by one, not their sum."""
+
+    def program(strategy):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+        model.set_gradient_accumulation_options(2, map_gradient=lambda gradient, variable: gradient.clip(-1, 1))
+        targets = np.float32([[1], [5]] * 4)
+        model.fit(np.ones((8, 1), np.float32), targets, batch_size=1, shuffle=False, verbose=0)
+        return values_of(model)
+
+    assert np.asarray(alone(program)).tolist() == [[[2.0]]]
