@@ -57,11 +57,14 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         environ: the environment; what is meant for the shim is not passed on.
     """
     daemon = os.getppid()
+    control = environ.pop(wire.CONTROL_VARIABLE)
+    if control.endswith(wire.IGNORES_HANGUP):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # mpirun starts us with its default
     blocked = put_keeper_above(lambda was_orderly: _tidy(environ, was_orderly))
     wakeup = catch_signals((*STOPPING, *PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     adopt_orphans()
-    place, token, terminals = environ.pop(wire.CONTROL_VARIABLE).rsplit(" ", 2)
+    place, token, terminals = control.removesuffix(wire.IGNORES_HANGUP).rsplit(" ", 2)
     directory, _, address = place.rpartition(" ")
     rank = int(environ["OMPI_COMM_WORLD_RANK"])
     meant_for = environ.pop(wire.HOST_VARIABLE, os.uname().nodename)
