@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
 STACK_VARIABLE = "POPRUN_STACK"
+NOTICING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "noticing")
+"""The folder of what warns about libraries that do not know the other instances."""
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80
@@ -89,6 +91,8 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         if cpus != "any":
             os.sched_setaffinity(0, parse_cpus(cpus))
 
+    if rank == 0 and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (NOTICING, environ.get("PYTHONPATH"))))
     pid = start(words, environ, prepare)
     os.close(stdin)
     for _, writer in outputs.values():
