@@ -99,10 +99,10 @@ def test_it_verifies():
 def test_a_data_set_with_noise_of_pythons_own_is_found_guilty(tmp_path, monkeypatch):
     """By what two runs have recorded, here; `test_verify.py` has runs that differ, in jobs."""
     records = []
-    for run in ("one", "other"):
-        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / run))
+    for attempt in ("one", "other"):
+        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / attempt))
         train_here(2, 1, True)
-        records.append(read_record(tmp_path / run))
+        records.append(read_record(tmp_path / attempt))
     difference = first_difference(*records)
     assert (difference.part, difference.place) == (BATCH, (0, 0))
     drawn = [hint for hint in hints(difference, Evidence(*records)) if "has drawn" in hint]
