@@ -16,7 +16,7 @@ from popdist.instance import Instance
 from popdist.leaving import disconnect, watch_exit
 from popdist.process import ConnectBackend, group, process
 from popdist.records import Progress, ProgressPage, show_stack_when_asked
-from popdist.spawned import refuse_while_spawned
+from popdist.spawned import join_once, leave_job, refuse_while_spawned
 
 if TYPE_CHECKING:
     from collectives import Communicator
@@ -110,7 +110,9 @@ def initializeBackend() -> None:
         raise LifeCycleError("the backend is initialised already; init may be repeated, initializeBackend may not")
     if process.was_finalized:
         raise LifeCycleError("the backend was finalised; MPI cannot be started again in the same process")
+    leave_job(os.environ)
     instance = process.detect()
+    join_once(instance, process.cluster, os.environ)
     process.attach(ProgressPage.from_environ(os.environ), instance)
     show_stack_when_asked(os.environ)
     _check_packages(instance)

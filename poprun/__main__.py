@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from poprun.answers import show
 from poprun.asking.command_line import CommandLine, read_command_line
 from poprun.asking.config import check_export, export_config, import_config
-from poprun.asking.lookup import check_user, quote_words
+from poprun.asking.lookup import check_user, check_word, quote_words
 from poprun.asking.options import describe_options
 from poprun.asking.settings import settings_from
 from poprun.asking.summary import read_summary
@@ -81,6 +81,8 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         return 0
     line = import_config(line)
     settings = settings_from(line, environ)
+    if not settings.host and settings.hostfile is None:
+        check_word(settings.program[0], environ)
     if not settings.dry_run:
         check_user(settings, os.geteuid(), environ)
     log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from popdist.environments.environment import Environment
 from popdist.environments.open_mpi import OpenMPIEnvironment
 from popdist.environments.poprun import PopRunEnvironment
-from popdist.environments.single import SingleEnvironment
+from popdist.environments.single import AloneEnvironment, SingleEnvironment
 from popdist.environments.slurm import SlurmEnvironment, SlurmWithoutPMIxEnvironment
 from popdist.environments.tf_config import Cluster, TFConfigEnvironment, read_cluster
 from popdist.instance import Instance
 
 __all__ = [
     "ENVIRONMENTS",
+    "AloneEnvironment",
     "Cluster",
     "Environment",
     "OpenMPIEnvironment",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 ENVIRONMENTS: tuple[Environment, ...] = (
+    AloneEnvironment(),
     PopRunEnvironment(),
     OpenMPIEnvironment(),
     SlurmEnvironment(),

@@ -8,6 +8,9 @@ from popdist.environments.environment import Environment
 from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
+ALONE_VARIABLE = "POPDIST_ALONE"
+"""Set to 1 for a process that an instance starts, and that is to run by itself."""
+
 
 class SingleEnvironment(Environment):
     """No launcher."""
@@ -30,3 +33,15 @@ class SingleEnvironment(Environment):
             local_index=0,
             launcher="single",
         )
+
+
+class AloneEnvironment(Environment):
+    """A process that an instance started, and that is to be one instance of its own."""
+
+    def is_active(self, environ: Mapping[str, str]) -> bool:
+        """Whether POPDIST_ALONE is 1."""
+        return environ.get(ALONE_VARIABLE) == "1"
+
+    def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
+        """One instance, whatever the variables of the launcher say."""
+        return SingleEnvironment().describe(environ, num_replicas)

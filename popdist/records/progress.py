@@ -272,7 +272,7 @@ class ProgressPage(Progress):
         descriptor, gets none.
         """
         descriptor = environ.get(DESCRIPTOR_VARIABLE, "")
-        if not descriptor.isdecimal() or not _is_free(int(descriptor)):
+        if _owner_of(descriptor) not in (0, os.getpid()):
             return NoProgress()
         return cls(int(descriptor))
 
@@ -455,17 +455,18 @@ def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def _is_free(descriptor: int) -> bool:
-    """Whether the descriptor is a page that no other living process writes to."""
+def page_owner(environ: Mapping[str, str]) -> int:
+    """Return the pid of the living process that writes to the page of this instance; 0: none, -1: there is no page."""
+    return _owner_of(environ.get(DESCRIPTOR_VARIABLE, ""))
+
+
+def _owner_of(descriptor: str) -> int:
+    """See `page_owner`."""
     try:
-        head = os.pread(descriptor, 16, 0)
-    except OSError:
-        return False
+        head = os.pread(int(descriptor), 16, 0)
+    except (OSError, ValueError):
+        return -1
     if len(head) < 16 or int.from_bytes(head[:8], "little") != MAGIC:
-        return False
+        return -1
     owner = int.from_bytes(head[8:], "little")
-    return owner in (0, os.getpid()) or not _is_alive(owner)
-
-
-def _is_alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
+    return owner if owner and os.path.exists(f"/proc/{owner}") else 0

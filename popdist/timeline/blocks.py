@@ -19,6 +19,9 @@ from popdist.timeline.events import EVENT
 
 MAGIC = b"popdist timeline 1\n"
 HEADER, NAMES, EVENTS, CLOCKS, JOINED, PROFILE, END = b"HEAD", b"NAME", b"EVNT", b"CLCK", b"JOIN", b"PROF", b"DONE"
+_KINDS = (HEADER, NAMES, EVENTS, CLOCKS, JOINED, PROFILE, END)
+MOST_RATIO = 64
+"""Bytes of events for each byte of their file, at most; recorded ones have some 5."""
 _HEAD = struct.Struct("<4sII")
 _COUNT = struct.Struct("<I")
 
@@ -47,22 +50,46 @@ def json_block(kind: bytes, value: Any) -> bytes:
 
 
 def read_blocks(data: bytes) -> Iterator[Block]:
-    """The blocks of a file, up to where it is cut off or damaged.
+    """Yield the blocks of a file, up to where it is cut off.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file is damaged, or no such file.
     """
     if not data.startswith(MAGIC[: len(data)]):
         raise ValueError("it does not begin as a recording does")
     position = len(MAGIC)
-    while position + _HEAD.size <= len(data):
-        kind, length, checksum = _HEAD.unpack_from(data, position)
-        position += _HEAD.size
-        content = data[position : position + length]
-        if len(content) < length or zlib.crc32(content) != checksum:
-            return
-        position += length
-        yield Block(kind, content)
+    while (found := _block_at(data, position)) is not None:
+        position += _HEAD.size + len(found.content)
+        yield found
+    if data[position:].strip(b"\0") and not _is_cut(data, position):
+        raise ValueError(f"it is damaged at byte {position}")
+
+
+def _block_at(data: bytes, position: int) -> Block | None:
+    """Return the whole block that begins there; None if there is none."""
+    if position + _HEAD.size > len(data):
+        return None
+    kind, length, checksum = _HEAD.unpack_from(data, position)
+    content = data[position + _HEAD.size : position + _HEAD.size + length]
+    is_whole = len(content) == length and zlib.crc32(content) == checksum
+    return Block(kind, content) if is_whole and kind in _KINDS else None
+
+
+def _is_cut(data: bytes, position: int) -> bool:
+    """Whether a file ends in the block that begins there: it is longer than the rest, which has no whole block."""
+    rest = data[position:]
+    if len(rest) < _HEAD.size:
+        return any(each.startswith(rest[:4]) for each in _KINDS)
+    kind, length, _ = _HEAD.unpack_from(rest)
+    if kind not in _KINDS or kind == END or _HEAD.size + length <= len(rest):
+        return False
+    return not any(_block_at(data, place) for each in _KINDS for place in _places(data, each, position + 1))
+
+
+def _places(data: bytes, sought: bytes, begin: int) -> Iterator[int]:
+    while (begin := data.find(sought, begin)) >= 0:
+        yield begin
+        begin += 1
 
 
 def pack_events(events: np.ndarray) -> bytes:
@@ -77,10 +104,24 @@ def pack_events(events: np.ndarray) -> bytes:
     return _COUNT.pack(len(events)) + zlib.compress(columns, 1)
 
 
-def unpack_events(content: bytes) -> np.ndarray:
-    """What `pack_events` has packed."""
+def unpack_events(content: bytes, most_bytes: int | None = None) -> np.ndarray:
+    """Return what `pack_events` has packed.
+
+    Args:
+        content: of the block.
+        most_bytes: how much memory the events may take; None: any.
+
+    Raises:
+        ValueError: the block has other events than it says, or more.
+    """
     (count,) = _COUNT.unpack_from(content)
-    columns = np.frombuffer(zlib.decompress(content[_COUNT.size :]), np.uint8)
+    nbytes = count * EVENT.itemsize
+    if most_bytes is not None and nbytes > most_bytes:
+        raise ValueError(f"it has {nbytes} bytes of events, more than {MOST_RATIO} for each byte of the file")
+    unpacked = zlib.decompressobj().decompress(content[_COUNT.size :], nbytes + 1)
+    columns = np.frombuffer(unpacked, np.uint8)
+    if len(columns) != nbytes:
+        raise ValueError(f"it has not the {count} events that it says")
     events = columns.reshape(EVENT.itemsize, count).T.copy().view(EVENT).reshape(count)
     np.cumsum(events["when_ns"], out=events["when_ns"])
     return events

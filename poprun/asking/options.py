@@ -197,6 +197,13 @@ OPTIONS: tuple[Option, ...] = (
         default="spreadnuma",
     ),
     Option("numa-aware", Kind.BOOLEAN, "deprecated: see --process-placement", EXECUTION),
+    Option(
+        "torch-distributed-env",
+        Kind.BOOLEAN,
+        "set RANK, WORLD_SIZE, MASTER_ADDR and others, by which torch.distributed, accelerate, Lightning meet",
+        EXECUTION,
+        default="no",
+    ),
     Option("offline-mode", Kind.BOOLEAN, "do not use accelerators, compute on the CPU", EXECUTION, default="no"),
     Option(
         "synchronise-python-venv", Kind.BOOLEAN, "copy the Python environment to the hosts", EXECUTION, default="no"

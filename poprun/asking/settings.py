@@ -68,6 +68,7 @@ class Settings:
         instance_mpi_local_args: an instance and options for mpirun for it, any number of times.
         allow_run_as_root: pass mpirun's option of that name.
         process_placement: `spreadnuma`, `cores`, `sockets` or `disabled`.
+        torch_distributed_env: set the variables by which `torch.distributed` connects the instances.
         offline_mode: use no accelerators.
         synchronise_python_venv: copy the Python environment to the hosts.
         distribute_ssh_key: install the ssh key on the hosts.
@@ -118,6 +119,7 @@ class Settings:
     instance_mpi_local_args: tuple[tuple[int, tuple[str, ...]], ...] = ()
     allow_run_as_root: bool = False
     process_placement: str = "spreadnuma"
+    torch_distributed_env: bool = False
     offline_mode: bool = False
     synchronise_python_venv: bool = False
     distribute_ssh_key: bool = False

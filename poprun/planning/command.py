@@ -17,6 +17,7 @@ from poprun.hosts.remote import Remote, mpirun_options
 from poprun.planning.exports import export_options, exports, without_exports
 from poprun.planning.metrics import metric_variables
 from poprun.planning.placement import Place, names_binding
+from poprun.planning.torch_distributed import rank_variables
 from poprun.talking.marked_words import mark
 from poprun.talking.wire import CONTROL_VARIABLE, HOST_VARIABLE
 from poprun.wording import list_ranges
@@ -119,7 +120,8 @@ def instance_variables(launch: Launch, place: Place) -> dict[str, str]:
     injected = {FAULTS_VARIABLE: ";".join(launch.settings.inject)} if launch.settings.inject else {}
     shrinks = {SHRINKS_VARIABLE: "1"} if launch.settings.on_failure == "shrink" else {}
     recorded = _recording_variables(launch.settings) | metric_variables(launch.settings)
-    return popdist_variables(launch.settings, place) | own | injected | shrinks | recorded
+    ranks = rank_variables(place, launch.places) if launch.settings.torch_distributed_env else {}
+    return popdist_variables(launch.settings, place) | ranks | own | injected | shrinks | recorded
 
 
 def _recording_variables(settings: Settings) -> dict[str, str]:

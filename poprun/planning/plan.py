@@ -24,6 +24,7 @@ from poprun.log import Log
 from poprun.planning.command import FORWARDED, Launch, extra_variables
 from poprun.planning.placement import place_instances
 from poprun.planning.sums import sums_setting
+from poprun.planning.torch_distributed import meeting_point
 from poprun.talking.loopback import loopback_variables
 
 
@@ -56,8 +57,7 @@ def plan_launch(
     if any(host.is_this_machine for host in hosts):  # the others have files of their own
         check_program(settings.program[0], environ)
     devices = _devices(settings)
-    here = usable_cores()
-    cores: dict[str, Sequence[Core]] = {host.name: here for host in hosts}
+    cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())
     names = tuple(name for name in FORWARDED if name in environ)
     remote = None
     if not all(host.is_this_machine for host in hosts):
@@ -70,13 +70,15 @@ def plan_launch(
         cores |= known
         names += tuple(name for name in forwarded_names(environ) if name not in names)
     sums = sums_setting(settings, environ)
+    here = remote.address if remote is not None else ""
+    point = meeting_point(hosts, here, environ) if settings.torch_distributed_env else {}
     return Launch(
         settings=settings,
         hosts=hosts,
         places=place_instances(settings, [host.name for host in hosts], cores, devices, shares),
         mpirun=mpirun,
         python=sys.executable,
-        extra=extra_variables(settings, thread_pool_setting(environ, settings.num_replicas), environ) | sums,
+        extra=extra_variables(settings, thread_pool_setting(environ, settings.num_replicas), environ) | sums | point,
         forwarded=tuple(name for name in names if name not in sums),
         oversubscribes=any(share > len(cores[host.name]) for host, share in zip(hosts, shares, strict=True)),
         remote=remote,

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
 STACK_VARIABLE = "POPRUN_STACK"
+NOTICING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "noticing")
+"""The folder of what warns about libraries that do not know the other instances."""
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80
@@ -57,11 +59,14 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         environ: the environment; what is meant for the shim is not passed on.
     """
     daemon = os.getppid()
+    control = environ.pop(wire.CONTROL_VARIABLE)
+    if control.endswith(wire.IGNORES_HANGUP):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # mpirun starts us with its default
     blocked = put_keeper_above(lambda was_orderly: _tidy(environ, was_orderly))
     wakeup = catch_signals((*STOPPING, *PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     adopt_orphans()
-    place, token, terminals = environ.pop(wire.CONTROL_VARIABLE).rsplit(" ", 2)
+    place, token, terminals = control.removesuffix(wire.IGNORES_HANGUP).rsplit(" ", 2)
     directory, _, address = place.rpartition(" ")
     rank = int(environ["OMPI_COMM_WORLD_RANK"])
     meant_for = environ.pop(wire.HOST_VARIABLE, os.uname().nodename)
@@ -86,6 +91,8 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         if cpus != "any":
             os.sched_setaffinity(0, parse_cpus(cpus))
 
+    if rank == 0 and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (NOTICING, environ.get("PYTHONPATH"))))
     pid = start(words, environ, prepare)
     os.close(stdin)
     for _, writer in outputs.values():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from poprun.shim.guard_machine import CUT_SIGNAL, PASSED_ON, STOPPING
 from poprun.talking import wire
-from poprun.talking.processes import adopt_orphans, die_with_parent, end_descendants, reap, send
+from poprun.talking.processes import adopt_orphans, die_with_parent, end_descendants, heeded, reap, send
 
 TYPE_CHECKING = False  # that of `typing`, which takes too long to load
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def put_keeper_above(at_the_end: Callable[[bool], None]) -> set[int | signal.Sig
     Returns:
         In the shim: the signals that are to be blocked again once it can take all of them.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_HANDED_ON, CUT_SIGNAL, signal.SIGCHLD))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*heeded(_HANDED_ON), CUT_SIGNAL, signal.SIGCHLD))
     die_with_parent(wire.ORPHANED)
     adopt_orphans()
     keeper = os.getpid()
@@ -55,7 +55,7 @@ def _keep(shim: int) -> tuple[int, bool]:
     """Hand signals on until the shim has ended: its exit status, or -n after signal n; whether our parent is gone."""
     is_orphaned = False
     while True:
-        number = signal.sigwaitinfo((*_HANDED_ON, signal.SIGCHLD)).si_signo
+        number = signal.sigwaitinfo((*heeded(_HANDED_ON), signal.SIGCHLD)).si_signo
         if number == signal.SIGCHLD:
             if (status := reap().get(shim)) is not None:
                 return os.waitstatus_to_exitcode(status), is_orphaned

@@ -24,13 +24,23 @@ def adopt_orphans() -> None:
     _prctl(_SET_SUBREAPER, 1)
 
 
+def heeded(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Return the signals without SIGHUP, if that is ignored: a job under nohup outlives its terminal."""
+    return tuple(number for number in numbers if number != signal.SIGHUP or not ignores_hangup())
+
+
+def ignores_hangup() -> bool:
+    """Return whether the calling process was started to ignore SIGHUP."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def catch_signals(numbers: Iterable[int]) -> int:
-    """Turn signals into bytes in a pipe; its reading end, which never waits."""
+    """Turn signals into bytes in a pipe, and return its reading end, which never waits. An ignored SIGHUP stays so."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in numbers:
+    for number in heeded(numbers):
         signal.signal(number, lambda *_: None)
     return reader
 

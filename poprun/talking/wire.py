@@ -9,6 +9,9 @@ CONTROL_VARIABLE = "POPRUN_CONTROL"
 """Tells shims where they are to run, where to report, and how; forwarded by name, so that mpirun's command does not
 depend on it."""
 
+IGNORES_HANGUP = "/nohup"
+"""At the end of CONTROL_VARIABLE: poprun ignores SIGHUP, so shims and programs do, on every host."""
+
 HOST_VARIABLE = "POPRUN_HOST"
 """Tells a shim, where it is known, the name of the host for which its instance is meant, as its kernel knows it."""
 

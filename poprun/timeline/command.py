@@ -20,6 +20,7 @@ HELP = Option("help", Kind.FLAG, "print this and stop", SECTION, spellings=("-h"
 OUTPUT = Option("output", Kind.PATH, "the trace; compressed if its name ends in .gz", SECTION, spellings=("-o",))
 HTML = Option("html", Kind.PATH, "write the report to this file too, with pictures", SECTION)
 _OPTIONS = {MERGE: (HELP, OUTPUT), REPORT: (HELP, HTML)}
+_DAMAGED = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, MemoryError, RecursionError)
 _USAGE = """\
 usage: poprun timeline merge FOLDER -o FILE
        poprun timeline report FOLDER [--html FILE]"""
@@ -64,6 +65,10 @@ def main(words: Sequence[str]) -> int:
         return 0
     try:
         return _merge(wanted) if wanted.verb == MERGE else _report(wanted, columns)
+    except _DAMAGED as error:
+        raise PopRunError(
+            f"the recordings in {wanted.folder} contradict each other ({error!r:.80}); remove those that are damaged"
+        ) from None
     except OSError as error:
         raise PopRunError(f"{wanted.to} cannot be written: {error.strerror}; name another file") from None
 
@@ -128,7 +133,7 @@ def _report(wanted: Wanted, columns: int | None) -> int:
     try:
         verdict = judge(job)
     except ValueError as error:
-        raise PopRunError(f"there is nothing to report: {error}; record a program that trains") from None
+        raise PopRunError(f"there is nothing to report: {error}") from None
     show(report_text(job, verdict, columns))
     if wanted.to is not None:
         wanted.to.write_text(report_page(job, verdict), encoding="utf-8")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from popdist.timeline.blocks import (
     EVENTS,
     HEADER,
     JOINED,
+    MOST_RATIO,
     NAMES,
     PROFILE,
     read_blocks,
@@ -25,7 +27,9 @@ from popdist.timeline.blocks import (
 )
 from popdist.timeline.events import EVENT, Kind
 from poprun.errors import PopRunError
+from poprun.timeline.contents import check_events, header_in, joined_in, names_in, profile_in
 from poprun.timeline.profiles import Profile
+from poprun.wording import cut_off
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,8 @@ class Recording:
         events: an array of `popdist.timeline.events.EVENT`.
         exchanges: int64, four of each exchange with the clock of instance 0; see `popdist.timeline.clocks`.
         is_complete: whether the instance came to its end.
+        program: what was started; empty where that is unknown.
+        replicas: of all instances; 0: unknown.
         profile: what is to be known of the profile beside it, as `popdist.timeline.profiles` says; None: there is none.
     """
 
@@ -62,6 +68,8 @@ class Recording:
     events: np.ndarray = field(default_factory=lambda: np.empty(0, EVENT))
     exchanges: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int64))
     is_complete: bool = False
+    program: Sequence[str] = ()
+    replicas: int = 0
     profile: Profile | None = None
 
     @property
@@ -76,15 +84,34 @@ class Recording:
         return int(self.events["value"][self.events["kind"] == Kind.EVENTS_LOST].sum())
 
 
-_FROM_HEADER = ("instance", "instances", "host", "attempt", "clock", "began_ns", "began_at_s")
+_ROOM_BYTES = 1 << 20
+"""Of events in files so small that their ratio says nothing."""
+_DAMAGED = (
+    LookupError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    AttributeError,
+    struct.error,
+    zlib.error,
+)
 
 
 def parse_recording(data: bytes) -> Recording | None:
-    """The recording in a file; None where it is cut off before there is anything.
+    """Return the recording in a file; None where it is cut off before there is anything.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is no such file, or damaged.
     """
+    try:
+        return _parsed(data)
+    except _DAMAGED as error:
+        raise ValueError(f"it is damaged ({error!r:.80})") from None
+
+
+def _parsed(data: bytes) -> Recording | None:
+    most_bytes = MOST_RATIO * len(data) + _ROOM_BYTES
     facts: dict[str, Any] = {}
     names: dict[int, Mapping[str, Any]] = {}
     events: list[np.ndarray] = []
@@ -92,22 +119,24 @@ def parse_recording(data: bytes) -> Recording | None:
     is_complete = False
     for found in read_blocks(data):
         if found.kind == HEADER:
-            header = json.loads(found.content)
-            facts |= {name: header[name] for name in _FROM_HEADER}
+            facts |= header_in(found.content)
         elif found.kind == NAMES:
-            names.update(json.loads(found.content))
+            names |= names_in(found.content)
         elif found.kind == EVENTS:
-            events.append(unpack_events(found.content))
+            events.append(unpack_events(found.content, most_bytes))
+            check_events(events[-1], names)
+            most_bytes -= events[-1].nbytes
         elif found.kind == CLOCKS:
             exchanges.append(unpack_exchanges(found.content))
         elif found.kind == JOINED:
-            joined = json.loads(found.content)
-            facts |= {"job": joined["job"], "asked_clock": joined["clocks"][0]}
+            facts |= joined_in(found.content)
         elif found.kind == PROFILE:
-            facts["profile"] = Profile(**json.loads(found.content))
+            facts["profile"] = profile_in(found.content)
         is_complete = found.kind == END
     if not facts:
         return None
+    if "clock" not in facts:
+        raise ValueError("it has no header")
     return Recording(
         **facts,
         names=names,
@@ -154,7 +183,9 @@ def read_recordings(folder: Path) -> list[Recording]:
         try:
             found.append(parse_recording(file.read_bytes()))
         except ValueError as error:
-            raise PopRunError(f"{file} is no recording: {error}; remove it, or name another folder") from None
+            raise PopRunError(
+                f"{file} is no recording that can be read: {error}; remove it, or name another folder"
+            ) from None
         except OSError as error:
             raise PopRunError(f"{file} cannot be read: {error.strerror}; name a folder that can") from None
     recordings = of_newest_job(each for each in found if each is not None)
@@ -172,7 +203,7 @@ def what_is_missing(recordings: Sequence[Recording]) -> list[str]:
         there = [each for each in recordings if each.attempt == attempt]
         absent = sorted(set(range(there[0].instances)) - {each.instance for each in there})
         if absent:
-            listed = ", ".join(map(str, absent))
+            listed = cut_off(", ".join(map(str, absent)))
             warnings.append(
                 f"instances {listed} have no recording here; if they ran elsewhere, copy theirs into the folder"
             )

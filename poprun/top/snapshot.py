@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from popdist.records.progress import State
@@ -12,6 +12,8 @@ from poprun.deciding.facts import Facts
 from poprun.summary.attempts import waiting_share
 from poprun.top.recent import Recent
 
+_MOST = 1e18
+"""Of whatever a snapshot counts."""
 VERSION = 1
 """Grows when a field gets another meaning or goes."""
 
@@ -114,19 +116,41 @@ class Snapshot:
         """
         import json
 
-        found = json.loads(data.decode())
+        try:
+            found = json.loads(data.decode())
+        except (ValueError, RecursionError):  # also a number of thousands of digits, or thousands of brackets
+            raise ValueError(f"what poprun says is no snapshot but {data[:20]!r}") from None
         version = found.pop("version", None) if isinstance(found, dict) else None
         if version != VERSION:
-            raise ValueError(f"what poprun says is of version {version}, {VERSION} is known here")
+            raise ValueError(f"what poprun says is of version {version!r:.20}, {VERSION} is known here")
         try:
-            instances = tuple(Seen(**_tuples(each)) for each in found.pop("instances"))
-            return cls(**_tuples(found), instances=instances)
+            instances = tuple(Seen(**_checked(Seen, each)) for each in found.pop("instances"))
+            return cls(**_checked(cls, found), instances=instances)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"what poprun says cannot be understood: {error}") from None
+            raise ValueError(f"what poprun says cannot be understood: {error!r:.200}") from None
 
 
-def _tuples(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+def _checked(kind: type[Seen | Snapshot], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a snapshot with lists as tuples; raise TypeError for a value of another type."""
+    types = {field.name: str(field.type) for field in fields(kind)}
+    checked = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    for name, value in checked.items():
+        if name in types and not _is_a(value, types[name]):
+            raise TypeError(f"{name} is {value!r:.40}")
+    return checked
+
+
+def _is_a(value: object, kind: str) -> bool:
+    """Whether a value out of JSON has the type of a field."""
+    if kind.startswith("tuple"):
+        of = kind.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, tuple) and all(_is_a(each, of) for each in value)
+    if "float" in kind:
+        is_number = type(value) in (int, float) and abs(value) < _MOST  # type: ignore[arg-type]
+        return is_number or (value is None and "None" in kind)
+    if "int" in kind:
+        return (type(value) is int and abs(value) < _MOST) or (value is None and "None" in kind)
+    return isinstance(value, str)
 
 
 def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:

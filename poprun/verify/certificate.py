@@ -92,14 +92,13 @@ def read_certificate(path: Path) -> Certificate:
         content = json.loads(read_trusted(path, "certificate"))
     except OSError as error:
         raise UsageError(f"certificate {path} cannot be read: {error.strerror}; check --against") from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
+    except (ValueError, RecursionError):  # no text, no JSON, a number of thousands of digits, thousands of brackets
         raise UsageError(f"certificate {path} is not JSON; it is written by poprun verify --certificate") from None
     try:
         return _from_json(content)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(
-            f"certificate {path} is none of format {FORMAT} ({type(error).__name__}: {error}); "
-            "write it with poprun verify --certificate"
+            f"certificate {path} is none of format {FORMAT} ({error!r:.200}); write it with poprun verify --certificate"
         ) from None
 
 

@@ -50,7 +50,7 @@ from poprun.planning.across import Across
 from poprun.talking import wire
 from poprun.talking.leavings import folder_of, remove_leavings
 from poprun.talking.loopback import keep_to_loopback
-from poprun.talking.processes import adopt_orphans, catch_signals, end_descendants
+from poprun.talking.processes import adopt_orphans, catch_signals, end_descendants, heeded, ignores_hangup
 from poprun.talking.standard_input import Source
 from poprun.talking.terminals import describe_terminals
 from poprun.top.recent import Recent
@@ -115,6 +115,7 @@ class Supervisor:
         self._reception = Reception(self._across.interface, self._across.silence_s)
         try:
             contact = f"{self._reception.contact} {describe_terminals(self._output.style.columns)}"
+            contact += wire.IGNORES_HANGUP * ignores_hangup()
             if not any(word.partition("=")[0] in DIRECTORY_OPTIONS for word in self._command):
                 contact = f"{os.getcwd()} {contact}"
             variables = {**environ, wire.CONTROL_VARIABLE: contact}
@@ -133,7 +134,7 @@ class Supervisor:
                 self._show_viewers()
         finally:
             self._reception.close()
-        for number in INTERRUPTS:  # from here on nothing but a slow reader can keep us
+        for number in heeded(INTERRUPTS):  # from here on nothing but a slow reader can keep us
             signal.signal(number, signal.SIG_DFL)
         return self._ended
 

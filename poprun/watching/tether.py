@@ -9,7 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from poprun.talking.processes import adopt_orphans, descendants, die_with_parent, end_descendants, reap, send, start
+from poprun.talking.processes import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    end_descendants,
+    ignores_hangup,
+    reap,
+    send,
+    start,
+)
 
 GONE = signal.SIGRTMIN
 """By which the kernel tells the process between that we are gone."""
@@ -68,8 +77,9 @@ def start_tethered(
 def _join(group: int, mask: set[int | signal.Signals], prepare: Callable[[], None]) -> None:
     """Before a program: give it the group and the signals that it would have without the process between."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    with contextlib.suppress(OSError):  # it is gone, and we soon
-        os.setpgid(0, group)
+    if not ignores_hangup():  # or what a terminal sends to our group would end a program that does not ignore it
+        with contextlib.suppress(OSError):  # it is gone, and we soon
+            os.setpgid(0, group)
     prepare()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,6 +42,32 @@ def test_a_signal_to_poprun_ends_everything(number):
     finished = job.finish()
     assert finished.status == 128 + number
     assert number.name in finished.own_lines[-1]
+
+
+IGNORED_BY_ALL = (
+    "import os, signal\n"
+    "ends = lambda pid: [line for line in open(f'/proc/{pid}/status') if line.startswith('SigIgn')][0].split()[1]\n"
+    "parents, pid = [], os.getpid()\n"
+    "for _ in range(3):\n"  # the program, its shim, its keeper
+    "    parents.append(int(ends(pid), 16) & 1)\n"
+    "    pid = open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]\n"
+    "print('ignored', parents, flush=True)\n"
+    "os.read(0, 1)\n"
+)
+
+
+def test_a_hangup_that_is_ignored_at_the_start_stays_ignored_by_all():
+    """Under nohup, when the terminal closes: the shell sends SIGHUP to poprun's group."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = start(*two(IGNORED_BY_ALL), start_new_session=True, stdin=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    job.wait_for("[1,0]<stdout>:ignored [1, 1, 1]")
+    job.wait_for("[1,1]<stdout>:ignored [1, 1, 1]")
+    os.killpg(job.process.pid, signal.SIGHUP)
+    job.process.stdin.close()
+    assert job.finish().status == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, also(signal.SIGTERM)])

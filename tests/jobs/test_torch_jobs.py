@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from horovod_installed import needs_horovod
-from poprun_jobs import ROOT, start, start_command
+from poprun_jobs import ROOT, run, start, start_command, two
 
 import strategies
 from popdist.records.recording import FOLDER_VARIABLE
@@ -99,11 +99,31 @@ def test_it_verifies():
 def test_a_data_set_with_noise_of_pythons_own_is_found_guilty(tmp_path, monkeypatch):
     """By what two runs have recorded, here; `test_verify.py` has runs that differ, in jobs."""
     records = []
-    for run in ("one", "other"):
-        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / run))
+    for attempt in ("one", "other"):
+        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / attempt))
         train_here(2, 1, True)
-        records.append(read_record(tmp_path / run))
+        records.append(read_record(tmp_path / attempt))
     difference = first_difference(*records)
     assert (difference.part, difference.place) == (BATCH, (0, 0))
     drawn = [hint for hint in hints(difference, Evidence(*records)) if "has drawn" in hint]
     assert [hint.partition(",")[0] for hint in drawn] == ["random: the program has drawn from the global generator"]
+
+
+TOGETHER = """
+import os
+import torch
+import torch.distributed as distributed
+distributed.init_process_group("gloo")
+mine = torch.tensor([float(distributed.get_rank() + 1)])
+distributed.all_reduce(mine)
+print(distributed.get_world_size(), os.environ["LOCAL_RANK"], mine.item(), flush=True)
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.cores(2)
+def test_torch_distributed_connects_the_instances_if_poprun_is_asked_to():
+    finished = run(*two(TOGETHER, "--torch-distributed-env", "yes"))
+    assert finished.status == 0, finished.stderr
+    assert [finished.lines_of(instance) for instance in range(2)] == [["2 0 3.0"], ["2 1 3.0"]]
+    assert "poprun:" not in finished.stderr

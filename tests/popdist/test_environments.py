@@ -12,6 +12,7 @@ from collectives.calls import Call
 from collectives.instruments import Instrument
 from popdist.environments import (
     ENVIRONMENTS,
+    AloneEnvironment,
     OpenMPIEnvironment,
     PopRunEnvironment,
     SingleEnvironment,
@@ -148,6 +149,7 @@ class TestSingle:
 
 def test_the_launcher_that_says_most_is_asked_first():
     assert [type(environment) for environment in ENVIRONMENTS] == [
+        AloneEnvironment,
         PopRunEnvironment,
         OpenMPIEnvironment,
         SlurmEnvironment,

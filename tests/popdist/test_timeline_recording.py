@@ -155,11 +155,27 @@ class TestAFile:
             found = list(blocks.read_blocks(data[:length]))
             assert len(found) == max(0, np.searchsorted(ends, length, side="right") - 1)
 
-    def test_that_is_damaged_is_read_up_to_there(self):
+    @pytest.mark.parametrize("place", [0, 4, 8, 12, 14], ids=["kind", "length", "longer", "checksum", "content"])
+    def test_that_is_damaged_is_refused_after_the_blocks_before(self, place):
         first = blocks.MAGIC + blocks.json_block(blocks.HEADER, {})
         data = bytearray(first + blocks.json_block(blocks.JOINED, {"job": "a"}) + blocks.block(blocks.END, b""))
-        data[len(first) + 14] ^= 1
-        assert [each.kind for each in blocks.read_blocks(bytes(data))] == [blocks.HEADER]
+        data[len(first) + place - (place == 8)] ^= 1
+        found = blocks.read_blocks(bytes(data))
+        assert next(found).kind == blocks.HEADER
+        with pytest.raises(ValueError, match=f"it is damaged at byte {len(first)}"):
+            next(found)
+
+    def test_that_ends_in_zeros_is_one_whose_machine_lost_power(self):
+        data = blocks.MAGIC + blocks.json_block(blocks.HEADER, {}) + bytes(4096)
+        assert [each.kind for each in blocks.read_blocks(data)] == [blocks.HEADER]
+
+    def test_with_more_events_than_its_bytes_can_hold_is_refused_before_they_are_unpacked(self):
+        """1.8 MB became 400 MB and more."""
+        bomb = zlib.compress(bytes(24 << 20))
+        with pytest.raises(ValueError, match="more than 64 for each byte"):
+            blocks.unpack_events((1 << 20).to_bytes(4, "little") + bomb, 64 * len(bomb))
+        with pytest.raises(ValueError, match="it has not the 1 events that it says"):
+            blocks.unpack_events((1).to_bytes(4, "little") + bomb, 64 * len(bomb))
 
     def test_of_another_kind_is_refused(self):
         with pytest.raises(ValueError, match="does not begin as a recording"):

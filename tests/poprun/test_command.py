@@ -7,6 +7,7 @@ from poprun.hosts.cores import Core
 from poprun.hosts.hosts import Host
 from poprun.planning.command import SHIM, Launch, build_command, extra_variables
 from poprun.planning.placement import place_instances
+from poprun.planning.torch_distributed import meeting_point
 
 TWO_CORES = [Core(0, 0, 0, 0), Core(0, 0, 1, 1)]
 
@@ -29,6 +30,47 @@ def command(cores=TWO_CORES, forwarded=("PATH",), extra=None, hosts=HERE, device
         oversubscribes=settings.num_instances > len(cores),
     )
     return build_command(launch)
+
+
+def exported(words: list[str]) -> list[dict[str, str]]:
+    """What each application context exports with a value."""
+    contexts = " ".join(words).split(" : ")
+    pairs = [[w for w in context.split() if "=" in w and not w.startswith("+")] for context in contexts]
+    return [dict(pair.split("=", 1) for pair in each) for each in pairs]
+
+
+def test_each_instance_is_told_its_rank_for_torch_distributed():
+    hosts = (Host("a"), Host("b"))
+    point = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    told = exported(command(hosts=hosts, num_instances=4, num_replicas=4, torch_distributed_env=True, extra=point))
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *point)
+    assert [[each[name] for name in names] for each in told] == [
+        ["0", "0", "0", "0", "4", "2", "a", "29500"],
+        ["1", "1", "0", "0", "4", "2", "a", "29500"],
+        ["2", "0", "1", "1", "4", "2", "a", "29500"],
+        ["3", "1", "1", "1", "4", "2", "a", "29500"],
+    ]
+    assert "RANK" not in exported(command(num_instances=2, num_replicas=2))[0]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "here", "address"),
+    [
+        (HERE, "", "127.0.0.1"),
+        ((*HERE, Host("b")), "10.0.0.7", "10.0.0.7"),
+        ((*HERE, Host("b")), "", "h"),  # a dry run
+        ((Host("b"), *HERE), "10.0.0.7", "b"),
+        ((Host("b"),), "10.0.0.7", "b"),
+    ],
+)
+def test_instance_0_is_where_the_others_of_torch_distributed_call(hosts, here, address):
+    point = meeting_point(hosts, here, {})
+    assert point["MASTER_ADDR"] == address
+    assert 1024 <= int(point["MASTER_PORT"]) <= 65535
+    assert meeting_point(hosts, here, {"MASTER_ADDR": "x", "MASTER_PORT": "1"}) == {
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }
 
 
 def test_the_order_is_that_of_the_original():

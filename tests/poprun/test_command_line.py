@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -109,10 +110,14 @@ def test_the_last_of_several_values_holds():
     [
         ("--num-replcas 2 p", "unknown option --num-replcas, did you mean --num-replicas"),
         ("--num_instances 2 p", "unknown option --num_instances, did you mean --num-instances"),
-        ("--nonsense p", "unknown option --nonsense; poprun --help lists all options"),
+        ("--nonsense p", "unknown option --nonsense; poprun --help-all lists all options"),
         ("-q p", "unknown option -q;"),
         ("--n 4 p", "unknown option --n, did you mean --num-instances"),
         ("-c 4 p", "unknown option -c, did you mean --num-instances"),
+        ("-m train", r"unknown option -m, which is Python's: write `poprun \[options\] python -m MODULE`"),
+        ("-n auto p", f"a whole number, got 'auto'; this machine has {os.cpu_count()} cores"),
+        ("--standalone p", "--standalone: instances find each other by themselves; leave it out"),
+        ("--rdzv_backend=c10d p", "--rdzv_backend: instances find each other by themselves; leave it out"),
         ("-n2 p", "unknown option -n2"),
         ("-np2 p", "unknown option -np2"),
         ("-n python x.py", "--num-instances needs a whole number, got 'python'"),

@@ -108,7 +108,7 @@ class TestRefusals:
             ("num-replcas = 4", "has an unknown key num-replcas, did you mean num-replicas"),
             ("num_replicas = 4", "has an unknown key num_replicas, did you mean num-replicas"),
             ("prorgam = ['p']", "has an unknown key prorgam, did you mean program"),
-            ("xyzzy = 4", "has an unknown key xyzzy; poprun --help lists all options"),
+            ("xyzzy = 4", "has an unknown key xyzzy; poprun --help-all lists all options"),
             ("dry-run = true", "dry-run concerns one call of poprun; give it on the command line"),
             ("import-config = 'g'", "import-config concerns one call of poprun"),
             ("num-replicas = 1.5", "configuration f: --num-replicas needs a whole number, got 1.5"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from poprun.asking.lookup import check_program, check_working_directory, home_variables
+from poprun.asking.lookup import check_program, check_word, check_working_directory, home_variables
 from poprun.errors import UsageError
 
 
@@ -62,3 +63,28 @@ def test_a_working_directory_that_is_gone_is_refused(folder, monkeypatch):
     (folder / "sub").rmdir()
     with pytest.raises(UsageError, match="the working directory cannot be found: No such file.*change into one"):
         check_working_directory()
+
+
+@pytest.mark.parametrize(
+    ("word", "way_out"),
+    [
+        ("doctr", ", did you mean poprun doctor?"),
+        ("tmeline", ", did you mean poprun timeline?"),
+        ("version", "; poprun --version prints it"),
+        ("help", "; poprun --help lists the options"),
+        ("logs", "; --output-dir DIR keeps what instances print, and poprun top shows what they do"),
+        ("status", "; poprun top shows the jobs that run"),
+        ("run", "; leave it out: poprun [options] program [program arguments]"),
+    ],
+)
+def test_a_word_that_somebody_takes_for_a_command_of_poprun_is_answered_with_one(tmp_path, word, way_out):
+    environ = {"PATH": str(tmp_path)}
+    with pytest.raises(UsageError, match=f"^{re.escape(f'program {word!r} is not in PATH{way_out}')}$"):
+        check_word(word, environ)
+    (tmp_path / word).touch(mode=0o755)
+    check_word(word, environ)
+
+
+def test_words_that_are_like_no_command_are_left_to_the_program(tmp_path):
+    for word in ("train", "./doctr", "prog", "to"):
+        check_word(word, {"PATH": str(tmp_path)})

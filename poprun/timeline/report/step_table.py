@@ -97,6 +97,8 @@ def _in_all(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """When each of the steps began and ended; of one that was made twice the last time."""
+    if not len(steps):
+        return steps, steps
     made = spans.of(Sort.STEP)
     made = made[np.argsort(made["end_ns"], kind="stable")]
     _, from_the_end = np.unique(made["step"][::-1], return_index=True)

@@ -26,7 +26,8 @@ from poprun.timeline.report.step_table import (
     table_of,
 )
 from poprun.timeline.report.traffic import slow_traffic_of, traffic_of
-from poprun.timeline.spans import COMPILE, Spans
+from poprun.timeline.spans import COMPILE, Sort, Spans
+from poprun.wording import cut_off
 
 _MUCH_INPUT = 0.1
 
@@ -86,7 +87,7 @@ def judge(job: Job) -> Verdict:
     places = last_attempt(job)
     table = table_of(job)
     if not len(table.steps):
-        raise ValueError("no step was recorded by all instances")
+        raise ValueError(_why_no_step(job, places))
     spans = [job.spans[place] for place in places]
     meetings = _settled(job.meetings, places, table)
     settled = table.is_settled
@@ -131,6 +132,16 @@ def judge(job: Job) -> Verdict:
         changes=changes,
         warnings=job.warnings,
     )
+
+
+def _why_no_step(job: Job, places: Sequence[int]) -> str:
+    without = [job.aligned[each].recording.title for each in places if not len(job.spans[each].of(Sort.STEP))]
+    if not without:
+        return "instances have recorded no step in common; look at the trace (poprun timeline merge)"
+    if len(without) == len(places):
+        return "no step was recorded by all instances; record a program that trains"
+    named = cut_off(", ".join(without))
+    return f"no step was recorded by all instances: {named} came to the end of none; remove its file to see the others"
 
 
 def _settled(meetings: Meetings, places: Sequence[int], table: StepTable) -> Meetings:

@@ -1,0 +1,1 @@
+"""Warnings in programs about libraries that do not know the other instances."""

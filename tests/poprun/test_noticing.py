@@ -1,0 +1,93 @@
+"""Libraries that would train in each instance alone: a Python program under poprun says so, once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from poprun.shim.guard import NOTICING
+
+TWO = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MET = {"RANK": "0", "WORLD_SIZE": "2"}
+LIBRARIES = ["accelerate", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "transformers.trainer"]
+TRAINER = "class Trainer:\n    def __init__(self, world_size=1): self.world_size = world_size\n"
+GROUPS = "def init_process_group(backend=None, init_method=None, rank=-1): pass\n"
+
+
+@pytest.fixture
+def library(tmp_path: Path):
+    """Write a module of this name, and packages around it."""
+
+    def write(name: str, text: str = "") -> None:
+        *packages, last = name.split(".")
+        folder = tmp_path
+        for package in packages:
+            folder = folder / package
+            folder.mkdir(exist_ok=True)
+            (folder / "__init__.py").touch()
+        (folder / f"{last}.py").write_text(text)
+
+    return write
+
+
+def run(folder: Path, program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program as the shim of instance 0 does."""
+    clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    paths = {"PYTHONPATH": os.pathsep.join((NOTICING, str(folder)))}
+    words = [sys.executable, "-c", program]
+    return subprocess.run(words, env=clean | TWO | paths | variables, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_that_does_not_know_the_others_is_named_once(tmp_path: Path, library, name: str) -> None:
+    library(name)
+    library("deepspeed")
+    said = run(tmp_path, f"import {name}, deepspeed").stderr
+    assert said.startswith(f"poprun: {name} was imported in instance 0 of 2, and does not know of the other instances")
+    assert said.count("\n") == 1
+    assert "give `poprun --torch-distributed-env yes`" in said
+    assert ("(devices=2, num_nodes=1)" in said) == ("lightning" in name)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_one_that_was_told_of_them_is_not(tmp_path: Path, library, name: str) -> None:
+    library(name)
+    assert run(tmp_path, f"import {name}", **MET).stderr == ""
+
+
+@pytest.mark.parametrize(("world_size", "lines"), [(1, 1), (2, 0)])
+def test_a_trainer_of_lightning_that_is_alone_all_the_same_is_named(
+    tmp_path: Path, library, world_size: int, lines: int
+) -> None:
+    library("lightning.pytorch.trainer.trainer", TRAINER)
+    program = f"from lightning.pytorch.trainer.trainer import Trainer\nTrainer(world_size={world_size})"
+    said = run(tmp_path, program, **MET).stderr
+    assert said.count("a Trainer of Lightning has world size 1 in instance 0 of 2") == said.count("\n") == lines
+
+
+@pytest.mark.parametrize(("call", "lines"), [("'gloo'", 1), ("'gloo', 'file:///x', rank=0", 0), ("rank=1", 0)])
+def test_a_process_group_that_finds_no_variables_is_named(tmp_path: Path, library, call: str, lines: int) -> None:
+    library("torch.distributed.distributed_c10d", GROUPS)
+    said = run(tmp_path, f"from torch.distributed.distributed_c10d import *\ninit_process_group({call})").stderr
+    assert said.count("torch.distributed.init_process_group was called") == said.count("\n") == lines
+
+
+def test_our_own_front_for_programs_of_horovod_is_not(tmp_path: Path, library) -> None:
+    library("horovod.torch")
+    assert run(tmp_path, "import horovod.torch").stderr == ""
+    (tmp_path / "horovod" / "runner").mkdir()
+    assert "horovod.torch was imported" in run(tmp_path, "import horovod.torch").stderr
+
+
+def test_the_program_finds_everything_as_without_it(tmp_path: Path, library) -> None:
+    """PYTHONPATH, the path of modules, and a `sitecustomize` of the user's own."""
+    library("sitecustomize", "import sys\nsys.is_mine = __file__\n")
+    program = "import os, sys, sitecustomize\nprint(os.environ.get('PYTHONPATH'), sys.path[1], sys.is_mine)"
+    expected = f"{tmp_path} {tmp_path} {tmp_path}/sitecustomize.py"
+    assert run(tmp_path, program).stdout.strip() == expected
+    alone = run(tmp_path, "import os; print(os.environ.get('PYTHONPATH'))", PYTHONPATH=NOTICING)
+    assert alone.stdout == "None\n"
