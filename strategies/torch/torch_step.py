@@ -207,6 +207,8 @@ class TorchStep:
                 parameter.grad = mean if has_gradient and is_whole else None
             if options.before_update is not None:
                 options.before_update(training.module)
+                training.update.apply([(parameter, parameter.grad) for parameter in training.trained])
+                return
             training.update.apply([(parameter, mean if has else None) for parameter, mean, has in pairs])
 
     def _refuse_gradients_of_some(self, plan: GradientPlan, tail: Tail, local: LocalReplicas) -> None:

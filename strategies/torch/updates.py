@@ -99,9 +99,11 @@ class ShardedUpdate(Update):
         local = len(replicas.local_replicas)
         self._shards = Shards(replicas.num_replicas_in_sync, local, min_elements)
         self._parts: dict[int, torch.nn.Parameter] = {}  # by the id of the whole
+        self._memory: dict[int, int] = {}  # where the whole is of which that is a part
         self.wholes: list[torch.nn.Parameter] = []
         for group in optimizer.param_groups:
             group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
+        self._numbered = list(map(id, parameters_of(optimizer)))
         self._cut = [one for one in self.wholes if self._shards.divides(one)]
         parts = [_Shape(self._shards.shape(one), as_array(one).dtype) for one in self._cut]
         self._layout = FlatLayout.of(parts, 0)
@@ -117,28 +119,46 @@ class ShardedUpdate(Update):
 
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
         """See `Update`; a collective call."""
+        self._begin()
         for parameter, mean in means:
             part = self._parts.get(id(parameter))
-            if part is None:
+            if part is None or mean is None:
                 parameter.grad = mean
-            elif mean is not None and mean.numel() == parameter.numel():
+            elif mean.numel() == parameter.numel():
                 part.grad = mean.reshape(-1)[self._bounds(parameter)]
             else:
-                part.grad = None if mean is None else mean.reshape(-1)[: part.numel()]
+                part.grad = mean.reshape(-1)[: part.numel()]
         self._optimizer.step()
         self._gather()
+
+    def _begin(self) -> None:
+        """Follow what the program has changed, and drop the gradients of the last step, of frozen parameters too."""
+        if list(map(id, parameters_of(self._optimizer))) != self._numbered:
+            raise StrategyError(
+                "the optimizer's groups have other parameters than when the Trainer was made, and its state is sharded "
+                "by those; make another optimizer and Trainer, or use replicated_optimizer_state_sharding=False"
+            )
+        for parameter in self.wholes:
+            part = self._parts.get(id(parameter), parameter)
+            part.grad = None
+            if part is not parameter and self._memory[id(parameter)] != parameter.data_ptr():
+                self._memory[id(parameter)] = parameter.data_ptr()
+                part.data = self._view(parameter)
 
     def _part_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         self.wholes.append(parameter)
         if not self._shards.divides(parameter):
             return parameter
+        part = torch.nn.Parameter(self._view(parameter), parameter.requires_grad)
+        self._parts[id(parameter)], self._memory[id(parameter)] = part, parameter.data_ptr()
+        return part
+
+    def _view(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if not parameter.is_contiguous():
             raise StrategyError(
                 "a parameter is not contiguous in memory; give the module one that is, to shard its state"
             )
-        part = torch.nn.Parameter(parameter.detach().view(-1)[self._bounds(parameter)], parameter.requires_grad)
-        self._parts[id(parameter)] = part
-        return part
+        return parameter.detach().view(-1)[self._bounds(parameter)]
 
     def _bounds(self, parameter: torch.nn.Parameter) -> slice:
         return self._bounds_of(parameter, self._replicas.local_replicas.start)

@@ -122,4 +122,56 @@ IN_FRONT_ENDS = (
             "tests/strategies/on_torch/test_torch_allocator.py::TestPages::test_of_one_step_are_those_of_the_next",
         ),
     ),
+    Fault(
+        name="a frozen layer whose optimizer state is sharded goes on moving by its last gradient",
+        path="strategies/torch/updates.py",
+        old="            part.grad = None\n",
+        new="            pass\n",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_updates.py::test_what_the_program_changes_between_steps_is_followed_alike_everywhere",
+        ),
+    ),
+    Fault(
+        name="sharded state is applied to memory that a parameter has left",
+        path="strategies/torch/updates.py",
+        old="part.data = self._view(parameter)",
+        new="pass",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_updates.py::test_what_the_program_changes_between_steps_is_followed_alike_everywhere",
+        ),
+    ),
+    Fault(
+        name="a parameter without a gradient keeps the one before",
+        path="strategies/torch/updates.py",
+        old="            parameter.grad = mean\n        self._optimizer.step()\n",
+        new="            parameter.grad = parameter.grad if mean is None else mean\n        self._optimizer.step()\n",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_updates.py::test_a_whole_update_takes_no_gradient_of_the_step_before",
+        ),
+    ),
+    Fault(
+        name="gradients that before_update puts in place are dropped",
+        path="strategies/torch/torch_step.py",
+        old="[(parameter, parameter.grad) for parameter in training.trained]",
+        new="[(parameter, mean if has else None) for parameter, mean, has in pairs]",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_updates.py::test_gradients_that_before_update_puts_in_place_of_others_are_applied",
+        ),
+    ),
+    Fault(
+        name="a loss scale is taken off in 16 bits",
+        path="strategies/torch/gradient_exchange.py",
+        old="wide = torch.promote_types(received.dtype, torch.float32)",
+        new="wide = received.dtype",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_updates.py::test_a_loss_scale_is_taken_off_in_32_bits_where_gradients_travel_in_16",
+        ),
+    ),
+    Fault(
+        name="a loss with an axis of one element is refused",
+        path="strategies/torch/replica_run.py",
+        old="loss.numel() != 1",
+        new="loss.ndim",
+        caught_by=("tests/strategies/on_torch/test_torch_updates.py::test_a_loss_may_have_axes_of_one_element",),
+    ),
 )

@@ -73,4 +73,11 @@ IN_POPRUN = (
             "test_leaves_its_descendants_a_tenth_of_a_second_and_then_they_are_killed_again_and_again",
         ),
     ),
+    Fault(
+        name="the size of a file does not count where environments are compared",
+        path="poprun/hosts/environment_trees.py",
+        old="state.st_size, state.st_mtime_ns",
+        new="state.st_mtime_ns",
+        caught_by=("tests/poprun/test_synchronise.py::TestDigest::test_a_size_counts_where_the_time_is_the_same",),
+    ),
 )

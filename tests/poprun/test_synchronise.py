@@ -117,6 +117,13 @@ class TestDigest:
         change(tree)
         assert digest_tree(tree) != before
 
+    def test_a_size_counts_where_the_time_is_the_same(self, tree):
+        file = tree / "lib" / "a.py"
+        before, state = digest_tree(tree), file.stat()
+        file.write_text("22")
+        os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+        assert digest_tree(tree) != before
+
 
 class TestClaim:
     def test_a_folder_that_is_missing_or_empty_is_taken(self, environment, folder):
