@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.jit import optimized_execution
 
 from strategies.errors import StrategyError
 from strategies.replicas.membership import warn_of_loss
@@ -22,6 +23,7 @@ from strategies.torch.gradient_exchange import GradientExchange, Tail
 from strategies.torch.gradient_plan import GradientPlan, Parameter
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.options import Aggregation, TorchOptions
+from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.tensors import dtype_of
@@ -97,6 +99,7 @@ class DistributedModel(torch.nn.Module):
             torch.set_num_threads(intra_op_threads)
         keep_freed_memory()
         self.module = module
+        self._writes = ForwardWatch(module)
         self._strategy = strategy
         self._options = options
         self._replica = strategy.replicas.local_replicas.start
@@ -129,7 +132,7 @@ class DistributedModel(torch.nn.Module):
             if not self._loop.micro_batch:
                 self._loop.begins(self._loop.step)
             self._loop.micro_batch += 1
-        with drawing_from(seed):
+        with drawing_from(seed), optimized_execution(False), self._writes.watching():
             return self.module(*arguments, **named)
 
     @contextmanager
