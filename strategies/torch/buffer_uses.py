@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from strategies.errors import StrategyError
-from strategies.torch.replica_modules import Slot, slots_of
+from strategies.torch.module_parts import Slot, slots_of
 
 
 class BufferUses(TorchFunctionMode):

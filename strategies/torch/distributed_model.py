@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.jit import optimized_execution
 
 from strategies.errors import StrategyError
 from strategies.replicas.membership import warn_of_loss
@@ -18,6 +19,7 @@ from strategies.torch.allocator import keep_freed_memory
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_state import LoopState
 from strategies.torch.options import Aggregation, TorchOptions
+from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.training import refuse_modules
 
@@ -93,6 +95,7 @@ class DistributedModel(torch.nn.Module):
             torch.set_num_threads(intra_op_threads)
         keep_freed_memory()
         self.module = module
+        self._writes = ForwardWatch(module)
         self._strategy = strategy
         self._options = options
         warn_of_loss(
@@ -108,7 +111,7 @@ class DistributedModel(torch.nn.Module):
         """What the module returns; random numbers are drawn from the replica's generator."""
         averaging = self._averaging
         averaging.follow()
-        with averaging.loop.forward_pass(self.training):
+        with averaging.loop.forward_pass(self.training), optimized_execution(False), self._writes.watching():
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs

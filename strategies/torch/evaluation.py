@@ -143,12 +143,16 @@ class _Local:
             self._of = local
             instruments = self._replicas.instruments
             memory = self._training.memory_of_replicas
-            self._inference = InferenceReplicas(local, count, memory, self._tell, seed, instruments)
+            buffers = self._training.buffers
+            buffers.follow()
+            self._inference = InferenceReplicas(
+                local, count, memory, self._tell, seed, instruments, own=buffers.written
+            )
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]
         parts = parts_of(tensors_of(batch.values), len(local))
         rounds = [[(_first(part, mask), len(mask), int(mask.sum())) for part, mask in zip(parts, masks, strict=True)]]
-        buffers = [self._training.buffers.masters_of(replica) for replica in local]
-        [told] = self._inference(rounds, self._training.step, buffers)
+        masters = [self._training.buffers.masters_of(replica) for replica in local]
+        [told] = self._inference(rounds, self._training.step, masters)
         return list(zip(told, masks, strict=True))
 
     def close(self) -> None:

@@ -7,16 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.jit import optimized_execution
 
 from collectives.instruments import Instruments
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch, Tree
 from strategies.torch.allocator import keep_freed_memory
+from strategies.torch.module_parts import slots_of
+from strategies.torch.parameter_writes import WriteCounters, WrittenBits
 from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_memory import ReplicaMemory
-from strategies.torch.replica_modules import ReplicaModule, slots_of
+from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.stages import Pipeline
 
 
@@ -31,6 +34,7 @@ class InferenceReplicas:
         seed: of random numbers.
         instruments: are told when replicas compute, of a pipeline when its stages do.
         pipeline: how the blocks of the module run as stages; None: one after another.
+        own: the names of the frozen parameters of which each replica has its own.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class InferenceReplicas:
         seed: int,
         instruments: Instruments,
         pipeline: Pipeline | None = None,
+        own: frozenset[str] = frozenset(),
     ) -> None:
         keep_freed_memory()
         self._replicas = replicas
@@ -50,7 +55,9 @@ class InferenceReplicas:
         self._seed = seed
         self._instruments = instruments
         self._pipeline = pipeline
-        self._copies = [ReplicaModule(memory, replica, of_all) for replica in replicas]
+        self._copies = [ReplicaModule(memory, replica, of_all, own) for replica in replicas]
+        self._bits = WrittenBits(memory.parameters)
+        self._writes = [WriteCounters(one.parameters) for one in self._copies]
         self._runs: list[PipelineRun] = []
         self._rounds = 0  # for which these are
         self._threads = ThreadPoolExecutor(
@@ -75,14 +82,15 @@ class InferenceReplicas:
         for each, own in zip(self._copies, masters, strict=True):
             each.follow()
             each.module.eval()
-            with torch.no_grad():
-                for slot, master in zip(each.slots, own, strict=True):
-                    slot.tensor.copy_(master)
+            each.begin_with(own)
         if self._pipeline is not None and self._rounds != len(rounds):
             self._new_runs(self._pipeline, len(rounds))
         columns = zip(*rounds, strict=True)
+        self._bits.begin()
         begun = [self._threads.submit(self._run, position, column, number) for position, column in enumerate(columns)]
-        return [list(of_replicas) for of_replicas in zip(*(each.result() for each in begun), strict=True)]
+        found = [each.result() for each in begun]
+        self._memory.refuse_writes(self._bits.written())
+        return [list(of_replicas) for of_replicas in zip(*found, strict=True)]
 
     @property
     def spans(self) -> Mapping[int, Sequence[Timed]]:
@@ -99,10 +107,11 @@ class InferenceReplicas:
 
     def _run(self, position: int, batches: Sequence[Batch], number: int) -> list[Tree]:
         found: list[Tree] = [None] * len(batches)
+        self._writes[position].begin()
 
         def work(micro_batch: int, walk: Walk | None) -> None:
             seed = seed_of(self._seed, self._replicas[position], number, micro_batch)
-            with torch.no_grad(), drawing_from(seed, self._memory.device):
+            with torch.no_grad(), drawing_from(seed, self._memory.device), optimized_execution(False):
                 rows = self._memory.put(batches[micro_batch])
                 found[micro_batch] = self._memory.fetched(self._call(self._copies[position].module, rows))
             if walk is not None:
@@ -116,6 +125,7 @@ class InferenceReplicas:
             for micro_batch in range(len(batches)):
                 work(micro_batch, None)
                 self._instruments.replica_ends(replica, 0, micro_batch)
+        self._copies[position].refuse_writes(self._writes[position].written())
         return found
 
     def _close_runs(self) -> None:

@@ -17,6 +17,7 @@ from strategies.replicas.devices import THREADS
 from strategies.roles import Batch
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions
+from strategies.torch.parameter_writes import WrittenBits
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_run import LossFunction, ReplicaRun, Turn
 from strategies.torch.tensors import parts_of
@@ -66,6 +67,8 @@ class LocalReplicas:
         self.replicas = replicas
         memory.follow()
         self.runs = [ReplicaRun(replica, memory, loss_fn, options, of_all, instruments) for replica in replicas]
+        for run in self.runs:
+            run.follow()
         self.plan: GradientPlan | None = None
         self.names: tuple[str, ...] = ()
         self._make_plan = make_plan
@@ -74,6 +77,7 @@ class LocalReplicas:
         self._lock = threading.Lock()
         self._begun: list[Future[None]] = []
         self._memory = memory
+        self._bits = WrittenBits(memory.parameters)
         at_once = memory.at_once(len(replicas))
         self._intra_op = options.intra_op_threads
         self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
@@ -94,7 +98,7 @@ class LocalReplicas:
         """Take over what the program has changed in the module."""
         self._memory.follow()
         for run in self.runs:
-            run.copy.follow()
+            run.follow()
 
     def begin(
         self,
@@ -116,6 +120,7 @@ class LocalReplicas:
         """
         self._wait()  # of a step that was given up
         parts = parts_of(batch, len(self.runs))
+        self._bits.begin()
         for run in self.runs:
             for event in run.finished:
                 event.clear()
@@ -158,6 +163,11 @@ class LocalReplicas:
                 self._end()
             arrays = [run.contribution.arrays(bucket) for run in self.runs if run.contribution is not None]
             yield bucket, [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
+
+    def share_frozen(self, all_but: frozenset[str]) -> None:
+        """Have replicas share frozen parameters, but for those with these names, which steps change."""
+        for run in self.runs:
+            run.copy.share(all_but)
 
     def give_back(self) -> None:
         """Let go of the gradients of the step."""
@@ -208,6 +218,7 @@ class LocalReplicas:
     def _end(self) -> None:
         """Wait until all replicas have ended; raises what the first of them has raised."""
         _raise_first(self._wait())
+        self._memory.refuse_writes(self._bits.written())
 
     def _wait(self) -> list[BaseException | None]:
         begun, self._begun = self._begun, []

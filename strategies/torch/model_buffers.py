@@ -1,27 +1,30 @@
-"""How replicas agree on the buffers that a step has changed, such as moving means."""
+"""How replicas agree on the buffers and frozen parameters that a step has changed, such as moving means."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 import torch
 
 from collectives import Communicator
+from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout
 from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.replicas import Replicas
+from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_memory import HOST
-from strategies.torch.replica_modules import Slot, slots_of
-from strategies.torch.tensors import as_array, as_tensor
+from strategies.torch.tensors import as_array, as_tensor, dtype_of
 
+_MOST_AXES = 65  # of a tensor of PyTorch, 64, behind their number
 OF_EACH = " of each replica"
 """Behind the name of a buffer of which each replica keeps its own."""
 
 
 class ModelBuffers:
-    """The buffers of a module, on which all replicas agree after each step.
+    """The buffers and frozen parameters of a module, on which all replicas agree after each step.
 
     Only those that a replica has changed are exchanged: the mean of many equal numbers may be rounded, so what stays
     is let alone.
@@ -38,21 +41,55 @@ class ModelBuffers:
         own: by their numbers those of which each replica keeps its own, with a first axis of all replicas.
 
     Raises:
-        ValueError: if a name is none of a buffer, or a buffer that has no mean is to get it.
+        ValueError: if a name is none of a buffer or frozen parameter, or one that has no mean is to get it.
     """
 
     def __init__(self, module: torch.nn.Module, aggregation: Aggregation, count: int, shown: int = 0) -> None:
-        self.slots = slots_of(module)
-        self._words = [_word(slot, aggregation) for slot in self.slots]
-        names = [slot.name for slot in self.slots]
-        if aggregation is not None and not isinstance(aggregation, str):
-            for name in aggregation:
-                if name not in names:
-                    raise ValueError(f"there is no buffer {name!r}; there are {', '.join(names) or 'none'}")
-        self.moving: frozenset[int] = frozenset()
+        self._module = module
+        self._aggregation = aggregation
+        self._named: Mapping[str, str] = {} if aggregation is None or isinstance(aggregation, str) else aggregation
+        self._count = count
         self._shown = shown
-        each = [number for number, word in enumerate(self._words) if word == PER_REPLICA]
-        self.own = {number: torch.stack([self.slots[number].tensor.detach()] * count) for number in each}
+        self.slots: list[Slot] = []
+        self.moving: frozenset[int] = frozenset()
+        self.own: dict[int, torch.Tensor] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """Look for what was frozen, or is trained again."""
+        slots = slots_of(self._module)
+        names = [slot.name for slot in slots]
+        before = [slot.name for slot in self.slots]
+        if names == before and before:
+            return
+        for name in self._named:
+            if name not in names:
+                raise ValueError(
+                    f"there is no buffer or frozen parameter {name!r}; there are {', '.join(names) or 'none'}"
+                )
+        own = {before[number]: each for number, each in self.own.items()}
+        moving = {before[number] for number in self.moving}
+        self.slots = slots
+        self._words = [_word(slot, self._aggregation) for slot in slots]
+        self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
+        each = [number for number in self._of_word(PER_REPLICA) if not slots[number].is_parameter or self._named]
+        self.own = {
+            number: own[name] if (name := names[number]) in own else self._of_all(slots[number].tensor)
+            for number in each
+        }
+
+    def _of_word(self, word: str) -> list[int]:
+        return [number for number, one in enumerate(self._words) if one == word]
+
+    def _of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor.detach()] * self._count)
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of the frozen parameters that steps change, as far as is known or was said."""
+        slots = enumerate(self.slots)
+        names = [slot.name for number, slot in slots if slot.is_parameter and number in self.moving]
+        return frozenset([*names, *self._named])
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -61,25 +98,29 @@ class ModelBuffers:
 
     def masters_of(self, replica: int) -> list[torch.Tensor]:
         """The buffers with which a replica begins a step."""
-        self._follow()
+        self._follow_shown()
         found = self.masters
         for number, own in self.own.items():
             found[number] = own[replica]
         return found
 
-    def _follow(self) -> None:
+    def _follow_shown(self) -> None:
         """What the program has changed in the module all replicas get."""
         for number, own in self.own.items():
             if not torch.equal(own[self._shown], self.slots[number].tensor):
                 own.copy_(self.slots[number].tensor.detach().expand_as(own))
 
     def named(self) -> dict[str, torch.Tensor]:
-        """All that there is to be saved, by name."""
-        found = {slot.name: slot.tensor for slot in self.slots}
+        """All that there is to be saved besides parameters, by name."""
+        found = {slot.name: slot.tensor for slot in self.slots if not slot.is_parameter}
         return found | {f"{self.slots[number].name}{OF_EACH}": own for number, own in self.own.items()}
 
     def agreed(
-        self, changed: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
+        self,
+        changed: Sequence[int],
+        of_replicas: Sequence[Sequence[Slot]],
+        replicas: Replicas,
+        resized: Sequence[int] = (),
     ) -> dict[int, torch.Tensor]:
         """New values of those that have changed; collective calls where there are any.
 
@@ -87,14 +128,47 @@ class ModelBuffers:
             changed: their numbers, the same on all instances.
             of_replicas: for each local replica its buffers after the step.
             replicas: connects the instances.
+            resized: the numbers of those that have another shape on a replica, the same on all instances.
+
+        Raises:
+            StrategyError: if replicas have other shapes of one, or it is not said that each replica has its own.
         """
+        for number in resized:
+            self._refuse_other_shapes(number, of_replicas, replicas)
         communicator = replicas.communicator
         each = [number for number in changed if self._words[number] == PER_REPLICA]
         means = [number for number in changed if self._words[number] == MEAN]
         firsts = [number for number in changed if self._words[number] == FIRST]
+        self._refuse_unnamed(each)
         found = self._means(means, of_replicas, communicator) if means else {}
         found |= self._firsts(firsts, of_replicas[0], communicator) if firsts else {}
         return found | (self._of_each(each, of_replicas, replicas) if each else {})
+
+    def _refuse_unnamed(self, numbers: Sequence[int]) -> None:
+        if unnamed := [self.slots[number].name for number in numbers if number not in self.own]:
+            raise StrategyError(
+                f"{unnamed[0]} is a frozen parameter that forward passes write; for each replica to keep its own it "
+                f"has to be named: model_state_aggregation={ {unnamed[0]: PER_REPLICA} }"
+            )
+
+    def _refuse_other_shapes(self, number: int, of_replicas: Sequence[Sequence[Slot]], replicas: Replicas) -> None:
+        """Compare the shapes of one that has grown; a collective call."""
+        name = self.slots[number].name
+        if number in self.own:
+            raise StrategyError(
+                f"{name} has changed its shape in the forward pass, and each replica keeps its own; call the module "
+                "once before the Trainer, so that it has its shape"
+            )
+        shapes = [np.zeros(_MOST_AXES, np.int64) for _ in of_replicas]
+        for slots, shape in zip(of_replicas, shapes, strict=True):
+            own = slots[number].tensor.shape
+            shape[: len(own) + 1] = len(own), *own
+        of_all = {tuple(row[1 : row[0] + 1].tolist()) for row in gather_replicas(replicas, shapes, f"shape of {name}")}
+        if len(of_all) > 1:
+            raise StrategyError(
+                f"{name} has become of the shapes {', '.join(map(str, map(list, sorted(of_all))))} on different "
+                "replicas, which cannot agree on it; give it one shape for all batches"
+            )
 
     def keep(self, values: dict[int, torch.Tensor]) -> None:
         """Have a step end with these."""
@@ -103,7 +177,11 @@ class ModelBuffers:
                 if number in self.own:
                     self.own[number].copy_(value)
                     value = value[self._shown]
-                self.slots[number].tensor.copy_(value)
+                slot = self.slots[number]
+                if slot.tensor.shape == value.shape:
+                    slot.tensor.copy_(value)
+                else:
+                    slot.holder[slot.key] = value.clone()
         self.moving |= values.keys()
 
     def _of_each(
@@ -118,12 +196,14 @@ class ModelBuffers:
     def _means(
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], communicator: Communicator
     ) -> dict[int, torch.Tensor]:
-        layout = FlatLayout.of([as_array(self.slots[number].tensor) for number in numbers], 0)
+        tensors = [of_replicas[0][number].tensor for number in numbers]
+        shapes = [jax.ShapeDtypeStruct(tuple(one.shape), dtype_of(one)) for one in tensors]
+        layout = FlatLayout.of(shapes, 0)
         contributions = []
         for slots in of_replicas:
             flat = [np.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
             for view, number in zip(layout.views(flat), numbers, strict=True):
-                view[...] = as_array(slots[number].tensor.to(HOST))
+                as_tensor(view).copy_(slots[number].tensor.detach())
             contributions.append(flat)
         filled = [place for place, buffer in enumerate(layout.buffers) if buffer.size]
         results = [np.empty(buffer.size, buffer.dtype) for buffer in layout.buffers]
@@ -156,7 +236,7 @@ def _word(slot: Slot, aggregation: Aggregation) -> str:
     if word == MEAN and not is_float:
         if isinstance(aggregation, str):
             return FIRST
-        raise ValueError(f"buffer {slot.name} is {slot.tensor.dtype}, which has no mean; use 'first' for it")
+        raise ValueError(f"{slot.name} is {slot.tensor.dtype}, which has no mean; use 'first' for it")
     if slot.tensor.is_complex() and word is None:
         return FIRST
     return word or (MEAN if is_float else FIRST)

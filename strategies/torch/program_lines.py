@@ -26,7 +26,7 @@ def lines_of_module(module: torch.nn.Module) -> list[str]:
 
 def _of_module(module: torch.nn.Module) -> Iterator[str]:
     for name, inner in module.named_modules():
-        attributes = {key: value for key, value in vars(inner).items() if isinstance(value, _PLAIN)}
+        attributes = {key: value for key, value in vars(inner).items() if _is_compared(inner, key, value)}
         numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(attributes.items()))
         yield f"{name or 'the module'}: {type(inner).__qualname__}({inner.extra_repr()}) {numbers}"
     for name, parameter in module.named_parameters():
@@ -36,6 +36,12 @@ def _of_module(module: torch.nn.Module) -> Iterator[str]:
         yield f"{name}: {parameter.dtype}{list(parameter.shape)}{trained}{shown}"
     for name, buffer in module.named_buffers():
         yield f"{name}: buffer {buffer.dtype}{list(buffer.shape)}"
+
+
+def _is_compared(module: torch.nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute belongs to the program: what PyTorch keeps under private names may number a process."""
+    is_private = name.startswith("_") and type(module).__module__.partition(".")[0] == "torch"
+    return isinstance(value, _PLAIN) and not is_private and not name.startswith("_torch")
 
 
 def lines_of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:

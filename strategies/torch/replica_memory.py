@@ -11,6 +11,8 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.roles import Tree
+from strategies.torch.module_parts import Parts
+from strategies.torch.parameter_writes import refuse_writes
 
 HOST = torch.device("cpu")
 
@@ -37,7 +39,10 @@ class ReplicaMemory:
         self.module = module
         self.device = device or HOST
         self.is_shared = device is not None
-        self.originals = list(module.parameters())
+        self._named = list(module.named_parameters())
+        self.originals = [parameter for _, parameter in self._named]
+        self._shapes = [parameter.shape for parameter in self.originals]
+        self._parts = Parts(module)
         self.parameters: list[torch.Tensor] = list(self.originals)
         if self.is_shared:
             self.parameters = [one.detach().to(self.device, copy=True) for one in self.originals]
@@ -52,10 +57,52 @@ class ReplicaMemory:
         return self.parameters if self.is_shared else ()
 
     def follow(self) -> None:
-        """Take over what the parameters of the module have become."""
+        """Take over what the parameters of the module have become.
+
+        Raises:
+            StrategyError: if the module has other parts than when this was made, or parameters of other shapes.
+        """
+        if name := self._parts.changed():
+            raise StrategyError(
+                f"{name} was replaced, added or removed since the module was given to strategies.torch, whose replicas "
+                "and optimizer have the parts from before; change values in place, or close the Trainer and make "
+                "another, with an optimizer of the new parameters"
+            )
+        for (name, parameter), shape in zip(self._named, self._shapes, strict=True):
+            if parameter.shape != shape:
+                raise StrategyError(
+                    f"{name} is of shape {list(parameter.shape)}, and was {list(shape)} when the module was given to "
+                    "strategies.torch; close the Trainer and make another, with a new optimizer"
+                )
         with torch.no_grad():
             for mine, original in zip(self.copies, self.originals, strict=False):
                 mine.copy_(original)
+
+    def refuse_gradients_of_originals(self) -> None:
+        """Look where gradients have gone, when replicas have computed and the module had none before.
+
+        Raises:
+            StrategyError: if the module has one, and not only its copies.
+        """
+        for name, parameter in self._named:
+            if parameter.grad is not None:
+                raise StrategyError(
+                    f"the gradient of {name} went to the module that was given to the Trainer, and not to a replica's "
+                    "copy: the loss function, a hook or an attribute of the module closes over that module; use the "
+                    "one that the loss function is given"
+                )
+
+    def refuse_writes(self, numbers: Sequence[int]) -> None:
+        """Look at the parameters that replicas have in common, and that were written while they computed.
+
+        Args:
+            numbers: of these parameters.
+
+        Raises:
+            StrategyError: if there are any.
+        """
+        trained = [name for name, one in self._named if one.requires_grad]
+        refuse_writes([self._named[number][0] for number in numbers], trained)
 
     def put(self, tree: Tree) -> Tree:
         """The tensors of a tree where the replicas are."""

@@ -3,122 +3,283 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from strategies.errors import StrategyError
+from strategies.torch.compiled_modules import IN_PLACE, compile_like, is_compiled_in_place, kept_contexts
+from strategies.torch.module_parts import Parts, Slot, differs, resized, slots_of
 from strategies.torch.replica_groups import part_of, row_of
 from strategies.torch.replica_memory import ReplicaMemory
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-
-class Slot(NamedTuple):
-    """Where a module has a buffer.
-
-    Attributes:
-        name: of the buffer, as `named_buffers` has it.
-        buffers: the dictionary in which it is.
-        key: its name there.
-    """
-
-    name: str
-    buffers: dict[str, Any]
-    key: str
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """What is there now."""
-        return self.buffers[self.key]
-
-
-def slots_of(module: torch.nn.Module) -> list[Slot]:
-    """The buffers of a module, each once, in their order."""
-    seen: set[int] = set()
-    found = []
-    for prefix, inner in module.named_modules():
-        for key, buffer in inner._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                found.append(Slot(f"{prefix}.{key}" if prefix else key, inner._buffers, key))
-    return found
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_OF_PYTORCH = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
 
 class ReplicaModule:
     """A copy of a module, whose parameters share the memory that replicas have, and have gradients of their own.
 
-    What the program changes in the original between steps is changed here too: parameters and buffers, modes, and
-    attributes that are numbers, words or None. What the copy itself changes in such attributes stays with it.
+    What the program changes in the original between steps is changed here too: parameters and buffers, modes, hooks,
+    and attributes that it sets. What the copy itself changes in such attributes stays with it.
 
     Args:
         memory: of the module, which is not changed, and of its replicas.
         replica: whose copy it is, by its global index.
         replicas: how many there are on all instances.
+        own: the names of the frozen parameters of which the replica has its own; None: of all of them, until `share`
+            is called.
 
     Attributes:
         module: the copy.
         parameters: its parameters in the order of `original.named_parameters()`.
         rows: for each of them which row the replica has; None where it has all of it.
-        slots: its buffers in the order of `slots_of(original)`.
+        slots: its buffers and frozen parameters in the order of `slots_of(original)`.
 
     Raises:
         TypeError: if it cannot be copied.
         StrategyError: if a parameter has not a row for each group of replicas.
     """
 
-    def __init__(self, memory: ReplicaMemory, replica: int = 0, replicas: int = 1) -> None:
+    def __init__(
+        self, memory: ReplicaMemory, replica: int = 0, replicas: int = 1, own: frozenset[str] | None = None
+    ) -> None:
         original, device = memory.module, memory.device
         named = list(original.named_parameters())
         self.rows = [row_of(name, parameter, replica, replicas) for name, parameter in named]
+        frozen = frozenset(slot.name for slot in slots_of(original) if slot.is_parameter)
+        self._own = frozen if own is None else own & frozen
+        self._are_own = [name in self._own for name, _ in named]
         shared = {
-            id(parameter): torch.nn.Parameter(part_of(mine, row), parameter.requires_grad)
-            for (_, parameter), mine, row in zip(named, memory.parameters, self.rows, strict=True)
+            id(parameter): _parameter(part_of(mine, row), parameter.requires_grad, is_own)
+            for (_, parameter), mine, row, is_own in zip(
+                named, memory.parameters, self.rows, self._are_own, strict=True
+            )
         }
-        buffers = {id(one.tensor): one.tensor.detach().to(device, copy=True) for one in slots_of(original)}
-        memo = {**shared, **buffers}
-        try:
-            self.module: torch.nn.Module = copy.deepcopy(original, memo)
-        except (TypeError, RuntimeError) as error:
-            raise TypeError(
-                f"the module cannot be copied for a replica: {error}; keep what cannot be copied, such as open files "
-                "and tensors that were computed, out of its attributes"
-            ) from error
+        buffers = {id(one): one.detach().to(device, copy=True) for one in original.buffers()}
         self._memory = memory
+        self._replicas = replicas
+        self._shared = shared
         self.parameters = list(shared.values())
+        self.module = _copied(original, {**shared, **buffers, **_recomputed(original), **kept_contexts(original)})
+        self._pairs = _pairs(original, self.module)
+        self._put_parameters()
         self.slots = slots_of(self.module)
-        self._pairs = list(zip(original.modules(), self.module.modules(), strict=True))
+        if [slot.name for slot in self.slots] != [slot.name for slot in slots_of(original)]:
+            raise TypeError(_cannot_copy("its copy has other buffers"))
+        for one, mine in self._pairs:
+            if is_compiled_in_place(one):
+                compile_like(mine, one)
         self._last = [dict(_plain_attributes(one)) for one, _ in self._pairs]
         self._seen = [dict(vars(one)) for one, _ in self._pairs]
+        self._hooks = [_hooks_of(mine) for _, mine in self._pairs]
+        self._follow_hooks()
+        self._parts = Parts(self.module)
+
+    def _put_parameters(self) -> None:
+        """See that the copy has the parameters that replicas share; scripted modules copy theirs."""
+        for original, mine in self._pairs:
+            if mine is original:
+                raise TypeError(_cannot_copy(f"{type(original).__qualname__} is its own copy"))
+            for key, parameter in original._parameters.items():
+                meant = None if parameter is None else self._shared[id(parameter)]
+                if mine._parameters[key] is not meant:
+                    mine._parameters[key] = meant
+        if list(map(id, self.module.parameters())) != list(map(id, self.parameters)):
+            raise TypeError(_cannot_copy("its copy has other parameters"))
+
+    def _is_own(self, slot: Slot) -> bool:
+        return not slot.is_parameter or slot.name in self._own
+
+    def share(self, all_but: frozenset[str]) -> None:
+        """Have frozen parameters in common with the other replicas again, but for those with these names."""
+        if self._own - all_but:
+            self._own &= all_but
+            own = {id(slot.tensor) for slot in self.slots if self._is_own(slot)}
+            self._are_own = [id(parameter) in own for parameter in self.parameters]
+            self._follow_parameters()
+
+    def begin_with(self, masters: Sequence[torch.Tensor]) -> None:
+        """Take over buffers, and the frozen parameters of which the replica has its own."""
+        with torch.no_grad():
+            for slot, master in zip(self.slots, masters, strict=True):
+                tensor = slot.tensor
+                if not self._is_own(slot):
+                    continue
+                if tensor.shape == master.shape and not tensor.requires_grad:
+                    tensor.copy_(master)
+                elif slot.is_parameter:
+                    tensor.data = master.detach().to(self._memory.device, copy=True)
+                else:
+                    slot.holder[slot.key] = master.detach().to(self._memory.device, copy=True)
+
+    def changed(self, masters: Sequence[torch.Tensor], moving: frozenset[int]) -> list[float]:
+        """For each slot whether it differs from what it began with, 0 or 1; where its shape does, see `resized`.
+
+        Args:
+            masters: with which the replica began.
+            moving: the numbers of slots of which it is known that they change.
+        """
+        pairs = enumerate(zip(self.slots, masters, strict=True))
+        return [self._change(slot, master, number in moving) for number, (slot, master) in pairs]
+
+    def _change(self, slot: Slot, master: torch.Tensor, is_moving: bool) -> float:
+        if not self._is_own(slot):
+            return 0.0
+        if slot.tensor.shape != master.shape:
+            return resized(self._replicas)
+        return float(is_moving or differs(slot.tensor, master))
+
+    def refuse_other_parts(self) -> None:
+        """Look at what the forward pass has left.
+
+        Raises:
+            StrategyError: if it has replaced, added or removed a module, a parameter or a buffer.
+        """
+        if name := self._parts.changed():
+            raise StrategyError(
+                f"the forward pass of a replica has replaced, added or removed {name}, and only its copy of the module "
+                "has it then; make all modules, parameters and buffers before the Trainer, and change them in place"
+            )
+
+    def refuse_writes(self, numbers: Sequence[int]) -> None:
+        """Look at the parameters that were written while the replica computed; it may write those of its own.
+
+        Args:
+            numbers: of these parameters.
+
+        Raises:
+            StrategyError: if there are others.
+        """
+        self._memory.refuse_writes([number for number in numbers if not self._are_own[number]])
 
     def follow(self) -> None:
         """Take over what the program has changed in the original, but for its buffers."""
+        self._follow_parameters()
+        self._follow_hooks()
+        self._follow_attributes()
+
+    def _follow_parameters(self) -> None:
         memory = self._memory
-        for mine, source, original, row in zip(
-            self.parameters, memory.parameters, memory.originals, self.rows, strict=True
+        for mine, source, original, row, is_own in zip(
+            self.parameters, memory.parameters, memory.originals, self.rows, self._are_own, strict=True
         ):
             part = source if row is None else part_of(source, row)
-            if mine.data_ptr() != part.data_ptr():
+            if not is_own and (mine.data_ptr() != part.data_ptr() or mine.stride() != part.stride()):
                 mine.data = part.detach()
             if mine.requires_grad is not original.requires_grad:
                 mine.requires_grad_(original.requires_grad)
+
+    def _follow_attributes(self) -> None:
         for (original, mine), last, seen in zip(self._pairs, self._last, self._seen, strict=True):
             now = vars(original)
-            if now.keys() == seen.keys() and all(map(is_, now.values(), seen.values())):
+            is_scripted = isinstance(original, torch.jit.ScriptModule)
+            if not is_scripted and now.keys() == seen.keys() and all(map(is_, now.values(), seen.values())):
                 continue  # 1 us; to look at the attributes one by one takes ten times as long
-            seen.clear()
-            seen.update(now)
             for name, value in _plain_attributes(original):
                 if last.get(name, _Unknown) != value:
                     last[name] = value
                     setattr(mine, name, value)
+            if not is_scripted:
+                self._follow_others(original, mine, seen)
+
+    def _follow_others(self, original: torch.nn.Module, mine: torch.nn.Module, seen: dict[str, Any]) -> None:
+        """Take over attributes that are no numbers, words or None."""
+        now = vars(original)
+        for name, value in now.items():
+            if name == IN_PLACE:
+                if value is not seen.get(name):
+                    compile_like(mine, original)
+            elif value is not seen.get(name, _Unknown) and not isinstance(value, _PLAIN) and name not in _OF_PYTORCH:
+                vars(mine)[name] = copy.deepcopy(value, self._memo())
+        for name in seen.keys() - now.keys():
+            vars(mine).pop(name, None)
+        seen.clear()
+        seen.update(now)
+
+    def _follow_hooks(self) -> None:
+        """Take over the hooks that were added to modules, and give up those that were removed."""
+        for (original, mine), known in zip(self._pairs, self._hooks, strict=True):
+            for name, keys in known.items():
+                now = getattr(original, name)
+                if not now and not keys:
+                    continue
+                own = getattr(mine, name)
+                for key in now.keys() - keys:
+                    own[key] = copy.deepcopy(now[key], self._memo())
+                for key in keys - now.keys():
+                    del own[key]
+                known[name] = set(now)
+
+    def _memo(self) -> dict[int, Any]:
+        """What stands for the parts of the original where something else is copied."""
+        return {**{id(original): mine for original, mine in self._pairs}, **self._shared}
+
+
+def _parameter(part: torch.Tensor, is_trained: bool, is_own: bool) -> torch.nn.Parameter:
+    """A parameter in memory that it shares, or in its own: not by `data`, which would share the counter of writes."""
+    return torch.nn.Parameter(part.clone() if is_own else part, is_trained)
 
 
 class _Unknown:
     """No attribute has this value."""
 
 
+def _cannot_copy(why: str) -> str:
+    return (
+        f"the module cannot be copied for a replica: {why}; keep what cannot be copied, such as open files and tensors "
+        "that were computed, out of its attributes"
+    )
+
+
+def _copied(original: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    try:
+        copied: torch.nn.Module = copy.deepcopy(original, memo)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(_cannot_copy(str(error))) from error
+    return copied
+
+
+def _pairs(original: torch.nn.Module, copied: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """The modules of the original, each with its copy."""
+    own, others = list(original.named_modules()), list(copied.named_modules())
+    if [name for name, _ in own] != [name for name, _ in others]:
+        raise TypeError(_cannot_copy("its copy has other modules"))
+    return [(one, mine) for (_, one), (_, mine) in zip(own, others, strict=True)]
+
+
+def _recomputed(module: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Values for the tensors that a hook computes before each call, as of weight norm and pruning.
+
+    They have a history, which `copy.deepcopy` refuses.
+    """
+    return {
+        id(value): value.detach().clone()
+        for one in module.modules()
+        if one._forward_pre_hooks
+        for value in vars(one).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
+
+
+def _hooks_of(module: torch.nn.Module) -> dict[str, set[int]]:
+    return {name: set(getattr(module, name)) for name in _HOOKS}
+
+
 def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    attributes: Mapping[str, Any] = vars(module)
+    attributes: Any = vars(module)
+    if isinstance(module, torch.jit.ScriptModule):  # whose attributes are elsewhere
+        names = {"training", *module._concrete_type.get_attributes()}
+        attributes = {name: getattr(module, name, None) for name in names}
     return ((name, value) for name, value in attributes.items() if isinstance(value, _PLAIN))

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from torch.jit import optimized_execution
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
@@ -20,6 +21,8 @@ from strategies.roles import Batch, Tree
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.options import TorchOptions
+from strategies.torch.parameter_hooks import ParameterHooks
+from strategies.torch.parameter_writes import WriteCounters
 from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_memory import ReplicaMemory
@@ -56,6 +59,13 @@ class Turn:
     residuals: Sequence[np.ndarray]
 
 
+class _OfThread(threading.local):
+    run: ReplicaRun | None = None
+
+
+_of_thread = _OfThread()
+
+
 class ReplicaRun:
     """The computations of one local replica.
 
@@ -87,6 +97,7 @@ class ReplicaRun:
     ) -> None:
         self.replica = replica
         self.copy = ReplicaModule(memory, replica, replicas)
+        self._writes = WriteCounters(self.copy.parameters)
         self._memory = memory
         self._loss_fn = loss_fn
         self._options = options
@@ -105,16 +116,24 @@ class ReplicaRun:
         self.contribution: Contribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
         self.outputs: list[Tree] = []
-        for number, parameter in enumerate(self.copy.parameters):
+        self._hooks: list[ParameterHooks] = []  # of the parameters that are trained
+        for number, (original, parameter) in enumerate(zip(memory.originals, self.copy.parameters, strict=True)):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, len(self._trained)))
                 self._trained.append(number)
+                self._hooks.append(ParameterHooks(original, parameter))
 
     @property
     def is_of_these(self) -> bool:
         """Whether the parameters that are trained are still those for which it was made."""
         flags = [parameter.requires_grad for parameter in self.copy.parameters]
         return [number for number, flag in enumerate(flags) if flag] == self._trained
+
+    def follow(self) -> None:
+        """Take over what the program has changed in the module."""
+        self.copy.follow()
+        for hooks in self._hooks:
+            hooks.follow()
 
     def compute(self, batch: Batch, turn: Turn) -> None:
         """Make the passes of a step, in this thread; when it returns or raises, every bucket is finished.
@@ -135,11 +154,8 @@ class ReplicaRun:
     def _compute(self, batch: Batch, turn: Turn) -> None:
         for parameter in self.copy.parameters:
             parameter.grad = None
-        for slot, master in zip(self.copy.slots, turn.masters, strict=True):
-            if slot.tensor.shape == master.shape and not slot.tensor.requires_grad:
-                slot.tensor.copy_(master)
-            else:
-                slot.buffers[slot.key] = master.detach().to(self._memory.device, copy=True)
+        self.copy.begin_with(turn.masters)
+        self._writes.begin()
         count = self._options.gradient_accumulation_count
         parts = parts_of(batch, count)
         values: list[list[float]] = [[] for _ in parts]
@@ -147,7 +163,8 @@ class ReplicaRun:
 
         def work(number: int, walk: Walk | None) -> None:
             seed = seed_of(self._options.seed, self.replica, turn.step, number)
-            with drawing_from(seed, self._memory.device):
+            _of_thread.run = self
+            with drawing_from(seed, self._memory.device), optimized_execution(False):  # see docs/torch.md
                 with self._autocast():
                     returned = self._loss_fn(self.copy.module, self._memory.put(parts[number]))
                 loss, metrics, outputs = outcome_of(returned)
@@ -173,6 +190,9 @@ class ReplicaRun:
                 self.pipeline.each(work)
         finally:
             self._leaving = None
+            _of_thread.run = None
+        self.copy.refuse_other_parts()
+        self.copy.refuse_writes(self._writes.written())
         total = values[0]
         for more in values[1:]:
             total = [one + other for one, other in zip(total, more, strict=True)]
@@ -214,6 +234,13 @@ class ReplicaRun:
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """A gradient is complete: called by autograd, in the thread of the replica."""
+        if _of_thread.run not in (self, None):
+            raise StrategyError(
+                f"the loss of a replica depends on parameters of replica {self.replica}: the module or the loss "
+                "function keeps tensors of a forward pass where all replicas find them, as in a list that a hook "
+                "closes over; keep them in attributes of the module that the hook is given"
+            )
+        self._hooks[number].after_accumulation()
         if self._leaving != threading.get_ident():
             return
         if self._seen[number]:
@@ -255,7 +282,9 @@ class ReplicaRun:
             self._take_all(gradients, turn)
         for number in self._trained:
             self.copy.parameters[number].grad = None
-        self.contribution.set_tail([*values, float(turn.notice), *map(float, self._seen), *self._changes(turn)])
+        self.contribution.set_tail(
+            [*values, float(turn.notice), *map(float, self._seen), *self.copy.changed(turn.masters, turn.moving)]
+        )
 
     def _take_all(self, gradients: Sequence[torch.Tensor | None], turn: Turn) -> None:
         assert self.contribution is not None
@@ -274,13 +303,6 @@ class ReplicaRun:
         """Whether the gradient of a parameter is, until it is given back."""
         assert self.contribution is not None
         return self.contribution.is_finite(number)
-
-    def _changes(self, turn: Turn) -> list[float]:
-        """For each buffer whether the replica has changed it."""
-        return [
-            float(number in turn.moving or not _is_same(slot.tensor, master))
-            for number, (slot, master) in enumerate(zip(self.copy.slots, turn.masters, strict=True))
-        ]
 
 
 def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any], Tree]:
@@ -316,13 +338,3 @@ def _number(name: str, value: Any) -> float:
             f"the metric {name!r} is {what}; metrics are scalars: return what is to be seen of every row as outputs, "
             "(loss, metrics, outputs)"
         ) from error
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one = one.to(other.device)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        raise StrategyError(
-            f"a buffer has become {one.dtype}{list(one.shape)}, and was {other.dtype}{list(other.shape)}; buffers "
-            "keep their shapes and dtypes"
-        )
-    return bool(torch.equal(one, other))

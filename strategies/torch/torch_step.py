@@ -164,6 +164,7 @@ class TorchStep:
             with instruments.during[EXCHANGE]:
                 self._exchange.reduce(number, contributions)
         assert self._exchange is not None
+        training.memory_of_replicas.refuse_gradients_of_originals()
         return self._finish(batch, local, self._exchange, scale)
 
     def _let_go(self) -> None:
@@ -179,9 +180,7 @@ class TorchStep:
         tail = exchange.tail
         self._notice.agree(tail.notice)
         self._refuse_gradients_of_some(exchange.plan, tail, local)
-        changed = np.flatnonzero(tail.has_changed).tolist()
-        slots = [run.copy.slots for run in local.runs]
-        values = training.buffers.agreed(changed, slots, self._replicas) if changed else {}
+        values = self._new_buffers(tail.has_changed, local)
         means = exchange.means(1.0 if exchange.plan.quantised else scale)
         is_finite = self._is_finite(exchange.plan, means, local)
         local.give_back()
@@ -193,6 +192,7 @@ class TorchStep:
         if is_finite:
             self._update(means, tail)
             training.buffers.keep(values)
+            local.share_frozen(training.buffers.written)
             if exchange.plan.quantised:
                 training.residuals = [run.residuals for run in local.runs]
         training.step += 1
@@ -201,6 +201,14 @@ class TorchStep:
         if self._recorder.is_on:
             self._recorder.updated(training.recorded(), training.metrics)
         return training.metrics
+
+    def _new_buffers(self, shares: np.ndarray, local: LocalReplicas) -> dict[int, torch.Tensor]:
+        """What replicas agree on of buffers and frozen parameters, by the share of the replicas that changed each."""
+        if not shares.any():
+            return {}
+        slots = [run.copy.slots for run in local.runs]
+        changed, resized = np.flatnonzero(shares).tolist(), np.flatnonzero(shares > 1).tolist()
+        return self._training.buffers.agreed(changed, slots, self._replicas, resized)
 
     def _named(self, plan: GradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         """The mean gradients by their names; of parameters that are not trained arrays without elements."""
@@ -278,6 +286,7 @@ class TorchStep:
             self._exchange = None
             self._agreed.clear()
             local, count = self._replicas.local_replicas, self._replicas.num_replicas_in_sync
+            self._training.buffers.follow()
             refuse_groups(self._training.module, self._training.optimizer, self._options)
             self._local = LocalReplicas(
                 local,

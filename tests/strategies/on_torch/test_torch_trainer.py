@@ -207,7 +207,9 @@ class TestBuffers:
         assert module.seen.sum() == 2 * 64, "replica 0 has seen two rows"
 
     def test_may_be_named(self):
-        with pytest.raises(ValueError, match="there is no buffer 'mean'; there are norm.running_mean"):
+        with pytest.raises(
+            ValueError, match="there is no buffer or frozen parameter 'mean'; there are norm.running_mean"
+        ):
             one_step(new_module("convolutions"), model_state_aggregation={"mean": "first"})
         with pytest.raises(ValueError, match="num_batches_tracked is torch.int64, which has no mean"):
             one_step(new_module("convolutions"), model_state_aggregation={"norm.num_batches_tracked": "mean"})

@@ -1,0 +1,115 @@
+"""The parts of a module: where its buffers and frozen parameters are, and whether all parts are still those it had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from strategies.errors import StrategyError
+from strategies.torch.replica_groups import groups_of
+
+
+class Slot(NamedTuple):
+    """Where a module has a tensor that its forward pass may change: a buffer, or a frozen parameter.
+
+    Attributes:
+        name: of the tensor, as `named_buffers` or `named_parameters` has it.
+        holder: the dictionary in which it is.
+        key: its name there.
+        is_parameter: whether it is a frozen parameter.
+    """
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+    is_parameter: bool = False
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is there now."""
+        return self.holder[self.key]
+
+
+def slots_of(module: torch.nn.Module) -> list[Slot]:
+    """The buffers of a module, then its frozen parameters, each once, in their order.
+
+    Without parameters of which groups of replicas have rows: their replicas share these.
+    """
+    buffers = [Slot(*place) for place in _places(module, "_buffers")]
+    parameters = [Slot(*place, True) for place in _places(module, "_parameters")]
+    return buffers + [slot for slot in parameters if not slot.tensor.requires_grad and groups_of(slot.tensor) is None]
+
+
+def _places(module: torch.nn.Module, attribute: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    seen: set[int] = set()
+    for prefix, inner in module.named_modules():
+        holder = getattr(inner, attribute)
+        for key, tensor in holder.items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield _joined(prefix, key), holder, key
+
+
+def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether a tensor has other bits than that with which a replica began.
+
+    Raises:
+        StrategyError: if it has another dtype.
+    """
+    if tensor.dtype != master.dtype:
+        raise StrategyError(
+            f"a buffer has become {tensor.dtype}{list(tensor.shape)}, and was {master.dtype}{list(master.shape)}; "
+            "buffers keep their dtypes"
+        )
+    return tensor.shape != master.shape or not torch.equal(tensor.to(master.device), master)
+
+
+def resized(replicas: int) -> float:
+    """What a replica says of a tensor whose shape has changed: the mean over all replicas is above 1 then."""
+    return 2.0 * replicas
+
+
+class Parts:
+    """The modules, parameters and buffers that a module had, to find out cheaply whether it has others.
+
+    Args:
+        module: looked at now, and whenever `changed` is asked.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._kept: list[tuple[str, Callable[[str], Any], str, Any]] = []
+        self._nothing: list[tuple[str, Callable[[str], Any], str]] = []
+        self._sizes: list[tuple[str, Any, int]] = []
+        for prefix, inner in module.named_modules():
+            for holder in (inner._parameters, inner._modules):
+                get = _getter(holder)
+                self._kept += [(_joined(prefix, key), get, key, one) for key, one in holder.items()]
+            buffers = inner._buffers
+            empty = [key for key, buffer in buffers.items() if buffer is None]
+            self._nothing += [(_joined(prefix, key), _getter(buffers), key) for key in empty]
+            holders = (inner._parameters, inner._modules, buffers)
+            self._sizes += [(prefix, holder, len(holder)) for holder in holders]
+
+    def changed(self) -> str | None:
+        """The name of a part that was replaced, added or removed; None where all are as they were."""
+        for name, get, key, one in self._kept:
+            if get(key) is not one:
+                return name
+        for name, get, key in self._nothing:
+            if get(key) is not None:
+                return name
+        for name, holder, size in self._sizes:
+            if len(holder) != size:
+                return f"a part of {name or 'the module itself'}"
+        return None
+
+
+def _getter(holder: Any) -> Callable[[str], Any]:
+    """How to ask for a key: the dictionaries of scripted modules know no `get`, and lose no key."""
+    return holder.get if isinstance(holder, dict) else holder.__getitem__
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

@@ -1,0 +1,126 @@
+"""Notices parameters that are written while a module computes, which replicas or instances would not have alike.
+
+PyTorch counts the writes to a tensor, so counters and addresses are compared every time. A write through
+`parameter.data` is not counted: at the first pass, the second, the fourth, the eighth and so on bits are compared, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from strategies.comparing.digest import Digest, digest_of
+from strategies.errors import StrategyError
+from strategies.torch.module_parts import Parts
+from strategies.torch.tensors import as_array
+
+
+class WriteCounters:
+    """Compares counters and addresses of tensors before and after a computation.
+
+    Args:
+        tensors: that are looked at.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._before: list[tuple[int, int]] = []
+
+    def begin(self) -> None:
+        """The computation begins."""
+        self._before = [(one.data_ptr(), one._version) for one in self._tensors]
+
+    def written(self) -> list[int]:
+        """The numbers of the tensors that were written since, or put into other memory."""
+        pairs = enumerate(zip(self._tensors, self._before, strict=True))
+        return [number for number, (one, before) in pairs if (one.data_ptr(), one._version) != before]
+
+
+class WrittenBits:
+    """Compares the bits of tensors before and after a computation, each time half as often as before.
+
+    Args:
+        tensors: that are looked at.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._passes = 0
+        self._before: list[Digest] | None = None
+
+    def begin(self) -> None:
+        """The computation begins."""
+        self._passes += 1
+        is_power_of_two = not self._passes & (self._passes - 1)
+        self._before = self._digests() if is_power_of_two else None
+
+    def written(self) -> list[int]:
+        """The numbers of the tensors whose bits have changed since, if they are looked at this time."""
+        if self._before is None:
+            return []
+        pairs = enumerate(zip(self._digests(), self._before, strict=True))
+        return [number for number, (one, before) in pairs if one != before]
+
+    def _digests(self) -> list[Digest]:
+        return [digest_of([as_array(one.detach().cpu())]) for one in self._tensors]
+
+
+class ForwardWatch:
+    """Watches the forward passes of a module that is a replica itself, and may write what is frozen.
+
+    Args:
+        module: whose parameters are looked at.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._look()
+
+    def _look(self) -> None:
+        self._parts = Parts(self._module)
+        self._named = list(self._module.named_parameters())
+        tensors = [one for _, one in self._named]
+        self._counters, self._bits = WriteCounters(tensors), WrittenBits(tensors)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch a forward pass.
+
+        Raises:
+            StrategyError: if it has written a parameter that is trained.
+        """
+        if self._parts.changed():
+            self._look()
+        self._counters.begin()
+        self._bits.begin()
+        yield
+        written = [self._named[number] for number in sorted({*self._counters.written(), *self._bits.written()})]
+        trained = [name for name, one in written if one.requires_grad]
+        refuse_writes(trained, trained)
+
+
+def refuse_writes(written: Sequence[str], trained: Container[str]) -> None:
+    """Look at the parameters that a forward or backward pass has written.
+
+    Args:
+        written: the names of these parameters.
+        trained: the names of all that are trained.
+
+    Raises:
+        StrategyError: if there are any.
+    """
+    if wrong := [name for name in written if name in trained]:
+        raise StrategyError(
+            f"{', '.join(wrong)} was written while a replica computed, as Embedding(max_norm=...) does in its forward "
+            "pass, and is trained: replicas have one in common, and what each writes into it would be lost or mixed. "
+            "Write it between steps, into the module that was given to strategies.torch, or compute another tensor of "
+            "it in the forward pass; what is frozen with requires_grad_(False) may be written"
+        )
+    if written:
+        raise StrategyError(
+            f"{', '.join(written)} is frozen, and was written while a replica computed, but not in the first step, "
+            "since which replicas have it in common; say from the start how replicas agree on it: "
+            f"model_state_aggregation={ {written[0]: 'mean'} }"
+        )

@@ -1,0 +1,285 @@
+"""Modules that write parameters in their forward passes: frozen ones agree as buffers do, trained ones are refused."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_modules import data
+
+import strategies
+import strategies.torch
+from strategies import StrategyError
+
+REPLICAS = 4
+
+
+class Momentum(nn.Module):
+    """An encoder, and another that follows it by a moving average, in the forward pass, as of MoCo and BYOL."""
+
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(5)
+        self.query, self.last = nn.Linear(64, 6), nn.Linear(6, 5)
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.write = write
+
+    def forward(self, x):
+        rows = x.flatten(1)
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            self.write(key, query, rows)
+        return self.last(torch.tanh(self.query(rows)) + torch.tanh(self.key(rows)))
+
+
+@torch.no_grad()
+def in_place(key, query, rows):
+    key.mul_(0.9).add_(query, alpha=0.1)
+
+
+def through_data(key, query, rows):
+    key.data.mul_(0.9).add_(query.data, alpha=0.1)
+
+
+def by_new_data(key, query, rows):
+    key.data = key.data * 0.9 + query.data * 0.1
+
+
+def of_the_rows(key, query, rows):
+    """Replicas write other numbers."""
+    key.data = key.data * 0.9 + rows.mean()
+
+
+class PowerIteration(nn.Module):
+    """A spectral norm whose vector is a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight, self.u = nn.Parameter(torch.randn(5, 64)), nn.Parameter(torch.randn(5), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            v = F.normalize(self.weight.t() @ self.u, dim=0)
+            self.u.data = F.normalize(self.weight @ v, dim=0)
+        return x.flatten(1) @ (self.weight / (self.u @ self.weight @ v)).t()
+
+
+KINDS = {
+    "in place": lambda: Momentum(in_place),
+    "through data": lambda: Momentum(through_data),
+    "by new data": lambda: Momentum(by_new_data),
+    "otherwise on each replica": lambda: Momentum(of_the_rows),
+    "power iteration": PowerIteration,
+}
+
+
+class MaxNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.table, self.last = nn.Embedding(40, 8, max_norm=1.0), nn.Linear(8, 5)
+
+    def forward(self, x):
+        words = (x.abs() * 9).long().clamp(max=39)
+        return self.last(self.table(words).mean((1, 2)))
+
+
+class Clipped(nn.Module):
+    """Clips its weights, as the critic of a WGAN, in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.last = nn.Linear(64, 5)
+
+    def forward(self, x):
+        self.last.weight.data.clamp_(-0.1, 0.1)
+        return self.last(x.flatten(1))
+
+
+def loss_fn(module, batch):
+    return F.cross_entropy(module(batch["x"]), batch["y"])
+
+
+def bits(module):
+    return strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+
+
+def trained(strategy, module, steps=4, **options):
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+    dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+    for batch in [batch for epoch in range(2) for batch in dataset.epoch(epoch)][:steps]:
+        trainer.step(batch)
+    trainer.close()
+    return bits(module)
+
+
+def looped(strategy, module, steps=4, **options):
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    model = strategies.torch.DistributedModel(module, strategy, **options)
+    dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+    for batch in [batch for epoch in range(2) for batch in dataset.epoch(epoch)][:steps]:
+        optimizer.zero_grad()
+        loss_fn(model, {name: torch.as_tensor(each) for name, each in batch.items()}).backward()
+        optimizer.step()
+    return bits(module)
+
+
+class TestFrozenParameters:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances):
+        module = KINDS[kind]()
+        found = [
+            bits
+            for count in (1, 2, 4)
+            for bits in on_instances(count, REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
+        ]
+        found += on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, copy.deepcopy(module)))
+        assert found == [found[0]] * 11
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_have_the_bits_of_plain_pytorch_on_one_replica(self, kind):
+        module = KINDS[kind]()
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        strategy = strategies.IPUStrategy(1)
+        batches = strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0)
+        for _, batch in zip(range(3), batches, strict=False):
+            optimizer.zero_grad()
+            loss_fn(module, {name: torch.as_tensor(each) for name, each in batch.items()}).backward()
+            optimizer.step()
+        assert trained(strategy, KINDS[kind](), steps=3) == bits(module)
+
+    def test_are_the_mean_over_replicas_or_what_is_said(self):
+        batch = {name: each[:4] for name, each in data().items()}
+        halves = [batch["x"][:2].mean(), batch["x"][2:].mean()]
+        for word, expected in (("mean", sum(halves) / 2), ("first", halves[0])):
+            module = Momentum(of_the_rows)
+            before = module.key.bias.clone()
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            options = {"model_state_aggregation": {"key.bias": word}}
+            strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer, **options).step(batch)
+            torch.testing.assert_close(module.key.bias.detach(), before * 0.9 + expected)
+
+    def test_may_be_kept_by_each_replica(self, on_instances):
+        options = {"model_state_aggregation": {"key.bias": "per_replica"}}
+
+        first = Momentum(of_the_rows)
+
+        def train(strategy):
+            module = copy.deepcopy(first)
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+            dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+            for batch in dataset.epoch(0):
+                trainer.step(batch)
+            return np.array(trainer.state.model_state["key.bias of each replica"])
+
+        found = [each for count in (1, 2) for each in on_instances(count, 2, train)]
+        assert found[0].shape == (2, 6)
+        assert (found[0][0] != found[0][1]).all()
+        assert all(np.array_equal(found[0], each) for each in found)
+
+    def test_that_each_replica_keeps_are_named(self):
+        with pytest.raises(StrategyError, match=r"key\.weight is a frozen parameter .* named: .*'key.weight': 'per_r"):
+            trained(strategies.IPUStrategy(2), Momentum(of_the_rows), model_state_aggregation="per_replica")
+
+    def test_that_nobody_writes_share_memory_after_the_first_step(self):
+        module = Momentum(lambda key, query, rows: None)
+        seen = []
+
+        def loss(module, batch):
+            seen.append(module.key.weight.data_ptr())
+            return loss_fn(module, batch)
+
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss, optimizer)
+        for _ in range(2):
+            trainer.step({name: each[:4] for name, each in data().items()})
+        assert len(set(seen[:2])) == 2
+        assert seen[2:] == [module.key.weight.data_ptr()] * 2
+
+    @pytest.mark.parametrize("write", [in_place, through_data, by_new_data])
+    def test_that_are_written_later_are_refused_unless_that_was_said(self, write):
+        def later(key, query, rows):
+            if steps:
+                write(key, query, rows)
+
+        steps = []
+        for options in ({}, {"model_state_aggregation": {"key.weight": "mean", "key.bias": "mean"}}):
+            steps.clear()
+            module = Momentum(later)
+            before = module.key.weight.clone()
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer, **options)
+            batch = {name: each[:4] for name, each in data().items()}
+            trainer.step(batch)
+            steps.append(1)
+            if options:
+                trainer.step(batch)
+                assert (module.key.weight != before).any()
+                continue
+            with pytest.raises(StrategyError, match=r"key\.weight.* is frozen, and was written .*'key.weight': 'mean'"):
+                trainer.step(batch)
+
+    def test_may_be_thawed(self, on_instances):
+        first = Momentum(lambda key, query, rows: None)
+
+        def train(strategy):
+            module = copy.deepcopy(first)
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
+            before = module.key.weight.clone()
+            for batch in strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0):
+                trainer.step(batch)
+                module.key.requires_grad_()
+            return bits(module), bool((module.key.weight != before).all())
+
+        found = [each for count in (1, 2) for each in on_instances(count, 2, train)]
+        assert found == [(found[0][0], True)] * 3
+
+
+class TestTrainedParameters:
+    @pytest.mark.parametrize(
+        ("kind", "name"), [(MaxNorm, r"table\.weight"), (Clipped, r"last\.weight")], ids=["max_norm", "clipped"]
+    )
+    def test_are_refused_by_name(self, kind, name):
+        for replicas in (1, 2):
+            with pytest.raises(StrategyError, match=rf"^{name} was written while a replica computed, .* is trained"):
+                trained(strategies.IPUStrategy(replicas), kind())
+
+    @pytest.mark.parametrize(
+        ("kind", "name"), [(MaxNorm, r"table\.weight"), (Clipped, r"last\.weight")], ids=["max_norm", "clipped"]
+    )
+    def test_are_refused_in_a_loop(self, kind, name, on_instances):
+        module = kind()
+
+        def loop(strategy):
+            with pytest.raises(StrategyError, match=rf"^{name} was written while a replica computed, .* is trained"):
+                looped(strategy, copy.deepcopy(module))
+
+        on_instances(2, 2, loop)
+
+    def test_may_be_written_between_steps(self):
+        module = MaxNorm()
+        module.table.max_norm = None
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer)
+        for _ in range(3):
+            with torch.no_grad():
+                torch.embedding_renorm_(module.table.weight, torch.arange(40), 1.0, 2.0)
+            trainer.step({name: each[:4] for name, each in data().items()})
+        assert module.table.weight.norm(dim=1).max() < 1.1
+
+    def test_are_refused_in_evaluations(self):
+        module = Clipped()
+        trainer = strategies.torch.Trainer(
+            strategies.IPUStrategy(2), module, loss_fn, torch.optim.SGD(module.parameters(), 0.1)
+        )
+        module.last.weight.data.mul_(9)
+        with pytest.raises(StrategyError, match=r"^last\.weight was written while a replica computed"):
+            trainer.evaluate([{name: each[:4] for name, each in data().items()}])

@@ -1,0 +1,314 @@
+"""A replica's copy of a module is the module: its parameters, hooks and compilation, also when they change."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch_modules import data
+
+import strategies
+import strategies.torch
+from strategies import StrategyError
+
+STEPS = 2
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 9), nn.Linear(9, 5)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x.flatten(1))))
+
+
+def net():
+    torch.manual_seed(1)
+    return Net()
+
+
+def loss_fn(module, batch):
+    return F.cross_entropy(module(batch["x"]), batch["y"])
+
+
+def rows(count=8):
+    return {name: each[:count] for name, each in data().items()}
+
+
+def new_trainer(module, loss_fn=loss_fn, replicas=2, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    return strategies.torch.Trainer(strategies.IPUStrategy(replicas), module, loss_fn, optimizer, **options)
+
+
+def by_trainer(module, change=lambda module: None, **options):
+    """The parameters after some steps on one replica, with a change between them."""
+    trainer = new_trainer(module, replicas=1, **options)
+    for _ in range(STEPS):
+        trainer.step(rows())
+        change(module)
+    trainer.close()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def by_plain_pytorch(module, change=lambda module: None):
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.jit.optimized_execution(False):
+            loss_fn(module, rows()).backward()
+        optimizer.step()
+        change(module)
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def masked(register):
+    def make():
+        module = net()
+        register(module.first.weight)
+        return module
+
+    return make
+
+
+def mask_gradient(weight):
+    mask = (torch.arange(64) % 2).float()
+    weight.register_hook(lambda gradient: gradient * mask)
+    weight.register_hook(lambda gradient: gradient / 2)
+
+
+def mask_accumulated(weight):
+    def keep_first_rows(parameter):
+        parameter.grad[:3] = 0
+
+    weight.register_post_accumulate_grad_hook(keep_first_rows)
+
+
+def changed_by(change):
+    def make():
+        module = net()
+        change(module)
+        return module
+
+    return make
+
+
+def with_weight_norm():
+    module = net()
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(module.first)
+    return module
+
+
+def scripted():
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        return torch.jit.script(net())
+
+
+def traced():
+    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+        return torch.jit.trace(net(), rows()["x"])
+
+
+def half_scripted():
+    module = net()
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        module.first = torch.jit.script(module.first)
+    return module
+
+
+KINDS = {
+    "scripted": scripted,
+    "traced": traced,
+    "scripted in part": half_scripted,
+    "with hooks on gradients": masked(mask_gradient),
+    "with hooks after accumulation": masked(mask_accumulated),
+    "with weight norm": with_weight_norm,
+    "with weight norm as parametrization": changed_by(lambda one: parametrizations.weight_norm(one.first)),
+    "with orthogonal weights": changed_by(lambda one: parametrizations.orthogonal(one.second)),
+    "with spectral norm": changed_by(lambda one: parametrizations.spectral_norm(one.first)),
+    "pruned": changed_by(lambda one: prune.l1_unstructured(one.first, "weight", 0.5)),
+    "compiled": lambda: torch.compile(net(), backend="aot_eager"),
+    "compiled in place": changed_by(lambda one: one.compile(backend="aot_eager")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_has_the_bits_of_plain_pytorch_whatever_it_is_made_of(kind):
+    found, expected = by_trainer(KINDS[kind]()), by_plain_pytorch(KINDS[kind]())
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", ["scripted", "with hooks on gradients", "with spectral norm", "compiled in place"])
+def test_a_module_has_the_same_bits_for_every_number_of_instances(kind, on_instances):
+    made = [KINDS[kind]() for _ in range(3)]
+    modules = iter(made)
+
+    def train(strategy):
+        module = next(modules)
+        trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters(), 0.01))
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+        for batch in dataset.epoch(0):
+            trainer.step(batch)
+        trainer.close()
+        return strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+
+    found = on_instances(1, 2, train) + on_instances(2, 2, train)
+    assert found == [found[0]] * 3
+
+
+class TestHooksOfParameters:
+    def test_see_the_gradient_of_a_replica_and_each_micro_batch(self):
+        module, seen = net(), []
+        module.second.bias.register_hook(lambda gradient: seen.append(gradient.clone()))
+        new_trainer(module, gradient_accumulation_count=2).step(rows())
+        assert len(seen) == 4
+        assert torch.allclose(sum(seen) / 2, module.second.bias.grad)
+
+    @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+    def test_may_come_and_go_between_steps(self, register):
+        module, seen = net(), []
+        trainer = new_trainer(module)
+        trainer.step(rows())
+        handle = getattr(module.first.weight, register)(lambda one: seen.append(one.shape))
+        trainer.step(rows())
+        handle.remove()
+        trainer.step(rows())
+        assert seen == [(9, 64)] * 2
+
+    def test_run_before_gradients_leave_one_by_one(self):
+        module = net()
+        mask_accumulated(module.first.weight)
+        new_trainer(module, stream_gradients=True).step(rows())
+        assert not module.first.weight.grad[:3].any()
+        assert module.first.weight.grad[3:].any()
+
+
+class TestHooksOfModules:
+    def test_may_come_and_go_between_steps(self):
+        def change(module):
+            if module.handle is None:
+                module.handle = [module.first.register_forward_hook(lambda one, given, out: out * 2)]
+            else:
+                module.handle.pop().remove()
+
+        def make():
+            module = net()
+            module.handle = None
+            return module
+
+        assert all(map(torch.equal, by_trainer(make(), change), by_plain_pytorch(make(), change)))
+
+
+class TestChangesBetweenSteps:
+    @pytest.mark.parametrize("sharding", [False, True])
+    def test_new_memory_of_a_parameter_is_followed(self, sharding):
+        def change(module):
+            module.first.weight.data = module.first.weight.data / 2
+
+        found = by_trainer(net(), change, replicated_optimizer_state_sharding=sharding)
+        assert all(map(torch.equal, found, by_plain_pytorch(net(), change)))
+
+    def test_another_order_in_memory_is_followed(self):
+        def change(module):
+            module.first.weight.data = module.first.weight.data.t().contiguous().t()
+
+        assert all(map(torch.allclose, by_trainer(net(), change), by_plain_pytorch(net(), change)))
+
+    def test_another_attribute_is_followed(self):
+        class Masked(Net):
+            def __init__(self):
+                super().__init__()
+                self.mask = torch.ones(5)
+
+            def forward(self, x):
+                return super().forward(x) * self.mask
+
+        def change(module):
+            module.mask = torch.tensor([1.0, 0, 1, 0, 1])
+
+        first = Masked()
+        found = by_trainer(copy.deepcopy(first), change)
+        assert all(map(torch.equal, found, by_plain_pytorch(first, change)))
+
+    @pytest.mark.parametrize(
+        ("change", "name"),
+        [
+            (lambda one: setattr(one, "first", nn.Linear(64, 9)), "first"),
+            (lambda one: setattr(one.second, "weight", nn.Parameter(torch.ones(5, 9))), r"second\.weight"),
+            (lambda one: one.add_module("third", nn.ReLU()), "a part of the module itself"),
+            (lambda one: one.second.register_buffer("seen", torch.ones(1)), "a part of second"),
+        ],
+    )
+    def test_other_parts_are_refused(self, change, name):
+        module = net()
+        trainer = new_trainer(module)
+        trainer.step(rows())
+        change(module)
+        with pytest.raises(StrategyError, match=rf"^{name} was replaced, added or removed since .* make another"):
+            trainer.step(rows())
+
+    def test_another_shape_is_refused(self):
+        module = net()
+        trainer = new_trainer(module)
+        module.second.bias.data = torch.ones(4)
+        with pytest.raises(StrategyError, match=r"second\.bias is of shape \[4\], and was \[5\] when"):
+            trainer.step(rows())
+
+
+class TestWhatIsNotTheCopy:
+    def test_a_loss_of_the_outer_module_is_refused(self):
+        module = net()
+        with pytest.raises(StrategyError, match=r"gradient of first\.weight went to the module that was given to the"):
+            new_trainer(module, lambda _, batch: loss_fn(module, batch)).step(rows())
+
+    def test_a_replica_that_computes_with_another_is_refused(self):
+        module, kept = net(), []
+        module.first.register_forward_hook(lambda one, given, out: kept.append(out))
+
+        def loss(module, batch):
+            return loss_fn(module, batch) + kept[0].mean()
+
+        with pytest.raises((StrategyError, RuntimeError), match=r"depends on parameters of replica 0|second time"):
+            new_trainer(module, loss).step(rows())
+
+    def test_a_part_that_the_forward_pass_replaces_is_refused(self):
+        class Replaces(Net):
+            def forward(self, x):
+                self.second = nn.Linear(9, 5)
+                return super().forward(x)
+
+        with pytest.raises(StrategyError, match="forward pass of a replica has replaced, added or removed second"):
+            new_trainer(Replaces()).step(rows())
+
+    def test_a_module_that_is_its_own_copy_is_refused(self):
+        class Single(nn.Linear):
+            def __deepcopy__(self, memo):
+                return self
+
+        with pytest.raises(TypeError, match=r"cannot be copied for a replica: .*Single is its own copy"):
+            new_trainer(nn.Sequential(nn.Flatten(), Single(64, 5))).step(rows())
+
+
+def test_parametrizations_may_be_cached():
+    module = KINDS["with spectral norm"]()
+
+    def loss(module, batch):
+        with parametrize.cached():
+            return loss_fn(module, batch)
+
+    assert new_trainer(module, loss).step(rows())["loss"] > 0
+
+
+def test_private_numbers_of_pytorch_are_not_compared():
+    from strategies.torch.program_lines import lines_of_module
+
+    one, other = (torch.compile(net(), backend="eager") for _ in range(2))
+    assert one._torchdynamo_wrapper_id != other._torchdynamo_wrapper_id
+    assert lines_of_module(one) == lines_of_module(other)
+    other.second.bias.requires_grad_(False)
+    assert lines_of_module(one) != lines_of_module(other)
