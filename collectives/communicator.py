@@ -18,7 +18,7 @@ from collectives.named import Handle, NamedQueue
 from collectives.prepared import Preparations, Prepared, Result
 from collectives.ring.link import Link
 from collectives.transport import Transport
-from collectives.waiting import Watch
+from collectives.waiting import Limits, Watch
 
 
 class Communicator:
@@ -280,6 +280,11 @@ class Communicator:
         """What messages go through, for those who measure it while nothing else does; None without messages."""
         found: Link | None = getattr(self._transport, "link", None)
         return found
+
+    @property
+    def limits(self) -> Limits:
+        """How long ranks wait for each other."""
+        return self._watch.limits
 
     @property
     def calls_made(self) -> int:

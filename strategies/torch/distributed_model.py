@@ -21,6 +21,7 @@ from strategies.torch.loop_state import LoopState
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.replica_groups import groups_of
+from strategies.torch.sync_batch_norm import refuse_to_join
 from strategies.torch.training import refuse_modules
 
 
@@ -111,7 +112,8 @@ class DistributedModel(torch.nn.Module):
         """What the module returns; random numbers are drawn from the replica's generator."""
         averaging = self._averaging
         averaging.follow()
-        with averaging.loop.forward_pass(self.training), optimized_execution(False), self._writes.watching():
+        seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training)
+        with seat, draws, optimized_execution(False), self._writes.watching():
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs
@@ -133,9 +135,14 @@ class DistributedModel(torch.nn.Module):
         Who comes to its end takes part in the backward passes of the others with gradients of zero, so that means are
         still over all replicas. At the end all have the parameters and buffers of an instance that made most steps;
         the optimizers of the others are behind. Without it instances that end too early are an error on all.
+
+        Raises:
+            StrategyError: if the module has a SyncBatchNorm, for which all replicas need rows.
         """
-        yield
         averaging = self._averaging
+        if not averaging.is_alone:
+            refuse_to_join(self.module)
+        yield
         if averaging.is_alone:
             return
         while not averaging.join_once():

@@ -26,6 +26,7 @@ from strategies.torch.loop_state import LoopState
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_watch import ModuleWatch
 from strategies.torch.options import TorchOptions
+from strategies.torch.sync_batch_norm import seat_in_loop
 from strategies.torch.tensors import as_array, dtype_of
 from strategies.torch.training import receive_into, refuse_modules
 
@@ -49,6 +50,7 @@ class GradientAveraging:
     Attributes:
         loop: see above.
         is_alone: whether there is one replica, whose gradients are the means.
+        seat: the replica among all, for layers that wait for those of others.
     """
 
     def __init__(self, module: torch.nn.Module, replicas: Replicas, options: TorchOptions, loop: LoopState) -> None:
@@ -56,6 +58,7 @@ class GradientAveraging:
         self._module, self._replicas, self._options = module, replicas, options
         self.is_alone = replicas.num_replicas_in_sync == 1
         self._streams = replicas.streams_gradients if options.stream_gradients is None else options.stream_gradients
+        self.seat = seat_in_loop(module, replicas, self._streams)
         self._passes = passes_over(replicas.communicator)
         self._watch = ModuleWatch(module)
         self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}

@@ -21,6 +21,7 @@ from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.stages import Pipeline
+from strategies.torch.sync_batch_norm import Seat
 
 
 class InferenceReplicas:
@@ -56,6 +57,9 @@ class InferenceReplicas:
         self._instruments = instruments
         self._pipeline = pipeline
         self._copies = [ReplicaModule(memory, replica, of_all, own) for replica in replicas]
+        self._seats = [
+            Seat(replica, of_all, one.module, None) for replica, one in zip(replicas, self._copies, strict=True)
+        ]
         self._bits = WrittenBits(memory.parameters)
         self._writes = [WriteCounters(one.parameters) for one in self._copies]
         self._runs: list[PipelineRun] = []
@@ -111,7 +115,8 @@ class InferenceReplicas:
 
         def work(micro_batch: int, walk: Walk | None) -> None:
             seed = seed_of(self._seed, self._replicas[position], number, micro_batch)
-            with torch.no_grad(), drawing_from(seed, self._memory.device), optimized_execution(False):
+            seat, device = self._seats[position], self._memory.device
+            with torch.no_grad(), seat.taken(micro_batch), drawing_from(seed, device), optimized_execution(False):
                 rows = self._memory.put(batches[micro_batch])
                 found[micro_batch] = self._memory.fetched(self._call(self._copies[position].module, rows))
             if walk is not None:

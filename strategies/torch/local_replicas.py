@@ -11,15 +11,19 @@ from functools import partial
 import numpy as np
 import torch
 
+from collectives import Communicator
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
+from strategies.pipelines.running.driver import AbandonedError
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch
 from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.meetings import Meetings, adding_over
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WrittenBits
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_run import LossFunction, ReplicaRun, Turn
+from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
 
@@ -47,6 +51,7 @@ class LocalReplicas:
         streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
             from the second step on, in the thread that begins.
         instruments: are told when replicas compute.
+        communicator: connects the instances whose replicas layers wait for; None where there are no others.
 
     Attributes:
         runs: one for each.
@@ -63,10 +68,21 @@ class LocalReplicas:
         of_all: int,
         streams: bool = True,
         instruments: Instruments | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         self.replicas = replicas
         memory.follow()
-        self.runs = [ReplicaRun(replica, memory, loss_fn, options, of_all, instruments) for replica in replicas]
+        at_once = memory.at_once(len(replicas))
+        self._meetings: Meetings | None = None
+        if sync_layers_of(memory.module) and communicator is not None:
+            is_cut = options.pipeline is not None
+            add = adding_over(communicator, streams or is_cut)
+            cores = None if is_cut else at_once
+            self._meetings = Meetings(replicas, add, cores, communicator.limits.timeout_s, memory.device)
+            at_once = len(replicas)
+        self.runs = [
+            ReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings) for replica in replicas
+        ]
         for run in self.runs:
             run.follow()
         self.plan: GradientPlan | None = None
@@ -78,7 +94,6 @@ class LocalReplicas:
         self._begun: list[Future[None]] = []
         self._memory = memory
         self._bits = WrittenBits(memory.parameters)
-        at_once = memory.at_once(len(replicas))
         self._intra_op = options.intra_op_threads
         self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
 
@@ -119,6 +134,8 @@ class LocalReplicas:
             ValueError: if the batch cannot be divided among the replicas.
         """
         self._wait()  # of a step that was given up
+        if self._meetings is not None:
+            self._meetings.begin()
         parts = parts_of(batch, len(self.runs))
         self._bits.begin()
         for run in self.runs:
@@ -226,9 +243,8 @@ class LocalReplicas:
 
 
 def _raise_first(errors: Sequence[BaseException | None]) -> None:
-    for error in errors:
-        if error is not None:
-            raise error
+    for error in sorted(filter(None, errors), key=lambda one: isinstance(one, AbandonedError)):
+        raise error
 
 
 def _finish(run: ReplicaRun, _: Future[None]) -> None:

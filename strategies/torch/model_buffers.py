@@ -16,6 +16,7 @@ from strategies.replicas.replicas import Replicas
 from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_memory import HOST
+from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor, dtype_of
 
 _MOST_AXES = 65  # of a tensor of PyTorch, 64, behind their number
@@ -70,7 +71,8 @@ class ModelBuffers:
         own = {before[number]: each for number, each in self.own.items()}
         moving = {before[number] for number in self.moving}
         self.slots = slots
-        self._words = [_word(slot, self._aggregation) for slot in slots]
+        alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # on all replicas
+        self._words = [_word(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
         each = [number for number in self._of_word(PER_REPLICA) if not slots[number].is_parameter or self._named]
         self.own = {
@@ -230,13 +232,13 @@ class ModelBuffers:
         return dict(zip(numbers, values, strict=True))
 
 
-def _word(slot: Slot, aggregation: Aggregation) -> str:
+def _word(slot: Slot, aggregation: Aggregation, is_alike: bool) -> str:
     word = aggregation if isinstance(aggregation, str) else (aggregation or {}).get(slot.name)
     is_float = slot.tensor.is_floating_point()
     if word == MEAN and not is_float:
         if isinstance(aggregation, str):
             return FIRST
         raise ValueError(f"{slot.name} is {slot.tensor.dtype}, which has no mean; use 'first' for it")
-    if slot.tensor.is_complex() and word is None:
+    if word is None and (is_alike or slot.tensor.is_complex()):
         return FIRST
     return word or (MEAN if is_float else FIRST)

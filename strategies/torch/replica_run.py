@@ -20,6 +20,7 @@ from strategies.gradients.accumulation import GradientAccumulationReductionMetho
 from strategies.roles import Batch, Tree
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.meetings import Meetings
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_hooks import ParameterHooks
 from strategies.torch.parameter_writes import WriteCounters
@@ -27,6 +28,7 @@ from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
+from strategies.torch.sync_batch_norm import Seat
 from strategies.torch.tensors import parts_of
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
@@ -76,6 +78,7 @@ class ReplicaRun:
         options: of the step.
         replicas: how many there are on all instances.
         instruments: are told when it computes.
+        meetings: where its layers wait for those of other replicas; None where none of them does.
 
     Attributes:
         copy: the module of the replica.
@@ -94,9 +97,11 @@ class ReplicaRun:
         options: TorchOptions,
         replicas: int,
         instruments: Instruments | None = None,
+        meetings: Meetings | None = None,
     ) -> None:
         self.replica = replica
         self.copy = ReplicaModule(memory, replica, replicas)
+        self._seat = Seat(replica, replicas, self.copy.module, meetings)
         self._writes = WriteCounters(self.copy.parameters)
         self._memory = memory
         self._loss_fn = loss_fn
@@ -144,7 +149,8 @@ class ReplicaRun:
         try:
             if self.pipeline is None:  # of a pipeline each stage is told
                 self._instruments.replica_begins(self.replica, 0)
-            self._compute(batch, turn)
+            with self._seat.attended():
+                self._compute(batch, turn)
             if self.pipeline is None:
                 self._instruments.replica_ends(self.replica, 0, len(self._missing) - 1)
         finally:
@@ -164,7 +170,8 @@ class ReplicaRun:
         def work(number: int, walk: Walk | None) -> None:
             seed = seed_of(self._options.seed, self.replica, turn.step, number)
             _of_thread.run = self
-            with drawing_from(seed, self._memory.device), optimized_execution(False):  # see docs/torch.md
+            seat, device = self._seat.computing(number), self._memory.device
+            with seat, drawing_from(seed, device), optimized_execution(False):  # see docs/torch.md
                 with self._autocast():
                     returned = self._loss_fn(self.copy.module, self._memory.put(parts[number]))
                 loss, metrics, outputs = outcome_of(returned)

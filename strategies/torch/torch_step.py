@@ -297,6 +297,7 @@ class TorchStep:
                 count,
                 self._streams,
                 self._replicas.instruments,
+                self._communicator,
             )
         tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
         key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)

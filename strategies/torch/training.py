@@ -32,6 +32,7 @@ from strategies.torch.optimizer_arrays import (
 )
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import ReplicaMemory, device_here
+from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor
 from strategies.torch.updates import ShardedUpdate, Update
 from strategies.train_state import TrainState
@@ -301,6 +302,7 @@ def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("the module has no parameter that is trained; set requires_grad of one of them at least")
     refuse_other_devices(module)
+    sync_layers_of(module)
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() or parameter.layout is not torch.strided:
             raise StrategyError(

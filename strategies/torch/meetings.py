@@ -1,0 +1,208 @@
+"""Sums over all replicas in the middle of their passes: the local replicas meet, and the last one asks the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import CollectiveTimeoutError, Communicator
+from collectives.reduction import Reduction
+from strategies.errors import StrategyError
+from strategies.pipelines.running.driver import AbandonedError
+
+Add = Callable[[str, Sequence[np.ndarray]], np.ndarray]
+"""(name, arrays of the local replicas) -> their sum over all replicas of all instances, in the order of the tree."""
+
+
+def adding_over(communicator: Communicator, is_busy: bool) -> Add:
+    """Sums over the replicas of all instances.
+
+    Args:
+        communicator: connects the instances.
+        is_busy: whether other collectives, or several of these sums, may run at the same time. Then sums are named
+            collectives, which take longer, and where instances ask for different ones only a limit of time ends them.
+    """
+
+    def add_here(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        out = np.empty_like(arrays[0])
+        Reduction("sum", out.dtype).reduce(arrays, out, len(arrays))
+        return out
+
+    def add(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return communicator.ordered_all_reduce(arrays, name=name)
+
+    def add_by_name(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return communicator.start_ordered_all_reduce(arrays, np.empty_like(arrays[0]), name=name).wait()
+
+    if communicator.size == 1:
+        return add_here
+    return add_by_name if is_busy else add
+
+
+@dataclass
+class _Meeting:
+    """Local replicas that have come to one place in their passes.
+
+    Attributes:
+        arrays: what they bring, by their global indices.
+        total: the sum over all replicas of all instances.
+        error: why there is none.
+    """
+
+    arrays: dict[int, np.ndarray] = field(default_factory=dict)
+    is_over: threading.Event = field(default_factory=threading.Event)
+    total: np.ndarray | None = None
+    error: BaseException | None = None
+
+
+class Meetings:
+    """Where the local replicas of a module wait for each other, and for those of other instances.
+
+    All of them have to be on the way at once, so there are as many threads as replicas. As many compute at the same
+    time as there are cores: who waits lets another one compute.
+
+    Args:
+        replicas: the global indices of the local ones.
+        add: see `Add`.
+        at_once: how many may compute at the same time; None: all.
+        timeout_s: how long one of them waits for the others of this instance.
+        device: on which they compute. An accelerator has one generator of random numbers: who waits takes its state
+            along.
+    """
+
+    def __init__(
+        self, replicas: range, add: Add, at_once: int | None, timeout_s: float, device: torch.device | None = None
+    ) -> None:
+        self._replicas = replicas
+        self._add = add
+        self._timeout_s = timeout_s
+        self._cores = threading.Semaphore(at_once or len(replicas))
+        self._may_cross = at_once is None  # where a replica has several threads
+        self._generator: Any = None
+        if device is not None and device.type != "cpu":
+            self._generator = torch.get_device_module(device)
+        self._lock = threading.Lock()
+        self._open: dict[str, _Meeting] = {}
+        self._gone: set[int] = set()  # who has ended its passes
+        self._failure: BaseException | None = None
+
+    def begin(self) -> None:
+        """A step begins, for which all local replicas come."""
+        with self._lock:
+            self._gone.clear()
+            self._open.clear()
+            self._failure = None
+
+    @contextmanager
+    def attended_by(self, replica: int) -> Iterator[None]:
+        """The calling thread computes the passes of a replica, when a core is free; afterwards nobody waits for it."""
+        is_on_host = self._generator is None
+        with nullcontext() if is_on_host else torch.autograd.set_multithreading_enabled(False), self._cores:
+            try:  # autograd has one thread for all backward passes on a device, which must not wait
+                yield
+            finally:
+                with self._lock:
+                    self._gone.add(replica)
+                    self._look_for_missing()
+
+    def sum(self, name: str, replica: int, array: np.ndarray) -> np.ndarray:
+        """The sum of the arrays that all replicas bring to the meeting of this name; it is not to be changed.
+
+        Raises:
+            StrategyError: if another local replica has ended its passes without it, or waits at another one.
+            AbandonedError: if another local replica has failed.
+            CollectiveError: as collectives do; after the limit of time also where local replicas do not come.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise AbandonedError(f"replica {replica} is given up in {name}: {self._failure}") from self._failure
+            meeting = self._open.setdefault(name, _Meeting())
+            meeting.arrays[replica] = array
+            is_last = len(meeting.arrays) == len(self._replicas)
+            if is_last:
+                del self._open[name]
+            else:
+                self._look_for_missing()
+        if is_last:
+            self._carry_out(name, meeting)
+        else:
+            self._wait(name, replica, meeting)
+        if meeting.error is not None:
+            raise meeting.error
+        assert meeting.total is not None
+        return meeting.total
+
+    def _carry_out(self, name: str, meeting: _Meeting) -> None:
+        try:
+            meeting.total = self._add(name, [meeting.arrays[replica] for replica in self._replicas])
+        except BaseException as error:
+            meeting.error = error
+            raise
+        finally:
+            meeting.is_over.set()
+
+    def _wait(self, name: str, replica: int, meeting: _Meeting) -> None:
+        state = None if self._generator is None else self._generator.get_rng_state()
+        self._cores.release()
+        try:
+            if not meeting.is_over.wait(self._timeout_s):
+                self._give_up(name, replica, meeting)
+                meeting.is_over.wait()  # of what instances do together they see to the limit
+        finally:
+            self._cores.acquire()
+            if state is not None:
+                self._generator.set_rng_state(state)
+
+    # ---- who does not come
+
+    def _give_up(self, name: str, replica: int, meeting: _Meeting) -> None:
+        with self._lock:
+            if missing := [str(one) for one in self._replicas if one not in meeting.arrays]:
+                self._fail(
+                    CollectiveTimeoutError(
+                        f"replica {replica} has waited for replica {', '.join(missing)} of this instance in {name}: "
+                        f"gave up after timeout_s = {self._timeout_s:g}"
+                    )
+                )
+
+    def fail(self, replica: int, error: BaseException) -> None:
+        """Have all end that wait for a replica, which has failed."""
+        with self._lock:
+            if self._failure is None:
+                self._fail(AbandonedError(f"replica {replica} has failed: {error}"))
+
+    def _look_for_missing(self) -> None:
+        """Have those fail that wait for what will never come; the lock is held."""
+        for name, meeting in self._open.items():
+            if gone := sorted(self._gone - meeting.arrays.keys()):
+                self._fail(
+                    StrategyError(
+                        f"replica {gone[0]} has ended its passes without {name}, where replica {min(meeting.arrays)} "
+                        "waits for it; every replica has to go through such layers as often as the others: call the "
+                        "layer in every replica, if only with no rows"
+                    )
+                )
+                return
+        waiting = {replica: name for name, meeting in self._open.items() for replica in meeting.arrays}
+        if not self._may_cross and len(waiting) + len(self._gone) == len(self._replicas) and len(self._open) > 1:
+            places = ", ".join(f"replica {replica} in {name}" for replica, name in sorted(waiting.items()))
+            self._fail(
+                StrategyError(
+                    f"replicas wait for each other in different layers: {places}; every replica has to go through such "
+                    "layers in the same order"
+                )
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        """End all meetings that are open; the lock is held."""
+        self._failure = error
+        for meeting in self._open.values():
+            meeting.error = error
+            meeting.is_over.set()
+        self._open.clear()

@@ -1,0 +1,171 @@
+"""`torch.nn.SyncBatchNorm` over all replicas: statistics of the rows that all of them have, forward and backward."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from strategies.errors import StrategyError
+from strategies.replicas.replicas import Replicas
+from strategies.torch.meetings import Meetings, adding_over
+from strategies.torch.normalisation import normalised
+
+_plainly = torch.nn.modules.batchnorm._BatchNorm.forward
+
+
+class Seat:
+    """One replica's place among all replicas, as its layers know it.
+
+    A layer computes for the replica that the thread computes for, and in other threads for the one of whose module it
+    is a part, while the seat is there: what a checkpoint computes again in the backward pass of a loop, say.
+
+    Args:
+        replica: its global index.
+        replicas: how many there are on all instances.
+        module: whose layers they are.
+        meetings: where replicas add up; None where they do not, as in an evaluation.
+    """
+
+    def __init__(self, replica: int, replicas: int, module: torch.nn.Module, meetings: Meetings | None) -> None:
+        self.is_alone = replicas == 1
+        self._replica = replica
+        self._module = weakref.ref(module)  # whose layers are the keys of `_kept`
+        self._meetings = meetings
+        self._names: dict[int, str] = {}
+        _install()
+        for layer in sync_layers_of(module).values():
+            _kept[layer] = weakref.ref(self)
+
+    @contextmanager
+    def taken(self, micro_batch: int | None = None) -> Iterator[None]:
+        """The calling thread computes for the replica."""
+        before = _of_thread.seat, _of_thread.micro_batch
+        _of_thread.seat, _of_thread.micro_batch = self, micro_batch
+        try:
+            yield
+        finally:
+            _of_thread.seat, _of_thread.micro_batch = before
+
+    @contextmanager
+    def computing(self, micro_batch: int) -> Iterator[None]:
+        """The calling thread makes the passes of a micro-batch; where they fail, nobody waits for the replica."""
+        with self.taken(micro_batch):
+            try:
+                yield
+            except BaseException as error:
+                if self._meetings is not None:
+                    self._meetings.fail(self._replica, error)
+                raise
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """The calling thread makes the passes of a step for the replica."""
+        if self._meetings is None:
+            yield
+            return
+        with self._meetings.attended_by(self._replica):
+            yield
+
+    def sum(self, layer: torch.nn.Module, what: str, micro_batch: int | None, row: torch.Tensor) -> torch.Tensor:
+        """The sum of rows of float64 over all replicas."""
+        of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
+        name = f"SyncBatchNorm {self._name_of(layer)!r}, {what}{of}"
+        if self._meetings is None:
+            raise StrategyError(
+                f"SyncBatchNorm {self._name_of(layer)!r} is in training mode where replicas do not compute together; "
+                "leave it in evaluation mode in an evaluation, and make it a part of the module in a training"
+            )
+        array = row.cpu().numpy()
+        return torch.from_numpy(np.array(self._meetings.sum(name, self._replica, array))).to(row.device)
+
+    def _name_of(self, layer: torch.nn.Module) -> str:
+        module = self._module()
+        if id(layer) not in self._names and module is not None:
+            self._names = {id(one): name for name, one in module.named_modules()}
+        return self._names.get(id(layer), type(layer).__name__)
+
+
+class _OfThread(threading.local):
+    seat: Seat | None = None
+    micro_batch: int | None = None
+
+
+_of_thread = _OfThread()
+_kept: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Seat]] = weakref.WeakKeyDictionary()
+_as_pytorch_has_it = torch.nn.SyncBatchNorm.forward
+
+
+def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
+    """The layers of a module that need sums over replicas, by their names.
+
+    Raises:
+        StrategyError: if one of them cannot have them.
+    """
+    found = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm):
+            if layer.process_group is not None:
+                raise StrategyError(
+                    f"SyncBatchNorm {name!r} has a process_group, and replicas are no ranks of torch.distributed; "
+                    "leave process_group out: statistics are those of all replicas"
+                )
+            found[name] = layer
+        elif getattr(layer, "original_name", None) == torch.nn.SyncBatchNorm.__name__:
+            raise StrategyError(
+                f"SyncBatchNorm {name!r} is inside of a traced or scripted module, which cannot wait for other "
+                "replicas; give the module as it was before torch.jit"
+            )
+    return found
+
+
+def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> Seat:
+    """The seat of the one replica of this instance in a loop of the program's own.
+
+    Args:
+        module: the replica itself.
+        replicas: connects the instances.
+        is_busy: see `adding_over`.
+    """
+    communicator = replicas.communicator
+    meetings = Meetings(
+        replicas.local_replicas, adding_over(communicator, is_busy), None, communicator.limits.timeout_s
+    )
+    return Seat(replicas.local_replicas.start, replicas.num_replicas_in_sync, module, meetings)
+
+
+def refuse_to_join(module: torch.nn.Module) -> None:
+    """Look for layers in a loop whose instances may have different numbers of batches.
+
+    Raises:
+        StrategyError: if there is one, which needs rows of all replicas.
+    """
+    if layers := sync_layers_of(module):
+        raise StrategyError(
+            f"SyncBatchNorm {next(iter(layers))!r} needs rows of all replicas in each forward pass, and with join some "
+            "have none; give all instances equally many batches, as DistributedSampler does"
+        )
+
+
+def _nobody() -> None:
+    return None
+
+
+def _install() -> None:
+    """Have PyTorch's layers ask which replica computes, outside of what torch.compile makes of a module."""
+    if torch.nn.SyncBatchNorm.forward is _as_pytorch_has_it:
+        torch.nn.SyncBatchNorm.forward = torch.compiler.disable(_forward)
+
+
+def _forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # PyTorch's name
+    seat = _of_thread.seat or _kept.get(layer, _nobody)()
+    if seat is None:
+        return _as_pytorch_has_it(layer, input)
+    if seat.is_alone or not layer.training:
+        return _plainly(layer, input)
+    micro_batch = _of_thread.micro_batch
+    return normalised(layer, input, lambda what, row: seat.sum(layer, what, micro_batch, row))
