@@ -24,6 +24,8 @@ class Training:
 
     def __init__(self, strategy, module, kind=torch.optim.Adam, **options):
         self.module = copy.deepcopy(module).double() if options.pop("double", False) else copy.deepcopy(module)
+        if options.pop("synchronised", False):
+            self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
         self.optimizer = kind(self.module.parameters(), 0.01)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.trainer = strategies.torch.Trainer(strategy, self.module, self._loss, self.optimizer, **options)
@@ -79,6 +81,7 @@ def resumed(folder, module, **options):
     ("name", "before", "after"),
     [
         ("convolutions", {}, {}),
+        ("convolutions", {"synchronised": True}, {"synchronised": True}),
         (
             "convolutions",
             {"replicated_optimizer_state_sharding": True},
