@@ -112,8 +112,10 @@ def test_statistics_are_those_of_the_whole_batch(replicas):
     assert_close(found, trained_plainly(module, batch))
 
 
-@pytest.mark.parametrize("mechanism", ["window", "ring"])
-@pytest.mark.parametrize(("instances", "replicas"), [(2, 4), (4, 4), (3, 3), (3, 6), (2, 6)])
+@pytest.mark.parametrize(
+    ("instances", "replicas", "mechanism"),
+    [(2, 4, "window"), (4, 4, "ring"), (3, 3, "window"), (3, 6, "ring"), (2, 6, "window")],
+)
 def test_bits_do_not_depend_on_the_number_of_instances(instances, replicas, mechanism, on_instances):
     module, batch = synchronised(new()), rows(replicas)
     one = trained(strategies.IPUStrategy(replicas), module, batch)
@@ -490,6 +492,25 @@ def test_a_replica_that_goes_astray_ends_the_others(what, error, text, streams):
         astray(strategies.IPUStrategy(3), what, stream_gradients=streams)
 
 
+def test_a_step_after_one_that_has_failed_is_as_any_other():
+    module, batch = synchronised(new()), rows(3)
+    calls = []
+
+    def loss(module, batch):
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise ArithmeticError("only once")
+        return loss_fn(module, batch)
+
+    strategy, own = strategies.IPUStrategy(3), copy.deepcopy(module)
+    optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
+    with contextlib.closing(strategies.torch.Trainer(strategy, own, loss, optimizer)) as trainer:
+        with pytest.raises(ArithmeticError, match="only once"):
+            trainer.step(batch)
+        losses = [float(trainer.step(batch)["loss"]) for _ in range(3)]
+    assert same_bits((losses, state_of(own)), trained(strategy, module, batch))
+
+
 @pytest.mark.parametrize(
     ("what", "error", "text"),
     [
@@ -531,3 +552,51 @@ def test_the_others_carry_on_with_the_same_bits(fault):
     found = [each for each in run_instances(2, 4, train, [fault], mechanism="ring") if each is not None]
     assert len(found) == 1
     assert same_bits(found[0], one)
+
+
+# ---- modules that change
+
+
+def test_a_layer_that_is_converted_later_takes_part(on_instances):
+    module, batch = new(), rows(2)
+
+    def loop(strategy):
+        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        loss_fn(model, part(strategy, batch))[0].backward()
+        return [parameter.grad for parameter in model.parameters()], state_of(model.module)
+
+    def loop_from_the_start(strategy):
+        model = strategies.torch.DistributedModel(synchronised(module), strategy)
+        loss_fn(model, part(strategy, batch))[0].backward()
+        return [parameter.grad for parameter in model.parameters()], state_of(model.module)
+
+    for found, wanted in zip(on_instances(2, 2, loop), on_instances(2, 2, loop_from_the_start), strict=True):
+        assert all(map(torch.equal, found[0], wanted[0]))
+        assert all(map(torch.equal, found[1].values(), wanted[1].values()))
+
+
+def test_a_copy_of_a_loops_model_takes_part_too(on_instances):
+    module, batch = synchronised(new()), rows(2)
+
+    def loop(strategy, copies):
+        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        if copies:
+            model = copy.deepcopy(model)
+        loss_fn(model, part(strategy, batch))[0].backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    found = on_instances(2, 2, lambda strategy: [loop(strategy, copies) for copies in (False, True)])
+    for plain, copied in found:
+        assert all(map(torch.equal, plain, copied))
+
+
+def test_a_layer_that_is_no_part_of_the_module_is_refused():
+    layer = nn.SyncBatchNorm(7, affine=False)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 7), nn.Linear(7, 5))
+
+    def loss(module, batch):
+        return F.cross_entropy(module[2](layer(module[:2](batch["x"]))), batch["y"]), {}
+
+    with pytest.raises(StrategyError, match="make it a part of the module"):
+        trained(strategies.IPUStrategy(2), module, rows(2), loss=loss)
