@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -157,8 +158,8 @@ def _nobody() -> None:
 
 def _install() -> None:
     """Have PyTorch's layers ask which replica computes, outside of what torch.compile makes of a module."""
-    if torch.nn.SyncBatchNorm.forward is _as_pytorch_has_it:
-        torch.nn.SyncBatchNorm.forward = torch.compiler.disable(_forward)
+    can_compile = "torch._dynamo" in sys.modules  # to load it takes a second
+    torch.nn.SyncBatchNorm.forward = torch.compiler.disable(_forward) if can_compile else _forward
 
 
 def _forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # PyTorch's name

@@ -316,6 +316,13 @@ def test_one_replica_has_the_bits_of_batch_norm():
     assert same_bits(found, trained_plainly(module, batch))
 
 
+def test_compiled_modules_leave_the_layer_as_it_is():
+    module, batch = synchronised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5))), rows(2)
+    strategy = strategies.IPUStrategy(2)
+    found = trained(strategy, torch.compile(module, backend="eager"), batch)
+    assert same_bits(found, trained(strategy, module, batch))
+
+
 # ---- pipelines
 
 
