@@ -53,4 +53,5 @@ class Modes:
                 each.training = mode
 
     def _of(self, module: torch.nn.Module) -> bool:
-        return self._taken.get(module, module.training)
+        mode: bool = self._taken.get(module, module.training)
+        return mode
