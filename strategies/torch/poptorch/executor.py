@@ -26,7 +26,13 @@ from strategies.torch.poptorch.counters import Counters, Latency
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from strategies.torch.poptorch.losses import calling, loss_function
 from strategies.torch.poptorch.modes import Modes
-from strategies.torch.poptorch.optimizer_options import refuse_pairs, scale_and_limit, shards_state, tell_rounding
+from strategies.torch.poptorch.optimizer_options import (
+    Clipping,
+    refuse_pairs,
+    scale_and_limit,
+    shards_state,
+    tell_rounding,
+)
 from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
 from strategies.torch.poptorch.parameters import make_groupable
@@ -83,7 +89,8 @@ class PoplarExecutor:
         followed = {short: anchor.following(mode, every, count) for short, anchor in options.anchors.items()}
         self._anchored = Anchored(followed, model)
         if self._optimizer is not None:
-            self._scale, self._limit = scale_and_limit(self._optimizer)
+            self._scale, limit = scale_and_limit(self._optimizer)
+            self._clipping = Clipping(limit)
             self._updates = [[id(one) for one in group["params"]] for group in self._optimizer.param_groups]
             tell_rounding(options, self._optimizer, model)
             self._trainer = self._new_trainer(self._optimizer)
@@ -203,7 +210,7 @@ class PoplarExecutor:
             loss_scaling=scaling,
             replicated_optimizer_state_sharding=self._shards,
             min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
-            before_update=None if self._shards else self._clip,
+            before_update=None if self._shards else self._clipping,
             pipeline=None if running else self._pipeline(),  # nobody has asked for one then: `refuse_pairs`
         )
 
@@ -319,7 +326,7 @@ class PoplarExecutor:
                 "on being trained; make another model with it"
             )
         scale, limit = scale_and_limit(optimizer)
-        if limit != self._limit and self._shards:
+        if limit != self._clipping.limit and self._shards:
             raise StrategyError(
                 f"max_grad_norm is {limit}, the norm of whole gradients, and with useReplicatedTensorSharding an "
                 "instance has parts of them; make another model with this optimizer"
@@ -327,13 +334,9 @@ class PoplarExecutor:
         if scale != self._scale:
             refuse_pairs(self.options, scale)
             self.trainer.scale_losses(scale)
-        self._scale, self._limit = scale, limit
+        self._scale, self._clipping.limit = scale, limit
         if optimizer is not mine:
             set_numbers(mine, numbers_of_groups(optimizer))
-
-    def _clip(self, module: torch.nn.Module) -> None:
-        if self._limit is not None:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), self._limit)
 
     def compile(self, *args: Tree, **kwargs: Tree) -> None:
         """Look at the rows; nothing is compiled."""

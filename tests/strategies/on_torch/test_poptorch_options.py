@@ -89,6 +89,13 @@ class TestModes:
         poptorch.trainingModel(model.eval(), poptorch.Options())(torch.ones(4, 3))
         assert "for the first time with its module in evaluation mode" in caplog.text
 
+    def test_of_a_part_that_change_are_said_and_taken_over_by_the_executor(self, model, caplog):
+        training = poptorch.trainingModel(model, poptorch.Options())
+        training(torch.ones(4, 3))
+        model.first.eval()
+        training(torch.ones(4, 3))
+        assert "the mode of Linear has changed, and a training model keeps" in caplog.text
+
     def test_that_the_program_sets_are_left_to_it(self, model):
         training = poptorch.trainingModel(model, poptorch.Options())
         training(torch.ones(4, 3))
