@@ -37,6 +37,7 @@ from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
 from strategies.torch.poptorch.parameters import make_groupable
 from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
+from strategies.torch.poptorch.states import States
 from strategies.torch.replica_groups import summed
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.stages import Pipeline
@@ -81,6 +82,8 @@ class PoplarExecutor:
         self._calls = 0  # of an inference
         self._counters = Counters()
         self._modes = Modes(model)
+        replicas = options.strategy.replicas
+        self._states = States(model, len(replicas.local_replicas), replicas.num_replicas_in_sync == 1)
         if training:
             self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
         self._shards = self._optimizer is not None and shards_state(options, self._optimizer)
@@ -184,7 +187,8 @@ class PoplarExecutor:
             )
         self._calls += 1
         began_s = time.perf_counter()
-        outputs = self._inference(rounds, self._calls - 1)
+        outputs = self._inference(rounds, self._calls - 1, self._states.masters)
+        self._states.keep(self._inference.written())
         self._counters.add(began_s, time.perf_counter())
         return outputs
 
