@@ -145,6 +145,8 @@ class PoplarExecutor:
         """For each micro-batch of the call the batches of the local replicas."""
         local = len(self.options.strategy.replicas.local_replicas)
         count = self.options.device_iterations * self.options.Training.gradient_accumulation
+        if count * local == 1 and not self._is_training:
+            return [[batch]]  # also tensors without axes
         try:
             parts = parts_of(batch, count * local)
         except ValueError as error:

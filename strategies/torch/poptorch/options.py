@@ -368,7 +368,10 @@ class Options(OptionGroup):
 
         Raises:
             StrategyError: for groups of several replicas.
+            ValueError: for one group of all replicas, as in PopTorch.
         """
+        if CommGroupType(input_group_type) is CommGroupType.All:
+            raise ValueError("replicas that all get the same rows compute the same; use CommGroupType.NoGrouping")
         if CommGroupType(input_group_type) is not CommGroupType.NoGrouping and input_group_size != 1:
             raise StrategyError(
                 f"groups of {input_group_size} replicas are to get the same rows, and every replica has rows of its "

@@ -373,6 +373,9 @@ class TestInference:
         assert on_instances(1, 2, infer) == [[[1, 5], [2, 10]]]
         assert on_instances(2, 2, infer) == [[[1], [2]], [[5], [10]]]
 
+    def test_of_one_micro_batch_takes_tensors_without_axes(self):
+        assert poptorch.inferenceModel(Noise())(torch.tensor(3.0)) > 3
+
     def test_does_not_accumulate(self, model):
         with pytest.raises(StrategyError, match=r"options.clone\(\) for it"):
             poptorch.inferenceModel(model, new_options(accumulation=2))
