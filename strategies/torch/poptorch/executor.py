@@ -423,7 +423,6 @@ class PoplarExecutor:
         """Set the mode of the module."""
         return self.train(False)
 
-    @property
     def compilationTime(self) -> timedelta:
         """None at all: nothing is compiled."""
         return timedelta()

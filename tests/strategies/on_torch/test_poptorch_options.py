@@ -228,7 +228,7 @@ class TestCompilers:
             poptorch.Options()._Popart.set("accumulationFactor", 4)
 
     def test_nothing_takes_time_to_compile(self, model):
-        assert poptorch.inferenceModel(model).compilationTime.total_seconds() == 0
+        assert poptorch.inferenceModel(model).compilationTime().total_seconds() == 0
 
     @pytest.mark.parametrize("use", [True, False])
     def test_storage_is_where_it_is_and_that_is_said(self, use, caplog):
