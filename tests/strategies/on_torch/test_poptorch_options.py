@@ -66,8 +66,8 @@ class TestOwnAttributes:
             setattr(poptorch.Options(), name, 4)
 
     def test_that_are_not_there_are_refused_with_what_is(self):
-        with pytest.raises(AttributeError, match="Options.Trainin is no option; did you mean Training"):
-            _ = poptorch.Options().Trainin
+        with pytest.raises(AttributeError, match="Options.Trainings is no option; did you mean Training"):
+            _ = poptorch.Options().Trainings
         with pytest.raises(AttributeError, match="gradientAcumulation is no option; did you mean gradientAccumulation"):
             poptorch.Options().Training.gradientAcumulation(3)
         with pytest.raises(AttributeError, match="Options.zebra is no option; docs/torch.md"):
