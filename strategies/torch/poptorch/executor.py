@@ -405,8 +405,16 @@ class PoplarExecutor:
             filename: of the file.
             export_model: False for parameters and state alone; they can only be loaded into a model then.
             save_rng_state: accepted: the seed is among the options, and a model that is loaded begins anew.
+
+        Raises:
+            StrategyError: if the state of the optimizer is sharded, and is to be in the file.
         """
         require_switches(export_model=export_model, save_rng_state=save_rng_state)
+        if export_model and self._shards:
+            raise StrategyError(
+                "the state of the optimizer is sharded, and a file would have this instance's part of it; use "
+                "strategies.Checkpoints(folder, training.trainer), or export_model=False"
+            )
         content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
         if export_model:
             content |= {"model": self.model, "optimizer": packed(self._optimizer)}

@@ -73,6 +73,8 @@ def shards_state(options: Options, optimizer: torch.optim.Optimizer) -> bool:
 
 def tell_rounding(options: Options, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Warn of parameters of 16 bits that an IPU would round, or add up, otherwise."""
+    if getattr(optimizer, "accum_type", None) is torch.float16:
+        logger.info("accum_type is torch.float16: gradients of float32 parameters are added up in float32")
     narrow = {one.dtype for one in model.parameters() if one.requires_grad and one.dtype in NARROW}
     if not narrow:
         return
