@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
-from collectives import Communicator, connect
+from collectives import Communicator, Settings, connect
+from collectives.instruments import Instrument, Instruments
 from popdist.instance import Instance
 from strategies.config.configured import in_force
 from strategies.config.launched import replicas_of_process
@@ -21,10 +23,11 @@ class Single(Membership):
     Args:
         num_replicas: R.
         ipus_per_replica: devices that each of them spans.
+        attached: instruments that see what the process does.
     """
 
-    def __init__(self, num_replicas: int, ipus_per_replica: int = 1) -> None:
-        self._num_replicas = num_replicas
+    def __init__(self, num_replicas: int, ipus_per_replica: int = 1, attached: Sequence[Instrument] = ()) -> None:
+        self._num_replicas, self._attached = num_replicas, attached
         super().__init__(ipus_per_replica)
 
     def join(self) -> tuple[Instance, Communicator]:
@@ -37,7 +40,7 @@ class Single(Membership):
             total_replicas=self._num_replicas,
             local_index=0,
         )
-        return alone, connect("single")
+        return alone, connect("single", Settings(progress=Instruments(*self._attached)))
 
     @property
     def is_chief(self) -> bool:
@@ -66,13 +69,19 @@ class IPUStrategy(Strategy):
             one where there is none.
         ipus_per_replica: devices that each of them spans, for pipelines. None: one; under poprun, with a configuration
             in force, as many as it says.
+        attached: instruments that see what the process does (`collectives.instruments`).
 
     Raises:
         ValueError: if one of the numbers is not positive, or the configured IPUs are not enough.
         EnvironmentMismatchError: poprun has started this process with other numbers than are configured.
     """
 
-    def __init__(self, num_replicas: int | None = None, ipus_per_replica: int | None = None) -> None:
+    def __init__(
+        self,
+        num_replicas: int | None = None,
+        ipus_per_replica: int | None = None,
+        attached: Sequence[Instrument] = (),
+    ) -> None:
         if ipus_per_replica is not None:
             positive("ipus_per_replica", ipus_per_replica)
         self._divisible: Selection | None = None
@@ -81,7 +90,7 @@ class IPUStrategy(Strategy):
             num_replicas, ipus_per_replica = replicas_of_process(in_force(), named)
             self._divisible = in_force().selection if named is None and ipus_per_replica == 1 else None
         positive("num_replicas", num_replicas)
-        super().__init__(Single(num_replicas, ipus_per_replica or 1))
+        super().__init__(Single(num_replicas, ipus_per_replica or 1, attached))
 
     def for_stages(self, stages: int) -> IPUStrategy:
         """See `Strategy`; over the same IPUs, if the configuration has counted them and nobody said what one spans."""

@@ -62,6 +62,7 @@ class InferenceReplicas:
         ]
         self._bits = WrittenBits(memory.parameters)
         self._writes = [WriteCounters(one.parameters) for one in self._copies]
+        self._begun: list[list[tuple[torch.Tensor, int]]] = []  # the buffers before a call
         self._runs: list[PipelineRun] = []
         self._rounds = 0  # for which these are
         self._threads = ThreadPoolExecutor(
@@ -87,6 +88,7 @@ class InferenceReplicas:
             each.follow()
             each.module.eval()
             each.begin_with(own)
+        self._begun = [[(slot.tensor, slot.tensor._version) for slot in each.slots] for each in self._copies]
         if self._pipeline is not None and self._rounds != len(rounds):
             self._new_runs(self._pipeline, len(rounds))
         columns = zip(*rounds, strict=True)
@@ -95,6 +97,17 @@ class InferenceReplicas:
         found = [each.result() for each in begun]
         self._memory.refuse_writes(self._bits.written())
         return [list(of_replicas) for of_replicas in zip(*found, strict=True)]
+
+    def written(self) -> list[dict[int, torch.Tensor]]:
+        """Return, for each local replica, the buffers that the last call has written, by their numbers."""
+        return [
+            {
+                number: slot.tensor.detach()
+                for number, (slot, (tensor, version)) in enumerate(zip(each.slots, begun, strict=True))
+                if not slot.is_parameter and (slot.tensor is not tensor or tensor._version != version)
+            }
+            for each, begun in zip(self._copies, self._begun, strict=True)
+        ]
 
     @property
     def spans(self) -> Mapping[int, Sequence[Timed]]:

@@ -26,11 +26,18 @@ from strategies.torch.poptorch.counters import Counters, Latency
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from strategies.torch.poptorch.losses import calling, loss_function
 from strategies.torch.poptorch.modes import Modes
-from strategies.torch.poptorch.optimizer_options import refuse_pairs, scale_and_limit, shards_state, tell_rounding
+from strategies.torch.poptorch.optimizer_options import (
+    Clipping,
+    refuse_pairs,
+    scale_and_limit,
+    shards_state,
+    tell_rounding,
+)
 from strategies.torch.poptorch.options import Options
 from strategies.torch.poptorch.outputs import put_together
 from strategies.torch.poptorch.parameters import make_groupable
 from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
+from strategies.torch.poptorch.states import States
 from strategies.torch.replica_groups import summed
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.stages import Pipeline
@@ -75,6 +82,8 @@ class PoplarExecutor:
         self._calls = 0  # of an inference
         self._counters = Counters()
         self._modes = Modes(model)
+        replicas = options.strategy.replicas
+        self._states = States(model, len(replicas.local_replicas), replicas.num_replicas_in_sync == 1)
         if training:
             self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
         self._shards = self._optimizer is not None and shards_state(options, self._optimizer)
@@ -83,7 +92,8 @@ class PoplarExecutor:
         followed = {short: anchor.following(mode, every, count) for short, anchor in options.anchors.items()}
         self._anchored = Anchored(followed, model)
         if self._optimizer is not None:
-            self._scale, self._limit = scale_and_limit(self._optimizer)
+            self._scale, limit = scale_and_limit(self._optimizer)
+            self._clipping = Clipping(limit)
             self._updates = [[id(one) for one in group["params"]] for group in self._optimizer.param_groups]
             tell_rounding(options, self._optimizer, model)
             self._trainer = self._new_trainer(self._optimizer)
@@ -135,6 +145,8 @@ class PoplarExecutor:
         """For each micro-batch of the call the batches of the local replicas."""
         local = len(self.options.strategy.replicas.local_replicas)
         count = self.options.device_iterations * self.options.Training.gradient_accumulation
+        if count * local == 1 and not self._is_training:
+            return [[batch]]  # also tensors without axes
         try:
             parts = parts_of(batch, count * local)
         except ValueError as error:
@@ -177,7 +189,8 @@ class PoplarExecutor:
             )
         self._calls += 1
         began_s = time.perf_counter()
-        outputs = self._inference(rounds, self._calls - 1)
+        outputs = self._inference(rounds, self._calls - 1, self._states.masters)
+        self._states.keep(self._inference.written())
         self._counters.add(began_s, time.perf_counter())
         return outputs
 
@@ -203,7 +216,7 @@ class PoplarExecutor:
             loss_scaling=scaling,
             replicated_optimizer_state_sharding=self._shards,
             min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
-            before_update=None if self._shards else self._clip,
+            before_update=None if self._shards else self._clipping,
             pipeline=None if running else self._pipeline(),  # nobody has asked for one then: `refuse_pairs`
         )
 
@@ -319,7 +332,7 @@ class PoplarExecutor:
                 "on being trained; make another model with it"
             )
         scale, limit = scale_and_limit(optimizer)
-        if limit != self._limit and self._shards:
+        if limit != self._clipping.limit and self._shards:
             raise StrategyError(
                 f"max_grad_norm is {limit}, the norm of whole gradients, and with useReplicatedTensorSharding an "
                 "instance has parts of them; make another model with this optimizer"
@@ -327,13 +340,9 @@ class PoplarExecutor:
         if scale != self._scale:
             refuse_pairs(self.options, scale)
             self.trainer.scale_losses(scale)
-        self._scale, self._limit = scale, limit
+        self._scale, self._clipping.limit = scale, limit
         if optimizer is not mine:
             set_numbers(mine, numbers_of_groups(optimizer))
-
-    def _clip(self, module: torch.nn.Module) -> None:
-        if self._limit is not None:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), self._limit)
 
     def compile(self, *args: Tree, **kwargs: Tree) -> None:
         """Look at the rows; nothing is compiled."""
@@ -396,8 +405,16 @@ class PoplarExecutor:
             filename: of the file.
             export_model: False for parameters and state alone; they can only be loaded into a model then.
             save_rng_state: accepted: the seed is among the options, and a model that is loaded begins anew.
+
+        Raises:
+            StrategyError: if the state of the optimizer is sharded, and is to be in the file.
         """
         require_switches(export_model=export_model, save_rng_state=save_rng_state)
+        if export_model and self._shards:
+            raise StrategyError(
+                "the state of the optimizer is sharded, and a file would have this instance's part of it; use "
+                "strategies.Checkpoints(folder, training.trainer), or export_model=False"
+            )
         content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
         if export_model:
             content |= {"model": self.model, "optimizer": packed(self._optimizer)}
@@ -414,7 +431,6 @@ class PoplarExecutor:
         """Set the mode of the module."""
         return self.train(False)
 
-    @property
     def compilationTime(self) -> timedelta:
         """None at all: nothing is compiled."""
         return timedelta()

@@ -41,9 +41,13 @@ class Modes:
                     "off and statistics stay; call model.train() before, unless that is meant"
                 )
         others = {each: each.training for each in self._module.modules() if each.training is not self._of(each)}
-        if others and not self._has_told:
+        if others and not self._has_told and self._module not in others:
             self._has_told = True
-            logger.info("a training model keeps the mode of its first call; train() and eval() of it change that")
+            logger.warning(
+                "the mode of %s has changed, and a training model keeps that of its first call; call train() or eval() "
+                "of the training model to have it take the modes as they are then",
+                type(next(iter(others))).__name__,
+            )
         for each in others:
             each.training = self._of(each)
         try:
@@ -53,4 +57,5 @@ class Modes:
                 each.training = mode
 
     def _of(self, module: torch.nn.Module) -> bool:
-        return self._taken.get(module, module.training)
+        mode: bool = self._taken.get(module, module.training)
+        return mode

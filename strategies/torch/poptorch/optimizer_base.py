@@ -123,13 +123,13 @@ class Optimizer(torch.optim.Optimizer):
         """Whether its state may be sharded."""
         return self.max_grad_norm is None
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one update."""
         with self._in_float32():
             return self._made(closure)
 
     def _made(self, closure: Callable[[], float] | None) -> float | None:
-        step: Any = super().step.__func__  # type: ignore[attr-defined]
+        step: Any = super().step.__func__
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # who called `step` has run the hooks
         found: float | None = step(self, closure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,25 @@ logger = logging.getLogger(__name__)
 def scale_and_limit(optimizer: object) -> tuple[float, float | None]:
     """What an optimizer of `poptorch.optim` has besides PyTorch's numbers: loss_scaling, and max_grad_norm."""
     return float(getattr(optimizer, "loss_scaling", 1.0)), getattr(optimizer, "max_grad_norm", None)
+
+
+@dataclass
+class Clipping:
+    """Clips the mean gradients of a module to a norm.
+
+    Attributes:
+        limit: the norm of all of them together; None: they stay.
+    """
+
+    limit: float | None
+
+    def __post_init__(self) -> None:
+        vars(self)["__qualname__"] = f"clipping to {self.limit}"  # on which all instances agree
+
+    def __call__(self, module: torch.nn.Module) -> None:
+        """Clip them, if there is a limit."""
+        if self.limit is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), self.limit)
 
 
 def refuse_pairs(options: Options, scale: float) -> None:
@@ -53,6 +73,8 @@ def shards_state(options: Options, optimizer: torch.optim.Optimizer) -> bool:
 
 def tell_rounding(options: Options, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Warn of parameters of 16 bits that an IPU would round, or add up, otherwise."""
+    if getattr(optimizer, "accum_type", None) is torch.float16:
+        logger.info("accum_type is torch.float16: gradients of float32 parameters are added up in float32")
     narrow = {one.dtype for one in model.parameters() if one.requires_grad and one.dtype in NARROW}
     if not narrow:
         return

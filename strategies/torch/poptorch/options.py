@@ -34,7 +34,7 @@ from strategies.torch.poptorch.option_groups import (
     TrainingOptions,
 )
 from strategies.torch.poptorch.options_file import set_from_line, set_from_value
-from strategies.torch.poptorch.recording import RecordedStrategy, folder_wanted, record_job, tell_too_late
+from strategies.torch.poptorch.recording import folder_wanted, record_job, recording_into, tell_too_late
 
 COMPILED_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """PyTorch's variable for the folder of what it compiles."""
@@ -172,9 +172,8 @@ class Options(OptionGroup):
 
     def _new_strategy(self) -> Strategy:
         folder = folder_wanted(os.environ, self._popart.engine_options)
-        if folder is None:
-            return IPUStrategy(self.replication_factor)
-        return RecordedStrategy(self.replication_factor, folder)
+        attached = () if folder is None else recording_into(folder, self.replication_factor)
+        return IPUStrategy(self.replication_factor, attached=attached)
 
     def deviceIterations(self, device_iterations: int) -> Options:
         """How many updates, or batches of an inference, a call makes."""
@@ -368,7 +367,10 @@ class Options(OptionGroup):
 
         Raises:
             StrategyError: for groups of several replicas.
+            ValueError: for one group of all replicas, as in PopTorch.
         """
+        if CommGroupType(input_group_type) is CommGroupType.All:
+            raise ValueError("replicas that all get the same rows compute the same; use CommGroupType.NoGrouping")
         if CommGroupType(input_group_type) is not CommGroupType.NoGrouping and input_group_size != 1:
             raise StrategyError(
                 f"groups of {input_group_size} replicas are to get the same rows, and every replica has rows of its "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any
+
+import torch
 
 import strategies.torch.poptorch.blocks as blocks
 import strategies.torch.poptorch.enums as enums
@@ -55,7 +58,7 @@ def _called(call: ast.Call, options: OptionGroup | None = None) -> Any:
     return function(*map(_value, call.args), **named)
 
 
-def _function(node: ast.expr, options: OptionGroup | None) -> Callable[..., Any]:
+def _function(node: ast.expr, options: OptionGroup | None) -> Any:
     """Return what a call calls: an option, a class of `_MADE_OF`, or a method that says more of its object."""
     if options is not None and isinstance(node, ast.Name):
         return _option_of(options, node.id)
@@ -99,19 +102,17 @@ def _value(node: ast.expr) -> Any:
 
 def _named(words: str) -> Any:
     """Return the member of an enumeration of `poptorch`, or the dtype of `torch`, of this name."""
-    package, *names = words.split(".")
-    if package == "poptorch" and len(names) == 2:
-        return _member(*names, words)
-    if package == "torch" and len(names) == 1 and names[0] in _DTYPES:
-        import torch
-
-        return getattr(torch, names[0])
+    match words.split("."):
+        case ["poptorch", kind, name]:
+            return _member(kind, name, words)
+        case ["torch", name] if name in _DTYPES:
+            return getattr(torch, name)
     raise NameError(f"{words} is no name that a file may use; write poptorch.OutputMode.All, or torch.float16, say")
 
 
 def _member(kind: str, name: str, words: str) -> Any:
     found = getattr(enums, kind, None)
-    if not (isinstance(found, type) and issubclass(found, enums.Enum) and name in found.__members__):
+    if not (isinstance(found, type) and issubclass(found, Enum) and name in found.__members__):
         raise NameError(f"{words} is no member of an enumeration of poptorch")
     return found[name]
 

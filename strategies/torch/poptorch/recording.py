@@ -7,14 +7,10 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import final
 
-from collectives import Communicator, Settings, connect
-from collectives.instruments import Instrument, Instruments
+from collectives.instruments import Instrument
 from popdist.instance import Instance
 from popdist.timeline.asked import FOLDER_VARIABLE, Asked
-from strategies.replicas.membership import Membership, refuse_to_carry_on
-from strategies.strategy import Strategy
 from strategies.torch.poptorch.errors import ConfigFileError
 
 ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
@@ -63,60 +59,14 @@ def tell_too_late() -> None:
         )
 
 
-@final
-class Recorded(Membership):
-    """One process with all replicas, whose steps are recorded.
-
-    Args:
-        num_replicas: R.
-        folder: where the recording goes.
-    """
-
-    def __init__(self, num_replicas: int, folder: Path) -> None:
-        self._num_replicas, self._folder = num_replicas, folder
-        super().__init__(1)
-
-    def join(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
-        alone = Instance(0, 1, self._num_replicas, 0, self._num_replicas, 0)
-        instruments = Instruments(*_instruments_into(self._folder, alone))
-        return alone, connect("single", Settings(progress=instruments))
-
-    @property
-    def is_chief(self) -> bool:
-        """It is."""
-        return True
-
-    @property
-    def can_carry_on(self) -> bool:
-        """There are no others who could."""
-        return False
-
-    def join_survivors(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
-        refuse_to_carry_on("replicas of a single process")
-
-
-@final
-class RecordedStrategy(Strategy):
-    """Replicas of this process alone, whose steps are recorded.
-
-    Args:
-        num_replicas: R.
-        folder: where the recording goes.
-    """
-
-    def __init__(self, num_replicas: int, folder: Path) -> None:
-        super().__init__(Recorded(num_replicas, folder))
-
-
-def _instruments_into(folder: Path, instance: Instance) -> tuple[Instrument, ...]:
-    """Return what records into a folder; of several strategies of a process the first one describes the instance."""
+def recording_into(folder: Path, num_replicas: int) -> tuple[Instrument, ...]:
+    """Return what records this process alone; of several strategies the first one describes the instance."""
     from popdist.timeline.attaching import Timeline  # loads what only recordings need
 
     if folder not in _recordings:
         _tell(folder)
-        _recordings[folder] = Timeline(Asked(folder), instance, os.environ).instruments
+        alone = Instance(0, 1, num_replicas, 0, num_replicas, 0)
+        _recordings[folder] = Timeline(Asked(folder), alone, os.environ).instruments
     return _recordings[folder]
 
 

@@ -69,7 +69,7 @@ def packed(optimizer: torch.optim.Optimizer | None) -> Mapping[str, Any] | None:
 def unpacked(found: Any) -> torch.optim.Optimizer | None:
     """Return the optimizer that `packed` has taken apart; others, of older files, stay what they are."""
     if not isinstance(found, Mapping):
-        return found  # type: ignore[no-any-return]
+        return found
     kind = found["class"]
     optimizer: torch.optim.Optimizer = kind.__new__(kind)
     made_of = found["made_of"]

@@ -339,6 +339,43 @@ class TestInference:
         assert torch.equal(inference(data()["x"]), inference(data()["x"]))
         assert module.training
 
+    @pytest.mark.parametrize("kind", ["in place", "replaced"])
+    def test_goes_on_with_the_buffers_that_it_writes(self, kind, on_instances):
+        """Those of a single replica are the module's, as in PyTorch; of several each has its own."""
+
+        class Counting(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(1))
+
+            def forward(self, x):
+                if kind == "in place":
+                    self.seen += x.sum()
+                else:
+                    self.seen = self.seen + x.sum()
+                return self.seen.clone()
+
+        alone = Counting()
+        inference = poptorch.inferenceModel(alone)
+        assert [inference(torch.ones(2)).item() for _ in range(3)] == [2, 4, 6]
+        assert alone.seen == 6
+        inference.destroy()
+
+        def infer(strategy):
+            own = Counting()
+            inference = poptorch.inferenceModel(own, new_options(strategy, 2))
+            x = torch.tensor([1.0, 5.0])[list(strategy.local_replicas)]
+            found = [inference(x).tolist() for _ in range(2)]
+            assert own.seen == 0
+            inference.destroy()
+            return found
+
+        assert on_instances(1, 2, infer) == [[[1, 5], [2, 10]]]
+        assert on_instances(2, 2, infer) == [[[1], [2]], [[5], [10]]]
+
+    def test_of_one_micro_batch_takes_tensors_without_axes(self):
+        assert poptorch.inferenceModel(Noise())(torch.tensor(3.0)) > 3
+
     def test_does_not_accumulate(self, model):
         with pytest.raises(StrategyError, match=r"options.clone\(\) for it"):
             poptorch.inferenceModel(model, new_options(accumulation=2))

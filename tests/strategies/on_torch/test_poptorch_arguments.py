@@ -234,6 +234,8 @@ class TestOptions:
             poptorch.Options().Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf)
         with pytest.raises(StrategyError, match="groups of 2 replicas are to get the same rows"):
             new_options(replicas=2).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
+        with pytest.raises(ValueError, match="all get the same rows"):
+            new_options(replicas=2).inputReplicaGrouping(1, poptorch.CommGroupType.All)
 
     def test_of_locations_are_settings(self):
         """A truth value would shard nothing, and say nothing of it."""

@@ -182,6 +182,16 @@ class TestModelsInAFile:
             poptorch.load(tmp_path / "model")
         assert "stranger" not in sys.modules
 
+    def test_have_no_part_of_a_sharded_state(self, tmp_path):
+        module = Activated()
+        options = poptorch.Options().replicationFactor(2)
+        location = poptorch.TensorLocationSettings().useReplicatedTensorSharding()
+        options.TensorLocations.setOptimizerLocation(location)
+        training = poptorch.trainingModel(module, options)
+        with pytest.raises(poptorch.Error, match=r"is sharded, .* use strategies\.Checkpoints"):
+            training.save(tmp_path / "model")
+        training.save(tmp_path / "model", export_model=False)
+
     @pytest.mark.parametrize("cut", [0, 1, 100, 3000, -10])
     def test_that_are_damaged_are_one_line(self, cut, tmp_path):
         saved(tmp_path)

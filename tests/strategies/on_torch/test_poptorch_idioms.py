@@ -375,6 +375,13 @@ IDIOMS: dict[str, Idiom] = {
         plain=wide(lambda p: torch.optim.Adam(p, lr=0.01)),
         tolerance=2e-3,
     ),
+    "halves_sharded": Idiom(
+        Halves,
+        sharded,
+        own=lambda p: poptorch.optim.AdamW(p, lr=0.01, first_order_momentum_accum_type=torch.float16),
+        plain=wide(lambda p: torch.optim.AdamW(p, lr=0.01)),
+        tolerance=2e-3,
+    ),
     "autocast": Idiom(Cast),
     "autocast_off": Idiom(Cast, by("Precision.autocastEnabled", False), tolerance=2e-2, same_dtypes=False),
     "asks_where_it_runs": Idiom(Asking, weight=2),

@@ -66,8 +66,8 @@ class TestOwnAttributes:
             setattr(poptorch.Options(), name, 4)
 
     def test_that_are_not_there_are_refused_with_what_is(self):
-        with pytest.raises(AttributeError, match="Options.Trainin is no option; did you mean Training"):
-            _ = poptorch.Options().Trainin
+        with pytest.raises(AttributeError, match="Options.Trainings is no option; did you mean Training"):
+            _ = poptorch.Options().Trainings
         with pytest.raises(AttributeError, match="gradientAcumulation is no option; did you mean gradientAccumulation"):
             poptorch.Options().Training.gradientAcumulation(3)
         with pytest.raises(AttributeError, match="Options.zebra is no option; docs/torch.md"):
@@ -88,6 +88,13 @@ class TestModes:
     def test_of_evaluation_in_the_first_call_are_said(self, model, caplog):
         poptorch.trainingModel(model.eval(), poptorch.Options())(torch.ones(4, 3))
         assert "for the first time with its module in evaluation mode" in caplog.text
+
+    def test_of_a_part_that_change_are_said_and_taken_over_by_the_executor(self, model, caplog):
+        training = poptorch.trainingModel(model, poptorch.Options())
+        training(torch.ones(4, 3))
+        model.first.eval()
+        training(torch.ones(4, 3))
+        assert "the mode of Linear has changed, and a training model keeps" in caplog.text
 
     def test_that_the_program_sets_are_left_to_it(self, model):
         training = poptorch.trainingModel(model, poptorch.Options())
@@ -221,7 +228,7 @@ class TestCompilers:
             poptorch.Options()._Popart.set("accumulationFactor", 4)
 
     def test_nothing_takes_time_to_compile(self, model):
-        assert poptorch.inferenceModel(model).compilationTime.total_seconds() == 0
+        assert poptorch.inferenceModel(model).compilationTime().total_seconds() == 0
 
     @pytest.mark.parametrize("use", [True, False])
     def test_storage_is_where_it_is_and_that_is_said(self, use, caplog):
