@@ -4,6 +4,7 @@ import keras  # noqa: F401  before this package's own modules: once it is there,
 
 from strategies.keras.callbacks import OnChief
 from strategies.keras.checkpointing import Checkpoints
+from strategies.keras.layers import RecomputationCheckpoint
 from strategies.keras.stages import (
     FunctionalLayerPipelineStageAssignment,
     FunctionalNestedModelPipelineStageAssignment,
@@ -18,6 +19,7 @@ __all__ = [
     "FunctionalNestedModelPipelineStageAssignment",
     "OnChief",
     "PipelineStage",
+    "RecomputationCheckpoint",
     "SequentialLayerPipelineStageAssignment",
     "SequentialNestedModelPipelineStageAssignment",
 ]

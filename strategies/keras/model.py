@@ -22,7 +22,10 @@ from strategies.keras.data import Feed, Given, Pass, open_feed
 from strategies.keras.evaluating import PredictFunction, TestFunction
 from strategies.keras.extensions import METHODS, Extensions
 from strategies.keras.options import ModelOptions
+from strategies.keras.own_steps import OwnTrainFunction
 from strategies.keras.refusals import (
+    is_own,
+    refuse_beside_own_step,
     refuse_changed_layers,
     refuse_eager,
     refuse_optimizer,
@@ -128,7 +131,8 @@ class ReplicatedModel:
         global_batch_size: int | None = None,
     ) -> Any:
         """See `keras.Model.fit`; batch sizes are those of a replica, but for `global_batch_size`."""
-        self._check("fit", "train_step")
+        checkpoints = given_in(callbacks)
+        self._check("fit", "train_step", has_checkpoints=checkpoints is not None)
         arguments = {
             "batch_size": batch_size,
             "global_batch_size": global_batch_size,
@@ -151,7 +155,6 @@ class ReplicatedModel:
             )
         batch_size = self._rows_of_replica(batch_size, global_batch_size, self.options.micro_batches)
         given = Given(x, y, sample_weight, class_weight, batch_size, steps_per_epoch)
-        checkpoints = given_in(callbacks)
         if checkpoints is not None and steps_per_epoch is not None:
             raise ValueError(
                 "there are strategies.keras.Checkpoints, which keep the position in an epoch, and steps_per_epoch, "
@@ -286,10 +289,14 @@ class ReplicatedModel:
         if self._model.train_function is None or force:
             refuse_optimizer(self._model.optimizer, self.options.accumulated is not None)
             steps = self.options.executed(self._steps_per_execution)
-            function = TrainFunction(
-                self._model, self.strategy, self.options, steps, self._extensions.staged, self._watch
-            )
-            self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone)
+            function: Any
+            if is_own(self.stock, "train_step"):
+                function = OwnTrainFunction(self._model, self.stock, self.strategy, steps)
+            else:
+                staged = self._extensions.staged
+                function = TrainFunction(self._model, self.strategy, self.options, steps, staged)
+            watch = None if self.strategy.replicas.communicator.size == 1 else self._watch
+            self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone, watch)
 
     def make_test_function(self, force: bool = False) -> None:
         """See Keras, which calls it before it evaluates."""
@@ -345,7 +352,7 @@ class ReplicatedModel:
 
     # ---- how
 
-    def _check(self, called: str, step: str, is_compiled: bool = True) -> None:
+    def _check(self, called: str, step: str, is_compiled: bool = True, has_checkpoints: bool = False) -> None:
         """Refuse what cannot be done on replicas."""
         refuse_outside(self._model, self.in_scope, called)
         refuse_eager(self._model)
@@ -355,7 +362,10 @@ class ReplicatedModel:
         if is_compiled:
             self._model._assert_compile_called(called)
         if step == "train_step":
-            refuse_changed_layers(self._model)
+            if is_own(self.stock, step):  # which may have optimizers for parts of the model
+                refuse_beside_own_step(self.stock, self.options, has_checkpoints)
+            else:
+                refuse_changed_layers(self._model)
 
     def _insist(self, called: str, callbacks: Any, arguments: Mapping[str, Any]) -> None:
         """Refuse to begin where instances call a function with other arguments; a collective call."""
@@ -526,14 +536,26 @@ class _Called:
         function: it is.
     """
 
-    def __init__(self, function: Any, feed: Callable[[], Feed | None], of_one: Callable[[Iterator[Any]], Any]) -> None:
+    def __init__(
+        self,
+        function: Any,
+        feed: Callable[[], Feed | None],
+        of_one: Callable[[Iterator[Any]], Any],
+        watch: Watch | None = None,
+    ) -> None:
         self.function = function
+        self._watch = watch
         self._feed = feed
         self._of_one = of_one
 
     def __call__(self, state: Any, iterator: Any) -> Any:
         feed = self._feed()
-        return self.function(state, self._of_one(iterator) if feed is None else feed.current)
+        if self._watch is not None:
+            self._watch.before_step(state)
+        returned, state = self.function(state, self._of_one(iterator) if feed is None else feed.current)
+        if self._watch is not None:
+            self._watch.after_step(state)
+        return returned, state
 
 
 FORWARDED = (

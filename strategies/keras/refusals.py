@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import keras
 
 from strategies.errors import StrategyError
+from strategies.keras.options import ModelOptions
 from strategies.strategy import Strategy, get_strategy
 
 _FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
@@ -25,21 +27,57 @@ def refuse_outside(model: Any, strategy: Strategy, called: str) -> None:
         )
 
 
+def is_own(stock: type, name: str) -> bool:
+    """Whether a class of models has a method of its own in place of Keras's."""
+    return getattr(stock, name) is not getattr(keras.Model, name)
+
+
 def refuse_own_steps(stock: type, step: str) -> None:
     """Refuse a step or a function of the user's own, which stands for what all replicas do together.
 
     Args:
         stock: the class of the model as the user knows it.
-        step: the name of the step that would be made.
+        step: the name of the step that would be made; a `train_step` is made by each replica.
 
     Raises:
         RuntimeError: naming what is overridden.
     """
-    for name in (step, *_FUNCTIONS):
-        if getattr(stock, name) is not getattr(keras.Model, name):
+    for name in _FUNCTIONS if step == "train_step" else (step, *_FUNCTIONS):
+        if is_own(stock, name):
             raise RuntimeError(
                 f"{stock.__name__} overrides {name}, and a step of all replicas is made of compute_loss, "
                 f"compute_metrics and the optimizer; override compute_loss instead of {name}, or use strategies.Trainer"
+            )
+
+
+def refuse_beside_own_step(stock: type, options: ModelOptions, has_checkpoints: bool) -> None:
+    """Refuse what the step of a strategy does, where a model has a `train_step` of its own.
+
+    Args:
+        stock: see `refuse_own_steps`.
+        options: of the model.
+        has_checkpoints: whether there are `strategies.keras.Checkpoints`.
+
+    Raises:
+        RuntimeError: naming it, or the arguments of a `train_step` that is written for another backend.
+    """
+    parameters = list(inspect.signature(stock.train_step).parameters)  # type: ignore[attr-defined]
+    if len(parameters) != 3:
+        raise RuntimeError(
+            f"{stock.__name__}.train_step takes ({', '.join(parameters)}), and on JAX it is called with (state, data) "
+            "and returns (logs, state); see https://keras.io/guides/custom_train_step_in_jax, or override compute_loss"
+        )
+    set_besides = {
+        "set_gradient_accumulation_options": options.accumulated is not None or bool(options.step),
+        "pipeline stages": options.is_pipelined,
+        "strategies.keras.Checkpoints": has_checkpoints,
+    }
+    for name, is_set in set_besides.items():
+        if is_set:
+            raise RuntimeError(
+                f"{stock.__name__} overrides train_step, and has {name}, which change a step of a strategy; leave one "
+                "of both out: override compute_loss instead of train_step, accumulate by the optimizer's own "
+                "gradient_accumulation_steps, and keep states by BackupAndRestore"
             )
 
 

@@ -18,7 +18,6 @@ from strategies.keras.options import ModelOptions
 from strategies.keras.programs import ModelFunctions, TrainLoss
 from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
-from strategies.keras.watching import Watch
 from strategies.pipelines.pipelining import Pipelining
 from strategies.programs.additions import looks
 from strategies.programs.program import jit
@@ -41,7 +40,6 @@ class TrainFunction:
         options: of the model.
         steps_per_execution: how many steps are made in a call.
         staged: has the model computed stage by stage; None where it is not, or marks stages itself.
-        watch: is told of the states that steps begin with, and of those that they leave.
 
     Attributes:
         trainer: makes the steps; None before the first one.
@@ -56,7 +54,6 @@ class TrainFunction:
         options: ModelOptions,
         steps_per_execution: int,
         staged: StagedModel | None = None,
-        watch: Watch | None = None,
     ) -> None:
         self.trainer: Trainer | None = None
         self.saved: SavedFit | None = None
@@ -67,7 +64,6 @@ class TrainFunction:
         self._optimizer = KerasOptimizer(model.optimizer)
         seeds = Seeds(tuple(seeds_of(model)))
         self._staged = staged
-        self._watch = None if strategy.replicas.communicator.size == 1 else watch
         self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
         self._results = jit(self._functions.results)
         self._is_adopted = False
@@ -112,14 +108,6 @@ class TrainFunction:
         Raises:
             StopIteration: if there is no batch.
         """
-        if self._watch is not None:
-            self._watch.before_step(state)
-        logs, state = self._made(state, iterator)
-        if self._watch is not None:
-            self._watch.after_step(state)
-        return logs, state
-
-    def _made(self, state: State, iterator: Iterator[Batch]) -> tuple[dict[str, Any], State]:
         skipped = 0 if self.saved is None else self.saved.skip(self._steps)
         then, self._then = self._then, None
         if skipped == self._steps:

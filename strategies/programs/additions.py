@@ -26,6 +26,26 @@ def looks(function: Callable[..., Any], old: Sequence[Any], *others: Any) -> tup
     return [new is not before for before, new in pairs], [_adds(graph, before, new) for before, new in pairs]
 
 
+def depends_on(function: Callable[..., Any], old: Sequence[Any], matters: Sequence[bool], *others: Any) -> list[bool]:
+    """For each array that a function returns whether it depends on what matters: some of the old ones, and all others.
+
+    Args:
+        function: see `looks`.
+        old: see there.
+        matters: for each of them.
+        others: see there.
+    """
+    graph = Graph.of(jax.make_jaxpr(function)(list(old), *others))
+    chosen = [one for one, flag in zip(graph.arguments, matters, strict=False) if flag]
+    read = {id(one) for one in [*chosen, *graph.arguments[len(old) :]]}
+
+    def depends(result: Atom) -> bool:
+        behind = (graph.equations[number] for number in graph.ancestors([result]))
+        return id(result) in read or any(id(atom) in read for equation in behind for atom in equation.invars)
+
+    return [depends(result) for result in graph.results]
+
+
 def _adds(graph: Graph, before: Atom, new: Atom) -> bool:
     """Whether what is made is a sum of which `before` is one part and on which no other part depends."""
     if new is before:

@@ -51,6 +51,123 @@ IN_FRONT_ENDS = (
         ),
     ),
     Fault(
+        name="rows that are too few for all micro-batches of a model of Keras get past the check",
+        path="strategies/keras/data.py",
+        old="if rows < replicas * accumulated:",
+        new="if rows < replicas:",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_rows_that_are_too_few_for_all_micro_batches_are_refused",
+        ),
+    ),
+    Fault(
+        name="running means of an evaluation by Keras count the last batch only",
+        path="strategies/keras/evaluating.py",
+        old="self._seen += len(counted)",
+        new="self._seen = len(counted)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_metrics.py::test_a_running_mean_of_an_evaluation_counts_all_batches",
+        ),
+    ),
+    Fault(
+        name="a damaged backup of Keras is restored",
+        path="strategies/keras/backups.py",
+        old="            fault = fault_of(path)",
+        new='            fault = ""',
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_backups.py::test_where_the_newest_backup_is_damaged_the_one_before_is_used",
+        ),
+    ),
+    Fault(
+        name="a backup of Keras leaves out the states of seed generators",
+        path="strategies/keras/backups.py",
+        old='json.dumps(epoch | {"random_states": random_states(model)})',
+        new='json.dumps(epoch | {"random_states": [[1, 2]] * len(random_states(model))})',
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_backups.py::test_a_training_that_is_killed_in_an_epoch_ends_with_the_bits_of_one_that_was_not",
+        ),
+    ),
+    Fault(
+        name="only the newest backup of Keras is kept",
+        path="strategies/keras/backups.py",
+        old="KEPT = 2",
+        new="KEPT = 1",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_backups.py::test_where_the_newest_backup_is_damaged_the_one_before_is_used",
+        ),
+    ),
+    Fault(
+        name="what a callback changes before a step of Keras is not compared",
+        path="strategies/keras/watching.py",
+        old="        self._note(_arrays(state))\n",
+        new="        self._left = _arrays(state)\n",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_disagreements.py::test_what_one_instance_does_otherwise_is_refused_by_name",
+        ),
+    ),
+    Fault(
+        name="trainable flags that a callback of Keras changes are not compared",
+        path="strategies/keras/watching.py",
+        old="if with_flags:",
+        new="if with_flags and not self._left:",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_disagreements.py::test_what_one_instance_does_otherwise_is_refused_by_name",
+        ),
+    ),
+    Fault(
+        name="files that Keras writes within an epoch have no optimizer state of other instances",
+        path="strategies/keras/callbacks.py",
+        old="_First(running, looks or writes)",
+        new="_First(running, looks)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_disagreements.py::test_callbacks_that_only_write_may_be_on_the_chief_alone",
+        ),
+    ),
+    Fault(
+        name="an own train_step of Keras applies the gradients of its replica",
+        path="strategies/keras/own_steps.py",
+        old="apply(optimizer_variables, mean(grads), trainable_variables)",
+        new="apply(optimizer_variables, (mean(grads), grads)[1], trainable_variables)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_own_steps.py::test_an_own_train_step_is_trained_with_the_mean_of_all_rows",
+        ),
+    ),
+    Fault(
+        name="an own train_step of Keras leaves seed generators as its replica has them",
+        path="strategies/keras/own_steps.py",
+        old="new[VARIABLES] = seeds.after(given, own, new[VARIABLES])",
+        new="new[VARIABLES] = list(new[VARIABLES])",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_own_steps.py::test_an_own_train_step_has_the_same_bits_for_every_number_of_instances",
+        ),
+    ),
+    Fault(
+        name="a step of Keras's own may change variables by the rows of its replica",
+        path="strategies/keras/own_steps.py",
+        old="if is_own:",
+        new="if is_own and part == OPTIMIZER:",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_own_steps.py::test_a_step_that_changes_variables_by_the_rows_of_a_replica_is_refused",
+        ),
+    ),
+    Fault(
+        name="weights that a callback of Keras restores on the chief stay there",
+        path="strategies/keras/callbacks.py",
+        old="self._watch.assign(broadcast(replicas, arrays))",
+        new="broadcast(replicas, arrays)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_backups.py::test_callbacks_go_on_everywhere_from_what_the_chief_has_restored",
+        ),
+    ),
+    Fault(
+        name="only the first rows of arrays are compared between instances of Keras",
+        path="strategies/keras/data.py",
+        old="compared = _spread(source)",
+        new="compared = example",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_disagreements.py::test_what_one_instance_does_otherwise_is_refused_by_name",
+        ),
+    ),
+    Fault(
         name="modules of PyTorch draw from the generator of the process",
         path="strategies/torch/randomness.py",
         old="torch.Generator().manual_seed(seed)\n    _include(_KEY, True)",

@@ -131,6 +131,18 @@ def test_a_training_that_is_killed_in_an_epoch_ends_with_the_bits_of_one_that_wa
     assert in_scopes(instances, program) == [(whole, [3])] * instances
 
 
+def test_callbacks_go_on_everywhere_from_what_the_chief_has_restored(in_scopes, tmp_path):
+    def program(strategy, copies):
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        own = tmp_path / str(strategy.instance_index)  # only the chief has files
+        return fit(own, rates, *copies)
+
+    copies = Copies(tmp_path / "0", tmp_path / "copies")
+    [(whole, _)] = in_scopes(1, lambda strategy: program(strategy, [copies]))
+    shutil.copytree(copies.copies / "2", tmp_path / "0")
+    assert in_scopes(2, lambda strategy: program(strategy, [])) == [(whole, [2, 3])] * 2
+
+
 @pytest.mark.parametrize("name", ["latest.weights.h5", "training.json", "SHA256SUMS"])
 def test_where_the_newest_backup_is_damaged_the_one_before_is_used(alone, trained, caplog, name):
     whole, _, copies = trained

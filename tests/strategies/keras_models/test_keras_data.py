@@ -274,3 +274,26 @@ def test_an_empty_source_says_so(alone):
 
 def iter_of_nothing():
     yield from ()
+
+
+@pytest.mark.parametrize("rows", [4, 7])
+def test_rows_that_are_too_few_for_all_micro_batches_are_refused(alone, rows):
+    """Arrays, and batches of one row: they are enough for four replicas, not for two micro-batches of each."""
+
+    class Single(keras.utils.PyDataset):
+        def __len__(self):
+            return rows
+
+        def __getitem__(self, number):
+            return X[number : number + 1], TARGETS[number : number + 1]
+
+    def program(strategy):
+        model = regression()
+        model.set_gradient_accumulation_options(2)
+        for data in ((X[:rows], TARGETS[:rows]), (Single(),)):
+            with pytest.raises(
+                ValueError, match=f"the data have {rows} rows, for 4 replicas x 2 micro-batches; give at"
+            ):
+                model.fit(*data, verbose=0)
+
+    alone(program)

@@ -33,6 +33,10 @@ def freeze(model):
     model.layers[0].trainable = False
 
 
+def freeze_all(model):
+    model.trainable = False  # the order of variables stays
+
+
 def with_hook(hook, change, wrapped=lambda callback: callback, changes_on=1):
     """A fit whose callback reads the model on both instances, and changes it on one."""
 
@@ -87,6 +91,7 @@ CASES = {
     "weights in a step": (with_hook("on_train_batch_end", double), r"kernel \(0\) behind on_train_batch_end"),
     "weights on the chief": (with_hook("on_epoch_end", double, ON_CHIEF, 0), r"kernel \(0\) behind on_epoch_end"),
     "a flag in fit": (with_hook("on_epoch_end", freeze), r"trainable of variable 0 \(kernel\) False"),
+    "all flags in fit": (with_hook("on_epoch_end", freeze_all), r"trainable of variable 0 \(kernel\) False"),
     "a flag before fit": (between(lambda model: (freeze(model), model.compile("sgd"))), r"trainable of variable 0"),
     "a schedule": (between(partial(set_rate, rate=SCHEDULE)), "CosineDecay"),
     "a compilation": (between(lambda model: model.compile(SGD(0.05), "mse")), "1 has compile, or new .*True"),

@@ -148,3 +148,18 @@ def test_a_metric_that_is_a_mean_begins_anew_in_each_validation(alone):
     assert len(set(single)) == 1
     assert found[0] > 0
     assert single[0] > 0
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_a_running_mean_of_an_evaluation_counts_all_batches(in_scopes, steps_per_execution):
+    """There are thirteen batches, of which four make a step."""
+
+    def program(strategy):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+        model.compile("sgd", "mse", metrics=[Largest("mean")], steps_per_execution=steps_per_execution)
+        return model.evaluate(np.abs(X), TARGETS, batch_size=4, verbose=0, return_dict=True)["largest"]
+
+    batches = np.abs(X).sum(1).reshape(-1, 4).max(1)
+    for instances in (1, 2):
+        for found in in_scopes(instances, program):
+            assert found == pytest.approx(batches.mean(), rel=1e-5)

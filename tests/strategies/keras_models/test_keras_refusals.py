@@ -39,8 +39,8 @@ def test_a_scope_may_come_before_the_first_import_of_keras(in_new_process):
 
 
 class OwnStep(keras.Sequential):
-    def train_step(self, state, data):
-        return super().train_step(state, data)
+    def test_step(self, state, data):
+        return super().test_step(state, data)
 
 
 class OwnFunction(keras.Sequential):
@@ -50,7 +50,11 @@ class OwnFunction(keras.Sequential):
 
 @pytest.mark.parametrize(
     ("kind", "use", "named"),
-    [(OwnStep, "fit", "train_step"), (OwnFunction, "fit", "make_predict_function"), (OwnFunction, "predict", "make")],
+    [
+        (OwnStep, "evaluate", "test_step"),
+        (OwnFunction, "fit", "make_predict_function"),
+        (OwnFunction, "predict", "make"),
+    ],
 )
 def test_steps_and_functions_of_the_users_own_are_refused(alone, kind, use, named):
     def program(strategy):
@@ -62,7 +66,7 @@ def test_steps_and_functions_of_the_users_own_are_refused(alone, kind, use, name
         alone(program)
 
 
-def test_an_own_train_step_may_still_predict(alone):
+def test_an_own_test_step_may_still_predict(alone):
     def program(strategy):
         return OwnStep([keras.Input((6,)), keras.layers.Dense(1)]).predict(X, verbose=0).shape
 

@@ -1,5 +1,6 @@
 """Pipelines of models of Keras: scopes, assignments and marks give the bits of the same stages one after another."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -7,12 +8,15 @@ from keras import layers
 from small_models import LABELS, TARGETS, X, bits_of, dense, largest_difference, values_of
 
 import strategies
+from strategies import fingerprint
 from strategies.keras import (
     FunctionalLayerPipelineStageAssignment,
     FunctionalNestedModelPipelineStageAssignment,
     PipelineStage,
     SequentialLayerPipelineStageAssignment,
 )
+from strategies.pipelines.pipelining import RecomputationMode
+from strategies.recomputation import recomputing
 
 
 def sequential():
@@ -422,3 +426,40 @@ def test_assignments_that_are_changed_in_place_are_set_as_the_original_writes_it
         return [assignment.pipeline_stage for assignment in model.get_pipeline_stage_assignment()]
 
     assert alone(program) == [0, 1]
+
+
+def test_recomputation_checkpoints_mark_blocks_and_change_no_bit(alone, tmp_path):
+    layer = strategies.keras.RecomputationCheckpoint
+
+    def marked(kind):
+        layers = [keras.Input((6,)), dense(4, 1, activation="tanh"), kind(), dense(4, 2), kind(), dense(1, 3)]
+        return keras.Sequential(layers)
+
+    def fitted(kind, **pipelining):
+        model = marked(kind)
+        model.set_pipeline_stage_assignment([0, 0, 0, 1, 1])
+        model.set_pipelining_options(4, **pipelining)
+        model.compile("adam", "mse")
+        model.fit(X[:32], X[:32, :1], batch_size=2, shuffle=False, verbose=0)
+        return bits_of(model), model
+
+    def program(strategy):
+        bits, model = fitted(
+            layer, recompute=True, recomputation_mode=RecomputationMode.RecomputeAndBackpropagateInterleaved
+        )
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        kinds = {type(each).__name__ for each in loaded.layers}
+        return bits, fitted(layer)[0], fitted(keras.layers.Identity)[0], kinds
+
+    recomputed, kept, without, kinds = alone(program, replicas=2)
+    assert recomputed == kept == without
+    assert kinds == {"Dense", "RecomputationCheckpoint"}
+    model = marked(layer)
+    values = [variable.value for variable in model.variables]
+
+    def loss(variables, batch, key):
+        return (model.stateless_call(variables, [], batch)[0] ** 2).mean()
+
+    kept, again = (jax.grad(recomputing(loss, how))(values, X, None) for how in ("none", "blocks"))
+    assert fingerprint(kept) == fingerprint(again)

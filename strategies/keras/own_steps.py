@@ -1,0 +1,259 @@
+"""A `train_step` of the user's own, made by each replica: its optimizers get the means of gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from keras import tree
+from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_weight
+
+from strategies.errors import StrategyError
+from strategies.gradients.model_state import ALIKE, CONSTANT
+from strategies.gradients.outcome import Outcome
+from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
+from strategies.programs.additions import depends_on, looks
+from strategies.programs.program import jit
+from strategies.replicas.replica_context import get_replica_context
+from strategies.roles import Batch, Key, Tree, Variables
+from strategies.strategy import Strategy
+from strategies.train_state import TrainState
+from strategies.trainer import Trainer
+
+TRAINED, OPTIMIZER = "trained", "optimizer"
+_PARTS = (TRAINED, VARIABLES, OPTIMIZER, METRICS)
+"""The state that a `train_step` takes and returns, in its order."""
+
+State = Sequence[Any]
+Mean = Callable[[Tree], Tree]
+
+
+@dataclass(frozen=True, eq=False)
+class OwnStep:
+    """The step of a model, as a function of its state.
+
+    Attributes:
+        model: of Keras.
+        step: its `train_step`.
+        seeds: which of its variables that are not trained are states of seed generators.
+    """
+
+    model: Any
+    step: Callable[[Any, Any], tuple[Mapping[str, Any], State]]
+    seeds: Seeds
+
+    def __call__(self, state: Mapping[str, Any], batch: Batch, mean: Mean) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The logs and the new state; traceable.
+
+        Args:
+            state: see `_PARTS`.
+            batch: `(x, y, sample_weight)` of one replica.
+            mean: is applied to what `optimizer.stateless_apply` gets as gradients, of all optimizers of the model.
+        """
+        with _averaging(self.model, mean):
+            logs, new = self.step(tuple(list(state[part]) for part in _PARTS), pack_x_y_sample_weight(*batch))
+        return _flat(logs), dict(zip(_PARTS, map(list, new), strict=True))
+
+    def results(self, metrics: Sequence[Any]) -> dict[str, Any]:
+        """What metrics say, by their names; traceable."""
+        with keras.StatelessScope(state_mapping=list(zip(self.model.metrics_variables, metrics, strict=True))):
+            found: dict[str, Any] = self.model.get_metrics_result()
+        return found
+
+
+def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Logs as Keras tells them: those of metrics that have several come by their own names."""
+    found: dict[str, Any] = {}
+    for name, value in logs.items():
+        found |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+@contextmanager
+def _averaging(model: Any, mean: Mean) -> Iterator[None]:
+    """While optimizers of a model apply the means of what they are given."""
+    is_inside = False
+
+    def averaged(apply: Callable[..., Any]) -> Callable[..., Any]:
+        def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:  # the inner one of a LossScaleOptimizer
+                return apply(optimizer_variables, grads, trainable_variables)
+            is_inside = True
+            try:
+                return apply(optimizer_variables, mean(grads), trainable_variables)
+            finally:
+                is_inside = False
+
+        return stateless_apply
+
+    optimizers = {
+        id(one): one for one in tree.flatten(list(model.__dict__.values())) if isinstance(one, keras.Optimizer)
+    }
+    for optimizer in optimizers.values():
+        object.__setattr__(optimizer, "stateless_apply", averaged(optimizer.stateless_apply))
+    try:
+        yield
+    finally:
+        for optimizer in optimizers.values():
+            object.__delattr__(optimizer, "stateless_apply")
+
+
+def _of_replicas(gradients: Tree) -> Tree:
+    """The mean over all replicas, in the order of the tree; those of one dtype travel together."""
+    leaves, structure = jax.tree.flatten(gradients)
+    means = list(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        places = [place for place, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        flat, unravel = ravel_pytree([leaves[place] for place in places])
+        of_dtype = unravel(get_replica_context().all_reduce("mean", flat))
+        for place, value in zip(places, of_dtype, strict=True):
+            means[place] = value
+    return jax.tree.unflatten(structure, means)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnLoss:
+    """The loss function of a `Trainer` that makes a step of the user's own in each replica; the state is model state.
+
+    Attributes:
+        step: makes it.
+        names: of the logs that are no results of metrics; their means are metrics of the `Trainer`.
+    """
+
+    step: OwnStep
+    names: tuple[str, ...]
+
+    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Any]) -> Outcome:
+        """See `Trainer`. Nothing is left to be trained."""
+        seeds, given = self.step.seeds, model_state[VARIABLES]
+        own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
+        logs, new = self.step({**model_state, VARIABLES: own}, batch, _of_replicas)
+        new[VARIABLES] = seeds.after(given, own, new[VARIABLES])
+        told = {f"log {name}": jnp.mean(jnp.asarray(logs[name], jnp.float32)) for name in self.names}
+        return Outcome(0 * variables["nothing"], told, new)
+
+
+class OwnTrainFunction:
+    """Makes the steps of `fit` and `train_on_batch` of a model with a `train_step` of its own.
+
+    Args:
+        model: of Keras, built and compiled.
+        stock: its class, as the user knows it.
+        strategy: where the replicas are.
+        steps_per_execution: how many steps are made in a call.
+
+    Attributes:
+        steps_made: how many steps were made when it was called last.
+    """
+
+    def __init__(self, model: Any, stock: Any, strategy: Strategy, steps_per_execution: int) -> None:
+        self.steps_made = 0
+        self._model = model
+        self._strategy = strategy
+        self._steps = steps_per_execution
+        self._step = OwnStep(model, stock.train_step.__get__(model), Seeds(tuple(seeds_of(model))))
+        self._results = jit(self._step.results)
+        self._trainer: Trainer | None = None
+        self._names: tuple[str, ...] = ()
+        self._logs: tuple[str, ...] = ()
+        self._state: TrainState | None = None
+
+    def unite(self) -> None:
+        """Do nothing: Keras knows the whole state."""
+
+    def begin(self) -> None:
+        """Have instance 0's state on all instances before the next step: the user may have changed it."""
+        self._state = None
+
+    def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[dict[str, Any], State]:
+        """Make steps with the next batches; see `TrainFunction`.
+
+        Raises:
+            StopIteration: if there is no batch.
+        """
+        batch = next(iterator)
+        begun = self._begun(dict(zip(_PARTS, map(list, state), strict=True)), batch)
+        assert self._trainer is not None
+        for each in itertools.chain([batch], itertools.islice(iterator, self._steps - 1)):
+            begun, told = self._trainer.step(begun, each)
+        self._state, self.steps_made = begun, begun.step
+        results = dict(self._results(begun.model_state[METRICS]))
+        logs = {name: results[name] if name in results else told[f"log {name}"] for name in self._logs}
+        return logs, tuple(begun.model_state[part] for part in _PARTS)
+
+    def _begun(self, parts: dict[str, Any], batch: Batch) -> TrainState:
+        if self._trainer is None:
+            self._trainer = self._made(parts, batch)
+        if self._state is None:
+            begun = self._trainer.init({"nothing": np.zeros((), np.float32)}, parts)
+            return replace(begun, step=self.steps_made)
+        device = self._strategy.replicas.variables_device
+        return replace(self._state, model_state=jax.device_put(parts, device))
+
+    def _made(self, parts: dict[str, Any], batch: Batch) -> Trainer:
+        rows = jax.tree.map(self._strategy.replicas.devices.replica_shape, batch)
+        words = self._looked_at(jax.tree.map(_shape, parts), jax.tree.map(_shape, rows))
+        loss = OwnLoss(self._step, self._names)
+        return Trainer(self._strategy, loss, optax.set_to_zero(), model_state_aggregation=words)
+
+    def _looked_at(self, parts: dict[str, Any], batch: Any) -> dict[str, list[str]]:
+        """How replicas agree on each part of the state."""
+        counts = [len(parts[part]) for part in _PARTS]
+
+        def split(leaves: Sequence[Any]) -> dict[str, Any]:
+            ends = list(itertools.accumulate(counts))
+            return {part: list(leaves[end - n : end]) for part, n, end in zip(_PARTS, counts, ends, strict=True)}
+
+        def after(leaves: Sequence[Any], batch: Any, mean: Mean = lambda gradients: gradients) -> list[Any]:
+            logs, new = self._step(split(leaves), batch, mean)
+            self._logs = tuple(logs)
+            self._names = tuple(name for name in logs if name not in self._step.results(new[METRICS]))
+            return [leaf for part in _PARTS for leaf in new[part]]
+
+        def without_gradients(leaves: Sequence[Any], batch: Any) -> list[Any]:
+            return after(leaves, batch, _zeros_like)
+
+        old = [leaf for part in _PARTS for leaf in parts[part]]
+        changed, adds = map(split, looks(after, old, batch))
+        flags = self._step.seeds.flags
+        own = [*[False] * counts[0], *flags, *[False] * counts[2], *[True] * counts[3]]
+        depends = split(depends_on(without_gradients, old, own, batch))
+        self._refuse_other_changes(depends)
+        words = words_of(self._model.non_trainable_variables, flags, changed[VARIABLES])
+        is_own = zip(words, depends[VARIABLES], strict=True)
+        return {
+            TRAINED: [ALIKE if is_changed else CONSTANT for is_changed in changed[TRAINED]],
+            VARIABLES: [word if is_of_rows or word == CONSTANT else ALIKE for word, is_of_rows in is_own],
+            OPTIMIZER: [ALIKE if is_changed else CONSTANT for is_changed in changed[OPTIMIZER]],
+            METRICS: words_of_metrics(self._model.metrics_variables, changed[METRICS], adds[METRICS]),
+        }
+
+    def _refuse_other_changes(self, depends: Mapping[str, Sequence[bool]]) -> None:
+        """Refuse a step that makes variables of a replica's rows without the mean over replicas."""
+        variables = {TRAINED: self._model.trainable_variables, OPTIMIZER: self._model.optimizer.variables}
+        for part, of_part in variables.items():
+            for variable, is_own in zip(of_part, depends[part], strict=True):
+                if is_own:
+                    raise StrategyError(
+                        f"train_step changes {variable.path!r} by the rows of a replica otherwise than by "
+                        "optimizer.stateless_apply of an optimizer that is an attribute of the model; replicas would "
+                        "have different values: use stateless_apply, or strategies.Trainer"
+                    )
+
+
+def _zeros_like(gradients: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), gradients)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
