@@ -28,9 +28,11 @@ from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
 from strategies.errors import DeviceError
 from strategies.extended import Extended
+from strategies.feeds.drawing import Iterators, drawn
 from strategies.importing import when_imported
 from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
+from strategies.programs.captures import Reads
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
 from strategies.programs.program import Program
 from strategies.replicas.devices import borrow
@@ -91,6 +93,8 @@ class Strategy(ABC):
         self._replicas = Replicas(
             type(self).__name__, membership, progress, add_cross_replica_reductions, variables_on_host
         )
+
+        self._iterators = Iterators()
 
     @property
     def replicas(self) -> Replicas:
@@ -325,6 +329,8 @@ class Strategy(ABC):
             args: pytrees. Of a `PerReplica` or an "on_read" variable, wherever it stands, each replica gets its value;
                 of an array of a batch of `distribute_dataset` its rows; of all else the whole. A new array that is as
                 long as such a batch is refused where there are several local replicas: say `dealt` or `shared` of it.
+                From an iterator, of a data set or an infeed or of Python, the function draws with `next` while it runs;
+                it belongs to programs from then on.
             kwargs: likewise.
 
         Returns:
@@ -342,7 +348,8 @@ class Strategy(ABC):
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
         _require_arguments(args, kwargs)
-        named = [self._replicas.dealing.deal_argument(values_of(value)) for value in (*args, *kwargs.values())]
+        given = self._iterators.placed([*args, *kwargs.values()])
+        named = [self._replicas.dealing.deal_argument(values_of(value)) for value in given]
         program = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
@@ -406,11 +413,13 @@ class Strategy(ABC):
         self, function: Callable[..., Any], names: tuple[str, ...], constants: list[Callable[[], bool]]
     ) -> Callable[..., Any]:
         def one_replica(index: jax.Array, *values: Any) -> Any:
-            first_named = len(values) - len(names)
+            first_named, values = len(values) - len(names), tuple(drawn(list(values)))
             context = self._replicas.new_context(index, "run", is_watched=True)
+            reads = Reads(function)
             with replica_context(context):
                 result = function(*values[:first_named], **dict(zip(names, values[first_named:], strict=True)))
-            constants.extend(context.feeds.constants)
+            reads.settle()
+            constants.extend([*context.feeds.constants, reads.is_same])
             # With the token the program has a result that is not ready before its last feed.
             results = (refuse_float64(result, "output"), context.feeds.token)
             return jax.tree.map(jnp.asarray, results)

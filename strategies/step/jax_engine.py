@@ -21,6 +21,7 @@ from strategies.gradients.leaving import Allocate
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
 from strategies.gradients.trainable import Trainable
+from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
 from strategies.programs.float64 import refuse_cut_integers
 from strategies.programs.recomputation import recomputing
@@ -65,7 +66,9 @@ class JaxEngine(StepEngine):
         self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, update: Update, is_recorded: bool
     ) -> None:
         self._replicas = replicas
+        self._given = loss_fn
         self._loss_fn = recomputing(loss_fn, options.recompute)
+        self._reads: Reads | None = None  # what the loss function had when it was traced
         self._options = options
         self._update = update
         self._is_recorded = is_recorded
@@ -116,6 +119,8 @@ class JaxEngine(StepEngine):
         """See `StepEngine`."""
         if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
             self.claim_replicas()
+        if self._reads is not None:
+            self._reads.insist("in the batch or the model state, or make a new Trainer")
         self._replicas.dealing.refuse_others(batch)
         refuse_cut_integers(batch)
         try:
@@ -132,7 +137,10 @@ class JaxEngine(StepEngine):
             if reason is not None:
                 logger.info(reason)
             self._seen.append(_shapes(batch))
+            reads = Reads(self._given)
             found = self._steps[key] = self._prepared(state, batch)
+            reads.settle()
+            self._reads = reads
         return found
 
     def planned(self, state: TrainState, batch: Any) -> tuple[ReplicaProgram, ReplicaPlan]:
