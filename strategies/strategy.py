@@ -34,6 +34,7 @@ from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.captures import Reads
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
+from strategies.programs.held_state import NOTHING_HELD, HeldState
 from strategies.programs.program import Program
 from strategies.replicas.devices import borrow
 from strategies.replicas.gathering import concatenated
@@ -350,16 +351,20 @@ class Strategy(ABC):
         _require_arguments(args, kwargs)
         given = self._iterators.placed([*args, *kwargs.values()])
         named = [self._replicas.dealing.deal_argument(values_of(value)) for value in given]
-        program = self._program(function, tuple(kwargs))
+        program, state = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
             _alike(value.values) if split else [self._shared(value)] * len(self.local_replicas)
             for value, split in zip(named, is_split, strict=True)
         ]
+        held = self._shared(state.values)
         arguments = [
-            (np.int32(replica), *of_replica) for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
+            (np.int32(replica), held, *of_replica)
+            for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
         ]
-        return PerReplica(tuple(self._run(program, arguments)), self.local_replicas)
+        results = self._run(program, arguments)
+        state.put([changes for _, changes in results])
+        return PerReplica(tuple(result for result, _ in results), self.local_replicas)
 
     def experimental_run_v2(self, *arguments: object, **named: object) -> NoReturn:
         """The name that `run` once had.
@@ -384,8 +389,8 @@ class Strategy(ABC):
         ]
 
         def compute(position: int) -> Any:
-            result, _ = jax.block_until_ready(executables[position](*arguments[position]))
-            return jax.tree.map(borrow, result)
+            result, changes, _ = jax.block_until_ready(executables[position](*arguments[position]))
+            return jax.tree.map(borrow, result), changes
 
         reducer = self._replicas.reducer
         reducer.begin()
@@ -401,27 +406,43 @@ class Strategy(ABC):
             raise reducer.last_error
         return results
 
-    def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> Program:
-        key, constants = (function, names), list[Callable[[], bool]]()
-        program, kept = self._replicas.programs.get(key, (None, constants))
-        if program is None or not all(is_same() for is_same in kept):
-            program = self._replicas.devices.compile(self._for_one_replica(function, names, constants))
-            self._replicas.programs[key] = program, constants
-        return program
+    def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> tuple[Program, HeldState]:
+        """The compiled function, and the variables that it has besides its arguments."""
+        key = function, names
+        found = self._replicas.programs.get(key)
+        if found is not None and all(is_same() for is_same in found[2]):
+            return found[:2]
+        state, constants = self._state_of(function), list[Callable[[], bool]]()
+        constants.append(lambda: state.is_current)
+        program = self._replicas.devices.compile(self._for_one_replica(function, names, state, constants))
+        self._replicas.programs[key] = program, state, constants
+        return program, state
+
+    def _state_of(self, function: Callable[..., Any]) -> HeldState:
+        objects = Reads(function, follows_keras=True).of_keras
+        if not objects:
+            return NOTHING_HELD
+        state: HeldState = import_module("strategies.keras.in_programs").KerasState(objects, self._replicas)
+        return state
 
     def _for_one_replica(
-        self, function: Callable[..., Any], names: tuple[str, ...], constants: list[Callable[[], bool]]
+        self,
+        function: Callable[..., Any],
+        names: tuple[str, ...],
+        state: HeldState,
+        constants: list[Callable[[], bool]],
     ) -> Callable[..., Any]:
-        def one_replica(index: jax.Array, *values: Any) -> Any:
+        def one_replica(index: jax.Array, held: Sequence[Any], *values: Any) -> Any:
             first_named, values = len(values) - len(names), tuple(drawn(list(values)))
             context = self._replicas.new_context(index, "run", is_watched=True)
-            reads = Reads(function)
-            with replica_context(context):
+            reads = Reads(function, follows_keras=True)
+            with replica_context(context), state.inside(held) as changes:
                 result = function(*values[:first_named], **dict(zip(names, values[first_named:], strict=True)))
+                made = changes()
             reads.settle()
             constants.extend([*context.feeds.constants, reads.is_same])
             # With the token the program has a result that is not ready before its last feed.
-            results = (refuse_float64(result, "output"), context.feeds.token)
+            results = (refuse_float64(result, "output"), made, context.feeds.token)
             return jax.tree.map(jnp.asarray, results)
 
         return one_replica

@@ -19,7 +19,7 @@ import types
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,20 +79,25 @@ class Reads:
 
     Args:
         function: that will be traced.
+        follows_keras: whether the variables of Keras are arguments of the program, and no constants.
+
+    Attributes:
+        of_keras: models, layers, optimizers, metrics and variables of Keras that it may read.
 
     Raises:
         RuntimeError: it reads what is another thing each time: the next element of an iterator, a clock, random numbers
             of Python.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], follows_keras: bool = False) -> None:
         self._name = getattr(function, "__qualname__", type(function).__qualname__)
-        walk = _Walk()
+        walk = _Walk(follows_keras)
         walk.follow(function, "")
         if walk.is_stale:  # JAX keeps what it has traced of the bodies of loops, branches and jitted functions
             logger.info("%s reads what has changed; JAX's caches are cleared", self._name)
             jax.clear_caches()
         self._reads = walk.reads
+        self.of_keras: Sequence[Any] = walk.of_keras
         self._draws = [(name, one, _state(one)) for name, one in walk.generators]
 
     def settle(self) -> None:
@@ -147,11 +152,14 @@ class _Walk:
     Attributes:
         reads: all of it.
         generators: of random numbers, with their names.
+        of_keras: see `Reads`.
         is_stale: whether something is not what it was when any function was traced that reads it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, follows_keras: bool) -> None:
         self.is_stale = False
+        self.of_keras: list[Any] = []
+        self._follows_keras = follows_keras
         self.reads: list[_Read] = []
         self.generators: list[tuple[str, Any]] = []
         self._seen: dict[int, Any] = {}  # which keeps them, so that no other has the identity
@@ -254,6 +262,10 @@ class _Walk:
 
     def _of_keras(self, value: Any, name: str) -> None:
         """Its variables; what else a model has does not change, or changes what it is made of."""
+        self.of_keras.append(value)
+        self._value(getattr(value, "optimizer", None), f"{name}.optimizer")
+        if self._follows_keras:
+            return
         for variable in getattr(value, "variables", None) or [value]:
             if hasattr(variable, "_value"):
                 self._read(

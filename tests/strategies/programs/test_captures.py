@@ -56,6 +56,9 @@ def times_factor(x):
     return x * factor
 
 
+jitted = jax.jit(times_factor)
+
+
 def scanned(carry, _):
     return carry * factor, None
 
@@ -78,7 +81,7 @@ def followed():
 
     yield "a global", times_factor, lambda: set_factor(2.0)
     yield "a global in a function that it calls", lambda x: times_factor(x), lambda: set_factor(2.0)
-    yield "a global in a jitted function", lambda x, f=jax.jit(times_factor): f(x), lambda: set_factor(2.0)
+    yield "a global in a jitted function", lambda x: jitted(x), lambda: set_factor(2.0)
     yield "a global in the body of a loop", lambda x: jax.lax.scan(scanned, x, length=1)[0], lambda: set_factor(2.0)
     yield "a variable of a closure", lambda x: x * local, grow_local
     yield "an attribute", lambda x: x * one.scale, one.grow
@@ -144,8 +147,7 @@ def refused():
         return jnp.float32(counts["calls"])
 
     def drawing():
-        for number in numbers:
-            return jnp.float32(number)
+        return [jnp.float32(number) for number in numbers][:1]
 
     yield "next", lambda: jnp.float32(next(elements)), "elements is an iterator, a list_iterator"
     yield "a loop over an iterator", drawing, "numbers is an iterator, a count"
