@@ -326,7 +326,8 @@ class Strategy(ABC):
 
         Args:
             function: a JAX-traceable function; inside it `get_replica_context` gives the replica's index and
-                collectives over all replicas. Compiled once per function object and argument shapes.
+                collectives over all replicas. Compiled once per function object and argument shapes, and anew when
+                something has changed that it reads from outside; models of Keras may be read and assigned.
             args: pytrees. Of a `PerReplica` or an "on_read" variable, wherever it stands, each replica gets its value;
                 of an array of a batch of `distribute_dataset` its rows; of all else the whole. A new array that is as
                 long as such a batch is refused where there are several local replicas: say `dealt` or `shared` of it.
@@ -338,7 +339,8 @@ class Strategy(ABC):
             `PerReplica` with the results.
 
         Raises:
-            RuntimeError: inside a function that `run` runs.
+            RuntimeError: inside a function that `run` runs; or the function reads what is another thing each time, such
+                as a clock or an iterator of a closure.
             TypeError: `args` is no tuple or list, or `kwargs` no dictionary; "Unsupported data type" for float64
                 arguments or results, unless JAX has 64 bits enabled.
             UnsupportedBufferError: a `PerReplica` has a masked array.
