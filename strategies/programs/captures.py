@@ -7,43 +7,38 @@ functions that it calls, is looked through for what it may read. Code of librari
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import io
 import logging
 import random
 import sys
-import sysconfig
 import types
-import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from strategies.programs.remembering import SCALARS, digest, is_more, is_what, remembered, state_of
+from strategies.programs.users_code import (
+    GONE,
+    contents_of,
+    instructions_of,
+    is_of_user,
+    is_users_module,
+    refuse_clocks,
+)
+
 MOST_READS = 4000
 """No more is compared: whoever closes over so much has models in it, whose arrays are JAX's, which do not change."""
 MOST_REMEMBERED = 100_000
 """Places whose last values are known."""
-WHOLE_BYTES = 1 << 18
-"""Larger arrays of NumPy are compared by as many bytes of elements all over them."""
 
-_LIBRARIES = tuple(
-    {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(__file__).resolve().parents[1])}
-)
-_SCALARS = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), np.generic)
 _OPAQUE = ("jax", "jaxlib", "numpy", "optax", "flax", "strategies", "popdist", "collectives", "ml_dtypes")
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
-_CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"}
-_NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
-_GONE: Any = object()
 _last_traced: dict[tuple[int, str], Any] = {}
 
 logger = logging.getLogger("strategies.programs")
@@ -56,7 +51,7 @@ class _Read:
     Attributes:
         name: for messages.
         get: what it is now.
-        seen: what it was, see `_remembered`.
+        seen: what it was, see `remembered`.
         may_grow: whether it is a tuple of what is in a list, to which a function may add when it is traced.
     """
 
@@ -67,18 +62,18 @@ class _Read:
 
     @property
     def is_same(self) -> bool:
-        return _is_what(self.seen, self.get())
+        return is_what(self.seen, self.get())
 
     @property
     def has_grown(self) -> bool:
-        return self.may_grow and _is_more(self.seen, self.get())
+        return self.may_grow and is_more(self.seen, self.get())
 
 
 class Reads:
-    """What a function may read, as it is now.
+    """What functions may read, as it is now.
 
     Args:
-        function: that will be traced.
+        functions: that will be traced.
         follows_keras: whether the variables of Keras are arguments of the program, and no constants.
 
     Attributes:
@@ -89,16 +84,19 @@ class Reads:
             of Python.
     """
 
-    def __init__(self, function: Callable[..., Any], follows_keras: bool = False) -> None:
-        self._name = getattr(function, "__qualname__", type(function).__qualname__)
+    def __init__(self, *functions: Callable[..., Any], follows_keras: bool = False) -> None:
+        self._name = " or ".join(
+            dict.fromkeys(getattr(one, "__qualname__", type(one).__qualname__) for one in functions)
+        )
         walk = _Walk(follows_keras)
-        walk.follow(function, "")
+        for one in functions:
+            walk.follow(one, "")
         if walk.is_stale:  # JAX keeps what it has traced of the bodies of loops, branches and jitted functions
             logger.info("%s reads what has changed; JAX's caches are cleared", self._name)
             jax.clear_caches()
         self._reads = walk.reads
         self.of_keras: Sequence[Any] = walk.of_keras
-        self._draws = [(name, one, _state(one)) for name, one in walk.generators]
+        self._draws = [(name, one, state_of(one)) for name, one in walk.generators]
 
     def settle(self) -> None:
         """Take over what the function has changed when it was traced, as a list of what it was traced with.
@@ -107,7 +105,7 @@ class Reads:
             RuntimeError: it has changed what it reads, or drawn random numbers, once and not in each run.
         """
         for name, generator, state in self._draws:
-            if _state(generator) != state:
+            if state_of(generator) != state:
                 raise RuntimeError(self._would_be_once(f"has drawn from {name}", "jax.random with a key"))
         kept = []
         for read in self._reads:
@@ -162,6 +160,7 @@ class _Walk:
         self._follows_keras = follows_keras
         self.reads: list[_Read] = []
         self.generators: list[tuple[str, Any]] = []
+        self._passed: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}  # which keeps them, so that no other has the identity
         self._names: set[str] = set()
         self._objects: list[tuple[str, Any, set[str]]] = []
@@ -176,23 +175,39 @@ class _Walk:
     # ---- functions
 
     def _function(self, function: Any, name: str) -> None:
-        if not isinstance(function, types.FunctionType) or not _is_of_user(function):
+        if not isinstance(function, types.FunctionType):
             return
-        instructions = list(_instructions(function.__code__))
+        if not is_of_user(function):
+            self._wrapped(function, name)
+            return
+        instructions = list(instructions_of(function.__code__))
         self._names.update(one.argval for one in instructions if one.opname in ("LOAD_ATTR", "LOAD_METHOD"))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(value, f"a default of {function.__qualname__}")
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for each, cell in cells.items():
-            self._bound(each, functools.partial(_contents, cell), id(cell))
+            self._bound(each, functools.partial(contents_of, cell), id(cell))
         spaces = function.__globals__
         for each in {one.argval for one in instructions if one.opname == "LOAD_GLOBAL"} & spaces.keys():
-            self._bound(each, functools.partial(spaces.get, each, _GONE), id(spaces))
-        _refuse_clocks(function, instructions, cells)
+            self._bound(each, functools.partial(spaces.get, each, GONE), id(spaces))
+        refuse_clocks(function, instructions, cells)
+
+    def _wrapped(self, function: types.FunctionType, name: str) -> None:
+        """Go on to functions of the user that one of a library was given, as a schedule to an optimizer."""
+        if id(function) in self._passed:
+            return
+        self._passed[id(function)] = function
+        for value in map(contents_of, function.__closure__ or ()):
+            for one in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(one, types.FunctionType | types.MethodType | functools.partial):
+                    self._value(one, name)
+                for each in one if isinstance(one, tuple) else ():  # as a gradient transformation is
+                    if isinstance(each, types.FunctionType):
+                        self._value(each, name)
 
     def _bound(self, name: str, get: Callable[[], Any], place: int) -> None:
         value = get()
-        if value is _GONE or isinstance(value, types.ModuleType) and not _is_users_module(value):
+        if value is GONE or isinstance(value, types.ModuleType) and not is_users_module(value):
             return
         self._read(name, get, place)
         self._value(value, name)
@@ -202,23 +217,23 @@ class _Walk:
         if len(self.reads) >= MOST_READS:
             return
         now = get()
-        self.reads.append(_Read(name, get, _remembered(now), may_grow))
+        self.reads.append(_Read(name, get, remembered(now), may_grow))
         key = place, name.rpartition(".")[2]
-        before = _last_traced.get(key, _GONE)
-        self.is_stale |= before is not _GONE and not _is_what(before, now) and not (may_grow and _is_more(before, now))
+        before = _last_traced.get(key, GONE)
+        self.is_stale |= before is not GONE and not is_what(before, now) and not (may_grow and is_more(before, now))
         if len(_last_traced) >= MOST_REMEMBERED:
             _last_traced.clear()
             self.is_stale = True
-        _last_traced[key] = _remembered(now, keeps=False)
+        _last_traced[key] = remembered(now, keeps=False)
 
     # ---- values
 
     def _value(self, value: Any, name: str) -> None:
-        if isinstance(value, _SCALARS) or id(value) in self._seen or len(self.reads) >= MOST_READS:
+        if isinstance(value, SCALARS) or id(value) in self._seen or len(self.reads) >= MOST_READS:
             return
         self._seen[id(value)] = value
         if isinstance(value, np.ndarray):
-            self._read(f"the elements of {name}", functools.partial(_digest, value), id(value))
+            self._read(f"the elements of {name}", functools.partial(digest, value), id(value))
         elif isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not _is_opaque(type(value)):
             raise RuntimeError(
                 f"{name} is an iterator, a {type(value).__name__}, whose next element would be taken once, while the "
@@ -286,10 +301,10 @@ class _Walk:
         space = getattr(one, "__dict__", {})
         if isinstance(one, type):
             space = next((vars(kind) for kind in one.__mro__ if attribute in vars(kind)), {})
-        if isinstance(one, types.ModuleType | type) and not _is_users_module(sys.modules.get(_module(one))):
+        if isinstance(one, types.ModuleType | type) and not is_users_module(sys.modules.get(_module(one))):
             return
         if isinstance(space, Mapping) and attribute in space:
-            self._bound(f"{name}.{attribute}", functools.partial(space.get, attribute, _GONE), id(one))
+            self._bound(f"{name}.{attribute}", functools.partial(space.get, attribute, GONE), id(one))
         else:
             self._method(one, attribute, name)
 
@@ -297,152 +312,14 @@ class _Walk:
         kind = one if isinstance(one, type) else type(one)
         found = inspect.getattr_static(kind, attribute, None)
         if isinstance(found, types.MemberDescriptorType) and not isinstance(one, type):  # of __slots__
-            self._bound(f"{name}.{attribute}", functools.partial(getattr, one, attribute, _GONE), id(one))
+            self._bound(f"{name}.{attribute}", functools.partial(getattr, one, attribute, GONE), id(one))
         for function in (found, getattr(found, "fget", None), getattr(found, "__func__", None)):
             self._function(function, f"{name}.{attribute}")
-
-
-# ---- what code says
-
-
-def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Those of a function and of the functions inside of it."""
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _instructions(constant)
-
-
-def _refuse_clocks(
-    function: types.FunctionType, instructions: list[dis.Instruction], cells: Mapping[str, types.CellType]
-) -> None:
-    """Refuse calls of clocks and of generators of random numbers that all of Python shares.
-
-    Raises:
-        RuntimeError: there is one.
-    """
-    value, name = None, ""
-    for one in instructions:
-        if one.opname == "LOAD_GLOBAL":
-            value, name = function.__globals__.get(one.argval), one.argval
-        elif one.opname == "LOAD_DEREF" and one.argval in cells:
-            value, name = _contents(cells[one.argval]), one.argval
-        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD") and value is not None:
-            is_open = isinstance(value, types.ModuleType | type)
-            value, name = (getattr(value, one.argval, None) if is_open else None), f"{name}.{one.argval}"
-        else:
-            value = None
-        if value is not None and (what := _changing(value)):
-            raise RuntimeError(
-                f"{function.__qualname__} calls {name}, {what}, which would be read once, while the function is "
-                "compiled, and not in each run; hand the value over as an argument, or use jax.random with a key"
-            )
-
-
-def _changing(value: Any) -> str | None:
-    """What something returns, if that is another thing each time."""
-    owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
-    if isinstance(owner, random.Random | np.random.RandomState) and not isinstance(value, type):
-        return "a random number of Python"
-    is_clock = getattr(value, "__module__", None) == "time" and name in _CLOCKS
-    is_now = (getattr(owner, "__name__", ""), name) in _NOW
-    return "the time" if isinstance(value, types.BuiltinFunctionType) and (is_clock or is_now) else None
-
-
-# ---- what values are
-
-
-def _remembered(value: Any, keeps: bool = True) -> Any:
-    """Something that tells a value from others, without keeping it where that is possible.
-
-    Args:
-        value: of any kind.
-        keeps: whether it is kept where it can have no weak reference; otherwise its identity alone is known.
-    """
-    if isinstance(value, tuple):
-        return [_remembered(one, keeps) for one in value]
-    if isinstance(value, (*_SCALARS, types.MethodType)):
-        return (value,) if keeps or isinstance(value, _SCALARS) else id(value.__func__)
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return (value,) if keeps else id(value)
-
-
-def _is_more(remembered: Any, value: Any) -> bool:
-    """Whether a tuple begins as the one that is remembered, and is longer."""
-    return len(value) > len(remembered) and all(map(_is_what, remembered, value))
-
-
-def _is_what(remembered: Any, value: Any) -> bool:
-    """Whether a value is the one that is remembered."""
-    if isinstance(remembered, weakref.ref):
-        return remembered() is value
-    if isinstance(remembered, list):
-        is_like = isinstance(value, tuple) and len(value) == len(remembered)
-        return is_like and all(map(_is_what, remembered, value))
-    if isinstance(remembered, int):
-        return remembered == id(getattr(value, "__func__", value))
-    seen = remembered[0]
-    if value is seen or type(value) is not type(seen):
-        return value is seen
-    if isinstance(value, types.MethodType):
-        return value.__self__ is seen.__self__ and value.__func__ is seen.__func__
-    return isinstance(value, _SCALARS) and bool(value == seen or (value != value and seen != seen))
-
-
-def _digest(array: np.ndarray) -> Any:
-    if array.dtype.hasobject:
-        return 0
-    flat = array.reshape(-1) if array.flags.c_contiguous else array.ravel()
-    if flat.nbytes > WHOLE_BYTES:
-        flat = flat[:: -(-flat.nbytes // WHOLE_BYTES)]
-    return zlib.crc32(np.ascontiguousarray(flat).view(np.uint8))
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return _GONE
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    bits = generator if isinstance(generator, np.random.RandomState) else generator.bit_generator
-    return repr(bits.get_state() if isinstance(bits, np.random.RandomState) else bits.state)
 
 
 def _name_of_self(method: types.MethodType) -> str:
     names = method.__func__.__code__.co_varnames if isinstance(method.__func__, types.FunctionType) else ()
     return names[0] if names else "self"
-
-
-def _is_of_user(function: types.FunctionType) -> bool:
-    return not _is_library(function.__code__.co_filename)
-
-
-@functools.cache
-def _is_library(file: str) -> bool:
-    path = str(Path(file).resolve())
-    is_installed = {"site-packages", "dist-packages"} & set(path.split("/"))
-    return file.startswith("<frozen") or bool(is_installed) or any(path.startswith(f"{one}/") for one in _LIBRARIES)
-
-
-def _is_users_module(module: types.ModuleType | None) -> bool:
-    if module is None:
-        return False
-    file = getattr(module, "__file__", None)
-    return module.__name__ == "__main__" or (file is not None and not _is_library(file))
-
-
-def _module(one: Any) -> str:
-    return str(one.__name__ if isinstance(one, types.ModuleType) else one.__module__)
-
-
-def _is_opaque(kind: type) -> bool:
-    return kind.__module__.split(".")[0] in _OPAQUE
 
 
 def _is_tensor(value: Any) -> bool:
@@ -455,3 +332,11 @@ def _is_of_keras(value: Any) -> bool:
         return False
     kinds = (keras.Layer, keras.optimizers.Optimizer, keras.Variable, keras.metrics.Metric)
     return isinstance(value, kinds)
+
+
+def _module(one: Any) -> str:
+    return str(one.__name__ if isinstance(one, types.ModuleType) else one.__module__)
+
+
+def _is_opaque(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in _OPAQUE

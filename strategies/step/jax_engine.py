@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,13 +60,20 @@ class JaxEngine(StepEngine):
         options: of the step.
         update: of the variables, which follows.
         is_recorded: whether steps are recorded, by `poprun verify`, which lets instances differ.
+        others: functions of the user besides the loss function that a step traces.
     """
 
     def __init__(
-        self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, update: Update, is_recorded: bool
+        self,
+        replicas: Replicas,
+        loss_fn: LossFunction,
+        options: StepOptions,
+        update: Update,
+        is_recorded: bool,
+        others: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self._replicas = replicas
-        self._given = loss_fn
+        self._functions = (loss_fn, *others)
         self._loss_fn = recomputing(loss_fn, options.recompute)
         self._reads: Reads | None = None  # what the loss function had when it was traced
         self._options = options
@@ -120,7 +127,7 @@ class JaxEngine(StepEngine):
         if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
             self.claim_replicas()
         if self._reads is not None:
-            self._reads.insist("in the batch or the model state, or make a new Trainer")
+            self._reads.insist("in the batch, the model state or the state of the optimizer, or make a new Trainer")
         self._replicas.dealing.refuse_others(batch)
         refuse_cut_integers(batch)
         try:
@@ -137,7 +144,7 @@ class JaxEngine(StepEngine):
             if reason is not None:
                 logger.info(reason)
             self._seen.append(_shapes(batch))
-            reads = Reads(self._given)
+            reads = Reads(*self._functions)
             found = self._steps[key] = self._prepared(state, batch)
             reads.settle()
             self._reads = reads

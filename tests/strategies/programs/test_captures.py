@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import strategies
@@ -213,8 +214,6 @@ def test_a_variable_that_the_body_of_a_loop_reads_is_followed(alone):
 
 
 def test_a_trainer_refuses_what_its_loss_function_reads_and_has_changed(alone):
-    import optax
-
     one, array = Scaled(), np.ones(2, np.float32)
     trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) * array * one.scale).sum() ** 2, optax.sgd(0.1))
     state, batch = trainer.init(np.zeros(2, np.float32)), np.ones((1, 2), np.float32)
@@ -227,3 +226,41 @@ def test_a_trainer_refuses_what_its_loss_function_reads_and_has_changed(alone):
     array *= 2
     with pytest.raises(RuntimeError, match=r"reads the elements of array, .* or make a new Trainer"):
         trainer.step(state, batch)
+
+
+def test_a_trainer_refuses_what_a_schedule_reads_and_has_changed(alone):
+    one = Scaled()
+    optimizer = optax.chain(optax.clip(1.0), optax.sgd(lambda step: one.scale * 0.1))
+    trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) ** 2).sum(), optimizer)
+    state, batch = trainer.init(np.zeros(1, np.float32)), np.ones((1, 1), np.float32)
+    state, _ = trainer.step(state, batch)
+    one.grow()
+    with pytest.raises(RuntimeError, match="reads one.scale, which has changed .* the state of the optimizer"):
+        trainer.step(state, batch)
+
+
+def test_a_pipeline_refuses_what_its_stages_read_and_have_changed():
+    one = Scaled()
+    net = strategies.pipelining_ops.pipeline(
+        [lambda v, x: x * one.scale, lambda v, x: x + 1],
+        4,
+        infeed_queue=strategies.InfeedQueue([np.float32(k) for k in range(12)]),
+        outfeed_queue=strategies.OutfeedQueue(),
+        device_mapping=[0, 1],
+    )
+    state = net(net.init({}))
+    one.grow()
+    with pytest.raises(RuntimeError, match="reads one.scale, .* or call init again"):
+        net(state)
+
+
+def test_an_evaluation_follows_what_its_function_reads(alone):
+    one = Scaled()
+    trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) ** 2).sum(), optax.sgd(0.1))
+    state = trainer.init(np.zeros(1, np.float32))
+    batches = [np.ones((2, 1), np.float32)]
+    found = []
+    for _ in range(2):
+        found.append(trainer.evaluate(state, batches, fn=lambda v, x, key: ((v - x) ** 2).sum() * one.scale)["loss"])
+        one.grow()
+    assert found == [1, 2]
