@@ -364,7 +364,10 @@ class Strategy(ABC):
             (np.int32(replica), held, *of_replica)
             for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
         ]
-        results = self._run(program, arguments)
+        executables = self._compiled(program, arguments)
+        if not state.is_current:  # the function has built a model, and nothing has run yet
+            return self.run(function, args, kwargs)
+        results = self._run(executables, arguments)
         state.put([changes for _, changes in results])
         return PerReplica(tuple(result for result, _ in results), self.local_replicas)
 
@@ -383,12 +386,15 @@ class Strategy(ABC):
         refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
-    def _run(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """What the program returns for the arguments of each local replica."""
-        executables = [
+    def _compiled(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Callable[..., Any]]:
+        """The program for each local replica."""
+        return [
             program.compiled(self._replicas.devices.device_of(position), *of_replica)
             for position, of_replica in enumerate(arguments)
         ]
+
+    def _run(self, executables: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """What the program returns for the arguments of each local replica."""
 
         def compute(position: int) -> Any:
             result, changes, _ = jax.block_until_ready(executables[position](*arguments[position]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from strategies.errors import StrategyError
 from strategies.keras.state import Seeds, seeds_of
 from strategies.per_replica import PerReplica
+from strategies.programs.feed_program import current_program
 from strategies.replicas.replica_context import get_replica_context
 from strategies.replicas.replicas import Replicas
 
@@ -83,13 +84,14 @@ class KerasState:
         """
         begun = self._seeds.of_replica(values, get_replica_context().replica_id_in_sync_group)
         with ExitStack() as stack:
-            scope = stack.enter_context(keras.StatelessScope(zip(self._variables, begun, strict=True)))
+            scope = stack.enter_context(_scope(zip(self._variables, begun, strict=True)))
             first = [scope.get_current_value(variable) for variable in self._variables]
             for optimizer in self._optimizers:
                 stack.enter_context(_averaging(optimizer))
 
             def changes() -> Changes:
                 made = [scope.get_current_value(variable) for variable in self._variables]
+                self._refuse_from_inside(made)
                 after = self._seeds.after(values, first, made)
                 return {
                     number: new
@@ -98,6 +100,20 @@ class KerasState:
                 }
 
             yield changes
+
+    def _refuse_from_inside(self, made: Sequence[Any]) -> None:
+        """Refuse values that belong to a loop or branch inside of the program.
+
+        Raises:
+            RuntimeError: there is one.
+        """
+        program = current_program()
+        for variable, value in zip(self._variables, made, strict=True):
+            if isinstance(value, jax.core.Tracer) and not program.is_here(value):
+                raise RuntimeError(
+                    f"variable {variable.path!r} was assigned inside of a loop or branch of JAX, which does not hand "
+                    "it on; assign it in a loop of Python, and with a LossScaleOptimizer use its stateless_apply"
+                )
 
     def put(self, of_replicas: Sequence[Changes]) -> None:
         """Assign what the local replicas have assigned; a collective call where they have."""
@@ -134,6 +150,18 @@ class KerasState:
         device = self._replicas.variables_device
         for number, value in changes.items():
             self._variables[number].assign(jax.device_put(value, device, may_alias=False))
+
+
+@contextmanager
+def _scope(values: Iterable[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
+    """While variables have other values; those that are made inside are initialised at the end, and not traced."""
+    scope = keras.StatelessScope(values)
+    scope.__enter__()
+    try:
+        yield scope
+    finally:
+        with jax.ensure_compile_time_eval():
+            scope.__exit__(None, None, None)
 
 
 @contextmanager

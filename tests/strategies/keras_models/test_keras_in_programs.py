@@ -148,3 +148,31 @@ def test_a_model_is_a_constant_of_a_trainer_that_may_not_change(alone):
             trainer.step(state, batch)
 
     alone(program, 1)
+
+
+def test_a_model_is_built_by_the_first_run_alike_on_all_instances(in_scopes):
+    def program(strategy):
+        model = keras.Sequential([keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform())])
+        found = [strategy.gather(strategy.run(model, (np.ones((1, 2), np.float32),)), 0) for _ in range(2)]
+        assert found[0].tolist() == found[1].tolist()
+        np.testing.assert_allclose(found[0], np.ones((2, 2)) @ model.get_weights()[0], rtol=1e-6)
+        return found[0].tolist()
+
+    one, other = in_scopes(2, program, 2)
+    assert one == other
+
+
+def test_what_is_assigned_in_a_loop_of_jax_is_refused(alone):
+    def program(strategy):
+        model = one_weight()
+        optimizer = keras.optimizers.SGD(1.0)
+
+        def body(count):
+            optimizer.apply([jnp.ones((1, 1))], model.trainable_variables)
+            return count + 1
+
+        with pytest.raises(RuntimeError, match="was assigned inside of a loop or branch of JAX"):
+            strategy.run(lambda: loops.repeat(3, body, [0.0]))
+        return model.get_weights()[0].tolist(), int(optimizer.iterations.value)
+
+    assert alone(program, 1) == ([[1.0]], 0)
