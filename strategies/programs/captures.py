@@ -26,6 +26,7 @@ from strategies.programs.remembering import SCALARS, digest, is_more, is_what, r
 from strategies.programs.users_code import (
     GONE,
     contents_of,
+    handed_over,
     instructions_of,
     is_of_user,
     is_users_module,
@@ -38,6 +39,7 @@ MOST_REMEMBERED = 100_000
 """Places whose last values are known."""
 
 _OPAQUE = ("jax", "jaxlib", "numpy", "optax", "flax", "strategies", "popdist", "collectives", "ml_dtypes")
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 _last_traced: dict[tuple[int, str], Any] = {}
 
@@ -160,6 +162,7 @@ class _Walk:
         self._follows_keras = follows_keras
         self.reads: list[_Read] = []
         self.generators: list[tuple[str, Any]] = []
+        self._handed: set[str] = set()  # what may be a callback of JAX
         self._passed: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}  # which keeps them, so that no other has the identity
         self._names: set[str] = set()
@@ -182,6 +185,7 @@ class _Walk:
             return
         instructions = list(instructions_of(function.__code__))
         self._names.update(one.argval for one in instructions if one.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+        self._handed |= handed_over(instructions)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(value, f"a default of {function.__qualname__}")
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -199,7 +203,7 @@ class _Walk:
         self._passed[id(function)] = function
         for value in map(contents_of, function.__closure__ or ()):
             for one in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(one, types.FunctionType | types.MethodType | functools.partial):
+                if isinstance(one, _FUNCTIONS):
                     self._value(one, name)
                 for each in one if isinstance(one, tuple) else ():  # as a gradient transformation is
                     if isinstance(each, types.FunctionType):
@@ -208,6 +212,8 @@ class _Walk:
     def _bound(self, name: str, get: Callable[[], Any], place: int) -> None:
         value = get()
         if value is GONE or isinstance(value, types.ModuleType) and not is_users_module(value):
+            return
+        if name.rpartition(".")[2] in self._handed and isinstance(value, _FUNCTIONS):
             return
         self._read(name, get, place)
         self._value(value, name)
@@ -309,6 +315,8 @@ class _Walk:
             self._method(one, attribute, name)
 
     def _method(self, one: Any, attribute: str, name: str) -> None:
+        if attribute in self._handed:
+            return
         kind = one if isinstance(one, type) else type(one)
         found = inspect.getattr_static(kind, attribute, None)
         if isinstance(found, types.MemberDescriptorType) and not isinstance(one, type):  # of __slots__

@@ -61,7 +61,7 @@ def digest(array: np.ndarray) -> int:
     flat = array.reshape(-1) if array.flags.c_contiguous else array.ravel()
     if flat.nbytes > WHOLE_BYTES:
         flat = flat[:: -(-flat.nbytes // WHOLE_BYTES)]
-    return zlib.crc32(np.ascontiguousarray(flat).view(np.uint8))
+    return zlib.crc32(np.ascontiguousarray(flat).view(np.uint8).data)
 
 
 def state_of(generator: Any) -> Any:

@@ -7,7 +7,7 @@ import functools
 import random
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,44 @@ _LIBRARIES = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(__file__).resolve().parents[1])}
 )
+_CALLBACKS = {"callback", "debug_callback", "io_callback", "pure_callback"}
+_COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
+_LOADS = {"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD"}
 _CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"}
 _NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
 
 
 def instructions_of(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Those of a function and of the functions inside of it."""
+    """Those of a function and of the functions inside of it.
+
+    A callback of JAX runs while the program runs, so what it reads is no constant. Of a function that mentions
+    callbacks, the functions inside of it are left out.
+    """
     yield from dis.get_instructions(code)
     for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+        if isinstance(constant, types.CodeType) and (
+            constant.co_name in _COMPREHENSIONS or not _has_callbacks(list(dis.get_instructions(code)))
+        ):
             yield from instructions_of(constant)
+
+
+def handed_over(instructions: Sequence[dis.Instruction]) -> set[str]:
+    """The names that are loaded and not called by a function that mentions callbacks: one of them may be a callback."""
+    if not _has_callbacks(instructions):
+        return set()
+    pairs = list(zip([None, *instructions], instructions, strict=False))
+    loaded = {one.argval for _, one in pairs if one.opname in _LOADS}
+    return loaded - {one.argval for before, one in pairs if one.opname in _LOADS and _is_called(before, one)}
+
+
+def _has_callbacks(instructions: Sequence[dis.Instruction]) -> bool:
+    return any(one.opname in _LOADS and one.argval in _CALLBACKS for one in instructions)
+
+
+def _is_called(before: dis.Instruction | None, one: dis.Instruction) -> bool:
+    """Whether an instruction loads a function in order to call it."""
+    is_marked = one.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in one.argrepr
+    return one.opname == "LOAD_METHOD" or is_marked or (before is not None and before.opname == "PUSH_NULL")
 
 
 def refuse_clocks(

@@ -179,6 +179,43 @@ def test_a_function_may_read_files_and_numbers_of_its_own(alone):
     assert float(alone.run(function, (ONE,)).values[0]["0"]) == 2
 
 
+class Watching:
+    """Something with a method that is a callback."""
+
+    def __init__(self):
+        self.seen = []
+
+    def log(self, value):
+        self.seen.append((time.time(), float(value)))
+
+    def of_method(self, x):
+        jax.debug.callback(self.log, x)
+        return x
+
+    def of_lambda(self, x):
+        jax.debug.callback(lambda value: self.seen.append(value), x)
+        return x
+
+    def of_function(self, x):
+        def log(value):
+            self.log(value)
+            return value
+
+        return jax.pure_callback(log, jax.ShapeDtypeStruct((), np.float32), x)
+
+
+@pytest.mark.parametrize("name", ["of_method", "of_lambda", "of_function"])
+def test_what_callbacks_read_and_change_while_a_program_runs_is_no_constant(alone, name):
+    one = Watching()
+    for count in range(3):
+        alone.run(getattr(one, name), (ONE,))
+        jax.effects_barrier()
+        assert len(one.seen) == count + 1
+    reads = Reads(getattr(one, name))
+    one.seen.append(None)
+    assert reads.is_same()
+
+
 @pytest.mark.parametrize("size", [10, 1_000_000])
 def test_a_large_array_is_compared_by_elements_all_over_it(size):
     array = np.zeros(size, np.float32)
