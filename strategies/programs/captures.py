@@ -165,7 +165,7 @@ class _Walk:
         self._handed: set[str] = set()  # what may be a callback of JAX
         self._passed: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}  # which keeps them, so that no other has the identity
-        self._names: set[str] = set()
+        self._names = {"__call__"}  # which no code says where it calls an object
         self._objects: list[tuple[str, Any, set[str]]] = []
 
     def follow(self, function: Any, name: str) -> None:

@@ -89,6 +89,7 @@ def followed():
     yield "an attribute of a method's object", Scaled().__call__, None
     yield "a property", one.by_property, lambda: setattr(one, "scale", 2.0)
     yield "an object that is called", one, lambda: setattr(one, "scale", 2.0)
+    yield "an object that it calls", lambda x: one(x), one.grow
     yield "a slot", lambda x: x * slotted.scale, lambda: setattr(slotted, "scale", 2.0)
     yield "a name space", lambda x: x * name_space.scale, lambda: setattr(name_space, "scale", 2.0)
     yield "an array that is written to", lambda x: x * array[0], lambda: array.fill(2)
