@@ -30,6 +30,7 @@ from strategies.programs.users_code import (
     instructions_of,
     is_of_user,
     is_users_module,
+    only_grown,
     refuse_clocks,
 )
 
@@ -163,6 +164,8 @@ class _Walk:
         self.reads: list[_Read] = []
         self.generators: list[tuple[str, Any]] = []
         self._handed: set[str] = set()  # what may be a callback of JAX
+        self._grown: set[str] = set()  # what functions add to,
+        self._others: set[str] = set()  # and what they do something else with
         self._passed: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}  # which keeps them, so that no other has the identity
         self._names = {"__call__"}  # which no code says where it calls an object
@@ -186,6 +189,9 @@ class _Walk:
         instructions = list(instructions_of(function.__code__))
         self._names.update(one.argval for one in instructions if one.opname in ("LOAD_ATTR", "LOAD_METHOD"))
         self._handed |= handed_over(instructions)
+        grown, others = only_grown(instructions)
+        self._grown |= grown
+        self._others |= others
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(value, f"a default of {function.__qualname__}")
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -213,7 +219,9 @@ class _Walk:
         value = get()
         if value is GONE or isinstance(value, types.ModuleType) and not is_users_module(value):
             return
-        if name.rpartition(".")[2] in self._handed and isinstance(value, _FUNCTIONS):
+        last = name.rpartition(".")[2]
+        is_log = last in self._grown - self._others and isinstance(value, list | set | deque)
+        if is_log or (last in self._handed and isinstance(value, _FUNCTIONS)):
             return
         self._read(name, get, place)
         self._value(value, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import random
 import sysconfig
 import types
@@ -21,6 +22,7 @@ _LIBRARIES = tuple(
     | {str(Path(__file__).resolve().parents[1])}
 )
 _CALLBACKS = {"callback", "debug_callback", "io_callback", "pure_callback"}
+_ADDING = {"add", "append", "extend"}
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD"}
 _CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"}
@@ -48,6 +50,14 @@ def handed_over(instructions: Sequence[dis.Instruction]) -> set[str]:
     pairs = list(zip([None, *instructions], instructions, strict=False))
     loaded = {one.argval for _, one in pairs if one.opname in _LOADS}
     return loaded - {one.argval for before, one in pairs if one.opname in _LOADS and _is_called(before, one)}
+
+
+def only_grown(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[str]]:
+    """The names of what a function only adds to, such as lists of what was traced; and the names of all else."""
+    pairs = [(one, after) for one, after in itertools.pairwise(instructions) if one.opname in _LOADS]
+    grown = {one.argval for one, after in pairs if after.opname in _LOADS and after.argval in _ADDING}
+    others = {one.argval for one, after in pairs if not (after.opname in _LOADS and after.argval in _ADDING)}
+    return grown - others, others
 
 
 def _has_callbacks(instructions: Sequence[dis.Instruction]) -> bool:

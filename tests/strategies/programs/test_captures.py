@@ -123,6 +123,22 @@ def test_a_loop_called_from_python_follows_too():
     assert [*found, float(strategies.loops.repeat(2, body, [1.0]))] == [1, 9]
 
 
+def test_a_list_to_which_functions_only_add_is_no_constant(alone):
+    """As of what was traced, to which others add too."""
+    traces, one = [], Watching()
+
+    def function(x):
+        traces.append("function")
+        one.seen.append("function")
+        return x
+
+    for _ in range(3):
+        alone.run(function, (ONE,))
+        traces.append("another one")
+        one.seen.append("another one")
+    assert traces == one.seen == ["function", *["another one"] * 3]
+
+
 def test_what_has_not_changed_is_not_compiled_again(alone):
     traces = []
     one = Scaled()
