@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.iterations import Iteration, differentiable
 from strategies.numbers import integer
+from strategies.programs.captures import Reads
 from strategies.programs.feed_program import (
     FeedProgram,
     Replication,
@@ -239,9 +240,12 @@ class _Program:
 
     def _trace(self, token: Any, count: Any, leaves: Values) -> Values:
         program = FeedProgram(np.int32(0), Replication(range(1), 1), self._report, token)
+        reads = [Reads(function) for function in (self._loop.condition, self._loop.body) if function is not None]
         with tracing(program):
             results = _inline(self._loop, program, leaves, count)
-        self._constants = program.constants
+        for read in reads:
+            read.settle()
+        self._constants = [*program.constants, *(read.is_same for read in reads)]
         return [program.token, *results]
 
     @property

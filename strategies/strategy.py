@@ -28,10 +28,13 @@ from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
 from strategies.errors import DeviceError
 from strategies.extended import Extended
+from strategies.feeds.drawing import Iterators, drawn
 from strategies.importing import when_imported
 from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
+from strategies.programs.captures import Reads
 from strategies.programs.float64 import refuse_cut_integers, refuse_float64
+from strategies.programs.held_state import NOTHING_HELD, HeldState
 from strategies.programs.program import Program
 from strategies.replicas.devices import borrow
 from strategies.replicas.gathering import concatenated
@@ -91,6 +94,8 @@ class Strategy(ABC):
         self._replicas = Replicas(
             type(self).__name__, membership, progress, add_cross_replica_reductions, variables_on_host
         )
+
+        self._iterators = Iterators()
 
     @property
     def replicas(self) -> Replicas:
@@ -321,17 +326,21 @@ class Strategy(ABC):
 
         Args:
             function: a JAX-traceable function; inside it `get_replica_context` gives the replica's index and
-                collectives over all replicas. Compiled once per function object and argument shapes.
+                collectives over all replicas. Compiled once per function object and argument shapes, and anew when
+                something has changed that it reads from outside; models of Keras may be read and assigned.
             args: pytrees. Of a `PerReplica` or an "on_read" variable, wherever it stands, each replica gets its value;
                 of an array of a batch of `distribute_dataset` its rows; of all else the whole. A new array that is as
                 long as such a batch is refused where there are several local replicas: say `dealt` or `shared` of it.
+                From an iterator, of a data set or an infeed or of Python, the function draws with `next` while it runs;
+                it belongs to programs from then on.
             kwargs: likewise.
 
         Returns:
             `PerReplica` with the results.
 
         Raises:
-            RuntimeError: inside a function that `run` runs.
+            RuntimeError: inside a function that `run` runs; or the function reads what is another thing each time, such
+                as a clock or an iterator of a closure.
             TypeError: `args` is no tuple or list, or `kwargs` no dictionary; "Unsupported data type" for float64
                 arguments or results, unless JAX has 64 bits enabled.
             UnsupportedBufferError: a `PerReplica` has a masked array.
@@ -342,17 +351,25 @@ class Strategy(ABC):
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
         _require_arguments(args, kwargs)
-        named = [self._replicas.dealing.deal_argument(values_of(value)) for value in (*args, *kwargs.values())]
-        program = self._program(function, tuple(kwargs))
+        given = self._iterators.placed([*args, *kwargs.values()])
+        named = [self._replicas.dealing.deal_argument(values_of(value)) for value in given]
+        program, state = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
             _alike(value.values) if split else [self._shared(value)] * len(self.local_replicas)
             for value, split in zip(named, is_split, strict=True)
         ]
+        held = self._shared(state.values)
         arguments = [
-            (np.int32(replica), *of_replica) for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
+            (np.int32(replica), held, *of_replica)
+            for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
         ]
-        return PerReplica(tuple(self._run(program, arguments)), self.local_replicas)
+        executables = self._compiled(program, arguments)
+        if not state.is_current:  # the function has built a model, and nothing has run yet
+            return self.run(function, args, kwargs)
+        results = self._run(executables, arguments)
+        state.put([changes for _, changes in results])
+        return PerReplica(tuple(result for result, _ in results), self.local_replicas)
 
     def experimental_run_v2(self, *arguments: object, **named: object) -> NoReturn:
         """The name that `run` once had.
@@ -369,16 +386,19 @@ class Strategy(ABC):
         refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
-    def _run(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """What the program returns for the arguments of each local replica."""
-        executables = [
+    def _compiled(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Callable[..., Any]]:
+        """The program for each local replica."""
+        return [
             program.compiled(self._replicas.devices.device_of(position), *of_replica)
             for position, of_replica in enumerate(arguments)
         ]
 
+    def _run(self, executables: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """What the program returns for the arguments of each local replica."""
+
         def compute(position: int) -> Any:
-            result, _ = jax.block_until_ready(executables[position](*arguments[position]))
-            return jax.tree.map(borrow, result)
+            result, changes, _ = jax.block_until_ready(executables[position](*arguments[position]))
+            return jax.tree.map(borrow, result), changes
 
         reducer = self._replicas.reducer
         reducer.begin()
@@ -394,25 +414,43 @@ class Strategy(ABC):
             raise reducer.last_error
         return results
 
-    def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> Program:
-        key, constants = (function, names), list[Callable[[], bool]]()
-        program, kept = self._replicas.programs.get(key, (None, constants))
-        if program is None or not all(is_same() for is_same in kept):
-            program = self._replicas.devices.compile(self._for_one_replica(function, names, constants))
-            self._replicas.programs[key] = program, constants
-        return program
+    def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> tuple[Program, HeldState]:
+        """The compiled function, and the variables that it has besides its arguments."""
+        key = function, names
+        found = self._replicas.programs.get(key)
+        if found is not None and all(is_same() for is_same in found[2]):
+            return found[:2]
+        state, constants = self._state_of(function), list[Callable[[], bool]]()
+        constants.append(lambda: state.is_current)
+        program = self._replicas.devices.compile(self._for_one_replica(function, names, state, constants))
+        self._replicas.programs[key] = program, state, constants
+        return program, state
+
+    def _state_of(self, function: Callable[..., Any]) -> HeldState:
+        objects = Reads(function, follows_keras=True).of_keras
+        if not objects:
+            return NOTHING_HELD
+        state: HeldState = import_module("strategies.keras.in_programs").KerasState(objects, self._replicas)
+        return state
 
     def _for_one_replica(
-        self, function: Callable[..., Any], names: tuple[str, ...], constants: list[Callable[[], bool]]
+        self,
+        function: Callable[..., Any],
+        names: tuple[str, ...],
+        state: HeldState,
+        constants: list[Callable[[], bool]],
     ) -> Callable[..., Any]:
-        def one_replica(index: jax.Array, *values: Any) -> Any:
-            first_named = len(values) - len(names)
+        def one_replica(index: jax.Array, held: Sequence[Any], *values: Any) -> Any:
+            first_named, values = len(values) - len(names), tuple(drawn(list(values)))
             context = self._replicas.new_context(index, "run", is_watched=True)
-            with replica_context(context):
+            reads = Reads(function, follows_keras=True)
+            with replica_context(context), state.inside(held) as changes:
                 result = function(*values[:first_named], **dict(zip(names, values[first_named:], strict=True)))
-            constants.extend(context.feeds.constants)
+                made = changes()
+            reads.settle()
+            constants.extend([*context.feeds.constants, reads.is_same])
             # With the token the program has a result that is not ready before its last feed.
-            results = (refuse_float64(result, "output"), context.feeds.token)
+            results = (refuse_float64(result, "output"), made, context.feeds.token)
             return jax.tree.map(jnp.asarray, results)
 
         return one_replica

@@ -14,6 +14,7 @@ from collectives.instruments import DATA, Instruments
 from strategies.data.casts import DTypes, converted
 from strategies.data.grain_source import as_grain_source
 from strategies.data.input_context import InputContext
+from strategies.data.iterators import DataIterator
 from strategies.data.layout import Layout, Remainder
 from strategies.data.lockstep import in_lockstep
 from strategies.data.position import Position
@@ -146,6 +147,10 @@ class DistributedDataset:
         if self._layout.remainder == "short":
             return self._layout.dropped(self._source.length)
         return max(0, self._source.length - self._source.steps * self._layout.global_batch_size)
+
+    def __iter__(self) -> DataIterator:
+        """An iterator of each replica's parts, epoch after epoch, for functions that `strategy.run` runs."""
+        return DataIterator(self)
 
     def epoch(self, epoch: int) -> Generator[Batch, None, None]:
         """Yields this instance's batch of every global step of an epoch.

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from collectives import Communicator
+from strategies.data.iterators import DataIterator
 from strategies.data.prefetch import is_reading_ahead
 from strategies.errors import StrategyError
 
@@ -89,7 +90,7 @@ class Lockstep(Generic[T]):
         self._communicator = communicator
 
     def __iter__(self) -> Iterator[T]:
-        return in_lockstep(iter(self.batches), self._communicator)
+        return DataIterator(self, in_lockstep(iter(self.batches), self._communicator))
 
 
 def _warn_of_what_is_left(has_batch: np.ndarray, whole: str, steps: int) -> None:

@@ -19,6 +19,7 @@ from strategies.gradients.arguments import metric_names, naming_missing_keys
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.outcome import Outcome
 from strategies.gradients.replica_program import LossFunction
+from strategies.programs.captures import Reads
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
@@ -177,8 +178,10 @@ class EvaluationProgram:
         self.is_independent = True
         variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
         self._shapes = np.int32(0), variables, *rows, options.shapes_of_replica(state.model_state)
+        self._reads = Reads(getattr(task, "function", task))
         with naming_missing_keys(variables, rows.values):
             self.equations: core.ClosedJaxpr = self._program.equations(*self._shapes)
+        self._reads.settle()
         shapes = self._program.results(*self._shapes)
         self._nothing = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
         if self._has_feeds:
@@ -190,8 +193,8 @@ class EvaluationProgram:
             )
 
     def fits(self, replicas: Replicas) -> bool:
-        """Whether it may run on the replicas that this instance drives now."""
-        return self.is_independent or replicas.devices is self._devices
+        """Whether it may run on the replicas that this instance drives now, and nothing that it reads has changed."""
+        return (self.is_independent or replicas.devices is self._devices) and self._reads.is_same()
 
     def begin(self, state: TrainState, batch: Masked) -> Callable[[], Told]:
         """Begin to compute; does not wait.

@@ -200,6 +200,7 @@ class Evaluator:
         key = task, structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
         found = self._programs.get(key)
         if found is None or not found.fits(replicas):
+            self._agreed.discard(key)
             found = self._programs[key] = EvaluationProgram(replicas, task, self._options, state, of_one)
         if key not in self._agreed and replicas.communicator.size > 1 and not self.single.is_recorded:
             programs = {f"the {task.title}": lines_of(found.equations)}

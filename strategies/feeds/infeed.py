@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from strategies.config.configured import in_force
+from strategies.data.iterators import DataIterator
 from strategies.data.prefetch import Prefetcher, reading_ahead
 from strategies.errors import EndOfDataError, FeedError
 from strategies.feeds.feed_elements import ElementSpec
@@ -173,7 +174,31 @@ class InfeedQueue:
 
         return take
 
+    def __iter__(self) -> DataIterator:
+        """An iterator that goes on where the queue is, for functions that `strategy.run` runs."""
+        return DataIterator(self, draw=self.dequeue)
+
     # ---- on the host
+
+    @property
+    def number(self) -> int:
+        """By which messages call it."""
+        return self._number
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing more to come."""
+        return self._failure is not None and not any(self._waiting)
+
+    def take_one(self, replication: Replication, replica: int) -> Arrays:
+        """The next element of a replica, for which it waits.
+
+        Raises:
+            EndOfDataError: if there is none.
+            FeedError: see `dequeue`.
+        """
+        self._dequeued = True
+        return self._take(replication, replica, 1)[0]
 
     def take(self, replication: Replication, count: int) -> list[list[Arrays]]:
         """The next elements of each local replica, for a program that gets them as arguments.

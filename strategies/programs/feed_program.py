@@ -134,7 +134,7 @@ class FeedProgram:
 
     def advance(self, token: jax.Array) -> None:
         """Take over the token that a call gave, unless it is unknown here."""
-        if self._is_here(token):
+        if self.is_here(token):
             self.token = token
 
     def put(self, put: Put, arrays: Sequence[jax.Array]) -> None:
@@ -151,7 +151,7 @@ class FeedProgram:
         if sum(array.nbytes for array in arrays) > _COLLECTED_BYTES:
             return False
         made_here = (jnp.zeros(()), *(array for array in arrays if isinstance(array, jax.core.Tracer)))
-        return all(map(self._is_here, made_here))
+        return all(map(self.is_here, made_here))
 
     def put_now(self, put: Put, arrays: Sequence[jax.Array]) -> None:
         """Have the running program enqueue a value at once."""
@@ -162,7 +162,7 @@ class FeedProgram:
 
         self.call(receive, [], arrays)
 
-    def _is_here(self, array: Any) -> bool:
+    def is_here(self, array: Any) -> bool:
         """Whether an array belongs to what is traced, and not to a branch or a loop of JAX's own in it.
 
         Outside of there it is unknown.

@@ -23,6 +23,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
 from strategies.programs.float64 import refuse_cut_integers
+from strategies.programs.held_state import HeldState
 from strategies.programs.program import Program
 from strategies.replicas.dealing import Dealing
 from strategies.replicas.devices import claim_devices, is_key
@@ -98,7 +99,7 @@ class Replicas:
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
         self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
-        self.programs: dict[Any, tuple[Program, list[Callable[[], bool]]]] = {}  # with what its constants ask
+        self.programs: dict[Any, tuple[Program, HeldState, list[Callable[[], bool]]]] = {}  # last: are constants so?
         self._program_numbers = itertools.count()
 
     # ---- who is there

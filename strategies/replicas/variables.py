@@ -36,7 +36,7 @@ class MirroredVariable:
         """The current value; with `variables_on_host` NumPy arrays in host memory, else JAX arrays.
 
         A function that `strategy.run` runs, or the body of a loop, is compiled anew where it reads it here and it has
-        changed; as an argument it may change without that. To a loss function it is a constant.
+        changed; as an argument it may change without that. To a loss function it is a constant that may not change.
         """
         value, variable = self._value, weakref.ref(self)
         note_constant(lambda: getattr(variable(), "_value", value) is value)

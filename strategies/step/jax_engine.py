@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from strategies.gradients.leaving import Allocate
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
 from strategies.gradients.trainable import Trainable
+from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
 from strategies.programs.float64 import refuse_cut_integers
 from strategies.programs.recomputation import recomputing
@@ -59,13 +60,22 @@ class JaxEngine(StepEngine):
         options: of the step.
         update: of the variables, which follows.
         is_recorded: whether steps are recorded, by `poprun verify`, which lets instances differ.
+        others: functions of the user besides the loss function that a step traces.
     """
 
     def __init__(
-        self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, update: Update, is_recorded: bool
+        self,
+        replicas: Replicas,
+        loss_fn: LossFunction,
+        options: StepOptions,
+        update: Update,
+        is_recorded: bool,
+        others: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self._replicas = replicas
+        self._functions = (loss_fn, *others)
         self._loss_fn = recomputing(loss_fn, options.recompute)
+        self._reads: Reads | None = None  # what the loss function had when it was traced
         self._options = options
         self._update = update
         self._is_recorded = is_recorded
@@ -116,6 +126,8 @@ class JaxEngine(StepEngine):
         """See `StepEngine`."""
         if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
             self.claim_replicas()
+        if self._reads is not None:
+            self._reads.insist("in the batch, the model state or the state of the optimizer, or make a new Trainer")
         self._replicas.dealing.refuse_others(batch)
         refuse_cut_integers(batch)
         try:
@@ -132,7 +144,10 @@ class JaxEngine(StepEngine):
             if reason is not None:
                 logger.info(reason)
             self._seen.append(_shapes(batch))
+            reads = Reads(*self._functions)
             found = self._steps[key] = self._prepared(state, batch)
+            reads.settle()
+            self._reads = reads
         return found
 
     def planned(self, state: TrainState, batch: Any) -> tuple[ReplicaProgram, ReplicaPlan]:

@@ -15,7 +15,7 @@ from strategies.step.single_step import SingleStep
 from strategies.step.states import States
 from strategies.step.step_record import recorder_for
 from strategies.updates.gathered_update import update_for
-from strategies.updates.optimizers import AnyOptimizer, Optimizer
+from strategies.updates.optimizers import AnyOptimizer, MapGradientOptimizer, Optimizer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,12 @@ class StepParts:
             check_optimizer(optimizer)
         update = update_for(replicas, optimizer, options.of_update)
         recorder = recorder_for(replicas, options)
-        engine = JaxEngine(replicas, loss_fn, options, update, recorder.is_on)
+        others = [
+            options.map_gradient,
+            None if isinstance(optimizer, Optimizer | MapGradientOptimizer) else optimizer.update,
+        ]
+        traced = [one for one in others if one is not None]
+        engine = JaxEngine(replicas, loss_fn, options, update, recorder.is_on, traced)
         single = SingleStep(replicas, engine, update, options, notice, recorder)
         executions = Executions(replicas, engine, update, single, options.may_fuse)
         return cls(States(replicas, loss_fn, options, update, single), single, executions)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -458,14 +459,13 @@ class TestLife:
 
     def test_of_a_queue_that_is_gone_its_program_says_so(self):
         infeed = InfeedQueue(Increasing(10, ()))
-        held = [infeed]
+        held = weakref.ref(infeed)
         strategy = strategies.IPUStrategy(2)
 
         def program():
-            return loops.repeat(2, add, [0.0], held[0])
+            return loops.repeat(2, add, [0.0], held())
 
         strategy.run(program)
-        held.clear()
         del infeed
         gc.collect()
         with pytest.raises(FeedError, match="infeed of this program is gone"):

@@ -416,19 +416,17 @@ class TestLife:
     def test_a_program_does_not_keep_the_queue(self):
         outfeed = OutfeedQueue()
         run = counting(outfeed)
-        held = [outfeed]
+        held = weakref.ref(outfeed)
 
         def body(v):
-            held[0].enqueue(v)
+            held().enqueue(v)
             return v + 1
 
         run = lambda: loops.repeat(3, body, [0])  # noqa: E731
         assert run() == 3
-        gone = weakref.ref(outfeed)
-        held.clear()
         del outfeed
         gc.collect()
-        assert gone() is None
+        assert held() is None
         assert run() == 3
 
     @pytest.mark.parametrize(

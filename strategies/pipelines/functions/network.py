@@ -21,6 +21,7 @@ from strategies.pipelines.functions.stage_functions import StageFunctions, liste
 from strategies.pipelines.pipelining import Pipelining
 from strategies.pipelines.running.micro_batch import counting, knowing
 from strategies.pipelines.trace import Trace
+from strategies.programs.captures import Reads
 from strategies.programs.gradient_capture import shapes_by_tag
 from strategies.replicas.replica_context import refuse_in_replica, replica_context
 from strategies.roles import Tree, Variables
@@ -115,6 +116,7 @@ class Pipeline:
         self._inference: Inference | None = None
         self._made: Mapping[int, Sequence[Any]] = {}
         self._fed: dict[OutfeedQueue, int] = {}
+        self._reads: Reads | None = None  # what the stages had when they were traced
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
         """The first state, with instance 0's on every instance; a collective call where there are several.
@@ -130,7 +132,9 @@ class Pipeline:
             ValueError: if the last stage has outputs and there is no outfeed; and see `Trainer`.
         """
         refuse_in_replica("init of a pipeline")
+        self._reads = Reads(*self._functions.all_stages, *self._learning_function)
         closed, outputs = self._described(variables, model_state)
+        self._reads.settle()
         if self._learning is None:
             self._outfeed.check_outputs(outputs if isinstance(outputs, list | tuple) else [outputs])
             self._inference = None
@@ -170,6 +174,8 @@ class Pipeline:
         refuse_in_replica("a pipeline")
         if not isinstance(state, TrainState) or (self._learning is not None and self._trainer is None):
             raise RuntimeError("a pipeline was called before init; begin with state = net.init(variables)")
+        if self._reads is not None:
+            self._reads.insist("in the inputs, the infeed or the model state, or call init again")
         for _ in range(self._repeat_count):
             elements = self._elements()
             if self._trainer is None:
@@ -180,6 +186,10 @@ class Pipeline:
         return state
 
     # ---- what is computed
+
+    @property
+    def _learning_function(self) -> Sequence[OptimizerFunction]:
+        return [] if self._learning is None else [self._learning.optimizer_function]
 
     def _loss(self, variables: Variables, batch: Sequence[Any], key: jax.Array, model_state: Tree = None) -> Outcome:
         assert self._learning is not None

@@ -33,6 +33,11 @@ class StageFunctions:
     infeed: InfeedQueue | None
 
     @property
+    def all_stages(self) -> list[Callable[..., Any]]:
+        """Each function of each stage."""
+        return [one for stage in self.stages for one in (stage if isinstance(stage, Sequence) else (stage,))]
+
+    @property
     def spec(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the arrays of an element."""
         return [] if self.infeed is None else list(self.infeed.spec.leaves)

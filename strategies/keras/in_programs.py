@@ -1,0 +1,193 @@
+"""Models and optimizers of Keras in functions that `strategy.run` runs: their variables are arguments and results."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from strategies.errors import StrategyError
+from strategies.keras.state import Seeds, seeds_of
+from strategies.per_replica import PerReplica
+from strategies.programs.feed_program import current_program
+from strategies.replicas.replica_context import get_replica_context
+from strategies.replicas.replicas import Replicas
+
+Changes = Mapping[int, Any]
+"""The new values of variables, by their numbers."""
+
+
+class KerasState:
+    """The variables of the models, layers, optimizers and metrics that a function reads.
+
+    They begin with instance 0's values everywhere. What all replicas assign alike is what the variable is then. What
+    they assign differently is averaged over all of them, as moving means are; of integers it is replica 0's. An
+    optimizer applies the mean of all replicas' gradients.
+
+    Args:
+        objects: that the function reads.
+        replicas: that run it; making this is a collective call.
+    """
+
+    def __init__(self, objects: Sequence[Any], replicas: Replicas) -> None:
+        backend = keras.backend.backend()
+        if backend != "jax":
+            raise StrategyError(
+                f"a function of strategy.run reads a {type(objects[0]).__name__} of Keras, whose backend is {backend}; "
+                "set KERAS_BACKEND=jax before Keras is imported"
+            )
+        self._objects = objects
+        self._replicas = replicas
+        self._optimizers = [one for one in objects if isinstance(one, keras.optimizers.Optimizer)]
+        self._build_optimizers()
+        self._variables = self._found()
+        models = [one for one in objects if isinstance(one, keras.Layer)]
+        seeds = {id(variable) for model in models for variable in _seeds(model)}
+        self._seeds = Seeds(tuple(id(variable) in seeds for variable in self._variables))
+        if replicas.num_instances > 1:
+            self._set(dict(enumerate(replicas.broadcast(self.values))))
+
+    def _build_optimizers(self) -> None:
+        trained = [v for one in self._objects if isinstance(one, keras.Layer) for v in one.trainable_variables]
+        for optimizer in self._optimizers:
+            if not optimizer.built and trained:
+                optimizer.build(list({id(variable): variable for variable in trained}.values()))
+
+    def _found(self) -> list[Any]:
+        every = [v for one in self._objects for v in getattr(one, "variables", None) or [one]]
+        return list({id(variable): variable for variable in every if isinstance(variable, keras.Variable)}.values())
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the objects have the variables that they had."""
+        return [id(one) for one in self._found()] == [id(one) for one in self._variables]
+
+    @property
+    def values(self) -> list[Any]:
+        """Those of all variables, for a program."""
+        return [variable.value for variable in self._variables]
+
+    @contextmanager
+    def inside(self, values: Sequence[Any]) -> Iterator[Callable[[], Changes]]:
+        """While the function is traced: variables are these values, and what is assigned to them is taken note of.
+
+        Args:
+            values: of all variables.
+
+        Yields:
+            A function that returns what has been assigned.
+        """
+        begun = self._seeds.of_replica(values, get_replica_context().replica_id_in_sync_group)
+        with ExitStack() as stack:
+            scope = stack.enter_context(_scope(zip(self._variables, begun, strict=True)))
+            first = [scope.get_current_value(variable) for variable in self._variables]
+            for optimizer in self._optimizers:
+                stack.enter_context(_averaging(optimizer))
+
+            def changes() -> Changes:
+                made = [scope.get_current_value(variable) for variable in self._variables]
+                self._refuse_from_inside(made)
+                after = self._seeds.after(values, first, made)
+                return {
+                    number: new
+                    for number, (new, one, old) in enumerate(zip(after, made, first, strict=True))
+                    if one is not old
+                }
+
+            yield changes
+
+    def _refuse_from_inside(self, made: Sequence[Any]) -> None:
+        """Refuse values that belong to a loop or branch inside of the program.
+
+        Raises:
+            RuntimeError: there is one.
+        """
+        program = current_program()
+        for variable, value in zip(self._variables, made, strict=True):
+            if isinstance(value, jax.core.Tracer) and not program.is_here(value):
+                raise RuntimeError(
+                    f"variable {variable.path!r} was assigned inside of a loop or branch of JAX, which does not hand "
+                    "it on; assign it in a loop of Python, and with a LossScaleOptimizer use its stateless_apply"
+                )
+
+    def put(self, of_replicas: Sequence[Changes]) -> None:
+        """Assign what the local replicas have assigned; a collective call where they have."""
+        numbers = sorted(of_replicas[0])
+        if not numbers:
+            return
+        own = [[np.asarray(changes[number]) for number in numbers] for changes in of_replicas]
+        alike = self._alike(own)
+        self._set(
+            {
+                number: own[0][place] if alike[place] else self._agreed(number, [values[place] for values in own])
+                for place, number in enumerate(numbers)
+            }
+        )
+
+    def _alike(self, own: Sequence[Sequence[np.ndarray]]) -> list[bool]:
+        """For each of the values whether all replicas of all instances have the same bits."""
+        if self._replicas.num_replicas_in_sync == 1:
+            return [True] * len(own[0])
+        mine = np.array([[_digest(value) for value in values] for values in own], np.uint64)
+        is_alike = (mine == mine[0]).all(axis=0)
+        name = "whether replicas assign the same"
+        every = self._replicas.communicator.all_gather(np.where(is_alike, mine[0], np.uint64(0)), name=name)
+        found: list[bool] = ((every == every[0]) & (every != 0)).all(axis=0).tolist()
+        return found
+
+    def _agreed(self, number: int, own: Sequence[np.ndarray]) -> Any:
+        variable = self._variables[number]
+        if np.issubdtype(own[0].dtype, np.floating) and variable.aggregation != "only_first_replica":
+            return self._replicas.reduce("mean", PerReplica(tuple(own), self._replicas.local_replicas))
+        return self._replicas.broadcast(own[0])
+
+    def _set(self, changes: Changes) -> None:
+        device = self._replicas.variables_device
+        for number, value in changes.items():
+            self._variables[number].assign(jax.device_put(value, device, may_alias=False))
+
+
+@contextmanager
+def _scope(values: Iterable[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
+    """While variables have other values; those that are made inside are initialised at the end, and not traced."""
+    scope = keras.StatelessScope(values)
+    scope.__enter__()
+    try:
+        yield scope
+    finally:
+        with jax.ensure_compile_time_eval():
+            scope.__exit__(None, None, None)
+
+
+@contextmanager
+def _averaging(optimizer: Any) -> Iterator[None]:
+    """While an optimizer applies the mean of all replicas' gradients, and not those of one."""
+    plain = optimizer.apply
+
+    def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        context = get_replica_context()
+        means = [None if gradient is None else context.all_reduce("mean", gradient) for gradient in grads]
+        plain(means, trainable_variables)
+
+    vars(optimizer)["apply"] = apply  # Keras would track what is set as an attribute
+    try:
+        yield
+    finally:
+        del vars(optimizer)["apply"]
+
+
+def _seeds(model: Any) -> list[Any]:
+    if not hasattr(model, "_flatten_layers"):
+        return []
+    return [one for one, flag in zip(model.non_trainable_variables, seeds_of(model), strict=True) if flag]
+
+
+def _digest(value: np.ndarray) -> int:
+    """A number that is not 0, and other for other bits."""
+    found = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).digest()
+    return int.from_bytes(found, "little") | 1

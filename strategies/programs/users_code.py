@@ -1,0 +1,134 @@
+"""Code of the user, apart from that of installed packages, and what it reads that is another thing each time."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import random
+import sysconfig
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GONE: Any = object()
+"""In the place of what is not there any more."""
+
+_LIBRARIES = tuple(
+    {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(__file__).resolve().parents[1])}
+)
+_CALLBACKS = {"callback", "debug_callback", "io_callback", "pure_callback"}
+_ADDING = {"add", "append", "extend"}
+_COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
+_LOADS = {"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD"}
+_CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"}
+_NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
+
+
+def instructions_of(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Those of a function and of the functions inside of it.
+
+    A callback of JAX runs while the program runs, so what it reads is no constant. Of a function that mentions
+    callbacks, the functions inside of it are left out.
+    """
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType) and (
+            constant.co_name in _COMPREHENSIONS or not _has_callbacks(list(dis.get_instructions(code)))
+        ):
+            yield from instructions_of(constant)
+
+
+def handed_over(instructions: Sequence[dis.Instruction]) -> set[str]:
+    """The names that are loaded and not called by a function that mentions callbacks: one of them may be a callback."""
+    if not _has_callbacks(instructions):
+        return set()
+    pairs = list(zip([None, *instructions], instructions, strict=False))
+    loaded = {one.argval for _, one in pairs if one.opname in _LOADS}
+    return loaded - {one.argval for before, one in pairs if one.opname in _LOADS and _is_called(before, one)}
+
+
+def only_grown(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[str]]:
+    """The names of what a function only adds to, such as lists of what was traced; and the names of all else."""
+    pairs = [(one, after) for one, after in itertools.pairwise(instructions) if one.opname in _LOADS]
+    grown = {one.argval for one, after in pairs if after.opname in _LOADS and after.argval in _ADDING}
+    others = {one.argval for one, after in pairs if not (after.opname in _LOADS and after.argval in _ADDING)}
+    return grown - others, others
+
+
+def _has_callbacks(instructions: Sequence[dis.Instruction]) -> bool:
+    return any(one.opname in _LOADS and one.argval in _CALLBACKS for one in instructions)
+
+
+def _is_called(before: dis.Instruction | None, one: dis.Instruction) -> bool:
+    """Whether an instruction loads a function in order to call it."""
+    is_marked = one.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in one.argrepr
+    return one.opname == "LOAD_METHOD" or is_marked or (before is not None and before.opname == "PUSH_NULL")
+
+
+def refuse_clocks(
+    function: types.FunctionType, instructions: list[dis.Instruction], cells: Mapping[str, types.CellType]
+) -> None:
+    """Refuse calls of clocks and of generators of random numbers that all of Python shares.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    value, name = None, ""
+    for one in instructions:
+        if one.opname == "LOAD_GLOBAL":
+            value, name = function.__globals__.get(one.argval), one.argval
+        elif one.opname == "LOAD_DEREF" and one.argval in cells:
+            value, name = contents_of(cells[one.argval]), one.argval
+        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD") and value is not None:
+            is_open = isinstance(value, types.ModuleType | type)
+            value, name = (getattr(value, one.argval, None) if is_open else None), f"{name}.{one.argval}"
+        else:
+            value = None
+        if value is not None and (what := _changing(value)):
+            raise RuntimeError(
+                f"{function.__qualname__} calls {name}, {what}, which would be read once, while the function is "
+                "compiled, and not in each run; hand the value over as an argument, or use jax.random with a key"
+            )
+
+
+def _changing(value: Any) -> str | None:
+    """What something returns, if that is another thing each time."""
+    owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
+    if isinstance(owner, random.Random | np.random.RandomState) and not isinstance(value, type):
+        return "a random number of Python"
+    is_clock = getattr(value, "__module__", None) == "time" and name in _CLOCKS
+    is_now = (getattr(owner, "__name__", ""), name) in _NOW
+    return "the time" if isinstance(value, types.BuiltinFunctionType) and (is_clock or is_now) else None
+
+
+def contents_of(cell: types.CellType) -> Any:
+    """Return what a closure has in a cell, or `GONE`."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return GONE
+
+
+def is_of_user(function: types.FunctionType) -> bool:
+    """Whether a function is the user's, and not of an installed package."""
+    return not _is_library(function.__code__.co_filename)
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    path = str(Path(file).resolve())
+    is_installed = {"site-packages", "dist-packages"} & set(path.split("/"))
+    return file.startswith("<frozen") or bool(is_installed) or any(path.startswith(f"{one}/") for one in _LIBRARIES)
+
+
+def is_users_module(module: types.ModuleType | None) -> bool:
+    """Whether a module is the user's."""
+    if module is None:
+        return False
+    file = getattr(module, "__file__", None)
+    return module.__name__ == "__main__" or (file is not None and not _is_library(file))

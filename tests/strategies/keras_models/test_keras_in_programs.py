@@ -1,0 +1,178 @@
+"""Models and optimizers of Keras in functions of `strategy.run`, as the original's programs have them."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from small_models import TARGETS, X, bits_of, largest_difference, regression, values_of
+
+import strategies
+from strategies import InfeedMode, InfeedQueue, loops
+
+ROWS = 2
+ELEMENTS = [(X[start : start + ROWS], TARGETS[start : start + ROWS]) for start in range(0, 48, ROWS)]
+
+
+def one_weight():
+    return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+
+
+def test_weights_that_were_set_are_those_of_the_next_run(alone):
+    def program(strategy):
+        model, traces = one_weight(), []
+
+        def function(x):
+            traces.append(1)
+            return model(x)
+
+        found = []
+        for weight in (1, -1):
+            model.set_weights([np.float32([[weight]])])
+            found.append(float(strategy.run(function, (np.float32([[2.5]]),)).values[0][0, 0]))
+        return found, len(traces)
+
+    assert alone(program, 2) == ([2.5, -2.5], 1)
+
+
+def test_a_loop_called_from_python_has_them_too(alone):
+    def program(strategy):
+        model, found = one_weight(), []
+        for weight in (1, 3):
+            model.set_weights([np.float32([[weight]])])
+            found.append(float(loops.repeat(2, model, [np.float32([[1]])])[0, 0]))
+        return found
+
+    assert alone(program, 1) == [1, 9]
+
+
+def training(model, optimizer, steps):
+    """A step function of a program that trains without `fit`."""
+
+    def loss_of(values, x, y):
+        others = [variable.value for variable in model.non_trainable_variables]
+        predicted, _ = model.stateless_call(values, others, x)
+        return jnp.mean((predicted - y) ** 2)
+
+    def train(iterator):
+        for _ in range(steps):
+            x, y = next(iterator)
+            values = [variable.value for variable in model.trainable_variables]
+            loss, gradients = jax.value_and_grad(loss_of)(values, x, y)
+            optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    return train
+
+
+def trained(strategy, make=lambda: keras.optimizers.Adam(0.05)):
+    model = regression(make())
+    iterator = iter(InfeedQueue(ELEMENTS, mode=InfeedMode.WHOLE))
+    train = training(model, model.optimizer, 2)
+    losses = [strategy.reduce("mean", strategy.run(train, (iterator,))) for _ in range(3)]
+    return values_of(model), bits_of(model), [float(loss) for loss in losses]
+
+
+def test_an_optimizer_applies_the_mean_of_all_replicas_with_the_same_bits_for_every_number_of_instances(in_scopes):
+    alone, *both = in_scopes(1, trained), *in_scopes(2, trained)
+    assert [one[1:] for one in both] == [alone[0][1:]] * 2
+    stock = regression(keras.optimizers.Adam(0.05))
+    stock.fit(X[:48], TARGETS[:48], batch_size=4 * ROWS, epochs=1, shuffle=False, verbose=0)
+    assert largest_difference(alone[0][0], values_of(stock)) < 1e-6
+
+
+def test_the_state_of_the_optimizer_goes_on(alone):
+    def program(strategy):
+        model = one_weight()
+        optimizer = keras.optimizers.SGD(1.0, momentum=0.5)
+
+        def push():
+            optimizer.apply([jnp.ones((1, 1))], model.trainable_variables)
+
+        for _ in range(2):
+            strategy.run(push)
+        return float(model.get_weights()[0][0, 0]), int(optimizer.iterations.value)
+
+    assert alone(program, 2) == (1 - 1 - 1.5, 2)
+
+
+def test_moving_means_are_averaged_over_replicas(in_scopes):
+    def program(strategy):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization(momentum=0.0)])
+        own = strategy.per_replica(lambda replica: np.full((4, 1), replica, np.float32))
+        strategy.run(lambda x: model(x, training=True), (own,))
+        return [float(value[0]) for value in model.get_weights()[2:]]
+
+    assert in_scopes(1, program) + in_scopes(2, program) == [[1.5, 0.0]] * 3
+
+
+def test_replicas_drop_other_units_and_instances_begin_alike(in_scopes):
+    def program(strategy):
+        kernel = keras.initializers.Constant(1.0 + strategy.instance_index)
+        model = keras.Sequential(
+            [keras.Input((64,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1, kernel_initializer=kernel)]
+        )
+        found = strategy.run(lambda x: model(x, training=True), (np.ones((1, 64), np.float32),))
+        return strategy.gather(found, 0).ravel().tolist(), strategies.fingerprint(values_of(model))
+
+    alone, *both = in_scopes(1, program), *in_scopes(2, program)
+    assert both == alone * 2
+    assert len(set(alone[0][0])) > 1
+
+
+def test_values_of_a_program_do_not_stay_in_the_variables(alone):
+    def program(strategy):
+        model = one_weight()
+
+        def fails(x):
+            model.layers[0].kernel.assign(x)
+            raise ValueError("after an assignment")
+
+        with pytest.raises(ValueError, match="after an assignment"):
+            strategy.run(fails, (np.float32([[7]]),))
+        return model.get_weights()[0].tolist()
+
+    assert alone(program, 1) == [[1.0]]
+
+
+def test_a_model_is_a_constant_of_a_trainer_that_may_not_change(alone):
+    import optax
+
+    def program(strategy):
+        model = one_weight()
+        trainer = strategies.Trainer(strategy, lambda v, x, key: ((model(x) - v) ** 2).mean(), optax.sgd(0.1))
+        state, batch = trainer.init(np.zeros(1, np.float32)), np.ones((1, 1), np.float32)
+        state, _ = trainer.step(state, batch)
+        model.set_weights([np.float32([[2]])])
+        with pytest.raises(RuntimeError, match="reads model, variable .*kernel, which has changed"):
+            trainer.step(state, batch)
+
+    alone(program, 1)
+
+
+def test_a_model_is_built_by_the_first_run_alike_on_all_instances(in_scopes):
+    def program(strategy):
+        model = keras.Sequential([keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform())])
+        found = [strategy.gather(strategy.run(model, (np.ones((1, 2), np.float32),)), 0) for _ in range(2)]
+        assert found[0].tolist() == found[1].tolist()
+        np.testing.assert_allclose(found[0], np.ones((2, 2)) @ model.get_weights()[0], rtol=1e-6)
+        return found[0].tolist()
+
+    one, other = in_scopes(2, program, 2)
+    assert one == other
+
+
+def test_what_is_assigned_in_a_loop_of_jax_is_refused(alone):
+    def program(strategy):
+        model = one_weight()
+        optimizer = keras.optimizers.SGD(1.0)
+
+        def body(count):
+            optimizer.apply([jnp.ones((1, 1))], model.trainable_variables)
+            return count + 1
+
+        with pytest.raises(RuntimeError, match="was assigned inside of a loop or branch of JAX"):
+            strategy.run(lambda: loops.repeat(3, body, [0.0]))
+        return model.get_weights()[0].tolist(), int(optimizer.iterations.value)
+
+    assert alone(program, 1) == ([[1.0]], 0)

@@ -1,0 +1,320 @@
+"""What a traced function reads from outside: it is followed where a program may be compiled anew, or refused."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import gc
+import itertools
+import random
+import time
+import weakref
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies.programs.captures import Reads
+
+factor = 1.0
+ONE = np.float32(1)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return strategies.IPUStrategy(1)
+
+
+class Scaled:
+    """Something with attributes, of which a function reads some."""
+
+    def __init__(self):
+        self.scale, self.count = 1.0, 0
+
+    def __call__(self, x):
+        return x * self.scale
+
+    @property
+    def twice(self):
+        return 2 * self.scale
+
+    def by_property(self, x):
+        return x * self.twice / 2
+
+    def grow(self):
+        self.scale += 1
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+def times_factor(x):
+    return x * factor
+
+
+jitted = jax.jit(times_factor)
+
+
+def scanned(carry, _):
+    return carry * factor, None
+
+
+def set_factor(value):
+    global factor
+    factor = value
+
+
+def followed():
+    """A function of 1 whose result grows from 1 to 2 when something that it reads changes."""
+    one, array, values, name_space = Scaled(), np.ones(1, np.float32), {"list": [1.0]}, SimpleNamespace(scale=1.0)
+    slotted, kept = Slotted(), [jnp.float32(1)]
+    slotted.scale = 1.0
+    local = 1.0
+
+    def grow_local():
+        nonlocal local
+        local = 2.0
+
+    yield "a global", times_factor, lambda: set_factor(2.0)
+    yield "a global in a function that it calls", lambda x: times_factor(x), lambda: set_factor(2.0)
+    yield "a global in a jitted function", lambda x: jitted(x), lambda: set_factor(2.0)
+    yield "a global in the body of a loop", lambda x: jax.lax.scan(scanned, x, length=1)[0], lambda: set_factor(2.0)
+    yield "a variable of a closure", lambda x: x * local, grow_local
+    yield "an attribute", lambda x: x * one.scale, one.grow
+    yield "an attribute of a method's object", Scaled().__call__, None
+    yield "a property", one.by_property, lambda: setattr(one, "scale", 2.0)
+    yield "an object that is called", one, lambda: setattr(one, "scale", 2.0)
+    yield "an object that it calls", lambda x: one(x), one.grow
+    yield "a slot", lambda x: x * slotted.scale, lambda: setattr(slotted, "scale", 2.0)
+    yield "a name space", lambda x: x * name_space.scale, lambda: setattr(name_space, "scale", 2.0)
+    yield "an array that is written to", lambda x: x * array[0], lambda: array.fill(2)
+    yield "an array in a list", lambda x: x * kept[0], lambda: kept.__setitem__(0, jnp.float32(2))
+    yield "a list in a dictionary", lambda x: x * values["list"][0], lambda: values["list"].__setitem__(0, 2.0)
+    yield "an argument of a partial", functools.partial(lambda x, by: x * by.scale, by=one), one.grow
+
+
+NAMES = [name for name, *_ in followed()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_function_reads_and_has_changed_is_followed(alone, name):
+    set_factor(1.0)
+    function, change = next((function, change) for each, function, change in followed() if each == name)
+    if name == "an attribute of a method's object":
+        change = function.__self__.grow
+    if name in ("a property", "an object that is called"):
+        change = (function.__self__ if name == "a property" else function).grow
+    found = [float(alone.run(function, (ONE,)).values[0])]
+    change()
+    found.append(float(alone.run(function, (ONE,)).values[0]))
+    assert found == [1, 2]
+
+
+def test_a_loop_called_from_python_follows_too():
+    set_factor(1.0)
+    body = lambda x: times_factor(x)  # noqa: E731  # the same function each time
+    found = [float(strategies.loops.repeat(2, body, [1.0]))]
+    set_factor(3.0)
+    assert [*found, float(strategies.loops.repeat(2, body, [1.0]))] == [1, 9]
+
+
+def test_a_list_to_which_functions_only_add_is_no_constant(alone):
+    """As of what was traced, to which others add too."""
+    traces, one = [], Watching()
+
+    def function(x):
+        traces.append("function")
+        one.seen.append("function")
+        return x
+
+    for _ in range(3):
+        alone.run(function, (ONE,))
+        traces.append("another one")
+        one.seen.append("another one")
+    assert traces == one.seen == ["function", *["another one"] * 3]
+
+
+def test_what_has_not_changed_is_not_compiled_again(alone):
+    traces = []
+    one = Scaled()
+
+    def function(x):
+        traces.append(one.scale)
+        return x * one.scale
+
+    for count in range(3):
+        alone.run(function, (ONE,))
+        one.count = count  # an attribute that the function does not read
+    assert traces == [1.0]
+
+
+def refused():
+    """Functions that would have what is another thing each time, once; and what the message says."""
+    elements, pairs = iter([1.0, 2.0]), [iter([1.0])]
+    numbers, own = itertools.count(), random.Random(0)
+    generator, counts, queue = np.random.default_rng(0), {"calls": 0}, [2.0, 1.0]
+    now = time.perf_counter
+
+    def counting():
+        counts["calls"] += 1
+        return jnp.float32(counts["calls"])
+
+    def drawing():
+        return [jnp.float32(number) for number in numbers][:1]
+
+    yield "next", lambda: jnp.float32(next(elements)), "elements is an iterator, a list_iterator"
+    yield "a loop over an iterator", drawing, "numbers is an iterator, a count"
+    yield "an iterator in a list", lambda: jnp.float32(next(pairs[0])), r"pairs\[0\] is an iterator"
+    yield "the time", lambda: jnp.float32(time.time()), "calls time.time, the time"
+    yield "a clock by its name", lambda: jnp.float32(now()), "calls now, the time"
+    yield "the day", lambda: jnp.float32(datetime.datetime.now().second), "calls datetime.datetime.now, the time"
+    yield "random", lambda: jnp.float32(random.random()), "calls random.random, a random number"
+    yield "numpy.random", lambda: jnp.float32(np.random.rand()), "calls np.random.rand, a random number"
+    yield "a generator of NumPy", lambda: jnp.float32(generator.normal()), "has drawn from generator"
+    yield "a generator of Python", lambda: jnp.float32(own.random()), "has drawn from own"
+    yield "a counter", counting, r"has changed what is in counts|has changed counts"
+    yield "a list that is emptied", lambda: jnp.float32(queue.pop()), "has changed what is in queue"
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in refused()])
+def test_what_is_another_thing_each_time_is_refused(alone, name):
+    function, message = next((function, message) for each, function, message in refused() if each == name)
+    with pytest.raises(RuntimeError, match=message):
+        alone.run(function)
+
+
+def test_a_function_may_read_files_and_numbers_of_its_own(alone):
+    def function(x):
+        names = itertools.count()
+        return {f"{next(names)}": x + next(iter([1, 2]))}
+
+    assert float(alone.run(function, (ONE,)).values[0]["0"]) == 2
+
+
+class Watching:
+    """Something with a method that is a callback."""
+
+    def __init__(self):
+        self.seen = []
+
+    def log(self, value):
+        self.seen.append((time.time(), float(value)))
+
+    def of_method(self, x):
+        jax.debug.callback(self.log, x)
+        return x
+
+    def of_lambda(self, x):
+        jax.debug.callback(lambda value: self.seen.append(value), x)
+        return x
+
+    def of_function(self, x):
+        def log(value):
+            self.log(value)
+            return value
+
+        return jax.pure_callback(log, jax.ShapeDtypeStruct((), np.float32), x)
+
+
+@pytest.mark.parametrize("name", ["of_method", "of_lambda", "of_function"])
+def test_what_callbacks_read_and_change_while_a_program_runs_is_no_constant(alone, name):
+    one = Watching()
+    for count in range(3):
+        alone.run(getattr(one, name), (ONE,))
+        jax.effects_barrier()
+        assert len(one.seen) == count + 1
+    reads = Reads(getattr(one, name))
+    one.seen.append(None)
+    assert reads.is_same()
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_large_array_is_compared_by_elements_all_over_it(size):
+    array = np.zeros(size, np.float32)
+    reads = Reads(lambda x: x + array)
+    assert reads.is_same()
+    array += 1
+    assert reads.changed == "the elements of array"
+
+
+def test_what_a_function_reads_is_not_kept():
+    """For programs that live longer than what lists had in them."""
+    held = [Scaled()]
+    reads, gone = Reads(lambda x: held[0](x)), weakref.ref(held[0])
+    held.clear()
+    gc.collect()
+    assert gone() is None
+    assert reads.changed == "what is in held"
+
+
+def test_a_variable_that_the_body_of_a_loop_reads_is_followed(alone):
+    """JAX keeps what it has traced of a body, which asks the variable no more."""
+    variable = alone.variable(np.float32(1))
+
+    def body(carry, _):
+        return carry * variable.value, None
+
+    def function(x):
+        return jax.lax.scan(body, x, length=2)[0]
+
+    found = [float(alone.run(function, (ONE,)).values[0])]
+    variable.assign(np.float32(3))
+    assert [*found, float(alone.run(function, (ONE,)).values[0])] == [1, 9]
+
+
+def test_a_trainer_refuses_what_its_loss_function_reads_and_has_changed(alone):
+    one, array = Scaled(), np.ones(2, np.float32)
+    trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) * array * one.scale).sum() ** 2, optax.sgd(0.1))
+    state, batch = trainer.init(np.zeros(2, np.float32)), np.ones((1, 2), np.float32)
+    state, _ = trainer.step(state, batch)
+    state, _ = trainer.step(state, batch)
+    one.grow()
+    with pytest.raises(RuntimeError, match="reads one.scale, which has changed since the function was compiled"):
+        trainer.step(state, batch)
+    one.scale = 1.0
+    array *= 2
+    with pytest.raises(RuntimeError, match=r"reads the elements of array, .* or make a new Trainer"):
+        trainer.step(state, batch)
+
+
+def test_a_trainer_refuses_what_a_schedule_reads_and_has_changed(alone):
+    one = Scaled()
+    optimizer = optax.chain(optax.clip(1.0), optax.sgd(lambda step: one.scale * 0.1))
+    trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) ** 2).sum(), optimizer)
+    state, batch = trainer.init(np.zeros(1, np.float32)), np.ones((1, 1), np.float32)
+    state, _ = trainer.step(state, batch)
+    one.grow()
+    with pytest.raises(RuntimeError, match="reads one.scale, which has changed .* the state of the optimizer"):
+        trainer.step(state, batch)
+
+
+def test_a_pipeline_refuses_what_its_stages_read_and_have_changed():
+    one = Scaled()
+    net = strategies.pipelining_ops.pipeline(
+        [lambda v, x: x * one.scale, lambda v, x: x + 1],
+        4,
+        infeed_queue=strategies.InfeedQueue([np.float32(k) for k in range(12)]),
+        outfeed_queue=strategies.OutfeedQueue(),
+        device_mapping=[0, 1],
+    )
+    state = net(net.init({}))
+    one.grow()
+    with pytest.raises(RuntimeError, match="reads one.scale, .* or call init again"):
+        net(state)
+
+
+def test_an_evaluation_follows_what_its_function_reads(alone):
+    one = Scaled()
+    trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) ** 2).sum(), optax.sgd(0.1))
+    state = trainer.init(np.zeros(1, np.float32))
+    batches = [np.ones((2, 1), np.float32)]
+    found = []
+    for _ in range(2):
+        found.append(trainer.evaluate(state, batches, fn=lambda v, x, key: ((v - x) ** 2).sum() * one.scale)["loss"])
+        one.grow()
+    assert found == [1, 2]
