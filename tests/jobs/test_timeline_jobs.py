@@ -112,7 +112,7 @@ class TestOfSeveralInstances:
         assert (culprit.instance, culprit.cause) == (instances - 1, Cause.INPUT)
 
     @pytest.mark.parametrize("instances", [3, 4])
-    def test_one_that_is_delayed_in_its_steps_is_named_with_what_is_in_no_phase(self, tmp_path: Path, instances: int) -> None:
+    def test_one_delayed_in_its_steps_is_named_with_what_is_in_no_phase(self, tmp_path: Path, instances: int) -> None:
         faults = [f"--inject=delay:instance={instances - 1},step={step},seconds=0.05" for step in range(2, 30)]
         culprit = verdict_of(tmp_path, f"-n={instances}", *faults, sys.executable, "-c", PROGRAM).culprit
         assert culprit is not None
