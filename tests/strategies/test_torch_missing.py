@@ -1,0 +1,18 @@
+"""`strategies.torch` without PyTorch: the error says how to get it."""
+
+import sys
+
+import pytest
+
+
+def test_the_extra_is_named_where_pytorch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.startswith("strategies.torch")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    import strategies
+
+    monkeypatch.delattr(strategies, "torch_installed", raising=False)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"pip install 'popdist-everywhere\[torch\]' installs it, and docs/to"
+    ):
+        __import__("strategies.torch")
