@@ -9,9 +9,6 @@ def test_the_extra_is_named_where_pytorch_is_missing(monkeypatch: pytest.MonkeyP
     for name in [each for each in sys.modules if each.startswith("strategies.torch")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    import strategies
-
-    monkeypatch.delattr(strategies, "torch_installed", raising=False)
     with pytest.raises(
         ModuleNotFoundError, match=r"pip install 'popdist-everywhere\[torch\]' installs it, and docs/to"
     ):
