@@ -182,8 +182,8 @@ IN_TIMELINES = (
     Fault(
         name="a recording that is damaged in its middle is read as one that is cut off",
         path="popdist/timeline/blocks.py",
-        old="if kind not in _KINDS or kind == END or _HEAD.size + length <= len(rest):",
-        new="if False:",
+        old="return not any(_block_at(data, place) for each in _KINDS for place in _places(data, each, position + 1))",
+        new="return True",
         caught_by=(
             "tests/popdist/test_timeline_recording.py::TestAFile::test_that_is_damaged_is_refused_after_the_blocks_before",
         ),
