@@ -6,7 +6,7 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ModuleNotFoundError(
-        "strategies.torch needs PyTorch, which is not installed; pip install 'popdist-everywhere[torch]' installs it, "
-        "and docs/torch.md says how to get it without CUDA",
+        "strategies.torch needs PyTorch, which is not installed; run pip install '.[torch]' in the project's folder, "
+        "or see docs/torch.md for PyTorch without CUDA",
         name="torch",
     ) from None

@@ -78,7 +78,6 @@ IN_TIMELINES = (
             "tests/poprun/test_timeline_confusions.py::TestWhatIsUsual::test_exchanges_with_which_clocks_are_compared",
         ),
     ),
-    ),
     Fault(
         name="connections inside of a host count as links between hosts",
         path="poprun/timeline/report/traffic.py",
