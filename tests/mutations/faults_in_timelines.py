@@ -199,8 +199,8 @@ IN_TIMELINES = (
     Fault(
         name="code between steps counts as what is in no phase",
         path="poprun/timeline/report/step_table.py",
-        old="return np.maximum(free, 0)",
-        new="return np.minimum(free, 0)",
+        old="free: np.ndarray = np.maximum(",
+        new="free: np.ndarray = np.minimum(",
         caught_by=(
             "tests/poprun/test_timeline_report.py::TestALateInstance::test_that_does_something_else_between_its_steps_is_told_the_line",
         ),

@@ -105,8 +105,8 @@ def _between(spans: Spans, begin_ns: np.ndarray, made_ns: np.ndarray) -> np.ndar
     gaps = np.zeros(len(begin_ns), SPAN)
     gaps["begin_ns"], gaps["end_ns"] = begin_ns, np.maximum(begin_ns, made_ns)
     known = spans.of(Sort.PHASE, Sort.WAIT, Sort.TRANSFER, Sort.OPERATION)
-    free: np.ndarray = gaps["end_ns"] - gaps["begin_ns"] - inside_ns(gaps, known)
-    return np.maximum(free, 0)
+    free: np.ndarray = np.maximum(gaps["end_ns"] - gaps["begin_ns"] - inside_ns(gaps, known), 0)
+    return free
 
 
 def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
