@@ -14,6 +14,7 @@ from strategies.evaluation.merging import Evaluation
 from strategies.gradients.replica_program import LossFunction
 from strategies.memory.of_step import MemoryPlanner, shapes_of
 from strategies.memory.plan import MemoryPlan
+from strategies.option_names import require_known_options
 from strategies.replicas.replica_context import refuse_in_replica
 from strategies.roles import Batch, Tree, Variables
 from strategies.step.metrics import Metrics, tell_evaluation
@@ -70,6 +71,7 @@ class Trainer:
         self.seed = seed
         self.notice = Notice()
         self._strategy = strategy
+        require_known_options(Trainer, options, Options.__annotations__)
         optimizer, options["map_gradient"] = unwrapped(optimizer, options.get("map_gradient"))
         self._options = configured(seed, check_numerics, digest_every, options, in_force())
         parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -30,6 +30,7 @@ _INFO_BYTES = _BUSY.size
 SENT, BUSY, ROUND_TRIP = "bytes sent", "seconds sending", "round trip in s"
 _FROM, _TO = " from ", " to "
 _Names = tuple[str, str, str]
+ReadableBuffer = bytes | ctypes.Array[ctypes.c_char]
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,13 @@ def read_connections() -> dict[str, float]:
 
     Seconds in which the receiver had no room are left out: then it is not the network that is slow.
     """
+    return summed(_infos())
+
+
+def summed(infos: Iterable[tuple[_Names, ReadableBuffer]]) -> dict[str, float]:
+    """Return what some `tcp_info` of the kernel say, each with the names of what is read from it."""
     found: dict[str, float] = {}
-    for (sent_name, busy_name, trip_name), info in _infos():
+    for (sent_name, busy_name, trip_name), info in infos:
         (sent,), (round_trip_us,), (busy_us, full_us) = (each.unpack_from(info) for each in (_SENT, _ROUND_TRIP, _BUSY))
         found[sent_name] = found.get(sent_name, 0.0) + sent
         found[busy_name] = found.get(busy_name, 0.0) + (busy_us - full_us) / 1e6

@@ -37,6 +37,8 @@ class Kind(IntEnum):
     """Value: how many events came too fast to be kept."""
     RENUMBERED = 13
     """Others are lost. Value: the index that this instance has now, times 2**32, plus the number of instances."""
+    SEEN_AT = 14
+    """Name: of a line of the program, in which its thread was between two steps, outside of phases and collectives."""
 
 
 MAIN_TRACK = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, final
 
 from collectives.instruments import CHECKPOINT, COMPILE, DATA, PHASES, RECOVERY
@@ -49,6 +50,14 @@ class Recorder:
         self._phases = {phase: self._number_of(phase, {"name": phase}) for phase in PHASES}
         self._step = -1
         self._skips = False
+        self._is_in_step = True  # before the first one nothing is told
+        self._is_busy = False
+        self._thread = 0
+
+    @property
+    def idle_thread(self) -> int:
+        """The thread that makes steps, while it is between two of them, in no phase and no collective; otherwise 0."""
+        return 0 if self._is_in_step or self._is_busy else self._thread
 
     def take_new_names(self) -> dict[int, Mapping[str, Any]]:
         """What the names stand for that events have had since the last call, and some that none has had yet."""
@@ -58,6 +67,7 @@ class Recorder:
 
     def step_begins(self, step: int) -> None:
         """See there."""
+        self._is_in_step = True
         self._step = step
         self._skips = self._is_left_out(step)
         self._append(_STEP_BEGINS, MAIN_TRACK, 0, step)
@@ -65,6 +75,7 @@ class Recorder:
     def step_ends(self, rows: int, loss: float) -> None:
         """See there."""
         self._append(_STEP_ENDS, MAIN_TRACK, 0, rows)
+        self._is_in_step, self._thread = False, get_ident()
         if not self._skips:
             self.measured("loss", loss)
 
@@ -74,14 +85,17 @@ class Recorder:
             self._skips = self._is_left_out(self._step + 1)
         if not self._skips or phase in _ALWAYS:
             self._append(_PHASE_BEGINS, MAIN_TRACK, self._phases[phase], 0)
+        self._is_busy = True
 
     def phase_ends(self, phase: str) -> None:
         """See there."""
         if not self._skips or phase in _ALWAYS:
             self._append(_PHASE_ENDS, MAIN_TRACK, self._phases[phase], 0)
+        self._is_busy = False
 
     def operation_begins(self, number: int, call: Call) -> None:
         """See there."""
+        self._is_busy = True
         if self._skips:
             return
         name = self._names.get(call.fingerprint)
@@ -97,6 +111,7 @@ class Recorder:
 
     def operation_ends(self) -> None:
         """See there."""
+        self._is_busy = False
         if not self._skips:
             self._append(_OPERATION_ENDS, MAIN_TRACK, 0, 0)
 
@@ -121,6 +136,13 @@ class Recorder:
         if name is None:
             name = self._number_of(what, {"name": what})
         self._append(_MEASURED, MAIN_TRACK, name, bits_of(number))
+
+    def seen_at(self, line: str) -> None:
+        """Note that `idle_thread` is in a line of the program; from any thread."""
+        name = self._names.get(line)
+        if name is None:
+            name = self._number_of(line, {"name": line})
+        self._append(int(Kind.SEEN_AT), MAIN_TRACK, name, 0)
 
     def note(self, kind: int, track: int, value: int) -> None:
         """Note anything else that happens now."""

@@ -28,6 +28,7 @@ from popdist.timeline.clocks import Exchange
 from popdist.timeline.events import EVENT, Kind
 from popdist.timeline.gauges import Gauge, read_gauges
 from popdist.timeline.opening import open_recording
+from popdist.timeline.places import line_of
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring import Ring
 from popdist.timeline.sampling import stride_of
@@ -144,6 +145,8 @@ class Recording:
             if rounds % _GAUGES_EVERY == 0:
                 self._measure()
             rounds += 1
+            if (thread := self.recorder.idle_thread) and (line := line_of(thread)):
+                self.recorder.seen_at(line)
             self.spill()
             self.writing_s = time.thread_time()
 

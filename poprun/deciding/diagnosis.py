@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from popdist.records.progress import State
-from poprun.deciding.facts import EndKind, Facts
+from poprun.deciding.facts import Ending, EndKind, Facts, signal_name
 from poprun.deciding.stacks import innermost_line
 from poprun.wording import list_ranges
 
@@ -32,6 +32,7 @@ class Verdict:
         lines: what to tell the user, at most `MOST_LINES`.
         is_of_hosts: whether no instance failed by itself, but its host, a daemon, mpirun or what connects them.
         lost: the instances that failed, or were lost with their host; empty where none is known to have.
+        is_orderly: whether the program ended by itself, as after a signal that asks it to leave.
         is_unexplained: whether mpirun's own words are needed to understand it.
     """
 
@@ -41,6 +42,7 @@ class Verdict:
     is_unexplained: bool = False
     is_of_hosts: bool = False
     lost: tuple[int, ...] = ()
+    is_orderly: bool = False
 
 
 def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
@@ -110,6 +112,10 @@ def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Ve
         return _blame_daemon(host, facts) if host != here else None
     status = blamed.ending.exit_status if blamed.ending is not None else 1
     others = _describe_others(facts, index)
+    if not others and blamed.ending is not None and _is_orderly(blamed.ending):
+        name = signal_name(status - 128)
+        text = f"{blamed.name} ended with exit status {status}, as a program does that leaves after {name}"
+        return Verdict(index, status, (text,), lost=(index,), is_orderly=True)
     lines = (_describe_blamed(blamed, facts), *others)[:MOST_LINES]
     return Verdict(index, status, lines, _is_aborted(blamed, facts), is_of_hosts=is_of_hosts([blamed]), lost=(index,))
 
@@ -324,6 +330,11 @@ def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
     own = [each for each in own if each.ending is not None and each.ending.kind is EndKind.EXIT]
     own = [each for each in own if not each.orphaned_at_s]  # what was left when mpirun had gone
     return min(own, key=_absent_since).index if own else None
+
+
+def _is_orderly(ending: Ending) -> bool:
+    """Whether a program ended as `strategies.Checkpoints` does after it has saved, and many batch programs do."""
+    return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def _describe_blamed(blamed: Facts, facts: Sequence[Facts]) -> str:

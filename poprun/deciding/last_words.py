@@ -58,7 +58,8 @@ def last_actions(words: LastWords, has_others: bool) -> list[Action]:
     if verdict is not None:
         last = [line for line in (words.obstacle, words.first_cause) if line]
         lines = (*verdict.lines[: MOST_LINES - len(last)], *last)
-        actions += [Say(Level.ERROR, line) for line in lines]
+        level = Level.WARN if verdict.is_orderly and len(lines) == 1 else Level.ERROR
+        actions += [Say(level, line) for line in lines]
     if is_unexplained and has_others and words.lacked_some:
         actions.append(Say(Level.ERROR, NEVER_STARTED))
     if words.losses and not words.ended.exit_status:

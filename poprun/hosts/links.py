@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from poprun.hosts.link_script import MARK
+from poprun.hosts.own_text import words_for
 from poprun.hosts.ssh import last_line, remote_words
 from poprun.hosts.this_machine import is_this_machine
 
@@ -28,7 +29,6 @@ _ANSWER_LIMIT_S = 5.0
 _LIFE_LIMIT_S = 120
 _GOODBYE_S = 1.0
 _SCRIPT = Path(__file__).with_name("link_script.py")
-_BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
 
 
 class HelperError(Exception):
@@ -46,7 +46,8 @@ class Helper:
 
     def __init__(self, host: str, python: str, ssh: Sequence[str]) -> None:
         self.host = host
-        command = [python, "-I", "-u", "-c", _BOOTSTRAP]
+        program = f"{_SCRIPT.read_text()}\n\nserve({_LIFE_LIMIT_S})\n".encode()
+        command = words_for(python, program)
         self._process = subprocess.Popen(
             command if is_this_machine(host) else remote_words(ssh, host, command),
             stdin=subprocess.PIPE,
@@ -55,8 +56,7 @@ class Helper:
             start_new_session=True,
         )
         self._said = b""
-        program = f"{_SCRIPT.read_text()}\n\nserve({_LIFE_LIMIT_S})\n".encode()
-        self._tell(b"%d\n%s" % (len(program), program))
+        self._tell(program)
 
     def __enter__(self) -> Helper:
         return self

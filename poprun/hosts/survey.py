@@ -12,6 +12,7 @@ from pathlib import Path
 from poprun.hosts.errands import Ended, Errand, Notice, run_errands
 from poprun.hosts.host_checks import COPY_IT
 from poprun.hosts.host_facts import Fault, HostFacts, Question, facts_from
+from poprun.hosts.own_text import words_for
 from poprun.hosts.ssh import SSH_FAILED, by_hand, last_line, remote_words, way_out_of
 from poprun.hosts.survey_script import CONNECTIONS, MARK
 from poprun.hosts.this_machine import is_this_machine
@@ -45,7 +46,7 @@ def survey(
         For each host, in order, its facts or why there are none.
     """
     script = _program(question, limit_s)
-    errands = {host: Errand(_words(host, question, ssh), script) for host in hosts}
+    errands = {host: Errand(_words(host, question, script, ssh), script) for host in hosts}
     # Who is asked without sshd must not find the connection by which the user has come to this machine.
     environ = {name: value for name, value in os.environ.items() if name not in CONNECTIONS}
     notice = Notice(min(LATE_S, limit_s), lambda late: _say_who_is_late(late, limit_s))
@@ -73,8 +74,8 @@ def _program(question: Question, limit_s: float) -> str:
     return f"{_SCRIPT.read_text()}\n\nreply({asked!r}, {math.ceil(limit_s) + 1})\n"
 
 
-def _words(host: str, question: Question, ssh: Sequence[str]) -> tuple[str, ...]:
-    command = [question.python, "-I", "-"]
+def _words(host: str, question: Question, script: str, ssh: Sequence[str]) -> tuple[str, ...]:
+    command = words_for(question.python, script.encode(errors="surrogateescape"))
     return tuple(command if is_this_machine(host) else remote_words(ssh, host, command))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
+import os
 from collections.abc import Mapping, Sequence
 
 from poprun.hosts.hosts import Host
@@ -30,7 +29,7 @@ def meeting_point(hosts: Sequence[Host], here: str, environ: Mapping[str, str]) 
         address = _LOOPBACK
     else:
         address = here if first.is_this_machine and here else first.name
-    port = _free_port() if first.is_this_machine else secrets.choice(_BELOW_EPHEMERAL)
+    port = _free_port() if first.is_this_machine else _any_port()
     return {ADDRESS: environ.get(ADDRESS) or address, PORT: environ.get(PORT) or str(port)}
 
 
@@ -48,7 +47,13 @@ def rank_variables(place: Place, places: Sequence[Place]) -> dict[str, str]:
     }
 
 
+def _any_port() -> int:
+    return _BELOW_EPHEMERAL[int.from_bytes(os.urandom(4)) % len(_BELOW_EPHEMERAL)]
+
+
 def _free_port() -> int:
+    import socket  # costs some milliseconds, needed only by those who ask for it
+
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -20,9 +20,9 @@ from poprun.timeline.profiles import Profile
 _MOST_INSTANCES = _MOST_NAMES = 1 << 20
 _MOST_ATTEMPTS = 10_000
 _MOST_STEP = 1 << 40
-_LATEST_S = 1e12
+_LATEST_S = 2.5e11  # what calendars know ends soon after
 _TEXT_BYTES = 4096
-_NAMED = (Kind.PHASE_BEGINS, Kind.PHASE_ENDS, Kind.OPERATION_BEGINS, Kind.MEASURED)
+_NAMED = (Kind.PHASE_BEGINS, Kind.PHASE_ENDS, Kind.OPERATION_BEGINS, Kind.MEASURED, Kind.SEEN_AT)
 
 
 def header_in(content: bytes) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def _watch(source: Source, wanted: Wanted) -> None:
     except TimeoutError as error:
         raise PopRunError(f"{error}: poprun may have been stopped; try again, or look at its terminal") from None
     if snapshot is None:
-        raise PopRunError("the job has just ended, or its poprun takes no more viewers")
+        raise PopRunError("the job has just ended")
     screen = _screen(wanted)
     if wanted.once:
         screen.show(snapshot, 0.0)

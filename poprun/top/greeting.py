@@ -22,6 +22,8 @@ WELCOME = 98
 """poprun: a proof."""
 SEEN = 99
 """poprun: a snapshot."""
+FULL = 100
+"""poprun: it has as many viewers as it takes; the last message."""
 
 RANDOM_BYTES = 16
 _VIEWER, _POPRUN = b"viewer", b"poprun"

@@ -13,9 +13,10 @@ AWAITED = "awaited"
 """The mark of an instance that others wait for; the others are marked by their condition."""
 
 HEADINGS = ("instance", "host", "step", "steps/s", "samples/s", "does", "for", "waited", "waits for", "memory", "loss")
-_LEFT_OUT_FIRST = ("steps/s", "host", "waited", "for", "loss", "memory", "samples/s", "waits for")
+_LEFT_OUT_FIRST = ("samples/s", "steps/s", "loss", "memory", "host", "for", "waited", "waits for")
+"""The line above the table has rates too; who waits for whom, and how much of its time, is what the table is for."""
 _DOES = HEADINGS.index("does")
-_LEAST_DOES = 10
+_USUAL_DOES, _LEAST_DOES = 18, 10
 _GAP = 2
 _STALE_S = 3.0
 _LEAST_ROWS = 3
@@ -146,7 +147,7 @@ def _narrowed(rows: list[Row], columns: int | None, same_host: bool) -> tuple[tu
     widths = [max(map(len, cells)) for cells in zip(HEADINGS, *(row.cells for row in rows), strict=True)]
     order = sorted(_LEFT_OUT_FIRST, key=lambda name: not (same_host and name == "host"))
     for name in order:
-        if _total(widths, kept) - widths[_DOES] + min(widths[_DOES], _LEAST_DOES) <= columns:
+        if _total(widths, kept) - widths[_DOES] + min(widths[_DOES], _USUAL_DOES) <= columns:
             break
         kept.remove(HEADINGS.index(name))
     room = max(columns - (_total(widths, kept) - widths[_DOES]), _LEAST_DOES)

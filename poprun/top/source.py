@@ -10,7 +10,7 @@ import time
 from poprun.errors import PopRunError
 from poprun.talking import wire
 from poprun.talking.local_sockets import connect
-from poprun.top.greeting import CHALLENGE, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, WELCOME, answer_to, is_welcome
+from poprun.top.greeting import CHALLENGE, FULL, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, WELCOME, answer_to, is_welcome
 from poprun.top.snapshot import Snapshot
 
 CONNECT_LIMIT_S = 5.0
@@ -41,6 +41,8 @@ class Source:
         """
         try:
             message = self.next_message(limit_s)
+            if message is not None and message[0] == FULL:
+                raise PopRunError(f"{self._where} has too many viewers already; close one of them, and try again")
             if message is not None and message[0] != SEEN:
                 raise ValueError(f"a message of kind {message[0]} has come")
             return None if message is None else Snapshot.unpack(message[1])
@@ -120,12 +122,14 @@ def _greet(source: Source, token: str, where: str) -> None:
     try:
         message = source.next_message(CONNECT_LIMIT_S)
         if message is None or message[0] != CHALLENGE:
-            raise PopRunError(f"{where} is no poprun, or takes no more viewers; check the address")
+            raise PopRunError(f"{where} is no poprun; check the address")
         challenge = message[1]
         source.send(answer_to(token, challenge, own))
         message = source.next_message(CONNECT_LIMIT_S)
     except (ValueError, TimeoutError, ConnectionError) as error:
         raise PopRunError(f"{where} does not answer as a poprun does: {error}; check the address") from None
+    if message is not None and message[0] == FULL:
+        raise PopRunError(f"{where} has too many viewers already; close one of them, and try again")
     if message is None:
         raise PopRunError(f"{where} has refused our token; set {TOKEN_VARIABLE} to that of the job")
     if message[0] != WELCOME or not is_welcome(token, challenge, own, message[1]):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from poprun.talking import wire
 from poprun.talking.local_sockets import is_own
-from poprun.top.greeting import ANSWER, CHALLENGE, RANDOM_BYTES, SEEN, welcome_to
+from poprun.top.greeting import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, welcome_to
 from poprun.top.snapshot import Seen, Snapshot
 
 INTERVAL_S = 1.0
@@ -107,6 +107,12 @@ class Viewer:
         self._unsent += message
         self._send()
 
+    def refuse(self) -> None:
+        """Say that there are too many viewers."""
+        if not self._unsent or not self.is_welcome:
+            self._unsent += wire.pack(FULL)
+            self._send()
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
@@ -182,14 +188,16 @@ class Viewers:
         """
         if not self._viewers:
             return
+        for viewer in self._too_many():
+            viewer.refuse()
+            self._part_from(viewer)
         due = [viewer for viewer in self._viewers if viewer.is_due(now_s)]
         if due:
             message = wire.pack(SEEN, self._snapshot(now_s, look(), losses).pack())
             for viewer in due:
                 viewer.offer(message, now_s)
-        for viewer in self._viewers_to_leave(now_s):
-            self._viewers.remove(viewer)
-            viewer.close()
+        for viewer in [each for each in self._viewers if not each.is_open or self._is_late(each, now_s)]:
+            self._part_from(viewer)
 
     def pause(self, seconds: float) -> None:
         """Wait for so long, between two attempts; whoever looks sees that there are no instances."""
@@ -226,14 +234,19 @@ class Viewers:
                 return
         connection.close()
 
-    def _viewers_to_leave(self, now_s: float) -> list[Viewer]:
-        """Those who have gone, or are too slow; of too many, strangers who called first, then the last."""
-        late = [each for each in self._viewers if not each.is_welcome and now_s >= each.called_at_s + GREETING_LIMIT_S]
-        leaving = [each for each in self._viewers if not each.is_open or each in late]
-        left = [each for each in self._viewers if each not in leaving]
-        known = [each for each in left if each.is_welcome]
-        strangers = [each for each in reversed(left) if not each.is_welcome]
-        return [*leaving, *[*known, *strangers][MOST_VIEWERS:]]
+    def _part_from(self, viewer: Viewer) -> None:
+        self._viewers.remove(viewer)
+        viewer.close()
+
+    def _is_late(self, viewer: Viewer, now_s: float) -> bool:
+        return not viewer.is_welcome and now_s >= viewer.called_at_s + GREETING_LIMIT_S
+
+    def _too_many(self) -> list[Viewer]:
+        """Return whoever is one too many: strangers who called first, then the last of the others."""
+        there = [each for each in self._viewers if each.is_open]
+        known = [each for each in there if each.is_welcome]
+        strangers = [each for each in reversed(there) if not each.is_welcome]
+        return [*known, *strangers][MOST_VIEWERS:]
 
     def _snapshot(self, now_s: float, instances: tuple[Seen, ...], losses: int) -> Snapshot:
         age_s = now_s - self._began_s

@@ -32,7 +32,7 @@ from poprun.verify.certificate import (
 )
 from poprun.verify.comparison import earliest, first_difference, first_inside, first_of_metrics
 from poprun.verify.differences import describe_metrics, explain
-from poprun.verify.report import Outcome, describe_difference, describe_success, draw_table
+from poprun.verify.report import Outcome, describe_difference, describe_success, draw_table, result_of
 from poprun.verify.running import Interrupted, Laboratory, Result, hosts_of, plan_run, take_interrupts
 from poprun.verify.spreads import (
     Run,
@@ -43,7 +43,7 @@ from poprun.verify.spreads import (
     run_with_failure,
 )
 from poprun.verify.words import Asked, describe_verify, read_words
-from poprun.wording import without_controls
+from poprun.wording import count, duration_text, without_controls
 
 FEWEST_STEPS_TO_RESUME = 4
 _LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after which all have left
@@ -195,7 +195,7 @@ class Verification:
     def _make(self, run: Run) -> None:
         """One run, compared with the first one."""
         number = len(self._outcomes) + 1
-        show(f"poprun verify: run {number}, {run}", 2)
+        show(f"poprun verify: run {number} of {self._runs_in_all}, {run}", 2)
         if run.resumed_on is not None:
             show("poprun verify: it gets SIGTERM half-way; exit status 143 is what it is to end with", 2)
         began_s = time.monotonic()
@@ -208,6 +208,20 @@ class Verification:
         difference = difference or first_inside(result.record)
         metrics = first_of_metrics(self._outcomes[0].record if self._outcomes else result.record, result.record)
         self._outcomes.append(Outcome(run, result.record, result.exit_status, difference, metrics))
+        self._tell_progress(time.monotonic() - began_s)
+
+    @property
+    def _runs_in_all(self) -> int:
+        extra = (run_with_failure(self.asked, self.plain, 1), run_to_resume(self.asked, self.plain))
+        return len(self.plain) + sum(each is not None for each in extra)
+
+    def _tell_progress(self, lasted_s: float) -> None:
+        """Say what came of the last run, and what is left."""
+        number, left = len(self._outcomes), self._runs_in_all - len(self._outcomes)
+        what = result_of(self._outcomes[-1], number, len({training for training, _ in self._first.record.steps}) > 1)
+        each_s = self._running_s / number
+        rest = f"{count(left, 'run')} left, about {duration_text(left * each_s)}" if left else "that was the last one"
+        show(f"poprun verify: run {number} took {duration_text(lasted_s)}: {what}; {rest}", 2)
 
     def _check_first(self) -> None:
         """Refuse a program that cannot be verified before it is run again and again."""

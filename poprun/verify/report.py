@@ -63,13 +63,20 @@ def draw_table(outcomes: Sequence[Outcome], columns: int | None = None) -> str:
                 outcome.run.how,
                 str(len(outcome.record.steps)),
                 outcome.record.last_fingerprint[:SHOWN_DIGITS],
-                _result(outcome, number, has_trainings),
+                result_of(outcome, number, has_trainings),
             )
         )
     return draw_rows(rows, columns)
 
 
-def _result(outcome: Outcome, number: int, has_trainings: bool) -> str:
+def result_of(outcome: Outcome, number: int, has_trainings: bool) -> str:
+    """Return what came of a run: whether it is equal to the first one, or from where on it is not.
+
+    Args:
+        outcome: of the run.
+        number: of the run, from 1.
+        has_trainings: whether the program makes several trainings.
+    """
     found = []
     if outcome.difference is not None:
         who = "instances differ" if outcome.difference.is_inside else "differs"

@@ -1,5 +1,6 @@
 """PyTorch under the strategies: modules are trained as they are, with the same bits for every number of instances."""
 
+import strategies.torch.installed  # noqa: F401  before what imports torch
 from strategies.torch.distributed_data import distribute_dataset
 from strategies.torch.distributed_model import DistributedModel
 from strategies.torch.distributed_sampler import DistributedSampler

@@ -10,6 +10,7 @@ import torch
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.evaluation.merging import Evaluation
 from strategies.memory.plan import MemoryPlan
+from strategies.option_names import require_known_options
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
 from strategies.step.metrics import Metrics, tell_evaluation
@@ -68,6 +69,7 @@ class Trainer:
         seed: int = 0,
         **options: Unpack[Options],
     ) -> None:
+        require_known_options(Trainer, options, Options.__annotations__)
         settings = TorchOptions(seed, **options)
         refuse_modules(module)
         refuse_optimizers(optimizer, module)

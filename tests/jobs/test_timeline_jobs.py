@@ -112,11 +112,11 @@ class TestOfSeveralInstances:
         assert (culprit.instance, culprit.cause) == (instances - 1, Cause.INPUT)
 
     @pytest.mark.parametrize("instances", [3, 4])
-    def test_one_that_is_delayed_is_named_with_its_compute(self, tmp_path: Path, instances: int) -> None:
+    def test_one_delayed_in_its_steps_is_named_with_what_is_in_no_phase(self, tmp_path: Path, instances: int) -> None:
         faults = [f"--inject=delay:instance={instances - 1},step={step},seconds=0.05" for step in range(2, 30)]
         culprit = verdict_of(tmp_path, f"-n={instances}", *faults, sys.executable, "-c", PROGRAM).culprit
         assert culprit is not None
-        assert (culprit.instance, culprit.cause) == (instances - 1, Cause.COMPUTE)
+        assert (culprit.instance, culprit.cause) == (instances - 1, Cause.REST)
 
     @pytest.mark.parametrize("instances", [2, 3])
     def test_none_is_named_where_all_are_alike(self, tmp_path: Path, instances: int) -> None:
@@ -147,4 +147,4 @@ def test_a_slow_instance_is_named_and_all_that_it_did_is_there_until_it_was_lost
         assert set(range(LOST)) <= set(np.unique(spans.of(Sort.STEP)["step"]).tolist())
     culprit = judge(job).culprit
     assert culprit is not None
-    assert (culprit.instance, culprit.cause) == (1, Cause.COMPUTE)
+    assert (culprit.instance, culprit.cause) == (1, Cause.REST)

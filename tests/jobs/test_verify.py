@@ -51,6 +51,12 @@ def test_a_program_verifies_and_gets_a_certificate(verified, subtests):
         equal = "equal: 2 runs of 4 steps with the same bits in all batches, gradients and variables"
         assert f"{equal}\nvariables {said[0]}\n" in finished.stdout
         assert said[0] == said[1]
+    with subtests.test("each run is told when it completes, with what is left"):
+        assert "poprun verify: run 1 of 2, 1 x 2\n" in finished.stderr
+        assert re.search(
+            r"^poprun verify: run 1 took [\d.]+ s: first; 1 run left, about [\d.]+ s$", finished.stderr, re.M
+        )
+        assert re.search(r"^poprun verify: run 2 took [\d.]+ s: equal; that was the last one$", finished.stderr, re.M)
     with subtests.test("the certificate says what decides bits"):
         content = json.loads(certificate.read_text())
         assert {"jax", "numpy", "CPU", "PJRT_NPROC", "program's SHA-256"} <= content["facts"][0].keys()

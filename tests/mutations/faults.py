@@ -9,5 +9,9 @@ from faults_in_popdist import IN_POPDIST
 from faults_in_poprun import IN_POPRUN
 from faults_in_simulator import IN_SIMULATOR
 from faults_in_strategies import IN_STRATEGIES
+from faults_in_timelines import IN_TIMELINES
 
-FAULTS = (*IN_COLLECTIVES, *IN_SIMULATOR, *IN_STRATEGIES, *IN_PIPELINES, *IN_FRONT_ENDS, *IN_POPDIST, *IN_POPRUN)
+FAULTS = (
+    *(*IN_COLLECTIVES, *IN_SIMULATOR, *IN_STRATEGIES, *IN_PIPELINES, *IN_FRONT_ENDS, *IN_POPDIST, *IN_POPRUN),
+    *IN_TIMELINES,
+)

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from popdist.timeline.clocks import DRIFT, Alignment
+from popdist.timeline.clocks import DRIFT, Alignment, Exchange
 from popdist.timeline.meeting import CARD_BYTES, Answering, Asking, Card, answers, asks, own_addresses, this_clock
 
 SECOND = 10**9
@@ -129,3 +129,24 @@ class TestCards:
         assert this_clock() == this_clock()
         assert len(this_clock().name) <= 32
         assert "127.0.0.1" in own_addresses()
+
+
+def test_an_exchange_bounds_the_difference_with_what_clocks_may_drift_meanwhile():
+    """It took a second; the bounds hold in its middle."""
+    second = 10**9
+    known = Alignment.of([(0, 400, 500, second)])
+    slack = DRIFT * (second / 2 + 1)
+    assert known.when_ns.tolist() == [second // 2]
+    assert (known.lowest_ns[0], known.highest_ns[0]) == pytest.approx((500 - second - slack, 400 + slack))
+
+
+def test_a_good_exchange_helps_all_before_it_and_all_after_it():
+    second, slow, quick = 10**9, 10**8, 1000
+
+    def exchange(at_s: int, lasts_ns: int) -> Exchange:
+        sent = at_s * second
+        return sent, sent + lasts_ns // 2, sent + lasts_ns // 2, sent + lasts_ns
+
+    good_in_the_middle = Alignment.of([exchange(at_s, quick if at_s == 2 else slow) for at_s in range(5)])
+    uncertain = good_in_the_middle.at(np.array([second // 2, 7 * second // 2])).uncertainty_ns
+    assert np.all(uncertain < quick + 1.6 * DRIFT * second)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
 
 import pytest
 
-from popdist.timeline.connections import BUSY, ROUND_TRIP, SENT, Ends, ends_in, read_connections
+from popdist.timeline.connections import BUSY, ROUND_TRIP, SENT, Ends, ends_in, read_connections, summed
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 
@@ -59,6 +60,24 @@ def test_connections_between_the_same_addresses_together(connected):
         with near, far:
             sent_by(near, far, 500)
             assert read_connections()[name] - alone == pytest.approx(500, abs=1)
+
+
+def info_of(sent, round_trip_us, busy_us, full_us):
+    """What the kernel says of a connection (linux/tcp.h, struct tcp_info)."""
+    info = bytearray(256)
+    struct.pack_into("<Q", info, 120, sent)
+    struct.pack_into("<I", info, 148, round_trip_us)
+    struct.pack_into("<QQ", info, 168, busy_us, full_us)
+    return bytes(info)
+
+
+def test_of_several_the_sums_and_the_shortest_round_trip_and_no_time_in_which_the_receiver_was_full():
+    ends = Ends(HERE, THERE)
+    names = ends.named(SENT), ends.named(BUSY), ends.named(ROUND_TRIP)
+    found = summed(
+        [(names, info_of(1000, 300, 5_000_000, 1_000_000)), (names, info_of(500, 200, 2_000_000, 2_000_000))]
+    )
+    assert found == {names[0]: 1500, names[1]: 4.0, names[2]: 200e-6}
 
 
 WITH_OTHERS = """

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
 import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from popdist.timeline import blocks
 from popdist.timeline.asked import Asked
 from popdist.timeline.events import EVENT, Kind
 from popdist.timeline.gauges import Gauge
+from popdist.timeline.places import line_of
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring import Ring
 from popdist.timeline.sampling import stride_of
@@ -395,3 +398,57 @@ class TestWhatIsAsked:
             EnvironmentMismatchError, match="POPDIST_TIMELINE_LIMIT='.*' is not a positive whole number"
         ):
             Asked.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_TIMELINE_LIMIT": limit})
+
+
+class TestTheLineBetweenSteps:
+    def test_is_asked_for_only_there(self):
+        """Not before the first step, in a step, in a phase, or in a collective."""
+        recorder = Recorder(Ring())
+        happens = [
+            (lambda: None, False),
+            (lambda: recorder.step_begins(0), False),
+            (lambda: recorder.step_ends(8, 0.5), True),
+            (lambda: recorder.phase_begins(DATA), False),
+            (lambda: recorder.phase_ends(DATA), True),
+            (lambda: recorder.operation_begins(1, Call("barrier")), False),
+            (recorder.operation_ends, True),
+            (lambda: recorder.step_begins(1), False),
+        ]
+        for what, is_idle in happens:
+            what()
+            assert recorder.idle_thread == (threading.get_ident() if is_idle else 0)
+
+    def test_is_the_innermost_one_of_the_program_itself(self):
+        there, go_on = threading.Event(), threading.Event()
+
+        def wait():
+            there.set()
+            go_on.wait(60)  # inside of it is a line of the standard library
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        there.wait(60)
+        line = line_of(thread.ident)
+        go_on.set()
+        thread.join()
+        file, _, number = line.rpartition(":")
+        assert Path(file).resolve() == Path(__file__)
+        assert abs(int(number) - wait.__code__.co_firstlineno - 2) <= 1
+        assert line_of(-1) == ""
+
+    def test_is_an_event_with_a_name_that_is_told_before_it(self):
+        recorder = Recorder(ring := Ring())
+        recorder.seen_at("train.py:12")
+        recorder.seen_at("train.py:12")
+        events, _ = ring.take()
+        assert kinds_of(events) == [Kind.SEEN_AT] * 2
+        assert recorder.take_new_names()[int(events["name"][0])] == {"name": "train.py:12"}
+
+    def test_is_recorded_while_the_program_waits_there(self, tmp_path):
+        recording = Recording(tmp_path / "a", {}, 10**6)
+        recording.recorder.step_begins(0)
+        recording.recorder.step_ends(8, 0.5)
+        recording.start()
+        while b"test_timeline_recording.py" not in (tmp_path / "a").read_bytes():
+            os.sched_yield()
+        recording.close()

@@ -136,6 +136,38 @@ class TestAJobThatSucceeds:
         assert script.closed_s == at(1.0)
 
 
+class TestProgramsThatLeaveByThemselves:
+    """With the exit status of a signal that somebody else has sent them, after they have saved."""
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_are_no_error(self, number):
+        script = training(2)
+        for instance in range(2):
+            script.end(1.0, instance, exited(128 + number))
+        script.run()
+        assert script.exit_status == 128 + number
+        assert script.said() == []
+        (said,) = script.said(Level.WARN)
+        assert f"ended with exit status {128 + number}, as a program does that leaves after {number.name}" in said
+
+    @pytest.mark.parametrize("ending", [exited(1), exited(130), killed(signal.SIGTERM)])
+    def test_are_one_if_they_end_in_another_way(self, ending):
+        script = training(2)
+        for instance in range(2):
+            script.end(1.0, instance, ending)
+        script.run()
+        assert script.said(Level.WARN) == []
+        assert script.said()
+
+    def test_are_one_where_another_instance_waits_for_them(self):
+        script = training(2)
+        script.instances[0].record = inside(1)
+        script.end(1.0, 1, exited(143))
+        script.run()
+        assert script.said(Level.WARN) == []
+        assert len(script.said()) == 2
+
+
 FAILURES = {
     "SIGKILL": (killed(signal.SIGKILL), 137, "was killed by SIGKILL in step 3, after collective 4, barrier"),
     "SIGSEGV": (killed(signal.SIGSEGV), 139, "was killed by SIGSEGV in step 3, after collective 4, barrier"),

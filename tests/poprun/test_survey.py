@@ -63,6 +63,22 @@ def test_what_a_login_shell_prints_does_no_harm(question):
     assert isinstance(survey(["far"], question, noisy, LIMIT_S)["far"], HostFacts)
 
 
+@pytest.mark.parametrize(
+    ("in_between", "said"),
+    [
+        ('{ echo "print(1)"; cat; } | eval "$3"', "exit status 1"),
+        ('head -c 100 >/dev/null; eval "$3"', "exit status 1"),
+        ('sed s/Begins/begins/ | eval "$3"', "exit status 1"),
+    ],
+    ids=["more", "less", "other"],
+)
+def test_a_host_runs_no_other_text_than_ours(question, in_between, said):
+    fault = survey(["far"], question, pretend(in_between), LIMIT_S)["far"]
+    assert isinstance(fault, Fault)
+    assert said in fault.fact
+    assert "what came through standard input is not the program of poprun" in fault.fact
+
+
 def test_a_host_without_the_interpreter_is_named(question):
     fault = survey(["far"], replace(question, python="/no/python"), LOCAL, LIMIT_S)["far"]
     assert isinstance(fault, Fault)

@@ -18,7 +18,7 @@ from poprun.timeline.report.findings import Cause
 from poprun.timeline.report.overlap import bubbles_of, common_ns
 from poprun.timeline.report.page import report_page
 from poprun.timeline.report.pictures import draw_curves
-from poprun.timeline.report.sentences import findings, time_text
+from poprun.timeline.report.sentences import findings, paths, time_text
 from poprun.timeline.report.step_table import table_of
 from poprun.timeline.report.text import report_text
 from poprun.timeline.report.verdict import judge
@@ -59,14 +59,30 @@ class TestALateInstance:
         assert culprit.gain == pytest.approx(10 * (slower - 1) / lasted_ms, rel=0.05)
         assert culprit.late_s == pytest.approx(0.01 * (slower - 1), rel=0.02)
 
-    def test_has_no_cause_where_the_numbers_show_none(self):
-        """It comes late, and nothing that was recorded takes it longer: its events of the phase are missing."""
+    @pytest.mark.parametrize("instances", SIZES)
+    def test_that_does_something_else_between_its_steps_is_told_the_line(self, seed, instances):
+        verdict = verdict_of(Made(instances, between_ms={1: 14}, seed=seed))
+        culprit = verdict.culprit
+        assert (culprit.instance, culprit.cause, culprit.line) == (1, Cause.BETWEEN, "train.py:12")
+        assert culprit.explained > 0.9
+        assert "The reason is your code between its steps, mostly at train.py:12, which" in findings(verdict)[0]
+        assert verdict.changes[0].what == "instance 1 is late: do less in its loop, at train.py:12"
+        assert verdict.shares[1]["between"] == pytest.approx(14 / 26.2, rel=0.1)
+        assert verdict.shares[0]["between"] == pytest.approx(0, abs=0.01)
+        assert paths(verdict)[0][1].startswith("your code between steps on instance 1 ")
+
+    def test_that_does_it_once_is_told_so_of_that_step(self):
+        (said,) = findings(verdict_of(Made(2, pauses_ms={(1, 20): 300}, jitter=0.0)))
+        assert said.endswith("instance 1 (host0) needed 300 ms longer for your code between steps.")
+
+    def test_whose_time_is_in_no_phase_is_told_that(self):
+        """It comes late, and its events of the phase are missing."""
         recordings = Made(2, compute_ms={1: 20}).recordings()
         table = table_of(put_together(recordings))
         hidden = replace(recordings[1], names={**recordings[1].names, 1: {"name": "something else"}})
         assert table.of["compute"][1].min() > table.of["compute"][0].max()
         culprit = judge(put_together([recordings[0], hidden])).culprit
-        assert culprit.cause is Cause.COMPUTE, "what is in no phase is its own work too"
+        assert culprit.cause is Cause.REST
 
     @pytest.mark.parametrize(("steps", "is_named"), [(10, False), (60, True)])
     def test_is_named_only_where_that_is_no_chance(self, steps, is_named):
@@ -275,6 +291,27 @@ class TestThePage:
             assert sentence in page
             assert sentence in text
         assert len(findings(verdict)) == 2
+
+    def test_begins_with_the_program_its_size_and_the_date(self):
+        job = put_together([replace(each, began_at_s=1.8e9) for each in Made(4).recordings()])
+        said = "train.py, R = 8 replicas on n = 4 instances, begun 2027-01-15 08:00:00 UTC."
+        assert said in report_text(job, judge(job)).splitlines()
+        assert f"<p>{said}</p>" in report_page(job, judge(job))
+
+    def test_fits_a_phone_where_only_tables_and_pictures_are_moved(self, job):
+        page = report_page(job, judge(job))
+        assert '<meta name="viewport" content="width=device-width,initial-scale=1">' in page
+        assert page.count('<div class="wide"><svg') == page.count("<svg") == 5
+        assert page.count('<div class="wide"><table') == page.count("<table") == 2
+        assert ".wide{overflow-x:auto}" in page
+
+    def test_has_steps_as_high_as_those_that_do_not_compile(self):
+        made = Made(2, delays_ms={(0, 0): 8000, (1, 1): 300})
+        job = put_together(made.recordings())
+        page = report_page(job, judge(job))
+        assert "Step 0, which took 8.01 s, and 1 others are higher than the picture" in page
+        (top,) = re.findall(r">([\d.]+) ms</text><text", page)
+        assert 11 < float(top) < 15
 
     def test_has_names_that_are_no_markup(self):
         recordings = [replace(each, host="<b>") for each in Made(2, compute_ms={1: 20}).recordings()]

@@ -149,6 +149,17 @@ class TestThePage:
     def test_keeps_all_columns_where_there_is_room(self):
         assert picture_of(snapshot(*many(2)), 120).headings == HEADINGS
 
+    @pytest.mark.parametrize("waits", ["0", "0-14,16"])
+    def test_of_80_columns_says_what_each_does_for_whom_it_waits_and_how_much(self, waits):
+        """Rates are in the line above the table too."""
+        those = (0,) if waits == "0" else (*range(15), 16)
+        long = replace(SEEN, instance=17, step=123_456, samples_per_s=123_456.0, waiting_for=those, condition=WAITING)
+        picture = picture_of(snapshot(*many(12), replace(long, doing="all_reduce 'gradients'")), 80)
+        assert {"instance", "step", "does", "waited", "waits for"} <= set(picture.headings)
+        assert "samples/s" in picture.head[1]
+        cells = dict(zip(picture.headings, picture.rows[-1].cells, strict=True))
+        assert (cells["waits for"], cells["does"][:17]) == (waits, "all_reduce 'gradi")
+
     def test_of_one_host_drops_its_name_first(self):
         same = [replace(each, host="a-host-of-a-long-name") for each in many(4)]
         headings = picture_of(snapshot(*same), 90).headings

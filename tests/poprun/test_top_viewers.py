@@ -16,7 +16,7 @@ from poprun.log import Log
 from poprun.talking import wire
 from poprun.talking.local_sockets import connect
 from poprun.top.doors import doors_in, open_doors, read_address, token_from
-from poprun.top.greeting import ANSWER, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, answer_to, is_welcome, welcome_to
+from poprun.top.greeting import ANSWER, FULL, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, answer_to, is_welcome, welcome_to
 from poprun.top.snapshot import Seen, Snapshot
 from poprun.top.source import Source, call_remote
 from poprun.top.viewers import (
@@ -164,6 +164,9 @@ class TestOnOneMachine:
         viewers = [local.call() for _ in range(MOST_VIEWERS + 1)]
         assert local.count == MOST_VIEWERS
         assert [message(each)[0] for each in viewers[:MOST_VIEWERS]] == [SEEN] * MOST_VIEWERS
+        with pytest.raises(PopRunError, match="^job has too many viewers already; close one of them, and try again$"):
+            Source(viewers[-1], "job").next(LIMIT_S)
+        assert is_over(viewers[-1])
         for each in viewers:
             each.close()
 
@@ -272,6 +275,8 @@ class TestOverANetwork:
             remote.serve()
             assert [seen.next_message(LIMIT_S)[0], seen.next_message(LIMIT_S)[0]] == [98, SEEN]
             assert remote.count == MOST_VIEWERS
+        first = Source(strangers[0], "job")
+        assert [first.next_message(LIMIT_S)[0], first.next_message(LIMIT_S)[0]] == [96, FULL]
         for each in strangers:
             each.close()
 

@@ -15,7 +15,7 @@ from poprun.timeline.recordings import Recording
 MS = 10**6
 NAMES = (
     *("data", "forward and backward", "exchange", "update", "checkpoint", "compile"),
-    *("loss", "memory", "wait for cores", "all_reduce 'gradients'"),
+    *("loss", "memory", "wait for cores", "all_reduce 'gradients'", "train.py:12"),
 )
 MOST_HOSTS = 4
 
@@ -52,6 +52,8 @@ class Made:
         traffic: what goes from one instance to another one in each step: bytes, and the ms in which any are on their
             way. Instances are on hosts of their own then.
         core_wait_ms: of each step, by instances that differ.
+        between_ms: of the program's own code between steps, by instances that have any; in its line 12.
+        pauses_ms: the same before some steps: (instance, step): ms.
         delays_ms: what else is computed in a step: (instance, step): ms.
         jitter: by which part times vary.
         seed: of that.
@@ -67,6 +69,8 @@ class Made:
     late_data_ms: dict[int, float] = field(default_factory=dict)
     traffic: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     core_wait_ms: dict[int, float] = field(default_factory=dict)
+    between_ms: dict[int, float] = field(default_factory=dict)
+    pauses_ms: dict[tuple[int, int], float] = field(default_factory=dict)
     delays_ms: dict[tuple[int, int], float] = field(default_factory=dict)
     all_input_ms: float = 0.2
     jitter: float = 0.05
@@ -96,6 +100,8 @@ class Made:
                 host=f"host{instance if self.traffic else instance // 2}",
                 clock="one",
                 job="a",
+                program=["train.py"],
+                replicas=2 * self.instances,
                 names=_SAID,
                 events=np.array(page.events, EVENT),
                 is_complete=True,
@@ -104,6 +110,9 @@ class Made:
         ]
 
     def _before_the_exchange(self, random, instance, step, page):
+        if pause_ms := self.pauses_ms.get((instance, step), 0.0) + self.between_ms.get(instance, 0.0):
+            page.note(Kind.SEEN_AT, "train.py:12")
+            page.now += MS * self._varied(random, pause_ms)
         page.phase("data", MS * self._varied(random, self.input_ms.get(instance, self.all_input_ms)))
         page.note(Kind.STEP_BEGINS, value=step)
         compute = self._varied(random, self.compute_ms.get(instance, 10.0)) + self.delays_ms.get((instance, step), 0)

@@ -1,6 +1,7 @@
 """The options of a step: what they may be, and which exclude each other."""
 
 import dataclasses
+import re
 import typing
 
 import optax
@@ -45,8 +46,24 @@ def test_what_is_out_of_range_or_excluded_is_refused_when_options_are_made(optio
 
 
 def test_an_option_that_is_none_is_named():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sead'"):
+    with pytest.raises(
+        TypeError, match=r"^Trainer\(\) got an unexpected keyword argument 'sead'; did you mean seed\?$"
+    ):
         Trainer(strategies.IPUStrategy(1), lambda variables, batch, key: 0.0, optax.sgd(0.1), sead=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("gradient_accumulation", "did you mean gradient_accumulation_count?"),
+        ("accumulate_grad_batches", "did you mean gradient_accumulation_count?"),
+        ("loss_scale", "did you mean loss_scaling?"),
+        ("xyzzy", "it takes strategy, loss_fn, optimizer, seed, check_numerics, digest_every, gradient_accum"),
+    ],
+)
+def test_an_option_of_another_name_is_answered_with_ours(name, way_out):
+    with pytest.raises(TypeError, match=re.escape(f"Trainer() got an unexpected keyword argument {name!r}; {way_out}")):
+        Trainer(strategies.IPUStrategy(1), lambda variables, batch, key: 0.0, optax.sgd(0.1), **{name: 4})
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ class Cause(Enum):
     """Why an instance is late."""
 
     COMPUTE = "its own compute"
+    BETWEEN = "your code between its steps"
+    REST = "code inside of its steps that is in no phase, such as callbacks"
     INPUT = "its input"
     LINK = "its link: data of exchanges take longer to and from it"
     HOST = "the load of its host"
@@ -33,6 +35,7 @@ class Culprit:
         last_share: in which part of all steps it held the others up most.
         late_s: for how long, when it did; the median. Others wait for the last one from when the last but one has come.
         gain: which part of the time would be saved if it were never later than the last but one.
+        line: of the program, where it mostly was between steps; empty where that is unknown, or not the cause.
     """
 
     instance: int
@@ -41,6 +44,7 @@ class Culprit:
     last_share: float
     late_s: float
     gain: float
+    line: str = ""
 
 
 @dataclass(frozen=True)

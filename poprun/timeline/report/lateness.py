@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from popdist.timeline.gauges import CORE_WAIT
 from poprun.timeline.report.findings import LEAST_GAIN, LEAST_SHARE, Cause, Culprit
-from poprun.timeline.report.step_table import EXCHANGE, INPUT, StepTable
+from poprun.timeline.report.step_table import BETWEEN, EXCHANGE, INPUT, REST, StepTable
 from poprun.timeline.spans import Spans
 
 _SURPRISE = 4.0
@@ -73,11 +73,19 @@ def _cause(known: Lateness, row: int, late_ns: float) -> tuple[Cause, float]:
     if explained < _EXPLAINED:
         return Cause.UNCLEAR, min(max(explained, 0.0), 1.0)
     if cause is Cause.COMPUTE:
+        cause, explained = _which_work(longer, table, explained)
         waited = [_core_wait_ns(own) for own in spans]
         of_cores = (waited[row] - float(np.median([waited[each] for each in others]))) / late_ns
         if of_cores >= _EXPLAINED * explained:
             return Cause.HOST, min(of_cores, 1.0)
     return cause, min(explained, 1.0)
+
+
+def _which_work(longer: Callable[[np.ndarray], float], table: StepTable, explained: float) -> tuple[Cause, float]:
+    """Return what of an instance's own work takes longer, if one part of it does; otherwise all of it."""
+    parts = {Cause.BETWEEN: longer(table.of[BETWEEN]), Cause.REST: longer(table.of[REST])}
+    part, own = max(parts.items(), key=lambda item: item[1])
+    return (part, own) if own >= _EXPLAINED * explained else (Cause.COMPUTE, explained)
 
 
 def _core_wait_ns(spans: Spans) -> float:

@@ -37,14 +37,21 @@ def overlap_of(spans: Spans) -> Overlap:
 
 def common_ns(spans: np.ndarray, others: np.ndarray) -> float:
     """How much of the first spans lies within any of the others."""
+    return float(inside_ns(spans, others).sum())
+
+
+def inside_ns(spans: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return for each of the first spans how much of it lies within any of the others."""
+    if not len(others):
+        return np.zeros(len(spans))
     order = np.argsort(others["begin_ns"], kind="stable")
     begin, end = others["begin_ns"][order], np.maximum.accumulate(others["end_ns"][order])
     begin = np.maximum(begin, np.append(begin[0], end[:-1]))  # what is left of each behind those before
     end = np.maximum(begin, others["end_ns"][order])
     points = np.stack([begin, end], axis=1).reshape(-1)
     covered = np.cumsum(np.append(0, np.diff(points)) * (np.arange(len(points)) % 2))
-    inside = np.interp(spans["end_ns"], points, covered) - np.interp(spans["begin_ns"], points, covered)
-    return float(inside.sum())
+    inside: np.ndarray = np.interp(spans["end_ns"], points, covered) - np.interp(spans["begin_ns"], points, covered)
+    return inside
 
 
 def bubbles_of(replicas: np.ndarray) -> float:

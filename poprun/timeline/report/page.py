@@ -11,7 +11,16 @@ from popdist.timeline.gauges import MEMORY
 from poprun.timeline.merging import Job
 from poprun.timeline.report.findings import Segment
 from poprun.timeline.report.pictures import COLOURS, draw_curves, draw_path, draw_shares, style
-from poprun.timeline.report.sentences import changes, findings, headline, instance_rows, paths, share_rows
+from poprun.timeline.report.sentences import (
+    changes,
+    findings,
+    headline,
+    instance_rows,
+    origin,
+    paths,
+    share_rows,
+    time_text,
+)
 from poprun.timeline.report.step_table import last_attempt
 from poprun.timeline.report.verdict import Verdict
 
@@ -22,6 +31,7 @@ _STYLE = (
     "h2{margin-top:2rem;font-size:1.15rem}table{border-collapse:collapse}"
     "td,th{padding:.2rem .8rem .2rem 0;text-align:right;font-variant-numeric:tabular-nums}"
     "td:first-child,th:first-child{text-align:left}.found{border-left:4px solid #d9822b;padding-left:.8rem}"
+    ".wide{overflow-x:auto}.wide svg{min-width:40rem}td{white-space:nowrap}"
     "@media(prefers-color-scheme:dark){body{background:#15191d;color:#e6eaee}}"
 )
 
@@ -29,9 +39,9 @@ _STYLE = (
 def report_page(job: Job, verdict: Verdict) -> str:
     """The whole page."""
     blocks = [
-        f"<h1>What the job did</h1><p>{escape(headline(verdict))}.</p>",
+        f"<h1>What the job did</h1><p>{escape(origin(job))}.</p><p>{escape(headline(verdict))}.</p>",
         "".join(f'<p class="found">{escape(each)}</p>' for each in findings(verdict)),
-        _section("Where the time went", draw_shares(verdict.titles, verdict.shares), _table(share_rows(verdict))),
+        _section("Where the time went", _draw_shares(verdict), _table(share_rows(verdict))),
         _section("Steps", _draw_steps(verdict)),
         _section("Instances", _table(instance_rows(job, verdict))),
         _section("Critical paths", *_draw_paths(verdict)),
@@ -41,7 +51,8 @@ def report_page(job: Job, verdict: Verdict) -> str:
     if memory := _draw_memory(job, verdict):
         blocks.append(_section("Memory", memory))
     blocks += [f"<p>Warning: {escape(each)}</p>" for each in verdict.warnings]
-    head = f'<meta charset="utf-8"><title>{escape(headline(verdict))}</title><style>{_STYLE}{style()}</style>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+    head += f"<title>{escape(headline(verdict))}</title><style>{_STYLE}{style()}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(blocks)}</body></html>\n'
 
 
@@ -52,26 +63,42 @@ def _section(title: str, *parts: str) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return _wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _wide(drawn: str) -> str:
+    """What may be wider than a narrow screen: it moves there by itself, not the page."""
+    return f'<div class="wide">{drawn}</div>' if drawn else ""
+
+
+def _draw_shares(verdict: Verdict) -> str:
+    return _wide(draw_shares(verdict.titles, verdict.shares))
 
 
 def _draw_steps(verdict: Verdict) -> str:
-    """How long each step took, and how much of it was each instance's own work."""
+    """How long each step took, and how much of it was each instance's own work; as high as settled steps are."""
     table = verdict.table
     own = table.own_work_ns() + table.of["input"]
     curves = {
         title.partition(" (")[0]: (table.steps.astype(np.float64), own[row] / 1e6)
         for row, title in enumerate(verdict.titles[:7])
     }
-    whole = {"the step": (table.steps.astype(np.float64), table.lasted_ns.max(axis=0) / 1e6)}
-    return "<p>The whole step, and each instance's own work and input.</p>" + draw_curves(whole | curves, "ms", "step")
+    lasted = table.lasted_ns.max(axis=0)
+    whole = {"the step": (table.steps.astype(np.float64), lasted / 1e6)}
+    top = float(lasted[table.is_settled].max())
+    higher = np.flatnonzero(lasted > top)
+    said = f" Step {table.steps[lasted.argmax()]}, which took {time_text(lasted.max() / 1e9)}," if len(higher) else ""
+    also = f" and {len(higher) - 1} others" if len(higher) > 1 else ""
+    said += f"{also} {'are' if also else 'is'} higher than the picture: compiling, and the first two." if said else ""
+    drawn = draw_curves(whole | curves, "ms", "step", top / 1e6)
+    return f"<p>The whole step, and each instance's own work and input.{escape(said)}</p>{_wide(drawn)}"
 
 
 def _draw_paths(verdict: Verdict) -> list[str]:
     parts = []
     for (title, words), (_, path) in zip(paths(verdict), (verdict.median_path, verdict.slowest_path), strict=True):
         drawn = draw_path([(_category_of(each), each.what, each.lasted_s) for each in path])
-        parts.append(f"<p>{escape(title[:1].upper() + title[1:])}: {escape(words)}</p>{drawn}")
+        parts.append(f"<p>{escape(title[:1].upper() + title[1:])}: {escape(words)}</p>{_wide(drawn)}")
     return parts
 
 
@@ -87,4 +114,4 @@ def _draw_memory(job: Job, verdict: Verdict) -> str:
     for place, title in zip(last_attempt(job), verdict.titles, strict=True):
         times, values = job.spans[place].measured.get(MEMORY, (np.zeros(0), np.zeros(0)))
         curves[title.partition(" (")[0]] = ((times - began) / 1e9, values / 1e6)
-    return draw_curves(curves, "MB", "s")
+    return _wide(draw_curves(curves, "MB", "s"))

@@ -21,6 +21,7 @@ COLOURS = {
     "checkpoint": ("#8a6d1f", "#d4b24c"),
     "compile": ("#5d6b78", "#9aa7b4"),
     "recovery": ("#a13d86", "#e07cc4"),
+    "between": ("#c96a9b", "#e794c0"),
     "rest": ("#b8bec5", "#4a525b"),
 }
 """Of categories, on a light and on a dark page."""
@@ -69,19 +70,22 @@ def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
     return _picture(_ROW, parts, "critical path")
 
 
-def draw_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str) -> str:
+def draw_curves(
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str, most: float | None = None
+) -> str:
     """Curves over the same axis, thinned out to what can be seen, by the largest of what lies together.
 
     Args:
         curves: by name x and y, each of one dimension.
         unit: of y.
         across: what x is.
+        most: the highest y that is drawn; None: the highest there is.
     """
     known = {name: curve for name, curve in curves.items() if len(curve[0])}
     if not known:
         return ""
     left, right = (float(f([f(x) for x, _ in known.values()])) for f in (min, max))
-    top = max(float(y.max()) for _, y in known.values()) or 1.0
+    top = (max(float(y.max()) for _, y in known.values()) if most is None else most) or 1.0
     parts = _keys([(f"key{number % len(COLOURS)}", name) for number, name in enumerate(known)])
     bottom = _ROW + _CURVE_HEIGHT
     parts.append(f'<path class="axis" d="M{_LEFT / 2:.0f} {_ROW}V{bottom}H{_WIDTH}"/>')
@@ -91,7 +95,7 @@ def draw_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, 
     for number, (x, y) in enumerate(known.values()):
         x, y = _thinned(x, y)
         across_px = _LEFT / 2 + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT / 2)
-        up_px = bottom - y / top * _CURVE_HEIGHT
+        up_px = bottom - np.minimum(y, top) / top * _CURVE_HEIGHT
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across_px.tolist(), up_px.tolist(), strict=True))
         parts.append(f'<polyline class="line{number % len(COLOURS)}" points="{points}"/>')
     return _picture(bottom + _BELOW, parts, f"{unit} over {across}")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
 from poprun.timeline.merging import Job
 from poprun.timeline.report.findings import Cause, Outlier, Segment
-from poprun.timeline.report.step_table import CATEGORIES, last_attempt
+from poprun.timeline.report.step_table import CATEGORIES, WORDS, last_attempt
 from poprun.timeline.report.verdict import Verdict
+from poprun.wording import count
 
 _MB = 1e6
 _LEAST_PART = 0.02
@@ -24,6 +26,15 @@ def time_text(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
     return f"{seconds * 1e6:.0f} us"
+
+
+def origin(job: Job) -> str:
+    """Return the program, the replicas and instances, and when the last attempt began; what is unknown is left out."""
+    first = job.aligned[last_attempt(job)[0]].recording
+    replicas = f"R = {first.replicas} replicas on " if first.replicas else ""
+    began = f"begun {datetime.fromtimestamp(first.began_at_s, UTC):%Y-%m-%d %H:%M:%S} UTC" if first.began_at_s else ""
+    size = f"{replicas}n = {count(first.instances, 'instance')}"
+    return ", ".join(filter(None, (" ".join(first.program), size, began)))
 
 
 def headline(verdict: Verdict) -> str:
@@ -51,7 +62,11 @@ def _of_outlier(verdict: Verdict, outlier: Outlier) -> str:
     if outlier.longer_s < _EXPLAINED * (outlier.lasted_s - outlier.usual_s):
         return f"{took}, for no one reason that was recorded."
     who = verdict.titles[outlier.instance]
-    return f"{took}: {who} needed {time_text(outlier.longer_s)} longer for {outlier.category}."
+    return f"{took}: {who} needed {time_text(outlier.longer_s)} longer for {_worded(outlier.category)}."
+
+
+def _worded(category: str) -> str:
+    return WORDS.get(category, category)
 
 
 def _of_culprit(verdict: Verdict) -> list[str]:
@@ -64,7 +79,8 @@ def _of_culprit(verdict: Verdict) -> list[str]:
     )
     if culprit.cause is Cause.UNCLEAR:
         return [text + "The numbers do not show why."]
-    return [text + f"The reason is {culprit.cause.value}, which explains {culprit.explained:.0%} of it."]
+    where = f", mostly at {culprit.line}" if culprit.line else ""
+    return [text + f"The reason is {culprit.cause.value}{where}, which explains {culprit.explained:.0%} of it."]
 
 
 def _of_link(verdict: Verdict) -> list[str]:
@@ -142,7 +158,7 @@ def path_text(verdict: Verdict, path: Sequence[Segment]) -> str:
         else:
             shown.append(each)
     return " > ".join(
-        f"{each.what} on {verdict.titles[each.instance].partition(' (')[0]} {time_text(each.lasted_s)}"
+        f"{_worded(each.what)} on {verdict.titles[each.instance].partition(' (')[0]} {time_text(each.lasted_s)}"
         for each in shown
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from poprun.timeline.matching import Meetings
 from poprun.timeline.report.findings import Outlier, Segment
-from poprun.timeline.report.step_table import CHECKPOINT, COMPUTE, INPUT, REST, WAITING, StepTable
+from poprun.timeline.report.step_table import BETWEEN, CHECKPOINT, COMPUTE, INPUT, REST, WAITING, StepTable
 from poprun.timeline.spans import COMPILE
 
 _OF_MEDIAN, _DEVIATIONS, _OF_ALL = 1.0, 5.0, 0.01
@@ -65,5 +65,5 @@ def path_of(table: StepTable, meetings: Meetings, column: int) -> tuple[int, lis
 
 def _mostly(table: StepTable, row: int, column: int, is_first: bool) -> str:
     """What an instance did most of the time before it came to a collective."""
-    possible = (COMPUTE, INPUT, CHECKPOINT, COMPILE, REST) if is_first else (COMPUTE, REST)
+    possible = (COMPUTE, INPUT, CHECKPOINT, COMPILE, BETWEEN, REST) if is_first else (COMPUTE, REST)
     return max(possible, key=lambda category: float(table.of[category][row, column]))

@@ -9,12 +9,16 @@ import numpy as np
 
 from poprun.timeline.merging import Job
 from poprun.timeline.recordings import Recording
-from poprun.timeline.spans import COMPILE, Sort, Spans
+from poprun.timeline.report.overlap import inside_ns
+from poprun.timeline.spans import COMPILE, SPAN, Sort, Spans
 
 COMPUTE, EXCHANGE, WAITING, INPUT = "compute", "exchange", "waiting", "input"
-UPDATE, CHECKPOINT, RECOVERY, REST = "update", "checkpoint", "recovery", "rest"
-CATEGORIES = (COMPUTE, EXCHANGE, WAITING, INPUT, UPDATE, CHECKPOINT, COMPILE, RECOVERY, REST)
-OWN_WORK = (COMPUTE, UPDATE, CHECKPOINT, REST)
+UPDATE, CHECKPOINT, RECOVERY, BETWEEN, REST = "update", "checkpoint", "recovery", "between", "rest"
+CATEGORIES = (COMPUTE, EXCHANGE, WAITING, INPUT, UPDATE, CHECKPOINT, COMPILE, RECOVERY, BETWEEN, REST)
+"""Between: the program's own code between two steps. Rest: what is in no phase of a step."""
+WORDS = {BETWEEN: "your code between steps", REST: "what is in no phase"}
+"""What categories are called in sentences; the others as they are."""
+OWN_WORK = (COMPUTE, UPDATE, CHECKPOINT, BETWEEN, REST)
 """What an instance does by itself, and others do not wait for as data or links."""
 _OF_PHASES = {
     "forward and backward": COMPUTE,
@@ -79,7 +83,8 @@ def table_of(job: Job) -> StepTable:
     begin, end = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     of = {category: np.zeros(shape) for category in CATEGORIES}
     for row, (own, recording) in enumerate(zip(spans, recordings, strict=True)):
-        begin[row], end[row] = _lasted(own, steps)
+        made_ns, begin[row], end[row] = _lasted(own, steps)
+        of[BETWEEN][row] = _between(own, begin[row], made_ns)
         for category, chosen in _categories(own, recording).items():
             of[category][row] = _sums(chosen, steps)
     of[COMPUTE] = np.maximum(of[COMPUTE] - of[COMPILE], 0)  # it is compiled inside of another phase
@@ -95,10 +100,19 @@ def _in_all(parts: Sequence[np.ndarray]) -> np.ndarray:
     return found[found >= 0]
 
 
-def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """When each of the steps began and ended; of one that was made twice the last time."""
+def _between(spans: Spans, begin_ns: np.ndarray, made_ns: np.ndarray) -> np.ndarray:
+    """Return how much of the time before each step is in no phase and no collective."""
+    gaps = np.zeros(len(begin_ns), SPAN)
+    gaps["begin_ns"], gaps["end_ns"] = begin_ns, np.maximum(begin_ns, made_ns)
+    known = spans.of(Sort.PHASE, Sort.WAIT, Sort.TRANSFER, Sort.OPERATION)
+    free: np.ndarray = np.maximum(gaps["end_ns"] - gaps["begin_ns"] - inside_ns(gaps, known), 0)
+    return free
+
+
+def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return when each step was begun, began with what was before it, and ended; of one made twice the last time."""
     if not len(steps):
-        return steps, steps
+        return steps, steps, steps
     made = spans.of(Sort.STEP)
     made = made[np.argsort(made["end_ns"], kind="stable")]
     _, from_the_end = np.unique(made["step"][::-1], return_index=True)
@@ -116,7 +130,8 @@ def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     follows = np.append(np.int64(-2), made["step"])[places] == steps - 1
     between = spans.of(Sort.BETWEEN_STEPS)["begin_ns"]
     disturbed = np.searchsorted(between, previous) != np.searchsorted(between, begin)
-    return np.where(follows & ~disturbed, np.minimum(previous, begin), begin), end
+    made_ns = made["begin_ns"][places]
+    return made_ns, np.where(follows & ~disturbed, np.minimum(previous, begin), begin), end
 
 
 def _categories(spans: Spans, recording: Recording) -> dict[str, np.ndarray]:

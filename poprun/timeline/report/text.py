@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from poprun.pages import USUAL_COLUMNS, draw_rows, wrap
 from poprun.timeline.merging import Job
-from poprun.timeline.report.sentences import changes, findings, headline, instance_rows, paths, share_rows
+from poprun.timeline.report.sentences import changes, findings, headline, instance_rows, origin, paths, share_rows
 from poprun.timeline.report.verdict import Verdict
 
 
@@ -18,7 +18,7 @@ def report_text(job: Job, verdict: Verdict, columns: int | None = None) -> str:
     """
     width = columns or USUAL_COLUMNS
     blocks = [
-        wrap(f"{headline(verdict)}.", width),
+        wrap(f"{headline(verdict)}.", width) + "\n" + wrap(f"{origin(job)}.", width),
         "\n".join(wrap(each, width) for each in findings(verdict)),
         "Where the time went\n" + draw_rows(share_rows(verdict), columns),
         "Instances\n" + draw_rows(instance_rows(job, verdict), columns),

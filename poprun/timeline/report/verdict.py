@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from popdist.timeline.events import Kind
 from poprun.timeline.matching import Meetings
 from poprun.timeline.merging import Job
+from poprun.timeline.recordings import Recording
 from poprun.timeline.report.findings import LEAST_GAIN, Cause, Change, Culprit, Outlier, Segment, SlowLink, SlowTraffic
 from poprun.timeline.report.lateness import Lateness, culprit_of
 from poprun.timeline.report.overlap import Overlap, overlap_of
 from poprun.timeline.report.single_steps import are_outliers, outliers_of, path_of
 from poprun.timeline.report.slow_links import slow_link_of
 from poprun.timeline.report.step_table import (
+    BETWEEN,
     CATEGORIES,
     CHECKPOINT,
     COMPUTE,
@@ -103,13 +106,16 @@ def judge(job: Job) -> Verdict:
     late_s = [float(late[:, row].sum()) / 1e9 for row in range(len(places))]
     usual = settled & ~are_outliers(table)
     culprit = culprit_of(Lateness(table, usual, spans, late[usual], settled_ns))
+    lines = [_usual_line(job.aligned[place].recording) for place in places]
+    if culprit is not None and culprit.cause is Cause.BETWEEN:
+        culprit = replace(culprit, line=lines[culprit.instance])
     rows = {job.aligned[place].recording.instance: row for row, place in enumerate(places)}
     link = slow_link_of(spans, rows, table.steps[usual], settled_ns)
     hosts = [job.aligned[place].recording.host for place in places]
     traffic = _slow_traffic(table, hosts, spans, shares)
     input_bound = _input_share(table)
     overlap = [overlap_of(own) for own in spans]
-    changes = _changes(table, culprit, link, traffic, input_bound, overlap)
+    changes = _changes(table, culprit, link, traffic, input_bound, overlap, lines)
     lasted = table.lasted_ns.max(axis=0)
     chosen = np.flatnonzero(settled)
     by_length = chosen[np.argsort(lasted[chosen], kind="stable")]
@@ -132,6 +138,13 @@ def judge(job: Job) -> Verdict:
         changes=changes,
         warnings=job.warnings,
     )
+
+
+def _usual_line(recording: Recording) -> str:
+    """Return the line of the program in which an instance was seen most often between steps; empty if in none."""
+    seen = recording.events["name"][recording.events["kind"] == Kind.SEEN_AT]
+    numbers, counts = np.unique(seen, return_counts=True)
+    return str(recording.names[int(numbers[counts.argmax()])]["name"]) if len(numbers) else ""
 
 
 def _why_no_step(job: Job, places: Sequence[int]) -> str:
@@ -186,12 +199,15 @@ def _changes(
     traffic: SlowTraffic | None,
     input_bound: float,
     overlap: Sequence[Overlap],
+    lines: Sequence[str],
 ) -> list[Change]:
     """The three that would gain most."""
     found = []
     if culprit is not None:
         advice = {
             Cause.COMPUTE: "let it compute as fast as the others: an equal core, no other program on it",
+            Cause.BETWEEN: f"do less in its loop{f', at {culprit.line}' if culprit.line else ''}",
+            Cause.REST: "look in the trace at what it does in its steps outside of phases",
             Cause.INPUT: "let it read its data as fast as the others: a local copy, or reading ahead "
             "(they may read as slowly, while they wait for it)",
             Cause.LINK: "mend or avoid its link",
@@ -218,7 +234,9 @@ def _changes(
     found.append(Change("exchange less often (gradient accumulation), or fewer bytes (16 bits, int8)", exchange))
     found.append(Change("write checkpoints less often", everywhere(CHECKPOINT)))
     found.append(Change("keep compiled programs (--executable-cache-path)", everywhere(COMPILE)))
-    found.append(Change("do less in Python between steps", everywhere(REST)))
+    at = f", at {max(lines, key=len)}" if any(lines) else ""
+    found.append(Change(f"do less in your code between steps{at}", everywhere(BETWEEN)))
+    found.append(Change("do less in steps outside of their phases, as in callbacks", everywhere(REST)))
     bubbles = [each.bubbles for each in overlap if each.bubbles is not None]
     if bubbles:
         computing = everywhere(COMPUTE)

@@ -1,0 +1,189 @@
+"""What a report must not confuse: failed collectives with matched ones, sums with the longest, means with medians."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from timeline_jobs import MS, NAMES, Made
+
+from popdist.timeline.connections import BUSY, SENT, Ends
+from popdist.timeline.events import EVENT, Kind
+from poprun.timeline.aligned import align
+from poprun.timeline.merging import put_together
+from poprun.timeline.recordings import Recording
+from poprun.timeline.report.findings import Cause, Traffic
+from poprun.timeline.report.step_table import COMPILE, COMPUTE, table_of
+from poprun.timeline.report.traffic import slow_traffic_of, traffic_of
+from poprun.timeline.report.verdict import judge
+from poprun.timeline.spans import Sort, Spans, spans_of
+
+
+def places(recording: Recording, kind: Kind) -> np.ndarray:
+    """Where the events of a kind are."""
+    return np.flatnonzero(recording.events["kind"] == kind)
+
+
+def with_event(recording: Recording, place: int, kind: Kind, **more: int) -> Recording:
+    """One more event, before the one at a place and at the same time."""
+    event = recording.events[place : place + 1].copy()
+    event["kind"] = kind
+    for field, value in more.items():
+        event[field] = value
+    events = [recording.events[:place], event, recording.events[place:]]
+    return replace(recording, events=np.concatenate(events))
+
+
+def later(recording: Recording, place: int, ns: int) -> Recording:
+    """The events from a place on come so much later."""
+    events = recording.events.copy()
+    events["when_ns"][place:] += ns
+    return replace(recording, events=events)
+
+
+def culprit_of(made: Made):
+    return judge(put_together(made.recordings())).culprit
+
+
+class TestACollectiveThatFails:
+    @pytest.fixture
+    def recordings(self):
+        """Instance 0 has begun that of step 3 twice, and it failed the first time."""
+        first, second = Made(2, steps=6).recordings()
+        return with_event(first, places(first, Kind.OPERATION_BEGINS)[3], Kind.OPERATION_BEGINS), second
+
+    def test_is_none_of_those_that_instances_have_in_common(self, recordings):
+        meetings = put_together(recordings).meetings
+        assert meetings.step.tolist() == [0, 1, 2, 3, 4, 5]
+        assert meetings.took_part.all()
+        assert np.all(meetings.left_ns - meetings.moved_ns == np.int64(1_001_000))
+
+    def test_is_a_wait_for_the_others(self, recordings):
+        waits = spans_of(recordings[0]).of(Sort.WAIT)
+        assert waits["failed"].sum() == 1
+        assert len(waits) == 7
+        assert len(spans_of(recordings[0]).of(Sort.OPERATION)) == 0
+
+
+def test_collectives_of_one_name_in_one_step_are_matched_in_their_order():
+    """Two steps have become one."""
+    merged = []
+    for each in Made(2, steps=5).recordings():
+        gone = [places(each, Kind.STEP_ENDS)[1], places(each, Kind.STEP_BEGINS)[2]]
+        merged.append(replace(each, events=np.delete(each.events, gone)))
+    meetings = put_together(merged).meetings
+    assert meetings.step.tolist() == [0, 1, 1, 3, 4]
+    assert np.all(np.diff(meetings.came_ns[:, 0]) > 0)
+
+
+NEAR, FAR, OTHER = Ends("10.0.0.1", "10.0.0.9"), Ends("10.0.0.9", "10.0.0.1"), Ends("10.0.0.1", "10.0.0.2")
+
+
+def counted(**counts: tuple[Ends, float, float]) -> Spans:
+    """An instance that counted bytes and seconds from 0 to 10 s."""
+    measured = {}
+    for ends, nbytes, busy_s in counts.values():
+        for what, value in ((SENT, nbytes), (BUSY, busy_s)):
+            measured[ends.named(what)] = (np.array([0, 10 * 10**9]), np.array([0.0, value]))
+    nothing = np.zeros(0, EVENT)
+    return Spans(spans_of(Recording()).spans, nothing, nothing, measured)
+
+
+class TestTrafficBetweenHosts:
+    def of(self, *spans: Spans) -> list[Traffic]:
+        return traffic_of(["a", "a", "b"], [*spans, counted(x=(FAR, 1.0, 0.1))], 0, 10 * 10**9)[:1]
+
+    def test_of_two_instances_of_a_host_is_busy_as_long_as_the_busier_one(self):
+        """Their times overlap; bytes add up."""
+        both = counted(x=(NEAR, 100, 4.0)), counted(x=(NEAR, 100, 6.0))
+        assert self.of(*both) == [Traffic("a", "b", 200.0, 6.0)]
+
+    def test_is_busy_no_longer_than_there_is_time(self):
+        """A kernel counts for several connections between the same two addresses."""
+        assert self.of(counted(x=(NEAR, 100, 14.0)), counted()) == [Traffic("a", "b", 100.0, 10.0)]
+
+    def test_has_nothing_of_what_stays_inside_of_a_host(self):
+        """Also where a host has two addresses."""
+        inside = counted(x=(OTHER, 5000, 5.0), y=(NEAR, 100, 1.0))
+        second = counted(x=(Ends("10.0.0.2", "10.0.0.1"), 5000, 5.0))
+        assert traffic_of(["a", "a", "b"], [inside, second, counted(x=(FAR, 90, 0.5))], 0, 10 * 10**9) == [
+            Traffic("a", "b", 100.0, 1.0),
+            Traffic("b", "a", 90.0, 0.5),
+        ]
+
+    def test_is_compared_with_the_median_of_the_others(self):
+        links = [Traffic("a", str(rate), 10.0 * rate, 10.0) for rate in (1, 30, 40, 100)]
+        slow = slow_traffic_of(links, lasted_s=10, exchange=0.9)
+        assert slow is not None
+        assert (slow.links, slow.usual) == ([links[0]], 40)
+
+    def test_blames_a_host_only_if_all_other_links_are_fast_elsewhere(self):
+        slow = [Traffic("a", "b", 10.0, 10.0), Traffic("a", "c", 10.0, 10.0)]
+        for fast, host in ((Traffic("b", "c", 400.0, 10.0), "a"), (Traffic("c", "a", 400.0, 10.0), "")):
+            found = slow_traffic_of([*slow, fast], lasted_s=10, exchange=0.9)
+            assert found is not None
+            assert found.host == host
+
+
+class TestWhatIsUsual:
+    """The median of the others, of whom one is odd."""
+
+    def test_cause_of_lateness(self):
+        """One of the others waits for its data, as the late one does, and computes little."""
+        culprit = culprit_of(Made(4, input_ms={1: 10, 3: 9}, compute_ms={3: 1}, jitter=0.0))
+        assert (culprit.instance, culprit.cause) == (1, Cause.INPUT)
+        assert culprit.explained > 0.95
+
+    def test_lateness_itself(self):
+        often = {(1, step): 10 for step in range(2, 60, 3)}
+        culprit = culprit_of(Made(2, compute_ms={1: 14}, delays_ms=often, jitter=0.0))
+        assert culprit.late_s == pytest.approx(0.004, rel=0.05)
+
+    def test_waits_for_cores(self):
+        """One of the others waits for cores too, and has time to."""
+        culprit = culprit_of(Made(4, compute_ms={1: 14, 3: 5}, core_wait_ms={1: 3.8, 3: 8}))
+        assert (culprit.instance, culprit.cause) == (1, Cause.HOST)
+
+    def test_exchanges_with_which_clocks_are_compared(self):
+        first, second = (later(each, places(each, Kind.DATA_MOVES)[2] + 1, 100 * MS) for each in Made(2).recordings())
+        events = second.events.copy()
+        events["when_ns"] -= 5 * 10**9
+        sent = -5 * 10**9
+        exchanges = np.array([[sent, sent + 5 * 10**9 + 5 * MS, sent + 5 * 10**9 + 5 * MS, sent + 10 * MS]])
+        second = replace(second, clock="two", asked_clock="one", events=events, exchanges=exchanges)
+        (said,) = put_together([first, second]).warnings
+        assert "half of the exchanges took less than 1001 us; do not trust their order between hosts" in said
+
+
+def test_two_that_are_late_in_turn_are_none_to_blame():
+    in_turn = {(1 + step % 2, step): 10 for step in range(200)}
+    assert culprit_of(Made(3, steps=200, delays_ms=in_turn, jitter=0.0)) is None
+
+
+def test_what_is_compiled_inside_of_compute_is_counted_once():
+    (recording,) = Made(1, steps=6, jitter=0.0).recordings()
+    place = next(p for p in places(recording, Kind.PHASE_ENDS) if p > places(recording, Kind.STEP_BEGINS)[4])
+    number = NAMES.index("compile")
+    compiled = with_event(recording, place, Kind.PHASE_BEGINS, name=number)
+    compiled = later(compiled, place + 1, 5 * MS)
+    compiled = with_event(compiled, place + 1, Kind.PHASE_ENDS, name=number)
+    table = table_of(put_together([compiled]))
+    assert table.of[COMPILE][0].tolist() == [0, 0, 0, 0, 5 * MS, 0]
+    assert table.of[COMPUTE][0, 4] == table.of[COMPUTE][0, 3]
+
+
+def test_a_step_does_not_begin_before_an_evaluation():
+    (recording,) = Made(1, steps=6).recordings()
+    place = places(recording, Kind.STEP_ENDS)[2] + 1
+    evaluated = later(with_event(recording, place, Kind.STEP_BEGINS, value=2), place + 1, 500 * MS)
+    table = table_of(put_together([evaluated]))
+    assert table.steps.tolist() == [0, 1, 2, 3, 4, 5]
+    assert table.lasted_ns.max() < 20 * MS, "from its data on"
+
+
+def test_clocks_on_walls_are_compared_when_each_recording_began():
+    first, second = Made(2).recordings()
+    _, aligned = align([first, replace(second, clock="two", began_ns=10**9, began_at_s=100.0)])
+    assert not aligned.is_measured
+    assert aligned.ahead_ns == 99e9

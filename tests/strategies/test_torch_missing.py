@@ -1,0 +1,13 @@
+"""`strategies.torch` without PyTorch: the error says how to get it."""
+
+import sys
+
+import pytest
+
+
+def test_the_extra_is_named_where_pytorch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.startswith("strategies.torch")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModuleNotFoundError, match=r"run pip install '\.\[torch\]' in the project's folder, or"):
+        __import__("strategies.torch")
