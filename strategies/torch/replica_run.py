@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ class ReplicaRun:
         self._hooks: list[ParameterHooks] = []  # of the parameters that are trained
         for number, (original, parameter) in enumerate(zip(memory.originals, self.copy.parameters, strict=True)):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, len(self._trained)))
+                told = partial(_tell, weakref.ref(self), len(self._trained))
+                parameter.register_post_accumulate_grad_hook(told)
                 self._trained.append(number)
                 self._hooks.append(ParameterHooks(original, parameter))
 
@@ -303,6 +305,12 @@ class ReplicaRun:
         """Whether the gradient of a parameter is, until it is given back."""
         assert self.contribution is not None
         return self.contribution.is_finite(number)
+
+
+def _tell(run: weakref.ref[ReplicaRun], number: int, parameter: torch.Tensor) -> None:
+    """Called by autograd; the collector does not see what hooks of parameters keep alive."""
+    if (found := run()) is not None:
+        found._arrived(number, parameter)
 
 
 def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any], Tree]:

@@ -159,7 +159,7 @@ class TorchStep:
         instruments = self._replicas.instruments
         with instruments.during[FORWARD_BACKWARD]:
             local.begin(batch, turn, [buffers.masters_of(each) for each in local.replicas], training.residuals)
-        for number, contributions in instruments.each(FORWARD_BACKWARD, local.collect()):
+        for number, contributions in instruments.each(FORWARD_BACKWARD, local.collect(self._plan)):
             assert self._exchange is not None
             with instruments.during[EXCHANGE]:
                 self._exchange.reduce(number, contributions)
@@ -293,7 +293,6 @@ class TorchStep:
                 self._training.memory_of_replicas,
                 self._loss_fn,
                 self._options,
-                self._plan,
                 count,
                 self._streams,
                 self._replicas.instruments,

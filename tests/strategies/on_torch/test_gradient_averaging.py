@@ -559,6 +559,24 @@ class TestMemory:
             gc.enable()
         assert found == [([True] * 4, 0)] * REPLICAS
 
+    @pytest.mark.parametrize("options", [*STREAMS, {"replicated_optimizer_state_sharding": True}])
+    def test_of_a_trainer_is_freed_with_it(self, options):
+        def run():
+            module = new_module("mlp")
+            optimizer = torch.optim.Adam(module.parameters())
+            trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, square, optimizer, **options)
+            trainer.step(data()["x"][:4])
+            local = trainer._step._local
+            return [weakref.ref(one) for one in (trainer, trainer._training, local, *local.runs, module)]
+
+        run()  # PyTorch loads parts of itself, and keeps the frames of some errors
+        gc.collect()
+        gc.disable()
+        try:
+            assert [one() for one in run()] == [None] * 6
+        finally:
+            gc.enable()
+
     def test_of_a_model_stays_as_long_as_a_loss_needs_it(self, on_instances):
         module = new_module("mlp")
 
