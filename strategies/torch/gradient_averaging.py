@@ -303,7 +303,7 @@ class GradientAveraging:
             for number, slot in enumerate(self._buffers.slots)
         ]
         flags = [float(gradient is not None) for gradient in gradients]
-        self._contribution.set_tail([float(is_active), float(self._is_behind), 0.0, *flags, *changes])
+        self._contribution.set_tail([float(is_active), float(self._is_behind), 0.0, 0.0, 0.0, *flags, *changes])
         self.reduce(len(self._exchange.plan.members) - 1)
         self._contribution.give_back()
         return self._exchange.tail

@@ -49,6 +49,7 @@ class Turn:
         masters: the buffers with which the replica begins.
         moving: the numbers of those of which it is known that they change.
         residuals: of int8 gradients.
+        settings: see `Settings.word`.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Turn:
     masters: Sequence[torch.Tensor]
     moving: frozenset[int]
     residuals: Sequence[np.ndarray]
+    settings: int = 0
 
 
 class _OfThread(threading.local):
@@ -284,9 +286,9 @@ class ReplicaRun:
             self._take_all(gradients, turn)
         for number in self._trained:
             self.copy.parameters[number].grad = None
-        self.contribution.set_tail(
-            [*values, float(turn.notice), *map(float, self._seen), *self.copy.changed(turn.masters, turn.moving)]
-        )
+        known = float(turn.notice), float(turn.settings), float(turn.settings**2)
+        seen, changed = map(float, self._seen), self.copy.changed(turn.masters, turn.moving)
+        self.contribution.set_tail([*values, *known, *seen, *changed])
 
     def _take_all(self, gradients: Sequence[torch.Tensor | None], turn: Turn) -> None:
         assert self.contribution is not None

@@ -217,9 +217,7 @@ class TestCompilers:
             poptorch.Options()._Popart.set("defaultPrefetchBufferingDepth", 0)
 
     def test_that_would_change_what_is_trained_are_refused(self):
-        with pytest.raises(
-            StrategyError, match=r"'accumulationFactor', .* use Options.Training"
-        ):
+        with pytest.raises(StrategyError, match=r"'accumulationFactor', .* use Options.Training"):
             poptorch.Options()._Popart.set("accumulationFactor", 4)
 
     def test_nothing_takes_time_to_compile(self, model):
