@@ -67,6 +67,7 @@ class GradientAveraging:
         self._nodes: dict[str, Any] = {}  # where autograd adds to the gradients of parameters
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
+        self._known: set[int] = set()  # the parameters whose values are the same everywhere
         self._exchange: GradientExchange | None = None
         self._look_at_buffers({}, frozenset())
         self._add_hooks()
@@ -101,9 +102,11 @@ class GradientAveraging:
         kept = {slot.name for slot in self._buffers.slots}
         moving = frozenset(self._buffers.slots[number].name for number in self._buffers.moving)
         self._look_at_buffers(self._masters, moving)
-        added = {slot.name for slot in self._buffers.slots} - kept
-        self._buffers.moving |= {number for number, slot in enumerate(self._buffers.slots) if slot.name in added}
-        self._insist_on_agreement([one for _, one in self._trained if id(one) not in self._numbers])
+        slots = enumerate(self._buffers.slots)
+        added = {number for number, slot in slots if slot.name not in kept and not slot.is_parameter}
+        self._buffers.moving |= added
+        new = [one for _, one in self._trained if id(one) not in self._numbers]
+        self._insist_on_agreement([*new, *(one for _, one in self._watch.named if id(one) not in self._known)])
         self._make_plan()
 
     @property
@@ -118,6 +121,7 @@ class GradientAveraging:
         buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self._buffers.slots}
         options = {"seed": str(self._options.seed), "gradient_transfer_dtype": str(self._options.transfer.dtype)}
         insist_on_agreement(self._replicas, [options, terms, buffers])
+        self._known = {id(one) for _, one in self._watch.named}
 
     def _make_plan(self) -> None:
         if not self._title:

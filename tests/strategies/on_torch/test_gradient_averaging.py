@@ -161,6 +161,17 @@ class TestWhatIsTrained:
         with pytest.raises(DisagreementError, match=r"4\.weight torch\.float32\[5, 33\] trained, digest"):
             on_instances(REPLICAS, REPLICAS, add)
 
+    def test_begins_with_the_same_values_where_it_is_new_and_frozen(self, on_instances):
+        module = new_module("mlp")
+
+        def add(strategy):
+            own, model = distributed(strategy, module)
+            own.append(nn.PReLU(init=strategy.instance_index).requires_grad_(False))
+            square(model, rows(strategy)).backward()
+
+        with pytest.raises(DisagreementError, match=r"5\.weight torch\.float32\[1\] frozen, digest"):
+            on_instances(REPLICAS, REPLICAS, add)
+
     def test_that_is_new_is_refused_where_its_gradient_cannot_be_seen(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         own[4] = nn.Linear(33, 5)
