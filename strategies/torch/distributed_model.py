@@ -110,11 +110,17 @@ class DistributedModel(torch.nn.Module):
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
         """What the module returns; random numbers are drawn from the replica's generator."""
         averaging = self._averaging
-        averaging.follow()
+        if not averaging.follow():
+            with averaging.loop.forward_pass(self.training):
+                return self.module(*arguments, **named)
         with averaging.loop.forward_pass(self.training), optimized_execution(False), self._writes.watching():
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs
+
+    def compile(self, *arguments: Any, **named: Any) -> None:
+        """Compile the module; what follows its gradients stays Python."""
+        self.module.compile(*arguments, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -154,15 +154,22 @@ class GradientAveraging:
 
     # ---- forward passes
 
-    def follow(self) -> None:
-        """Look at a module that is about to compute; not in a backward pass."""
-        if torch._C._current_graph_task_id() >= 0:
-            return
-        self._passes.settle()  # if one has failed half-way
-        if self._watch.has_other_parts and not self._watch.is_swapped:
+    def follow(self) -> bool:
+        """Look at a module that is about to compute, and return whether it has its own parameters."""
+        if not self._watch.has_other_parts:
+            is_own = True
+        elif is_own := not self._watch.is_swapped:
             self._watch.look()
             self._is_behind = True
             self._add_hooks()
+        else:
+            self._warn(
+                "other tensors stand in place of the parameters of a DistributedModel, as in "
+                "torch.func.functional_call; their gradients are those of this instance alone"
+            )
+        if torch._C._current_graph_task_id() < 0:
+            self._passes.settle()  # if one has failed half-way
+        return is_own
 
     def watch(self, outputs: Tree) -> None:
         """Be told of backward passes through outputs of the module."""
@@ -205,8 +212,9 @@ class GradientAveraging:
                 "several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
             )
         round_.came.add(id(parameter))
-        self._take(round_, number, parameter.grad)
-        self._passes.begin_ready()
+        if len(parameter._post_accumulate_grad_hooks) == 1:  # others of the program's may still change the gradient
+            self._take(round_, number, parameter.grad)
+            self._passes.begin_ready()
 
     def reached(self) -> None:
         """A backward pass comes to the outputs of the module; called by autograd."""
@@ -259,9 +267,12 @@ class GradientAveraging:
     def fill(self, round_: Round) -> None:
         """See `backward_passes.Model`."""
         plan = self._plan
-        if plan is None or self.is_alone:
+        if self.is_alone:
             return
-        round_.came |= self.loop.carried
+        self._refuse_gradients_that_are_gone(round_)
+        if plan is None:
+            return
+        round_.came |= {id(one) for _, one in self._named if one.grad is not None} & self.loop.carried
         gradients = [None] * len(self._named) if self._is_behind else self._gradients(round_)
         if not plan.is_cut:
             self._contribution.take_all(gradients)
@@ -269,6 +280,14 @@ class GradientAveraging:
         for number, gradient in enumerate(gradients):
             if number not in round_.taken:
                 self._take(round_, number, gradient)
+
+    def _refuse_gradients_that_are_gone(self, round_: Round) -> None:
+        for name, parameter in self._watch.named:
+            if parameter.grad is None and id(parameter) in round_.came:
+                raise StrategyError(
+                    f"the gradient of {name} is gone at the end of the backward pass, as where a hook has applied it, "
+                    "which was that of this instance alone; leave it in grad, and apply it when backward() has returned"
+                )
 
     def _gradients(self, round_: Round) -> list[torch.Tensor | None]:
         return [parameter.grad if id(parameter) in round_.came else None for _, parameter in self._named]
@@ -345,13 +364,16 @@ class GradientAveraging:
             return
         names = [name for name, node in self._nodes.items() if _is_returned(node)]
         if names:
-            self._has_warned = True
-            warnings.warn(
+            self._warn(
                 f"torch.autograd.grad has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, "
-                "which are those of this instance alone; backward() averages what it adds to the grad of parameters",
-                UserWarning,
-                stacklevel=5,  # the caller of torch.autograd.grad
+                "which are those of this instance alone; backward() averages what it adds to the grad of parameters"
             )
+
+    def _warn(self, message: str) -> None:
+        """Warn the caller of `torch.autograd.grad`, or of `torch.func.functional_call`, once."""
+        if not self.is_alone and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, UserWarning, stacklevel=6)
 
 
 def _tell(averaging: weakref.ref[GradientAveraging], parameter: torch.Tensor) -> None:
