@@ -272,7 +272,8 @@ class GradientAveraging:
         self._refuse_gradients_that_are_gone(round_)
         if plan is None:
             return
-        round_.came |= {id(one) for _, one in self._named if one.grad is not None} & self.loop.carried
+        if self.loop.carried:
+            round_.came |= {id(one) for _, one in self._named if one.grad is not None} & self.loop.carried
         gradients = [None] * len(self._named) if self._is_behind else self._gradients(round_)
         if not plan.is_cut:
             self._contribution.take_all(gradients)
@@ -314,7 +315,7 @@ class GradientAveraging:
                 return tail
         self._plan_anew()
         again = Round(self, self._plan, round_.tasks)
-        again.came = round_.came | self.loop.carried
+        again.came = round_.came
         return self._average(again, is_active)
 
     def _exchange_last(self, round_: Round, is_active: bool) -> Tail:
