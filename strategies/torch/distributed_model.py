@@ -111,12 +111,19 @@ class DistributedModel(torch.nn.Module):
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
         """What the module returns; random numbers are drawn from the replica's generator."""
         averaging = self._averaging
-        averaging.follow()
+        is_followed = averaging.follow()
         seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training)
+        if not is_followed:
+            with seat, draws:
+                return self.module(*arguments, **named)
         with seat, draws, optimized_execution(False), self._writes.watching():
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs
+
+    def compile(self, *arguments: Any, **named: Any) -> None:
+        """Compile the module; what follows its gradients stays Python."""
+        self.module.compile(*arguments, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

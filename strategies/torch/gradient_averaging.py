@@ -70,6 +70,7 @@ class GradientAveraging:
         self._nodes: dict[str, Any] = {}  # where autograd adds to the gradients of parameters
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
+        self._known: set[int] = set()  # the parameters whose values are the same everywhere
         self._exchange: GradientExchange | None = None
         self._look_at_buffers({}, frozenset())
         self._add_hooks()
@@ -104,9 +105,11 @@ class GradientAveraging:
         kept = {slot.name for slot in self._buffers.slots}
         moving = frozenset(self._buffers.slots[number].name for number in self._buffers.moving)
         self._look_at_buffers(self._masters, moving)
-        added = {slot.name for slot in self._buffers.slots} - kept
-        self._buffers.moving |= {number for number, slot in enumerate(self._buffers.slots) if slot.name in added}
-        self._insist_on_agreement([one for _, one in self._trained if id(one) not in self._numbers])
+        slots = enumerate(self._buffers.slots)
+        added = {number for number, slot in slots if slot.name not in kept and not slot.is_parameter}
+        self._buffers.moving |= added
+        new = [one for _, one in self._trained if id(one) not in self._numbers]
+        self._insist_on_agreement([*new, *(one for _, one in self._watch.named if id(one) not in self._known)])
         self._make_plan()
 
     @property
@@ -121,6 +124,7 @@ class GradientAveraging:
         buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self._buffers.slots}
         options = {"seed": str(self._options.seed), "gradient_transfer_dtype": str(self._options.transfer.dtype)}
         insist_on_agreement(self._replicas, [options, terms, buffers])
+        self._known = {id(one) for _, one in self._watch.named}
 
     def _make_plan(self) -> None:
         if not self._title:
@@ -153,15 +157,22 @@ class GradientAveraging:
 
     # ---- forward passes
 
-    def follow(self) -> None:
-        """Look at a module that is about to compute; not in a backward pass."""
-        if torch._C._current_graph_task_id() >= 0:
-            return
-        self._passes.settle()  # if one has failed half-way
-        if self._watch.has_other_parts and not self._watch.is_swapped:
+    def follow(self) -> bool:
+        """Look at a module that is about to compute, and return whether it has its own parameters."""
+        if not self._watch.has_other_parts:
+            is_own = True
+        elif is_own := not self._watch.is_swapped:
             self._watch.look()
             self._is_behind = True
             self._add_hooks()
+        else:
+            self._warn(
+                "other tensors stand in place of the parameters of a DistributedModel, as in "
+                "torch.func.functional_call; their gradients are those of this instance alone"
+            )
+        if torch._C._current_graph_task_id() < 0:
+            self._passes.settle()  # if one has failed half-way
+        return is_own
 
     def watch(self, outputs: Tree) -> None:
         """Be told of backward passes through outputs of the module."""
@@ -204,8 +215,9 @@ class GradientAveraging:
                 "several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
             )
         round_.came.add(id(parameter))
-        self._take(round_, number, parameter.grad)
-        self._passes.begin_ready()
+        if len(parameter._post_accumulate_grad_hooks) == 1:  # others of the program's may still change the gradient
+            self._take(round_, number, parameter.grad)
+            self._passes.begin_ready()
 
     def reached(self) -> None:
         """A backward pass comes to the outputs of the module; called by autograd."""
@@ -258,9 +270,13 @@ class GradientAveraging:
     def fill(self, round_: Round) -> None:
         """See `backward_passes.Model`."""
         plan = self._plan
-        if plan is None or self.is_alone:
+        if self.is_alone:
             return
-        round_.came |= self.loop.carried
+        self._refuse_gradients_that_are_gone(round_)
+        if plan is None:
+            return
+        if self.loop.carried:
+            round_.came |= {id(one) for _, one in self._named if one.grad is not None} & self.loop.carried
         gradients = [None] * len(self._named) if self._is_behind else self._gradients(round_)
         if not plan.is_cut:
             self._contribution.take_all(gradients)
@@ -268,6 +284,14 @@ class GradientAveraging:
         for number, gradient in enumerate(gradients):
             if number not in round_.taken:
                 self._take(round_, number, gradient)
+
+    def _refuse_gradients_that_are_gone(self, round_: Round) -> None:
+        for name, parameter in self._watch.named:
+            if parameter.grad is None and id(parameter) in round_.came:
+                raise StrategyError(
+                    f"the gradient of {name} is gone at the end of the backward pass, as where a hook has applied it, "
+                    "which was that of this instance alone; leave it in grad, and apply it when backward() has returned"
+                )
 
     def _gradients(self, round_: Round) -> list[torch.Tensor | None]:
         return [parameter.grad if id(parameter) in round_.came else None for _, parameter in self._named]
@@ -294,7 +318,7 @@ class GradientAveraging:
                 return tail
         self._plan_anew()
         again = Round(self, self._plan, round_.tasks)
-        again.came = round_.came | self.loop.carried
+        again.came = round_.came
         return self._average(again, is_active)
 
     def _exchange_last(self, round_: Round, is_active: bool) -> Tail:
@@ -306,7 +330,7 @@ class GradientAveraging:
             for number, slot in enumerate(self._buffers.slots)
         ]
         flags = [float(gradient is not None) for gradient in gradients]
-        self._contribution.set_tail([float(is_active), float(self._is_behind), 0.0, *flags, *changes])
+        self._contribution.set_tail([float(is_active), float(self._is_behind), 0.0, 0.0, 0.0, *flags, *changes])
         self.reduce(len(self._exchange.plan.members) - 1)
         self._contribution.give_back()
         return self._exchange.tail
@@ -344,13 +368,16 @@ class GradientAveraging:
             return
         names = [name for name, node in self._nodes.items() if _is_returned(node)]
         if names:
-            self._has_warned = True
-            warnings.warn(
+            self._warn(
                 f"torch.autograd.grad has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, "
-                "which are those of this instance alone; backward() averages what it adds to the grad of parameters",
-                UserWarning,
-                stacklevel=5,  # the caller of torch.autograd.grad
+                "which are those of this instance alone; backward() averages what it adds to the grad of parameters"
             )
+
+    def _warn(self, message: str) -> None:
+        """Warn the caller of `torch.autograd.grad`, or of `torch.func.functional_call`, once."""
+        if not self.is_alone and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, UserWarning, stacklevel=6)
 
 
 def _tell(averaging: weakref.ref[GradientAveraging], parameter: torch.Tensor) -> None:

@@ -22,25 +22,28 @@ class Tail:
     Attributes:
         metrics: float32, in the order of their names.
         notice: the share of the replicas to whose instance a notice was given.
+        settings: of what the program may change, see `Settings.word`: the mean, and that of the squares.
         has_gradient: for each parameter the share of the replicas in which it has a gradient.
         has_changed: for each buffer the share of the replicas that have changed it.
     """
 
     metrics: np.ndarray
     notice: float
+    settings: tuple[float, float]
     has_gradient: np.ndarray
     has_changed: np.ndarray
 
     @classmethod
     def of(cls, values: np.ndarray, metrics: int, parameters: int) -> Tail:
         """The tail in so many values."""
-        kept, first, last = values.copy(), metrics + 1, metrics + 1 + parameters
-        return cls(kept[:metrics], float(kept[metrics]), kept[first:last], kept[last:])
+        kept, first, last = values.copy(), metrics + 3, metrics + 3 + parameters
+        notice, word, square = map(float, kept[metrics:first])
+        return cls(kept[:metrics], notice, (word, square), kept[first:last], kept[last:])
 
     @staticmethod
     def size(metrics: int, parameters: int, buffers: int) -> int:
         """How many values it has."""
-        return metrics + 1 + parameters + buffers
+        return metrics + 3 + parameters + buffers
 
 
 class GradientExchange:

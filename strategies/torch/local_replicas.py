@@ -46,7 +46,6 @@ class LocalReplicas:
         memory: of the module and its replicas.
         loss_fn: see `LossFunction`.
         options: of the step.
-        make_plan: (names of the metrics) -> how gradients travel; called in the thread that collects, once.
         of_all: how many replicas there are on all instances.
         streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
             from the second step on, in the thread that begins.
@@ -64,7 +63,6 @@ class LocalReplicas:
         memory: ReplicaMemory,
         loss_fn: LossFunction,
         options: TorchOptions,
-        make_plan: Callable[[tuple[str, ...]], GradientPlan],
         of_all: int,
         streams: bool = True,
         instruments: Instruments | None = None,
@@ -87,7 +85,6 @@ class LocalReplicas:
             run.follow()
         self.plan: GradientPlan | None = None
         self.names: tuple[str, ...] = ()
-        self._make_plan = make_plan
         self._is_in_turn = len(replicas) == 1 and not streams
         self._first = _Names()
         self._lock = threading.Lock()
@@ -163,14 +160,19 @@ class LocalReplicas:
             future.set_result(None)
         return future
 
-    def collect(self) -> Iterator[tuple[int, list[list[np.ndarray]]]]:
+    def collect(
+        self, make_plan: Callable[[tuple[str, ...]], GradientPlan]
+    ) -> Iterator[tuple[int, list[list[np.ndarray]]]]:
         """The number of each bucket when it is ready, and for each of its buffers the arrays of the local replicas.
+
+        Args:
+            make_plan: (names of the metrics) -> how gradients travel; called once.
 
         Raises:
             BaseException: what a replica has raised, when all have ended.
         """
         if self.plan is None:
-            self._plan_first()
+            self._plan_first(make_plan)
         assert self.plan is not None
         last = len(self.plan.members) - 1
         for bucket in range(last + 1):
@@ -211,14 +213,14 @@ class LocalReplicas:
             raise StrategyError("there is no plan for gradients, because another replica has failed")
         return first.plan
 
-    def _plan_first(self) -> None:
+    def _plan_first(self, make_plan: Callable[[tuple[str, ...]], GradientPlan]) -> None:
         """Make the plan, as soon as the first replica has computed its metrics."""
         first = self._first
         first.are_known.wait()
         errors: list[BaseException | None] = []
         try:
             if first.found is not None:
-                first.plan = self.plan = self._make_plan(first.found)
+                first.plan = self.plan = make_plan(first.found)
                 self.names = first.found
                 for run, future in zip(self.runs, self._begun, strict=True):
                     run.finished = [threading.Event() for _ in self.plan.members]

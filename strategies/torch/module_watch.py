@@ -1,12 +1,14 @@
-"""Parameters, buffers and layers of a module, compared with what they were: by identity, nothing is read."""
+"""The parameters of a module, compared with what they were when they were looked at last; nothing is read."""
 
 from __future__ import annotations
 
 import torch
 
+from strategies.torch.module_parts import Parts
+
 
 class ModuleWatch:
-    """Notices parameters, buffers and layers that are added, removed or replaced.
+    """Notices parts of a module that are added, removed or replaced, and parameters of another kind.
 
     Args:
         module: not changed.
@@ -21,32 +23,25 @@ class ModuleWatch:
 
     def look(self) -> None:
         """Take what there is now for what should be there."""
-        self._modules = list(self._module.modules())
-        self._tables = [table for one in self._modules for table in (one._modules, one._parameters)]
-        self._buffers = [one._buffers for one in self._modules]
+        self._parts = Parts(self._module)
         self.named = list(self._module.named_parameters())
         self._parameters = [one for _, one in self.named]
-        self._structure, self._kinds = self._structure_now(), self._kinds_now()
+        self._kinds = self._kinds_now()
 
     @property
     def has_other_parts(self) -> bool:
         """Whether there are other parameters, buffers or layers than those that were looked at."""
-        return self._structure != self._structure_now()
+        return self._parts.changed() is not None
 
     @property
     def is_swapped(self) -> bool:
         """Whether tensors stand in the place of parameters for a while, as in `torch.func.functional_call`."""
-        parameters = [value for table in self._tables for value in table.values()]
-        return not all(isinstance(one, torch.nn.Module | torch.nn.Parameter | None) for one in parameters)
+        return any(not isinstance(one, torch.nn.Parameter) for one in self._module.parameters())
 
     @property
     def has_other_kinds(self) -> bool:
         """Whether a parameter has another shape or dtype than it had."""
         return self._kinds != self._kinds_now()
-
-    def _structure_now(self) -> list[object]:
-        parts: list[object] = [id(value) for table in self._tables for value in table.values()]
-        return parts + [value is None for table in self._buffers for value in table.values()]
 
     def _kinds_now(self) -> list[tuple[torch.Size, torch.dtype]]:
         return [(one.shape, one.dtype) for one in self._parameters]

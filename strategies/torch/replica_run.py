@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Turn:
         masters: the buffers with which the replica begins.
         moving: the numbers of those of which it is known that they change.
         residuals: of int8 gradients.
+        settings: see `Settings.word`.
     """
 
     step: int
@@ -59,6 +61,7 @@ class Turn:
     masters: Sequence[torch.Tensor]
     moving: frozenset[int]
     residuals: Sequence[np.ndarray]
+    settings: int = 0
 
 
 class _OfThread(threading.local):
@@ -124,7 +127,8 @@ class ReplicaRun:
         self._hooks: list[ParameterHooks] = []  # of the parameters that are trained
         for number, (original, parameter) in enumerate(zip(memory.originals, self.copy.parameters, strict=True)):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, len(self._trained)))
+                told = partial(_tell, weakref.ref(self), len(self._trained))
+                parameter.register_post_accumulate_grad_hook(told)
                 self._trained.append(number)
                 self._hooks.append(ParameterHooks(original, parameter))
 
@@ -289,9 +293,9 @@ class ReplicaRun:
             self._take_all(gradients, turn)
         for number in self._trained:
             self.copy.parameters[number].grad = None
-        self.contribution.set_tail(
-            [*values, float(turn.notice), *map(float, self._seen), *self.copy.changed(turn.masters, turn.moving)]
-        )
+        known = float(turn.notice), float(turn.settings), float(turn.settings**2)
+        seen, changed = map(float, self._seen), self.copy.changed(turn.masters, turn.moving)
+        self.contribution.set_tail([*values, *known, *seen, *changed])
 
     def _take_all(self, gradients: Sequence[torch.Tensor | None], turn: Turn) -> None:
         assert self.contribution is not None
@@ -310,6 +314,12 @@ class ReplicaRun:
         """Whether the gradient of a parameter is, until it is given back."""
         assert self.contribution is not None
         return self.contribution.is_finite(number)
+
+
+def _tell(run: weakref.ref[ReplicaRun], number: int, parameter: torch.Tensor) -> None:
+    """Called by autograd; the collector does not see what hooks of parameters keep alive."""
+    if (found := run()) is not None:
+        found._arrived(number, parameter)
 
 
 def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any], Tree]:

@@ -35,6 +35,7 @@ from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.program_lines import lines_of_function, lines_of_module, lines_of_optimizer
 from strategies.torch.replica_run import LossFunction, Turn
+from strategies.torch.settings import Settings, differ, settings_in_words
 from strategies.torch.tensors import as_array, dtype_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import Training
@@ -72,6 +73,7 @@ class TorchStep:
         self._communicator: Communicator | None = None  # for which they were made
         self._exchange: GradientExchange | None = None
         self._agreed: set[Any] = set()  # the shapes of batches
+        self._settings = Settings(training.parameters, training.optimizer)
         self._has_warned = False  # of what is lost with an instance
 
     def scale_losses(self, scale: float) -> None:
@@ -155,11 +157,20 @@ class TorchStep:
         self._let_go()
         scale = 1.0 if training.scale is None else float(training.scale.scale)
         buffers = training.buffers
-        turn = Turn(training.step, scale, self._notice.is_given, local.planned, (), buffers.moving, ())
+        turn = Turn(
+            training.step,
+            scale,
+            self._notice.is_given,
+            local.planned,
+            (),
+            buffers.moving,
+            (),
+            self._settings.word(training.step),
+        )
         instruments = self._replicas.instruments
         with instruments.during[FORWARD_BACKWARD]:
             local.begin(batch, turn, [buffers.masters_of(each) for each in local.replicas], training.residuals)
-        for number, contributions in instruments.each(FORWARD_BACKWARD, local.collect()):
+        for number, contributions in instruments.each(FORWARD_BACKWARD, local.collect(self._plan)):
             assert self._exchange is not None
             with instruments.during[EXCHANGE]:
                 self._exchange.reduce(number, contributions)
@@ -179,6 +190,8 @@ class TorchStep:
         training, options = self._training, self._options
         tail = exchange.tail
         self._notice.agree(tail.notice)
+        if differ(*tail.settings):
+            insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
         self._refuse_gradients_of_some(exchange.plan, tail, local)
         values = self._new_buffers(tail.has_changed, local)
         means = exchange.means(1.0 if exchange.plan.quantised else scale)
@@ -281,6 +294,7 @@ class TorchStep:
             self._local.follow()
         is_for_these = self._local is not None and self._local.replicas == self._replicas.local_replicas
         if self._local is None or not is_for_these or not self._local.is_of_these or self._is_connected_anew:
+            self._announce_what_is_trained()
             self.close()
             self._communicator = self._replicas.communicator
             self._exchange = None
@@ -293,7 +307,6 @@ class TorchStep:
                 self._training.memory_of_replicas,
                 self._loss_fn,
                 self._options,
-                self._plan,
                 count,
                 self._streams,
                 self._replicas.instruments,
@@ -305,6 +318,18 @@ class TorchStep:
             self._agree(given, batch)
             self._agreed.add(key)
         return self._local
+
+    def _announce_what_is_trained(self) -> None:
+        """Name parameters that were frozen or thawed: instances that differ in them differ in this collective call."""
+        if self._exchange is None or self._is_connected_anew:
+            return
+        named = dict(self._training.module.named_parameters())
+        before = {parameter.name for parameter in self._exchange.plan.parameters}
+        frozen = [name for name in named if name in before and not named[name].requires_grad]
+        thawed = [name for name in named if name not in before and named[name].requires_grad]
+        if frozen or thawed:
+            changes = f"frozen: {', '.join(frozen) or 'none'}; trained anew: {', '.join(thawed) or 'none'}"
+            self._replicas.communicator.barrier(name=changes)
 
     @property
     def _streams(self) -> bool:

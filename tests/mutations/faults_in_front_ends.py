@@ -170,8 +170,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="modules of PyTorch draw from the generator of the process",
         path="strategies/torch/randomness.py",
-        old="torch.Generator().manual_seed(seed)\n    _include(_KEY, True)",
-        new="torch.Generator().manual_seed(seed)\n    _include(_KEY, False)",
+        old="_of_thread.generator, generator\n    _include(_KEY, True)",
+        new="_of_thread.generator, generator\n    _include(_KEY, False)",
         caught_by=(
             "tests/strategies/on_torch/test_randomness.py::test_a_thread_draws_what_plain_pytorch_draws_with_that_seed",
         ),
@@ -315,5 +315,113 @@ IN_FRONT_ENDS = (
         old="_kept[layer] = weakref.ref(self)",
         new="pass",
         caught_by=("tests/strategies/on_torch/test_torch_sync_batch_norm.py::test_loops_have_the_bits_of_a_trainer",),
+    ),
+    Fault(
+        name="a layer that is thawed in a loop is never averaged",
+        path="strategies/torch/gradient_averaging.py",
+        old="one.requires_grad and id(one) not in numbers for",
+        new="False for",
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestWhatIsTrained::test_may_be_thawed_and_frozen",
+        ),
+    ),
+    Fault(
+        name="instances of a loop may train other layers",
+        path="strategies/torch/gradient_averaging.py",
+        old="insist_on_agreement(self._replicas, [options, terms, buffers])",
+        new="insist_on_agreement(self._replicas, [options, buffers])",
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestWhatIsTrained::test_has_to_be_the_same_on_all_instances",
+        ),
+    ),
+    Fault(
+        name="a new layer begins with other values on each instance",
+        path="strategies/torch/gradient_averaging.py",
+        old="for name, one in self._watch.named}\n        buffers",
+        new="for name, one in self._watch.named if not digests}\n        buffers",
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestWhatIsTrained::test_begins_with_the_same_values_where_it_is_new",
+        ),
+    ),
+    Fault(
+        name="gradients of micro-batches that are not synchronised are left to the instance",
+        path="strategies/torch/gradient_averaging.py",
+        old="        round_.came |= self.loop.carried\n",
+        new="",
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestBackwardPasses::test_that_are_not_synchronised_hand_all_their_gradients_on",
+        ),
+    ),
+    Fault(
+        name="a reentrant checkpoint ends a backward pass of a loop",
+        path="strategies/torch/backward_passes.py",
+        old="        if is_nested():",
+        new="        if running is None and is_nested():",
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestCheckpointing::test_counts_one_step_on_one_replica",
+        ),
+    ),
+    Fault(
+        name="two forward passes before one backward pass draw the same",
+        path="strategies/torch/loop_state.py",
+        old="        if self._generator is None:\n",
+        new="        if self._generator is not None or True:\n",
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestRandomNumbers::test_of_two_forward_passes_before_one_backward_are_those_of_trainer",
+        ),
+    ),
+    Fault(
+        name="gradients of two models have the same names",
+        path="strategies/torch/gradient_averaging.py",
+        old='self._title = "gradients" if self._passes.models == 1 else',
+        new='self._title = "gradients" if self._passes.models else',
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestSeveralModels::test_that_take_part_in_another_order_are_an_error",
+        ),
+    ),
+    Fault(
+        name="gradients of a model leave before those of the model that came first",
+        path="strategies/torch/backward_passes.py",
+        old="            if not round_.has_left:\n                return\n",
+        new="",
+        caught_by=(
+            "tests/strategies/on_torch/test_backward_passes.py::test_buckets_of_a_model_leave_behind_those_of_the_model_that_came_first",
+        ),
+    ),
+    Fault(
+        name="LBFGS decides by the loss of its own instance",
+        path="strategies/torch/agreeing_losses.py",
+        old="return torch.tensor(float(mean),",
+        new="return torch.tensor(float(loss),",
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestBackwardPasses::test_of_optimizers_that_look_at_the_loss_are_equally_many",
+        ),
+    ),
+    Fault(
+        name="gradients of autograd.grad are local, and nothing says so",
+        path="strategies/torch/gradient_averaging.py",
+        old="        if names:\n            self._has_warned",
+        new="        if not names:\n            self._has_warned",
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestAutogradGrad::test_of_parameters_warns_once_by_name",
+        ),
+    ),
+    Fault(
+        name="parameters keep alive what averages them",
+        path="strategies/torch/gradient_averaging.py",
+        old="partial(_tell, weakref.ref(self))",
+        new="partial(_tell, lambda: self)",
+        caught_by=(
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestMemory::test_of_a_model_is_freed_with_it",
+        ),
+    ),
+    Fault(
+        name="a rate that one instance changes alone is not noticed",
+        path="strategies/torch/torch_step.py",
+        old="if differ(*tail.settings):",
+        new="if False:",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_settings.py::test_what_one_instance_changes_alone_is_an_error_by_name",
+        ),
     ),
 )

@@ -161,6 +161,17 @@ class TestWhatIsTrained:
         with pytest.raises(DisagreementError, match=r"4\.weight torch\.float32\[5, 33\] trained, digest"):
             on_instances(REPLICAS, REPLICAS, add)
 
+    def test_begins_with_the_same_values_where_it_is_new_and_frozen(self, on_instances):
+        module = new_module("mlp")
+
+        def add(strategy):
+            own, model = distributed(strategy, module)
+            own.append(nn.PReLU(init=strategy.instance_index).requires_grad_(False))
+            square(model, rows(strategy)).backward()
+
+        with pytest.raises(DisagreementError, match=r"5\.weight torch\.float32\[1\] frozen, digest"):
+            on_instances(REPLICAS, REPLICAS, add)
+
     def test_that_is_new_is_refused_where_its_gradient_cannot_be_seen(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         own[4] = nn.Linear(33, 5)
@@ -202,6 +213,28 @@ class TestAutogradGrad:
         assert len(caught) == REPLICAS
         assert "has returned gradients of 1.weight of a DistributedModel" in str(caught[0].message)
         assert caught[0].filename == __file__
+
+    def test_of_tensors_in_place_of_parameters_warns(self, on_instances):
+        module = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            others = {name: one.detach() for name, one in model.named_parameters()}
+
+            def loss(others):
+                return torch.func.functional_call(model, others, (rows(strategy),)).square().mean()
+
+            for _ in range(2):
+                torch.func.grad(loss)(others)
+            square(model, rows(strategy)).backward()
+            return own[1].weight.grad
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            zero, one = on_instances(REPLICAS, REPLICAS, run)
+        assert torch.equal(zero, one)
+        assert len(caught) == REPLICAS
+        assert "other tensors stand in place of the parameters" in str(caught[0].message)
 
     @pytest.mark.parametrize("options", STREAMS)
     def test_of_inputs_is_a_penalty_as_in_trainer(self, options, on_instances):
@@ -374,6 +407,65 @@ class TestBackwardPasses:
             zero, one = on_instances(REPLICAS, REPLICAS, lambda strategy, options=options: run(strategy, **options))
             assert all(map(torch.equal, zero, one))
 
+    @pytest.mark.parametrize("options", STREAMS)
+    def test_with_hooks_that_change_gradients_average_what_these_leave(self, options, on_instances):
+        module = wide()
+
+        def run(strategy, is_after):
+            def scale(parameter):
+                parameter.grad.mul_(1 + strategy.instance_index)
+
+            own, model = distributed(strategy, module, **options)
+            for one in own.parameters():
+                if is_after:
+                    one.register_post_accumulate_grad_hook(scale)
+                else:
+                    one.register_hook(lambda gradient: gradient * (1 + strategy.instance_index))
+            square(model, rows(strategy)).backward()
+            return [one.grad for one in own.parameters()]
+
+        expected = on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, False))[0]
+        for found in on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, True)):
+            assert all(map(torch.equal, found, expected))
+
+    @pytest.mark.parametrize("options", STREAMS)
+    def test_with_hooks_that_apply_gradients_are_refused(self, options, on_instances):
+        module = new_module("mlp")
+
+        def apply(parameter):
+            parameter.data -= parameter.grad
+            parameter.grad = None
+
+        def run(strategy):
+            own, model = distributed(strategy, module, **options)
+            own[4].bias.register_post_accumulate_grad_hook(apply)
+            square(model, rows(strategy)).backward()
+
+        with pytest.raises(StrategyError, match=r"the gradient of 4\.bias is gone .*; leave it in grad, and apply it"):
+            on_instances(REPLICAS, REPLICAS, run)
+
+    def test_through_gradients_of_gradients_are_averaged(self, on_instances):
+        """A penalty on the norms of mean gradients."""
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 1))
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            square(model, rows(strategy)).backward(create_graph=True)
+            sum(one.grad.square().sum() for one in own.parameters()).backward()
+            return [one.grad.detach() for one in own.parameters()]
+
+        plain = copy.deepcopy(module)
+        losses = [square(plain, data()["x"][first : first + 2]) for first in (0, 2)]
+        gradients = torch.autograd.grad(sum(losses) / 2, list(plain.parameters()), create_graph=True)
+        more = torch.autograd.grad(sum(one.square().sum() for one in gradients), list(plain.parameters()))
+        expected = [one.detach() + other for one, other in zip(gradients, more, strict=True)]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+            zero, one = on_instances(REPLICAS, REPLICAS, run)
+        assert all(map(torch.equal, zero, one))
+        torch.testing.assert_close(zero, expected)
+
     def test_of_some_parameters_alone_average_those(self, on_instances):
         module = new_module("mlp")
 
@@ -520,6 +612,16 @@ class TestCopies:
         torch.save(model.state_dict(), io.BytesIO())
         torch.save(model.module, io.BytesIO())
 
+    def test_may_be_compiled(self):
+        own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
+        model.compile(backend="eager")
+        square(model, data()["x"]).backward()
+        plain = new_module("mlp")
+        torch.manual_seed(strategies.torch.seed_of(0, 0, 0))
+        square(plain, data()["x"]).backward()
+        assert own._compiled_call_impl is not None
+        assert torch.equal(own[1].weight.grad, plain[1].weight.grad)
+
     def test_of_states_have_the_names_of_ddp(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("convolutions"))
         assert list(model.state_dict()) == [f"module.{name}" for name in own.state_dict()]
@@ -558,6 +660,24 @@ class TestMemory:
         finally:
             gc.enable()
         assert found == [([True] * 4, 0)] * REPLICAS
+
+    @pytest.mark.parametrize("options", [*STREAMS, {"replicated_optimizer_state_sharding": True}])
+    def test_of_a_trainer_is_freed_with_it(self, options):
+        def run():
+            module = new_module("mlp")
+            optimizer = torch.optim.Adam(module.parameters())
+            trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, square, optimizer, **options)
+            trainer.step(data()["x"][:4])
+            local = trainer._step._local
+            return [weakref.ref(one) for one in (trainer, trainer._training, local, *local.runs, module)]
+
+        run()  # PyTorch loads parts of itself, and keeps the frames of some errors
+        gc.collect()
+        gc.disable()
+        try:
+            assert [one() for one in run()] == [None] * 6
+        finally:
+            gc.enable()
 
     def test_of_a_model_stays_as_long_as_a_loss_needs_it(self, on_instances):
         module = new_module("mlp")

@@ -1,0 +1,89 @@
+"""One small number for what a program may change between steps and has to change everywhere, compared in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from strategies.torch.optimizer_arrays import PARAMS
+
+_WORDS = 64
+"""Squares are below 2**12, so sums over 4,096 replicas are exact in float32, and means of equal numbers are equal."""
+_DIFFERENT = 1e-4
+
+
+class Settings:
+    """What is trained, and the numbers and members of the optimizer's groups.
+
+    Args:
+        parameters: of the module.
+        optimizer: of some of them.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        self._places = {id(one): place for place, one in enumerate(parameters)}
+        self._seen: list[Any] = []
+        self._hash = 0
+
+    def word(self, step: int) -> int:
+        """Return a number below 64 for them.
+
+        Different settings have the same number in one of 64 steps, so a difference shows in the first step or soon.
+
+        Args:
+            step: its number.
+        """
+        seen: list[Any] = [one.requires_grad for one in self._parameters]
+        for group in self._optimizer.param_groups:
+            seen += map(id, group[PARAMS])
+            seen += [float(one) if _is_scalar(one) else one for name, one in group.items() if name != PARAMS]
+        if seen != self._seen:
+            self._seen, self._hash = seen, self._hashed()
+        return hash((step, self._hash)) % _WORDS
+
+    def _hashed(self) -> int:
+        groups = (
+            (
+                tuple(_number(value) for name, value in group.items() if name != PARAMS),
+                tuple(self._places.get(id(one), -1) for one in group[PARAMS]),
+            )
+            for group in self._optimizer.param_groups
+        )
+        return hash((tuple(one.requires_grad for one in self._parameters), *groups))
+
+
+def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the same by name."""
+    found = {name: "trained" if one.requires_grad else "frozen" for name, one in module.named_parameters()}
+    places = {id(one): name for name, one in module.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        members = [places.get(id(one), "another") for one in group[PARAMS]]
+        values = {name: _number(value) for name, value in group.items()} | {PARAMS: ", ".join(members)}
+        found |= {f"{name} of optimizer group {number}": f"= {value}" for name, value in values.items()}
+    return found
+
+
+def differ(words: float, squares: float) -> bool:
+    """Return whether the numbers of replicas differ.
+
+    Args:
+        words: their mean.
+        squares: the mean of their squares.
+    """
+    return squares - words * words > _DIFFERENT
+
+
+def _number(value: Any) -> Any:
+    """Strings, None and NaN have another hash in every process."""
+    if isinstance(value, bool | int | float) and value == value:
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_number, value))
+    return float(value) if _is_scalar(value) else 0
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1

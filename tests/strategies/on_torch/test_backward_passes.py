@@ -1,0 +1,101 @@
+"""Models that take part in one backward pass exchange in an order that all instances share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from strategies.exchange.transfer import Transfer
+from strategies.torch.backward_passes import BackwardPasses, Round, is_nested
+from strategies.torch.exchange_queue import ExchangeQueue
+from strategies.torch.gradient_plan import GradientPlan, Parameter
+
+LARGE = Parameter("large", (1 << 20,), np.dtype(np.float32))
+PLAN = GradientPlan((LARGE,) * 3, Transfer.parse(None), streams=True)  # three buckets
+
+
+class Recording:
+    """A model that writes down what it is asked for."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def reduce(self, bucket):
+        self.log.append(f"{self.name}{bucket}")
+
+    def fill(self, round_):
+        for number in range(3):
+            if number not in round_.taken:
+                round_.take(number)
+
+    def conclude(self, round_):
+        self.log.append(f"{self.name} ends")
+
+    def ended_without_gradients(self):
+        self.log.append(f"{self.name} has none")
+
+
+def backward(within):
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda gradient: within())
+        x.sum().backward()
+
+
+@pytest.mark.parametrize("first_takes", [[], [2], [2, 1], [0, 1, 2]])
+def test_buckets_of_a_model_leave_behind_those_of_the_model_that_came_first(first_takes):
+    log, passes = [], BackwardPasses(ExchangeQueue())
+
+    def within():
+        running = passes.enter()
+        first, second = (Round(Recording(name, log), PLAN, running.tasks) for name in "ab")
+        running.rounds += [first, second]
+        for number in (2, 1, 0):
+            second.take(number)
+            passes.begin_ready()
+        for number in first_takes:
+            first.take(number)
+            passes.begin_ready()
+
+    backward(within)
+    assert log == ["a0", "a1", "b0", "b1", "a ends", "b ends"]
+
+
+def test_a_model_that_was_reached_and_has_no_gradients_is_told():
+    log, passes = [], BackwardPasses(ExchangeQueue())
+    one, other = Recording("one", log), Recording("other", log)
+
+    def within():
+        running = passes.enter()
+        running.reached += [one, other]
+        running.rounds.append(Round(other, PLAN, running.tasks))
+
+    backward(within)
+    assert log == ["one has none", "other0", "other1", "other ends"]
+
+
+def test_a_pass_that_fails_is_forgotten():
+    passes = BackwardPasses(ExchangeQueue())
+
+    def fail():
+        passes.enter().tasks.add(-7)
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        backward(fail)
+    tasks = []
+    backward(lambda: tasks.extend(passes.enter().tasks))
+    assert -7 not in tasks
+
+
+def test_calls_within_calls_are_nested():
+    found = []
+
+    def within():
+        found.append(is_nested())
+        backward(lambda: found.append(is_nested()))
+
+    assert not is_nested()
+    backward(within)
+    assert found == [False, True]
