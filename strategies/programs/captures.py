@@ -198,7 +198,8 @@ class _Walk:
         for each, cell in cells.items():
             self._bound(each, functools.partial(contents_of, cell), id(cell))
         spaces = function.__globals__
-        for each in {one.argval for one in instructions if one.opname == "LOAD_GLOBAL"} & spaces.keys():
+        loaded = {one.argval for one in instructions if one.opname == "LOAD_GLOBAL"}
+        for each in sorted(loaded & spaces.keys()):  # in one order on all instances
             self._bound(each, functools.partial(spaces.get, each, GONE), id(spaces))
         refuse_clocks(function, instructions, cells)
 
@@ -305,7 +306,7 @@ class _Walk:
         """Read the attributes of objects that bear names in the code so far; whether there were more of them."""
         found = False
         for name, one, done in list(self._objects):
-            for attribute in self._names - done:
+            for attribute in sorted(self._names - done):
                 done.add(attribute)
                 found = True
                 self._attribute(one, attribute, name)

@@ -318,3 +318,12 @@ def test_an_evaluation_follows_what_its_function_reads(alone):
         found.append(trainer.evaluate(state, batches, fn=lambda v, x, key: ((v - x) ** 2).sum() * one.scale)["loss"])
         one.grow()
     assert found == [1, 2]
+
+
+def test_what_functions_read_has_one_order_in_all_processes():
+    """Models of Keras are compared between instances in this order, and sets of names have another one in each."""
+    names = [f"value_{number:02}" for number in range(20)]
+    space = {"one": SimpleNamespace(**dict.fromkeys(names, 1.0)), **dict.fromkeys(names, 1.0)}
+    exec(f"def function(): return {' + '.join(f'{name} + one.{name}' for name in reversed(names))}", space)
+    found = [read.name for read in Reads(space["function"])._reads]
+    assert found == ["one", *names, *(f"one.{name}" for name in names)]
