@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
 
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
@@ -96,6 +97,9 @@ def _install() -> None:
         for name in _names_of_random_operators():
             aten.impl(name, _drawing(name), _KEY)
         torch.random.default_generator = _GeneratorOfThread(torch.random.default_generator)
+        # Compiled programs make their first call inside of a dispatch mode that looks for mistakes in operators of
+        # one's own; in such a mode the key is switched off, and the call would draw from the generator of the process.
+        torch._functorch.config.check_custom_op_aliasing = False
 
 
 class _GeneratorOfThread:
