@@ -30,7 +30,16 @@ _include, _is_included = (
 
 
 class _OfThread(threading.local):
-    generator: Any = None
+    """What a thread has of its own.
+
+    Compiled programs make their first call inside of a dispatch mode that looks for mistakes in operators of the
+    program's own. In such a mode the key is switched off, and the call would draw from the generator of the process.
+    The option that leaves the mode out belongs to a thread.
+    """
+
+    def __init__(self) -> None:
+        self.generator: Any = None
+        torch._functorch.config.check_custom_op_aliasing = False
 
 
 _of_thread = _OfThread()
@@ -97,9 +106,6 @@ def _install() -> None:
         for name in _names_of_random_operators():
             aten.impl(name, _drawing(name), _KEY)
         torch.random.default_generator = _GeneratorOfThread(torch.random.default_generator)
-        # Compiled programs make their first call inside of a dispatch mode that looks for mistakes in operators of
-        # one's own; in such a mode the key is switched off, and the call would draw from the generator of the process.
-        torch._functorch.config.check_custom_op_aliasing = False
 
 
 class _GeneratorOfThread:
