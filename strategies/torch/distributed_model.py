@@ -19,7 +19,6 @@ from strategies.torch.allocator import keep_freed_memory
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_state import LoopState
 from strategies.torch.options import Aggregation, TorchOptions
-from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.sync_batch_norm import refuse_to_join
 from strategies.torch.training import refuse_modules
@@ -96,7 +95,6 @@ class DistributedModel(torch.nn.Module):
             torch.set_num_threads(intra_op_threads)
         keep_freed_memory()
         self.module = module
-        self._writes = ForwardWatch(module)
         self._strategy = strategy
         self._options = options
         warn_of_loss(
@@ -116,7 +114,7 @@ class DistributedModel(torch.nn.Module):
         if not is_followed:
             with seat, draws:
                 return self.module(*arguments, **named)
-        with seat, draws, optimized_execution(False), self._writes.watching():
+        with seat, draws, optimized_execution(False), averaging.writes.watching():
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs

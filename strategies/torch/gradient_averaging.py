@@ -24,8 +24,10 @@ from strategies.torch.gradient_exchange import GradientExchange, Tail
 from strategies.torch.gradient_plan import GradientPlan, Parameter
 from strategies.torch.loop_state import LoopState
 from strategies.torch.model_buffers import ModelBuffers
+from strategies.torch.module_parts import Slot
 from strategies.torch.module_watch import ModuleWatch
 from strategies.torch.options import TorchOptions
+from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.sync_batch_norm import seat_in_loop
 from strategies.torch.tensors import as_array, dtype_of
 from strategies.torch.training import receive_into, refuse_modules
@@ -49,6 +51,7 @@ class GradientAveraging:
 
     Attributes:
         loop: see above.
+        writes: watches forward passes.
         is_alone: whether there is one replica, whose gradients are the means.
         seat: the replica among all, for layers that wait for those of others.
     """
@@ -73,6 +76,7 @@ class GradientAveraging:
         self._known: set[int] = set()  # the parameters whose values are the same everywhere
         self._exchange: GradientExchange | None = None
         self._look_at_buffers({}, frozenset())
+        self.writes = ForwardWatch(module, self._buffers.declared)
         self._add_hooks()
         if not self.is_alone:
             agree_on_losses(self, replicas)
@@ -90,7 +94,7 @@ class GradientAveraging:
         broadcast = self._replicas.communicator.broadcast
         for name, tensor in [*self._module.named_parameters(), *self._module.named_buffers()]:
             receive_into(tensor, partial(broadcast, root=root, name=name))
-        self._masters = {slot.name: slot.tensor.detach().clone() for slot in self._buffers.slots}
+        self._masters = {slot.name: slot.tensor.detach().clone() for slot in self._buffers.buffer_slots}
 
     def join_once(self) -> bool:
         """Take part in a backward pass of others; whether there was none."""
@@ -151,8 +155,8 @@ class GradientAveraging:
         replicas, aggregation = self._replicas, self._options.model_state_aggregation
         count, own = replicas.num_replicas_in_sync, replicas.local_replicas.start
         self._buffers = ModelBuffers(self._module, aggregation, count, own)
-        slots = self._buffers.slots
-        self._masters = {slot.name: masters.get(slot.name, slot.tensor.detach()).clone() for slot in slots}
+        slots, buffers = self._buffers.slots, self._buffers.buffer_slots
+        self._masters = {slot.name: masters.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
         self._buffers.moving = frozenset(number for number, slot in enumerate(slots) if slot.name in moving)
 
     # ---- forward passes
@@ -324,16 +328,18 @@ class GradientAveraging:
     def _exchange_last(self, round_: Round, is_active: bool) -> Tail:
         assert self._exchange is not None
         gradients = self._gradients(round_)
-        moving, masters = self._buffers.moving, self._masters
-        changes = [
-            float(number in moving or not torch.equal(slot.tensor, masters[slot.name]))
-            for number, slot in enumerate(self._buffers.slots)
-        ]
+        changes = [float(self._has_changed(number, slot)) for number, slot in enumerate(self._buffers.slots)]
         flags = [float(gradient is not None) for gradient in gradients]
         self._contribution.set_tail([float(is_active), float(self._is_behind), 0.0, 0.0, 0.0, *flags, *changes])
         self.reduce(len(self._exchange.plan.members) - 1)
         self._contribution.give_back()
         return self._exchange.tail
+
+    def _has_changed(self, number: int, slot: Slot) -> bool:
+        """Whether forward passes have changed a buffer or a frozen parameter."""
+        if slot.is_parameter:
+            return slot.name in self.writes.frozen
+        return number in self._buffers.moving or not torch.equal(slot.tensor, self._masters[slot.name])
 
     def _apply(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
         assert self._exchange is not None
@@ -342,9 +348,10 @@ class GradientAveraging:
         if changed := np.flatnonzero(tail.has_changed).tolist():
             values = self._buffers.agreed(changed, [self._buffers.slots], self._replicas)
             self._buffers.keep(values)
-            for number in values:
-                slot = self._buffers.slots[number]
-                self._masters[slot.name] = slot.tensor.detach().clone()
+            for slot in map(self._buffers.slots.__getitem__, values):
+                if not slot.is_parameter:
+                    self._masters[slot.name] = slot.tensor.detach().clone()
+        self.writes.frozen.clear()
 
     def _refuse_gradients_of_some(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
         active = float(tail.metrics[0])

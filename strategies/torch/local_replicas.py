@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+import jax
 import numpy as np
 import torch
 
@@ -17,6 +20,7 @@ from strategies.errors import StrategyError
 from strategies.pipelines.running.driver import AbandonedError
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch
+from strategies.torch.compiled_modules import is_compiled
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.meetings import Meetings, adding_over
 from strategies.torch.options import TorchOptions
@@ -91,6 +95,9 @@ class LocalReplicas:
         self._begun: list[Future[None]] = []
         self._memory = memory
         self._bits = WrittenBits(memory.parameters)
+        waits = is_compiled(memory.module) and self._meetings is None  # who meets others cannot wait for one of them
+        self._compiling: threading.Lock | None = threading.Lock() if waits else None
+        self._compiled: set[object] = set()  # the shapes of batches for which that is done
         self._intra_op = options.intra_op_threads
         self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
 
@@ -138,8 +145,9 @@ class LocalReplicas:
         for run in self.runs:
             for event in run.finished:
                 event.clear()
+        compiling = self._new_compilation(parts[0])
         self._begun = [
-            self._submit(run, part, replace(turn, masters=masters, residuals=own))
+            self._submit(run, part, replace(turn, masters=masters, residuals=own), compiling)
             for run, part, masters, own in zip(
                 self.runs, parts, buffers, residuals or [()] * len(self.runs), strict=True
             )
@@ -147,9 +155,18 @@ class LocalReplicas:
         if self.plan is None:
             self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
 
-    def _submit(self, run: ReplicaRun, part: Batch, turn: Turn) -> Future[None]:
+    def _new_compilation(self, batch: Batch) -> AbstractContextManager[Any]:
+        """What replicas hold while they compute: a lock, if the first of them compiles for the others."""
+        if self._compiling is None:
+            return nullcontext()
+        shapes = tuple(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(batch))
+        is_new = shapes not in self._compiled
+        self._compiled.add(shapes)
+        return self._compiling if is_new else nullcontext()
+
+    def _submit(self, run: ReplicaRun, part: Batch, turn: Turn, compiling: AbstractContextManager[Any]) -> Future[None]:
         if not self._is_in_turn or self.plan is None:
-            return self._threads.submit(run.compute, part, turn)
+            return self._threads.submit(_compute, run, part, turn, compiling)
         future: Future[None] = Future()
         try:
             with intra_op_threads(self._intra_op):
@@ -242,6 +259,11 @@ class LocalReplicas:
     def _wait(self) -> list[BaseException | None]:
         begun, self._begun = self._begun, []
         return [future.exception() for future in begun]
+
+
+def _compute(run: ReplicaRun, part: Batch, turn: Turn, compiling: AbstractContextManager[Any]) -> None:
+    with compiling:
+        run.compute(part, turn)
 
 
 def _raise_first(errors: Sequence[BaseException | None]) -> None:

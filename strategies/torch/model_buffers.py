@@ -94,6 +94,16 @@ class ModelBuffers:
         return frozenset([*names, *self._named])
 
     @property
+    def declared(self) -> Mapping[str, str]:
+        """How replicas agree on those that were named, by their names."""
+        return self._named
+
+    @property
+    def buffer_slots(self) -> list[Slot]:
+        """Those that are buffers of the module, and no parameters."""
+        return [slot for slot in self.slots if not slot.is_parameter]
+
+    @property
     def masters(self) -> list[torch.Tensor]:
         """The buffers that the module has."""
         return [slot.tensor for slot in self.slots]

@@ -43,18 +43,23 @@ class WrittenBits:
 
     Args:
         tensors: that are looked at.
+        is_always: whether they are compared every time.
+
+    Attributes:
+        passes: how many computations have begun.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], is_always: bool = False) -> None:
         self._tensors = tensors
-        self._passes = 0
+        self._is_always = is_always
+        self.passes = 0
         self._before: list[Digest] | None = None
 
     def begin(self) -> None:
         """The computation begins."""
-        self._passes += 1
-        is_power_of_two = not self._passes & (self._passes - 1)
-        self._before = self._digests() if is_power_of_two else None
+        self.passes += 1
+        is_power_of_two = not self.passes & (self.passes - 1)
+        self._before = self._digests() if is_power_of_two or self._is_always else None
 
     def written(self) -> list[int]:
         """The numbers of the tensors whose bits have changed since, if they are looked at this time."""
@@ -72,33 +77,53 @@ class ForwardWatch:
 
     Args:
         module: whose parameters are looked at.
+        declared: the names of frozen parameters of which the program says that it writes them.
+
+    Attributes:
+        frozen: the names of frozen parameters that forward passes have written; who agrees on them clears it.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, declared: Container[str] = ()) -> None:
         self._module = module
+        self._declared = declared
+        self.frozen: set[str] = set()
+        self._known: set[str] = set()
         self._look()
 
     def _look(self) -> None:
         self._parts = Parts(self._module)
         self._named = list(self._module.named_parameters())
-        tensors = [one for _, one in self._named]
-        self._counters, self._bits = WriteCounters(tensors), WrittenBits(tensors)
+        self._counters = WriteCounters(one for _, one in self._named)
+        self._bits = WrittenBits([one for _, one in self._named])
+        self._declared_bits = {
+            name: WrittenBits([one], is_always=True) for name, one in self._named if name in self._declared
+        }
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch a forward pass.
 
         Raises:
-            StrategyError: if it has written a parameter that is trained.
+            StrategyError: if it has written a parameter that is trained, or one that is frozen, is not declared, and
+                was not written in the first pass, in a way that is not noticed each time.
         """
         if self._parts.changed():
             self._look()
-        self._counters.begin()
-        self._bits.begin()
+        watches = [self._counters, self._bits, *self._declared_bits.values()]
+        for watch in watches:
+            watch.begin()
         yield
-        written = [self._named[number] for number in sorted({*self._counters.written(), *self._bits.written()})]
-        trained = [name for name, one in written if one.requires_grad]
+        self._take(set(self._counters.written()), set(self._bits.written()))
+
+    def _take(self, counted: set[int], by_bits: set[int]) -> None:
+        found = [self._named[number] for number in sorted(counted | by_bits)]
+        trained = [name for name, one in found if one.requires_grad]
         refuse_writes(trained, trained)
+        late = [self._named[number][0] for number in sorted(by_bits - counted) if self._bits.passes > 1]
+        refuse_writes([name for name in late if name not in self._known and name not in self._declared], ())
+        declared = {name for name, bits in self._declared_bits.items() if bits.written()}
+        self.frozen |= declared | self._known | {name for name, _ in found}
+        self._known |= {self._named[number][0] for number in by_bits - counted}
 
 
 def refuse_writes(written: Sequence[str], trained: Container[str]) -> None:

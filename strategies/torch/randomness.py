@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
 
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
@@ -29,7 +30,16 @@ _include, _is_included = (
 
 
 class _OfThread(threading.local):
-    generator: Any = None
+    """What a thread has of its own.
+
+    Compiled programs make their first call inside of a dispatch mode that looks for mistakes in operators of the
+    program's own. In such a mode the key is switched off, and the call would draw from the generator of the process.
+    The option that leaves the mode out belongs to a thread.
+    """
+
+    def __init__(self) -> None:
+        self.generator: Any = None
+        torch._functorch.config.check_custom_op_aliasing = False
 
 
 _of_thread = _OfThread()

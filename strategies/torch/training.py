@@ -260,14 +260,17 @@ class Training:
 
 
 def receive_into(tensor: torch.Tensor, receive: Callable[[np.ndarray], object]) -> None:
-    """Have an array received into the memory of a tensor."""
-    array = as_array(tensor)
-    if array.flags.c_contiguous:
-        receive(array)
+    """Have an array received into a tensor: into its memory, if it is a parameter.
+
+    A buffer may grow in a forward pass, and PyTorch cannot resize memory that NumPy has seen.
+    """
+    if isinstance(tensor, torch.nn.Parameter) and tensor.is_contiguous():
+        receive(as_array(tensor))
         return
-    copy = np.array(array, order="C")
+    copy = np.array(as_array(tensor.detach().clone()), order="C")
     receive(copy)
-    array[...] = copy
+    with torch.no_grad():
+        tensor.copy_(as_tensor(copy))
 
 
 def _tensor(array: Any) -> torch.Tensor:

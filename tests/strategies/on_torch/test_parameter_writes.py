@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -68,6 +69,36 @@ class PowerIteration(nn.Module):
         return x.flatten(1) @ (self.weight / (self.u @ self.weight @ v)).t()
 
 
+class Grows(nn.Module):
+    """With a buffer that is empty until the first forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.last, self.by_rows = nn.Linear(64, 5), False
+        self.register_buffer("largest", torch.tensor([]))
+
+    def forward(self, x):
+        rows = x.flatten(1)
+        largest = rows.detach().abs().amax(0)
+        if self.by_rows and not largest.any():
+            largest = largest[:1]
+        if self.largest is None or not self.largest.numel():
+            self.largest = torch.zeros_like(largest)
+        self.largest.mul_(0.9).add_(largest, alpha=0.1)
+        return self.last(rows / (self.largest + 1))
+
+
+def quantisation_aware():
+    from torch.ao import quantization
+
+    torch.manual_seed(5)
+    module = nn.Sequential(nn.Flatten(), quantization.QuantStub(), nn.Linear(64, 5)).train()
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of what it will leave out one day
+        module.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        return quantization.prepare_qat(module)
+
+
 KINDS = {
     "in place": lambda: Momentum(in_place),
     "through data": lambda: Momentum(through_data),
@@ -106,7 +137,7 @@ def loss_fn(module, batch):
 
 
 def bits(module):
-    return strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+    return strategies.fingerprint([one.detach().numpy() for one in (*module.parameters(), *module.buffers())])
 
 
 def trained(strategy, module, steps=4, **options):
@@ -241,6 +272,85 @@ class TestFrozenParameters:
 
         found = [each for count in (1, 2) for each in on_instances(count, 2, train)]
         assert found == [(found[0][0], True)] * 3
+
+
+class TestFrozenParametersInALoop:
+    def test_keep_what_the_loop_writes(self, on_instances):
+        """Three times a third of a number need not be that number."""
+        first = Momentum(lambda key, query, rows: None)
+
+        def loop(strategy):
+            module = copy.deepcopy(first)
+            model = strategies.torch.DistributedModel(module, strategy)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for batch in strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0):
+                optimizer.zero_grad()
+                loss_fn(model, batch).backward()
+                optimizer.step()
+                in_place(module.key.weight, module.query.weight, None)
+                expected = module.key.weight.clone()
+                loss_fn(model, batch).backward()
+                assert torch.equal(module.key.weight, expected)
+            return bits(module)
+
+        found = on_instances(3, 3, loop)
+        assert found == [found[0]] * 3
+
+    def test_that_are_written_later_agree_or_are_refused(self, on_instances):
+        for write, options, is_refused in (
+            (in_place, {}, False),
+            (through_data, {}, True),
+            (through_data, {"model_state_aggregation": {"key.weight": "mean", "key.bias": "mean"}}, False),
+        ):
+            first = Momentum(None)
+
+            def loop(strategy, write=write, options=options, first=first, is_refused=is_refused):
+                module, steps = copy.deepcopy(first), []
+                module.write = lambda *given: write(*given) if steps else None
+                model = strategies.torch.DistributedModel(module, strategy, **options)
+                batch = {name: each[:2] for name, each in data().items()}
+                loss_fn(model, batch).backward()
+                steps.append(1)
+                if is_refused:
+                    with pytest.raises(StrategyError, match=r"key\.weight, key\.bias is frozen, and was written"):
+                        loss_fn(model, batch).backward()
+                    return None
+                for index in range(2):
+                    module.query.bias.data += strategy.instance_index + index
+                    loss_fn(model, batch).backward()
+                return bits(module.key)
+
+            found = on_instances(2, 2, loop)
+            assert found[0] == found[1]
+
+
+class TestBuffersThatGrow:
+    @pytest.mark.parametrize("kind", [Grows, quantisation_aware], ids=["own", "quantisation aware"])
+    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances):
+        module = kind()
+        found = [
+            each
+            for count in (1, 2, 4)
+            for each in on_instances(count, REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
+        ]
+        found += on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, copy.deepcopy(module)))
+        assert found == [found[0]] * 11
+
+    def test_have_one_shape_on_all_replicas(self):
+        module = Grows()
+        module.by_rows = True
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer)
+        batch = {name: each[:4].clone() for name, each in data().items()}
+        batch["x"][2:] = 0
+        with pytest.raises(StrategyError, match=r"^largest has become of the shapes \[1\], \[64\] on different repl"):
+            trainer.step(batch)
+
+    def test_are_registered_with_a_tensor(self):
+        module = Grows()
+        module.largest = None
+        with pytest.raises(StrategyError, match="has replaced, added or removed largest"):
+            trained(strategies.IPUStrategy(2), module)
 
 
 class TestTrainedParameters:

@@ -312,3 +312,46 @@ def test_private_numbers_of_pytorch_are_not_compared():
     assert lines_of_module(one) == lines_of_module(other)
     other.second.bias.requires_grad_(False)
     assert lines_of_module(one) != lines_of_module(other)
+
+
+class TestCompiledModules:
+    @pytest.mark.parametrize("compiled", [torch.compile, nn.Module.compile], ids=["wrapped", "in place"])
+    def test_share_one_compilation_among_replicas(self, compiled):
+        made = []
+
+        def backend(graph, inputs):
+            made.append(graph)
+            return graph
+
+        module = net()
+        wrapped = compiled(module, backend=backend)
+        given = module if wrapped is None else wrapped
+        trainer = new_trainer(given, replicas=4, optimizer=torch.optim.SGD(module.parameters(), 0.1))
+        trainer.step(rows())
+        trainer.step(rows())
+        assert len(made) == 1
+
+    def test_draw_the_same_numbers_when_they_are_compiled_as_later(self, on_instances):
+        """The first call of a compiled program is another one than those that follow."""
+        torch.manual_seed(1)
+        first = nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Dropout(0.5), nn.Linear(9, 5))
+
+        def train(strategy):
+            module = copy.deepcopy(first)
+            module.compile(backend="aot_eager")
+            trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))
+            for batch in strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0):
+                trainer.step(batch)
+            trainer.close()
+            return strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+
+        found = [each for count in (1, 2) for each in on_instances(count, 2, train)]
+        assert found == [found[0]] * 3
+
+    def test_may_be_compiled_between_steps(self):
+        module, made = net(), []
+        trainer = new_trainer(module)
+        trainer.step(rows())
+        module.compile(backend=lambda graph, inputs: made.append(graph) or graph)
+        trainer.step(rows())
+        assert made
