@@ -74,8 +74,8 @@ def _refuse(pid: int, how: str, instance: Instance) -> NoReturn:
 def leave_job(environ: MutableMapping[str, str]) -> None:
     """Forget the job that started the parent of this process, if it is to run by itself.
 
-    Its metrics, timeline and faults are those of the parent.
+    Metrics, timeline and faults are those of the parent. A job that this process starts in turn is one like any other.
     """
     if environ.get(ALONE_VARIABLE) == "1":
-        for name in [name for name in environ if name.startswith(_OF_THE_JOB) and name != ALONE_VARIABLE]:
+        for name in [name for name in environ if name.startswith(_OF_THE_JOB)]:
             del environ[name]

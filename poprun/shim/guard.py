@@ -42,6 +42,8 @@ PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
 STACK_VARIABLE = "POPRUN_STACK"
 NOTICING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "noticing")
 """The folder of what warns about libraries that do not know the other instances."""
+ALONE_VARIABLE = "POPDIST_ALONE"
+"""That of popdist, which would take too long to load; it was meant for whoever has started poprun."""
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80
@@ -60,6 +62,7 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     """
     daemon = os.getppid()
     control = environ.pop(wire.CONTROL_VARIABLE)
+    environ.pop(ALONE_VARIABLE, None)
     if control.endswith(wire.IGNORES_HANGUP):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # mpirun starts us with its default
     blocked = put_keeper_above(lambda was_orderly: _tidy(environ, was_orderly))

@@ -135,3 +135,22 @@ def test_what_follows_from_it_is_said_where_that_one_does_not_end():
     assert finished.status == 1
     assert "LayoutMismatchError: " in finished.stderr
     assert "see why rank 1 came to the end" in finished.stderr
+
+
+def test_what_runs_alone_may_start_a_job_whose_instances_do_not():
+    program = "import popdist\npopdist.init()\nprint(popdist.getNumInstances())\n"
+    finished = start(*two(program), environ={"POPDIST_ALONE": "1"}).finish()
+    assert [finished.lines_of(instance) for instance in range(2)] == [["2"], ["2"]]
+
+
+def test_a_program_that_an_instance_starts_is_refused_and_does_not_hang():
+    program = (
+        "import os, subprocess, sys\nimport popdist\npopdist.init()\n"
+        "child = 'import popdist; popdist.init(); print(popdist.getNumInstances())'\n"
+        "for more in ({}, {'POPDIST_ALONE': '1'}):\n"
+        "    words = [sys.executable, '-c', child]\n"
+        "    done = subprocess.run(words, env=os.environ | more, capture_output=True, text=True)\n"
+        "    print(done.returncode, done.stdout.strip(), 'and has started this one' in done.stderr)\n"
+    )
+    finished = start(*two(program)).finish()
+    assert [finished.lines_of(instance) for instance in range(2)] == [["1  True", "0 1 False"]] * 2
