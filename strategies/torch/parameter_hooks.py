@@ -37,6 +37,6 @@ class ParameterHooks:
 
     def after_accumulation(self) -> None:
         """What `Tensor.register_post_accumulate_grad_hook` was given, on the parameter of the replica."""
-        hooks = self._original._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks = self._original._post_accumulate_grad_hooks
         for hook in tuple(hooks.values()) if hooks else ():
             hook(self._mine)
