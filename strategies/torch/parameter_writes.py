@@ -109,7 +109,7 @@ class ForwardWatch:
         """
         if self._parts.changed():
             self._look()
-        watches = [self._counters, self._bits, *self._declared_bits.values()]
+        watches: list[WriteCounters | WrittenBits] = [self._counters, self._bits, *self._declared_bits.values()]
         for watch in watches:
             watch.begin()
         yield
