@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 
 from strategies.errors import StrategyError
 
@@ -48,6 +49,19 @@ def compile_like(copied: torch.nn.Module, original: torch.nn.Module) -> None:
         )
     context: Callable[[Any], Any] = closed["self"].cell_contents
     setattr(copied, IN_PLACE, context(copied._call_impl))
+
+
+def refuse_to_be_compiled() -> None:
+    """Refuse to go on in a function that torch.compile runs.
+
+    Raises:
+        StrategyError: it does, and would compile the exchange of gradients as well.
+    """
+    if callable(eval_frame.get_eval_frame_callback()):
+        raise StrategyError(
+            "torch.compile around a DistributedModel would compile the exchange of gradients as well; compile the module "
+            "that it has: DistributedModel(torch.compile(module), strategy)"
+        )
 
 
 def _context_around(module: torch.nn.Module) -> Any:

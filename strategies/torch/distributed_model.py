@@ -16,6 +16,7 @@ from strategies.replicas.membership import warn_of_loss
 from strategies.roles import Tree
 from strategies.strategy import Strategy
 from strategies.torch.allocator import keep_freed_memory
+from strategies.torch.compiled_modules import refuse_to_be_compiled
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_state import LoopState
 from strategies.torch.options import Aggregation, TorchOptions
@@ -108,6 +109,7 @@ class DistributedModel(torch.nn.Module):
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
         """What the module returns; random numbers are drawn from the replica's generator."""
+        refuse_to_be_compiled()
         averaging = self._averaging
         is_followed = averaging.follow()
         seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training)

@@ -612,6 +612,12 @@ class TestCopies:
         torch.save(model.state_dict(), io.BytesIO())
         torch.save(model.module, io.BytesIO())
 
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
+    def test_are_refused_inside_of_a_compiled_function(self):
+        model = strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(1))
+        with pytest.raises(strategies.StrategyError, match=r"DistributedModel\(torch.compile\(module\), strategy\)"):
+            torch.compile(model, backend="eager")(data()["x"])
+
     def test_may_be_compiled(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         model.compile(backend="eager")
