@@ -59,8 +59,8 @@ def refuse_to_be_compiled() -> None:
     """
     if callable(eval_frame.get_eval_frame_callback()):
         raise StrategyError(
-            "torch.compile around a DistributedModel would compile the exchange of gradients as well; compile the module "
-            "that it has: DistributedModel(torch.compile(module), strategy)"
+            "torch.compile around a DistributedModel would compile the exchange of gradients as well; compile the "
+            "module that it has: DistributedModel(torch.compile(module), strategy)"
         )
 
 
