@@ -1,0 +1,222 @@
+"""An idiom of PyTorch: one way to write a module, a loss or a loop, and three ways to train it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import strategies
+import strategies.torch
+
+STEPS, ROWS = 3, 2  # of a replica
+CLASSES, FEATURES, WORDS, LENGTH = 3, 8, 10, 4
+
+Program = Callable[[nn.Module, torch.optim.Optimizer], Generator[None, float, None]]
+"""What a program does around its steps: code before the first `yield` runs before the first step, which gives back its
+loss; code behind the last one runs after that step."""
+
+_building = threading.Lock()  # instances are threads, and draw first parameters from the generator of the process
+
+
+class Apply(nn.Module):
+    """A module that says in one line how it computes: `Apply(lambda self, x: self.last(x), last=nn.Linear(8, 3))`."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *arguments: Any) -> Any:
+        """What `function` returns."""
+        return self.function(self, *arguments)
+
+
+def mlp() -> nn.Module:
+    """Two layers, and dropout between them."""
+    return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, CLASSES))
+
+
+def classify(module: nn.Module, batch: Any) -> torch.Tensor:
+    """Cross entropy of what the module says of "x"."""
+    return F.cross_entropy(module(batch["x"]), batch["y"])
+
+
+def read(module: nn.Module, batch: Any) -> torch.Tensor:
+    """Cross entropy of what the module says of "words"."""
+    return F.cross_entropy(module(batch["words"]), batch["y"])
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of idioms that are about something else."""
+    return torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+
+
+def uneventful(module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[None, float, None]:
+    """Only steps."""
+    for _ in range(STEPS):
+        yield
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """A row of the tables; a new one needs a name and what it is about.
+
+    Attributes:
+        name: of the row.
+        module: makes it; first parameters come from the generator of the process.
+        loss: see `strategies.torch.Trainer`.
+        optimizer: makes it.
+        program: see `Program`.
+        options: of `Trainer`; plain PyTorch and loops know `before_update` only, and `plain` besides.
+        refused: a pattern that is found in the message of the error that `Trainer` raises; empty: it trains.
+        refused_from: with so many replicas on.
+        loops: whether a loop with a `DistributedModel` has the bits of a `Trainer`.
+        is_plain: whether one replica has the bits of plain PyTorch.
+        tolerance: relative, of what one replica may differ from plain PyTorch; 0 for the same bits.
+        waiting: why the row is left out, for now.
+    """
+
+    name: str
+    module: Callable[[], nn.Module] = mlp
+    loss: Callable[[nn.Module, Any], Any] = classify
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    program: Program = uneventful
+    options: Mapping[str, Any] = field(default_factory=dict)
+    refused: str = ""
+    refused_from: int = 1
+    loops: bool = True
+    is_plain: bool = True
+    tolerance: float = 0.0
+    waiting: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether it is tried as a loop."""
+        return self.loops and not self.refused and self.options.keys() <= {"before_update"}
+
+
+def drawn(make: Callable[[], Any]) -> Any:
+    """What `make` makes with random numbers that are always the same."""
+    with _building, torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        return make()
+
+
+def rows_of(step: int, replicas: range) -> dict[str, Any]:
+    """The batch of some replicas."""
+    generator = torch.Generator().manual_seed(step)
+    rows = slice(ROWS * replicas.start, ROWS * replicas.stop)
+    return {
+        "x": torch.randn(16, FEATURES, generator=generator)[rows],
+        "y": torch.randint(0, CLASSES, (16,), generator=generator)[rows],
+        "words": torch.randint(0, WORDS, (16, LENGTH), generator=generator)[rows],
+    }
+
+
+Found = tuple[list[torch.Tensor], list[float]]
+"""The tensors of a module, and the losses of all steps."""
+
+
+def _run(idiom: Idiom, module: nn.Module, optimizer: Any, step: Callable[[int], float]) -> Found:
+    program, losses = idiom.program(module, optimizer), []
+    next(program)
+    for number in range(STEPS):
+        losses.append(step(number))
+        try:
+            program.send(losses[-1])
+        except StopIteration:
+            break
+    program.close()
+    return [one.detach().clone() for one in module.state_dict().values() if isinstance(one, torch.Tensor)], losses
+
+
+def _loss(returned: Any) -> torch.Tensor:
+    return returned[0] if isinstance(returned, tuple) else returned
+
+
+def by_plain_pytorch(idiom: Idiom) -> Found:
+    """One process, one replica, no strategy."""
+    module = drawn(idiom.module)
+    optimizer = idiom.optimizer(module)
+
+    def step(number: int) -> float:
+        optimizer.zero_grad()
+        torch.manual_seed(strategies.torch.seed_of(0, 0, number))
+        loss = _loss(idiom.loss(module, rows_of(number, range(1))))
+        loss.backward()
+        idiom.options.get("before_update", lambda _: None)(module)
+        optimizer.step()
+        return float(loss.detach())
+
+    return _run(idiom, module, optimizer, step)
+
+
+def by_trainer(idiom: Idiom, strategy: strategies.strategy.Strategy) -> Found:
+    """The local replicas of one of the instances."""
+    module = drawn(idiom.module)
+    optimizer = idiom.optimizer(module)
+    trainer = strategies.torch.Trainer(strategy, module, idiom.loss, optimizer, **idiom.options)
+    try:
+        return _run(
+            idiom, module, optimizer, lambda number: trainer.step(rows_of(number, strategy.local_replicas))["loss"]
+        )
+    finally:
+        trainer.close()
+
+
+def by_loop(idiom: Idiom, strategy: strategies.strategy.Strategy) -> Found:
+    """A loop of the program's own; the losses are those of this replica."""
+    module = drawn(idiom.module)
+    optimizer = idiom.optimizer(module)
+    model = strategies.torch.DistributedModel(module, strategy)
+
+    def step(number: int) -> float:
+        optimizer.zero_grad()
+        loss = _loss(idiom.loss(model, rows_of(number, strategy.local_replicas)))
+        loss.backward()
+        idiom.options.get("before_update", lambda _: None)(module)
+        optimizer.step()
+        return float(loss.detach())
+
+    return _run(idiom, module, optimizer, step)
+
+
+def bits_of(found: Found) -> tuple[list[bytes], list[float]]:
+    """What has to be equal."""
+    tensors, losses = found
+    return [strategies.fingerprint([one.contiguous().numpy()]) for one in map(_readable, tensors)], losses
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+@contextmanager
+def hooked(handle: Any) -> Generator[None, None, None]:
+    """A hook that is removed at the end."""
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def named(rows: Sequence[Idiom]) -> dict[str, Idiom]:
+    """Rows by their names."""
+    found = {row.name: row for row in rows}
+    assert len(found) == len(rows), "two idioms have one name"
+    return found

@@ -1,0 +1,57 @@
+"""Idioms of PyTorch: one replica has the bits of plain PyTorch, several those of every number of instances."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from idiom import bits_of, by_loop, by_plain_pytorch, by_trainer, named
+from idioms_of_losses import LOSSES
+from idioms_of_modules import LAYERS, WRAPPERS
+from idioms_of_optimizers import OPTIMIZERS
+from idioms_of_programs import CHANGES, HOOKS
+
+import strategies
+
+IDIOMS = named([*LAYERS, *WRAPPERS, *OPTIMIZERS, *LOSSES, *HOOKS, *CHANGES])
+REPLICAS = 4
+
+
+def rows(condition=lambda idiom: True):
+    """A test for each of the rows of which something is true."""
+    chosen = [idiom for idiom in IDIOMS.values() if condition(idiom)]
+    marks = [[pytest.mark.skip(reason=idiom.waiting)] if idiom.waiting else [] for idiom in chosen]
+    cases = [pytest.param(idiom, id=idiom.name, marks=mark) for idiom, mark in zip(chosen, marks, strict=True)]
+    return pytest.mark.parametrize("idiom", cases)
+
+
+@rows(lambda idiom: not idiom.refused and idiom.is_plain)
+def test_one_replica_has_the_bits_of_plain_pytorch(idiom):
+    found, expected = by_trainer(idiom, strategies.IPUStrategy(1)), by_plain_pytorch(idiom)
+    if idiom.tolerance:
+        torch.testing.assert_close(found, expected, rtol=idiom.tolerance, atol=idiom.tolerance)
+    else:
+        assert bits_of(found) == bits_of(expected)
+
+
+@rows(lambda idiom: not idiom.refused)
+def test_the_bits_do_not_depend_on_the_instances(idiom, on_instances):
+    found = [
+        bits_of(one) for count in (1, 2, 4) for one in on_instances(count, REPLICAS, lambda s: by_trainer(idiom, s))
+    ]
+    assert all(one == found[0] for one in found)
+
+
+@rows(lambda idiom: idiom.has_loop)
+def test_a_loop_has_the_bits_of_a_trainer(idiom, on_instances):
+    expected = bits_of(by_trainer(idiom, strategies.IPUStrategy(2)))[0]
+    assert [bits_of(one)[0] for one in on_instances(2, 2, lambda s: by_loop(idiom, s))] == [expected] * 2
+
+
+@rows(lambda idiom: idiom.refused)
+def test_what_is_refused_says_why_on_all_instances(idiom, on_instances):
+    def refused(strategy):
+        with pytest.raises(Exception, match=idiom.refused):
+            by_trainer(idiom, strategy)
+
+    for instances in (1, 2):
+        on_instances(instances, REPLICAS, refused)
