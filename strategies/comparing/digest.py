@@ -80,22 +80,58 @@ def majority_of(replicas: Replicas, tree: Any, step: int) -> int | None:
     return _compared(replicas, tree, step)[0]
 
 
-def _compared(replicas: Replicas, tree: Any, step: int) -> tuple[int | None, bool]:
+def insist_on_same_bits(replicas: Replicas, tree: Any, step: int) -> None:
+    """Compare a tree that has to be the same everywhere, also where a job could carry on; a collective call.
+
+    Args:
+        replicas: see `compare`.
+        tree: see there.
+        step: for messages.
+
+    Raises:
+        DivergenceError: on all instances if their bits differ.
+    """
+    _compared(replicas, tree, step, heals=False)
+
+
+def _compared(replicas: Replicas, tree: Any, step: int, heals: bool = True) -> tuple[int | None, bool]:
     """`majority_of`, and whether this instance has other bits."""
     mine = np.array([*digest_of(tree), replicas.first_index], np.uint64)
     gathered = replicas.communicator.all_gather(mine, name="digests of the state")
     differ = instances_that_differ([(int(mixed), int(total)) for mixed, total, _ in gathered])
     if not differ:
         return None, False
+    where = _first_difference(replicas, tree)
     if len(differ) == len(gathered):
-        raise DivergenceError(f"before step {step} the instances have different bits, and no majority has the same")
+        raise DivergenceError(
+            f"before step {step} the instances have different bits, and no majority has the same{where}"
+        )
     who = f"{'instance' if len(differ) == 1 else 'instances'} {', '.join(str(gathered[each, 2]) for each in differ)}"
-    if not replicas.can_carry_on:
-        raise DivergenceError(f"before step {step} {who} had other bits than the other {len(gathered) - len(differ)}")
+    if not heals or not replicas.can_carry_on:
+        raise DivergenceError(
+            f"before step {step} {who} had other bits than the other {len(gathered) - len(differ)}{where}"
+        )
     source = next(instance for instance in range(len(gathered)) if instance not in differ)
     if replicas.instance_index == source:
         logger.warning("before step %d %s had other bits than the others, and got theirs", step, who)
     return source, replicas.instance_index in differ
+
+
+def _first_difference(replicas: Replicas, tree: Any) -> str:
+    """The first array that is not the same everywhere, in words; a collective call, where something differs."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    own = np.array([digest_of(leaf) for _, leaf in leaves], np.uint64)
+    gathered = replicas.communicator.all_gather(own, name="digests of each array")
+    first = int(np.argmax((gathered != gathered[0]).any(axis=(0, 2))))
+    path, leaf = leaves[first]
+    numbers = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else borrow(leaf)).astype(np.float64)
+    norms = replicas.communicator.all_gather(np.array(np.linalg.norm(numbers)), name="norms of an array")
+    shown = ", ".join(f"{float(norm):.9g}" for norm in norms)
+    return (
+        f": the first array that differs is {jax.tree_util.keystr(path)}, of the norms {shown} on the instances; a "
+        "program that changes the state on some instances only, or draws from other generators there, does that, and "
+        "so does faulty memory"
+    )
 
 
 def flip_bit(variables: Any) -> Any:

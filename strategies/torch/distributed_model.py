@@ -48,6 +48,8 @@ class DistributedModel(torch.nn.Module):
         model_state_aggregation: see `TorchOptions`; buffers are agreed on at the end of each backward pass.
         intra_op_threads: of this thread, see `TorchOptions`; None leaves them as they are.
         stream_gradients: see `TorchOptions`; otherwise gradients are exchanged at the end of the backward pass.
+        verify_steps: after so many first updates compare the bits of all parameters between instances, at the end of
+            the next backward pass; 0 for none.
 
     Attributes:
         module: see above.
@@ -68,6 +70,7 @@ class DistributedModel(torch.nn.Module):
         model_state_aggregation: Aggregation = None,
         intra_op_threads: int | None = 1,
         stream_gradients: bool | None = None,
+        verify_steps: int = 1,
     ) -> None:
         super().__init__()
         options = TorchOptions(
@@ -75,6 +78,7 @@ class DistributedModel(torch.nn.Module):
             gradient_transfer_dtype=gradient_transfer_dtype,
             model_state_aggregation=model_state_aggregation,
             stream_gradients=stream_gradients,
+            verify_steps=verify_steps,
         )
         if options.transfer.is_quantised:
             raise StrategyError(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from strategies.comparing.agreement import insist_on_agreement
-from strategies.comparing.digest import digest_of
+from strategies.comparing.digest import digest_of, insist_on_same_bits
 from strategies.errors import StrategyError
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
@@ -352,6 +352,9 @@ class GradientAveraging:
                 if not slot.is_parameter:
                     self._masters[slot.name] = slot.tensor.detach().clone()
         self.writes.frozen.clear()
+        if tail.metrics[0] == 1 and 0 < self.loop.step <= self._options.verify_steps:  # nobody has left the loop
+            state = {name: as_array(parameter) for name, parameter in self._module.named_parameters()}
+            insist_on_same_bits(self._replicas, state, self.loop.step)
 
     def _refuse_gradients_of_some(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
         active = float(tail.metrics[0])

@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
 
     check_numerics: bool
     digest_every: int
+    verify_steps: int
     gradient_accumulation_count: int
     reduction_method: GradientAccumulationReductionMethod | str
     replicated_optimizer_state_sharding: bool
@@ -57,6 +58,8 @@ class TorchOptions:
         check_numerics: raise `NonFiniteGradientError` for the first mean gradient that is NaN or infinite.
         digest_every: compare the bits of parameters, buffers and optimizer state between instances before every so
             many steps.
+        verify_steps: in so many first steps of a training compare the loss and gradients of replica 0 with plain
+            PyTorch on the module itself, and then the bits of the state between instances; 0 for none.
         gradient_accumulation_count: micro-batches of each replica for one update.
         reduction_method: how micro-batches are reduced, over replicas it is always the mean. MEAN divides each loss by
             the count before its backward pass.
@@ -89,6 +92,7 @@ class TorchOptions:
     seed: int = 0
     check_numerics: bool = False
     digest_every: int = 0
+    verify_steps: int = 1
     gradient_accumulation_count: int = 1
     reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.MEAN
     replicated_optimizer_state_sharding: bool = False
@@ -111,6 +115,7 @@ class TorchOptions:
         require_switches_or_none(stream_gradients=self.stream_gradients)
         at_least(0, "seed", self.seed)
         at_least(0, "digest_every", self.digest_every)
+        at_least(0, "verify_steps", self.verify_steps)
         positive("gradient_accumulation_count", self.gradient_accumulation_count)
         positive("min_elements_for_sharding", self.min_elements_for_sharding)
         positive("intra_op_threads", self.intra_op_threads)
@@ -178,6 +183,7 @@ class TorchOptions:
             "seed": self.seed,
             "check_numerics": self.check_numerics,
             "digest_every": self.digest_every,
+            "verify_steps": self.verify_steps,
             "gradient_accumulation_count": self.gradient_accumulation_count,
             "reduction_method": self.method.name,
             "replicated_optimizer_state_sharding": self.replicated_optimizer_state_sharding,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -39,6 +39,16 @@ micro-batch."""
 SUM, RUNNING_MEAN = GradientAccumulationReductionMethod.SUM, GradientAccumulationReductionMethod.RUNNING_MEAN
 
 
+class Watch(Protocol):
+    """Is told what replica 0 computes, in its thread."""
+
+    def losses(self, found: Sequence[float]) -> None:
+        """Be told the losses of all micro-batches."""
+
+    def gradient(self, number: int, found: torch.Tensor | None) -> None:
+        """Be told the whole gradient of a parameter that is trained, which is not to be kept or changed."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """A step as a replica sees it.
@@ -52,6 +62,7 @@ class Turn:
         moving: the numbers of those of which it is known that they change.
         residuals: of int8 gradients.
         settings: see `Settings.word`.
+        watch: is told of replica 0; None in steps that nobody watches.
     """
 
     step: int
@@ -62,6 +73,7 @@ class Turn:
     moving: frozenset[int]
     residuals: Sequence[np.ndarray]
     settings: int = 0
+    watch: Watch | None = None
 
 
 class _OfThread(threading.local):
@@ -115,6 +127,7 @@ class ReplicaRun:
         self._missing: list[int] = []  # for each bucket how many gradients are to come
         self._seen: list[bool] = []  # for each parameter that is trained whether its gradient has come
         self._leaving: int | None = None  # the thread whose gradients leave
+        self._watch: Watch | None = None
         self.pipeline: PipelineRun | None = None
         if options.pipeline is not None:
             count, threads = options.gradient_accumulation_count, options.intra_op_threads
@@ -166,6 +179,7 @@ class ReplicaRun:
             parameter.grad = None
         self.copy.begin_with(turn.masters)
         self._writes.begin()
+        self._watch = turn.watch if self.replica == 0 else None
         count = self._options.gradient_accumulation_count
         parts = parts_of(batch, count)
         values: list[list[float]] = [[] for _ in parts]
@@ -204,6 +218,8 @@ class ReplicaRun:
             _of_thread.run = None
         self.copy.refuse_other_parts()
         self.copy.refuse_writes(self._writes.written())
+        if self._watch is not None:
+            self._watch.losses([value[0] for value in values])
         total = values[0]
         for more in values[1:]:
             total = [one + other for one, other in zip(total, more, strict=True)]
@@ -268,6 +284,8 @@ class ReplicaRun:
         assert self._plan is not None
         assert self.contribution is not None
         self._seen[number] = gradient is not None
+        if self._watch is not None:
+            self._watch.gradient(number, gradient)
         self.contribution.take(number, gradient)
         bucket = self._plan.places[number].bucket
         self._missing[bucket] -= 1
@@ -281,6 +299,9 @@ class ReplicaRun:
         assert self._plan is not None
         assert self.contribution is not None
         gradients = [self.copy.parameters[number].grad for number in self._trained]
+        if self._watch is not None and not self._leaves:
+            for number, gradient in enumerate(gradients):
+                self._watch.gradient(number, gradient)
         if self._options.scaling is not None and self._is_quantised:
             for gradient in gradients:
                 if gradient is not None:

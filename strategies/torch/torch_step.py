@@ -14,7 +14,7 @@ import torch
 from collectives import Communicator
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
 from strategies.comparing.agreement import broadcast_text, insist_on_agreement, terms_of
-from strategies.comparing.digest import majority_of
+from strategies.comparing.digest import insist_on_same_bits, majority_of
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.gradients.leaving import not_made
 from strategies.loss_scaling import LossScaling
@@ -33,10 +33,11 @@ from strategies.torch.local_replicas import LocalReplicas
 from strategies.torch.memory import plan_memory
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
+from strategies.torch.plain_pass import Comparison, expected_of
 from strategies.torch.program_lines import lines_of_function, lines_of_module, lines_of_optimizer
 from strategies.torch.replica_run import LossFunction, Turn
 from strategies.torch.settings import Settings, differ, settings_in_words
-from strategies.torch.tensors import as_array, dtype_of, tensors_of
+from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import Training
 from strategies.torch.updates import refuse_groups
@@ -75,6 +76,7 @@ class TorchStep:
         self._agreed: set[Any] = set()  # the shapes of batches
         self._settings = Settings(training.parameters, training.optimizer)
         self._has_warned = False  # of what is lost with an instance
+        self._first_step: int | None = None  # that this program makes
 
     def scale_losses(self, scale: float) -> None:
         """See `Trainer.scale_losses`; how the scale moves on stays what it was."""
@@ -141,22 +143,27 @@ class TorchStep:
             self._notice.agree(float(told[2]))
 
     def _compare(self) -> None:
-        """Take over what most instances have, where this one has other bits."""
-        root = majority_of(self._replicas, self._training.recorded(), self._training.step)
-        if root is not None:
-            self._training.share(root)
+        """Compare bits between instances, in steps where that is asked for; take over what most instances have."""
+        every, training = self._options.digest_every, self._training
+        if every and training.step and training.step % every == 0:
+            root = majority_of(self._replicas, training.recorded(), training.step)
+            if root is not None:
+                training.share(root)
+        elif 0 < self._made_here <= self._options.verify_steps:
+            state = training.recorded()
+            insist_on_same_bits(self._replicas, [state.variables, state.model_state], training.step)
 
     # ---- one step
 
     def _make(self, batch: Batch) -> Metrics:
-        training, options = self._training, self._options
-        if options.digest_every and training.step and training.step % options.digest_every == 0:
-            self._compare()
+        training = self._training
+        self._compare()
         given, batch = batch, tensors_of(batch)
         local = self._prepared(given, batch)
         self._let_go()
         scale = 1.0 if training.scale is None else float(training.scale.scale)
         buffers = training.buffers
+        watch = self._expected(batch, scale) if self._is_to_be_verified else None
         turn = Turn(
             training.step,
             scale,
@@ -166,6 +173,7 @@ class TorchStep:
             buffers.moving,
             (),
             self._settings.word(training.step),
+            watch,
         )
         instruments = self._replicas.instruments
         with instruments.during[FORWARD_BACKWARD]:
@@ -176,7 +184,39 @@ class TorchStep:
                 self._exchange.reduce(number, contributions)
         assert self._exchange is not None
         training.memory_of_replicas.refuse_gradients_of_originals()
+        if self._is_to_be_verified:
+            self._refuse_difference(watch)
         return self._finish(batch, local, self._exchange, scale)
+
+    # ---- the first steps
+
+    @property
+    def _made_here(self) -> int:
+        """How many steps this program has made, the same on all instances."""
+        if self._first_step is None:
+            self._first_step = self._training.step
+        return self._training.step - self._first_step
+
+    @property
+    def _is_to_be_verified(self) -> bool:
+        return self._made_here < self._options.verify_steps
+
+    def _expected(self, batch: Batch, scale: float) -> Comparison | None:
+        """What plain PyTorch computes for replica 0, on the instance that has that."""
+        local = self._replicas.local_replicas
+        if local.start:
+            return None
+        training, part = self._training, parts_of(batch, len(local))[0]
+        expected = expected_of(training.module, self._loss_fn, part, training.step, scale, self._options)
+        return None if expected is None else Comparison(expected)
+
+    def _refuse_difference(self, watch: Comparison | None) -> None:
+        """Have all instances raise what the one with replica 0 has found; a collective call."""
+        found = "" if watch is None else watch.difference
+        if told := broadcast_text(self._replicas.communicator, found, 0, "the comparison with plain PyTorch"):
+            raise StrategyError(f"in step {self._training.step} {told}")
+
+    # ---- the end of a step
 
     def _let_go(self) -> None:
         """Give the gradients of the last step back, before there are others."""
@@ -244,6 +284,11 @@ class TorchStep:
     def _refuse_gradients_of_some(self, plan: GradientPlan, tail: Tail, local: LocalReplicas) -> None:
         """Refuse gradients that are None on some replicas only; a collective call where there are any."""
         some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < 1))
+        if not tail.has_gradient.any():
+            raise StrategyError(
+                "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
+                "module that loss_fn is given as its first argument"
+            )
         if not some.size:
             return
         lacking = self._of_all_replicas([[not seen for seen in run.seen] for run in local.runs])

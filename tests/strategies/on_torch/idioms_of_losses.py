@@ -161,7 +161,7 @@ LOSSES = [
     Idiom("a loss that is no number", smooth, lambda module, batch: module(batch["x"]),
           refused="return a floating-point scalar"),
     Idiom("a loss of another module", smooth, lambda module, batch: classify(OUTER, batch), is_plain=False,
-          refused="computes with the module that was given to Trainer|", waiting="net"),
+          refused="no parameter of the module has a gradient"),
     Idiom("two passes, one without gradients", loss=siamese, loops=False),
     Idiom("a gradient penalty of the input", smooth, penalised),
     Idiom("a gradient penalty of the weights", smooth, penalised_by_weights, loops=False),

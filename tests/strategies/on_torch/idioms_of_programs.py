@@ -36,7 +36,7 @@ def masked() -> nn.Module:
 def scaled_after() -> nn.Module:
     """A gradient that is changed once it is complete."""
     module = smooth()
-    module[0].weight.register_post_accumulate_grad_hook(lambda one: one.grad.mul_(0.5))
+    module[0].weight.register_post_accumulate_grad_hook(lambda one: one.grad.mul_(0.5) and None)
     return module
 
 

@@ -12,6 +12,7 @@ from idioms_of_programs import CHANGES, HOOKS
 
 import strategies
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 IDIOMS = named([*LAYERS, *WRAPPERS, *OPTIMIZERS, *LOSSES, *HOOKS, *CHANGES])
 REPLICAS = 4
 

@@ -1,0 +1,197 @@
+"""The losses and gradients of replica 0 by plain PyTorch, with which those of the replica are compared at first."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import torch
+
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.roles import Batch
+from strategies.torch.options import TorchOptions
+from strategies.torch.randomness import drawing_from, seed_of
+from strategies.torch.replica_groups import groups_of
+from strategies.torch.replica_memory import HOST
+from strategies.torch.replica_run import LossFunction, outcome_of
+from strategies.torch.tensors import parts_of
+from strategies.torch.threads import intra_op_threads
+from strategies.torch.undoing import CannotBeUndoneError, undone
+
+logger = logging.getLogger(__name__)
+
+SUM, RUNNING_MEAN = GradientAccumulationReductionMethod.SUM, GradientAccumulationReductionMethod.RUNNING_MEAN
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What plain PyTorch has computed for a replica.
+
+    Attributes:
+        losses: of its micro-batches.
+        gradients: of the parameters that are trained, in the order of `named_parameters`, as they are accumulated.
+        names: of these parameters.
+        hooked: the numbers of those whose gradients hooks of the program change once they are complete, in the module.
+        dtype: in which forward passes compute, if it is another one than that of the parameters.
+    """
+
+    losses: tuple[float, ...]
+    gradients: tuple[torch.Tensor | None, ...]
+    names: tuple[str, ...]
+    hooked: frozenset[int]
+    dtype: torch.dtype | None
+
+
+def expected_of(
+    module: torch.nn.Module, loss_fn: LossFunction, batch: Batch, step: int, scale: float, options: TorchOptions
+) -> Expected | None:
+    """Run the forward and backward passes of replica 0 on the module itself, which is as before afterwards.
+
+    Args:
+        module: of the training; nothing else uses it meanwhile.
+        loss_fn: see `LossFunction`.
+        batch: of replica 0, of tensors; not changed.
+        step: its number.
+        scale: by which losses are multiplied.
+        options: of the step.
+
+    Returns:
+        None, and the log says why, where that cannot be compared, or plain PyTorch fails.
+    """
+    if reason := _reason_to_skip(module, options):
+        logger.debug("step %d is not compared with plain PyTorch: %s", step, reason)
+        return None
+    own = jax.tree.map(_copied, batch)
+    try:
+        with undone(module, loss_fn), intra_op_threads(options.intra_op_threads):
+            return _computed(module, loss_fn, own, step, scale, options)
+    except CannotBeUndoneError as error:
+        logger.debug("step %d is not compared with plain PyTorch: %s", step, error)
+        return None
+    except Exception as error:
+        logger.debug("step %d is not compared with plain PyTorch, which fails", step, exc_info=error)
+        return None
+
+
+def _reason_to_skip(module: torch.nn.Module, options: TorchOptions) -> str:
+    if options.device is not None and options.device != HOST:
+        return f"replicas compute on {options.device}, and the module is on the host"
+    if any(groups_of(parameter) is not None for parameter in module.parameters()):
+        return "groups of replicas have rows of parameters"
+    if any(isinstance(one, torch.nn.SyncBatchNorm) for one in module.modules()):
+        return "SyncBatchNorm computes with the rows of all replicas"
+    return ""
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _computed(
+    module: torch.nn.Module, loss_fn: LossFunction, batch: Batch, step: int, scale: float, options: TorchOptions
+) -> Expected:
+    count, method = options.gradient_accumulation_count, options.method
+    named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    parameters = [one for _, one in named]
+    losses = []
+    for number, part in enumerate(parts_of(batch, count)):
+        with drawing_from(seed_of(options.seed, 0, step, number)):
+            with nullcontext() if options.autocast_dtype is None else torch.autocast(HOST.type, options.autocast_dtype):
+                loss, _, _ = outcome_of(loss_fn(module, part))
+            losses.append(float(loss.detach()))
+            if method is RUNNING_MEAN:
+                for one in parameters:
+                    one.grad = None if one.grad is None else one.grad * (number / (number + 1))
+            divisor = 1 if method is SUM else number + 1 if method is RUNNING_MEAN else count
+            gradients = torch.autograd.grad(loss / divisor * scale, parameters, allow_unused=True)
+        for one, gradient in zip(parameters, gradients, strict=True):  # not by backward(): others have gradients, too
+            if gradient is not None:
+                one.grad = gradient if one.grad is None else one.grad + gradient
+    hooked = {number for number, one in enumerate(parameters) if getattr(one, "_post_accumulate_grad_hooks", None)}
+    return Expected(
+        tuple(losses),
+        tuple(one.grad for one in parameters),
+        tuple(name for name, _ in named),
+        frozenset(hooked),
+        options.autocast_dtype,
+    )
+
+
+class Comparison:
+    """Compares what replica 0 computes with what plain PyTorch has computed; told by the thread of the replica.
+
+    Args:
+        expected: see there.
+
+    Attributes:
+        difference: the first one that was found, in words; empty where all is alike.
+    """
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self.difference = ""
+
+    def losses(self, found: Sequence[float]) -> None:
+        """Compare the losses of the micro-batches."""
+        for number, (mine, other) in enumerate(zip(found, self._expected.losses, strict=True)):
+            dtype = self._expected.dtype or torch.float32
+            if abs(mine - other) > tolerance_of(dtype) * max(abs(mine), abs(other)):
+                self._tell(f"the loss of micro-batch {number} on replica 0 is {mine:.6g}", f"{other:.6g}")
+
+    def gradient(self, number: int, found: torch.Tensor | None) -> None:
+        """Compare the gradient of a parameter that is trained, before it travels."""
+        expected = self._expected.gradients[number]
+        if number in self._expected.hooked or self._is_alike(found, expected):
+            return
+        name = self._expected.names[number]
+        self._tell(f"the gradient of {name} on replica 0 has {_norm(found)}", _norm(expected))
+
+    def _is_alike(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+        if one is None or other is None:
+            return _norm_of(one) == _norm_of(other) == 0
+        if one.layout is not torch.strided or other.layout is not torch.strided:
+            return one.layout == other.layout  # sparse ones are refused elsewhere
+        if one.shape != other.shape:
+            return False
+        if torch.equal(one, other):
+            return True
+        norms = _norm_of(one), _norm_of(other)
+        if not all(map(math.isfinite, norms)):
+            return not any(map(math.isfinite, norms))
+        tolerance = max(tolerance_of(each) for each in (one.dtype, self._expected.dtype or one.dtype))
+        noise = self._norm_of_all * tolerance**2  # of gradients that are nothing but rounding
+        return _norm_of(one.double() - other.double()) <= tolerance * max(norms) + 8 * noise
+
+    @cached_property
+    def _norm_of_all(self) -> float:
+        return math.hypot(*map(_norm_of, self._expected.gradients))
+
+    def _tell(self, mine: str, other: str) -> None:
+        self.difference = self.difference or (
+            f"{mine}, and plain PyTorch, with the module itself and the same rows and random numbers, {other}; the "
+            "step was not applied. Replicas compute with copies of the module: likely loss_fn uses another module than "
+            "the one it is given, something in the module is not copied (a hook, a tensor in an attribute, compiled "
+            "code), or it draws or counts outside of PyTorch. If that is meant, verify_steps=0 compares nothing "
+            "(docs/torch.md, First steps)"
+        )
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """How far two results may lie apart, relative to their norms: half of the digits that a dtype has."""
+    return math.sqrt(torch.finfo(dtype).eps)
+
+
+def _norm_of(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None else float(tensor.detach().double().norm())
+
+
+def _norm(tensor: torch.Tensor | None) -> str:
+    return "no value" if tensor is None else f"the norm {_norm_of(tensor):.6g}"

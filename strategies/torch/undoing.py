@@ -1,0 +1,186 @@
+"""A pass through a module that leaves no trace: what it has changed in Python is put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
+from contextlib import contextmanager
+from functools import partial
+from operator import is_
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+
+MOST_BYTES, MOST_OBJECTS = 64 << 20, 20_000
+"""Of arrays, besides those of the module, that are copied; and of all that is looked at."""
+
+_LIBRARIES = {"torch", "strategies", "collectives", "popdist", "poprun", "jax", "numpy", "builtins"}
+
+Restore = Callable[[], object]
+
+
+class CannotBeUndoneError(Exception):
+    """A pass may change what cannot be put back; the message says what."""
+
+
+@contextmanager
+def undone(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Put back, at the end, what was changed in a module and in what a function reaches.
+
+    These are parameters, gradients and buffers; attributes; elements of lists, dictionaries and sets; tensors and
+    arrays; generators of random numbers, also those of Python and NumPy: in the module, in its hooks, in the closure of
+    the function, in the global variables that it names, and in objects of classes of the same program.
+
+    Args:
+        module: on the CPU.
+        function: of the program; called with the module.
+
+    Raises:
+        CannotBeUndoneError: before anything is run, if an iterator is among these, or too much.
+    """
+    search = _Search(_root_of(function))
+    for one in module.parameters():
+        search.restores.append(partial(setattr, one, "grad", one.grad))
+        search.keep(one)
+    for one in module.buffers():
+        search.keep(one)
+    search.own_bytes = 0
+    search.look([module, function])
+    state, legacy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(legacy)
+        for restore in reversed(search.restores):
+            restore()
+
+
+class _Search:
+    """Finds what can be changed, and how to put it back.
+
+    Args:
+        program: the package whose classes are the program's own.
+
+    Attributes:
+        restores: put it back.
+        own_bytes: of the arrays that were copied.
+    """
+
+    def __init__(self, program: str) -> None:
+        self._program = "" if program in _LIBRARIES else program
+        self._seen: dict[int, Any] = {}
+        self.restores: list[Restore] = []
+        self.own_bytes = 0
+
+    def look(self, found: Iterable[Any]) -> None:
+        """Look at objects, and at all that they reach."""
+        waiting = list(found)
+        while waiting:
+            one = waiting.pop()
+            if id(one) in self._seen or isinstance(one, str | bytes | int | float | type | None):
+                continue
+            if len(self._seen) > MOST_OBJECTS or self.own_bytes > MOST_BYTES:
+                raise CannotBeUndoneError("the loss function reaches more than can be copied")
+            self._seen[id(one)] = one
+            waiting.extend(self._reached(one))
+
+    def keep(self, one: torch.Tensor) -> None:
+        """Put back what is in a tensor."""
+        self._seen[id(one)] = one
+        self.own_bytes += one.nbytes
+        memory, saved = one.detach(), one.detach().clone()
+
+        def restore() -> None:
+            if one.data_ptr() != memory.data_ptr() or one.shape != memory.shape:
+                one.data = memory
+            if not torch.equal(memory, saved):  # versions do not tell: batch norm writes its statistics without
+                memory.copy_(saved)
+
+        self.restores.append(restore)
+
+    def _reached(self, one: Any) -> Iterable[Any]:
+        """What is to be looked at besides; what can be put back in this one is noted."""
+        if isinstance(one, torch.Tensor):
+            if one.layout is torch.strided and one.device.type == "cpu":
+                self.keep(one)
+        elif isinstance(one, np.ndarray):
+            if one.flags.writeable and not one.dtype.hasobject:
+                self.own_bytes += one.nbytes
+                self.restores.append(partial(np.copyto, one, one.copy()))
+        elif isinstance(one, torch.Generator):
+            self.restores.append(partial(one.set_state, one.get_state()))
+        elif isinstance(one, random.Random):
+            self.restores.append(partial(one.setstate, one.getstate()))
+        elif isinstance(one, np.random.Generator):
+            self.restores.append(partial(setattr, one.bit_generator, "state", one.bit_generator.state))
+        elif isinstance(one, Iterator):
+            raise CannotBeUndoneError(f"the loss function may take elements of a {type(one).__name__}")
+        elif isinstance(one, MutableMapping | MutableSequence | MutableSet):
+            self.restores.append(_elements_of(one))
+            return list(one.values()) if isinstance(one, MutableMapping) else list(one)
+        elif isinstance(one, tuple | frozenset):
+            return one
+        elif isinstance(one, partial):
+            return [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, MethodType):
+            return [one.__self__, one.__func__]
+        elif isinstance(one, FunctionType):
+            return self._of_function(one)
+        elif isinstance(one, torch.nn.Module) or _root_of(type(one)) == self._program:
+            return [getattr(one, "__dict__", None)]
+        return []
+
+    def _of_function(self, function: FunctionType) -> Iterable[Any]:
+        found = [function.__defaults__, function.__kwdefaults__]
+        for cell in function.__closure__ or ():
+            try:
+                found.append(cell.cell_contents)
+            except ValueError:  # it is empty yet
+                continue
+            self.restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
+        if _root_of(function) in _LIBRARIES:
+            return found
+        names = function.__globals__
+        for name in _names_in(function.__code__) & names.keys():
+            self.restores.append(partial(names.__setitem__, name, names[name]))
+            found.append(names[name])
+        return found
+
+
+def _root_of(one: Any) -> str:
+    """The package in which a function or class, or that of an object, is written."""
+    name = getattr(one, "__module__", None) or type(one).__module__
+    return str(name).partition(".")[0]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names of global variables, and of attributes, in a function and those inside of it."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _elements_of(container: Any) -> Restore:
+    if isinstance(container, MutableMapping):
+        saved = dict(container)
+
+        def restore_mapping() -> None:
+            if list(container) != list(saved) or any(container[key] is not value for key, value in saved.items()):
+                container.clear()
+                container.update(saved)
+
+        return restore_mapping
+    elements = list(container)
+
+    def restore() -> None:
+        now = list(container)
+        if len(now) == len(elements) and all(map(is_, now, elements)):
+            return
+        container.clear()
+        put = container.append if isinstance(container, MutableSequence) else container.add
+        for element in elements:
+            put(element)
+
+    return restore

@@ -1,0 +1,326 @@
+"""The first steps of a training are compared with plain PyTorch, and between instances; nothing is changed by that."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from idiom import FEATURES, Apply, classify, mlp, rows_of
+from idioms_of_modules import Teacher, layered
+from torch import nn
+
+import strategies
+import strategies.torch
+from strategies import DivergenceError, StrategyError
+from strategies.torch.plain_pass import Comparison, Expected, expected_of
+from strategies.torch.undoing import CannotBeUndoneError, undone
+
+
+def trainer_of(module, loss=classify, strategy=None, replicas=2, **options):
+    strategy = strategy or strategies.IPUStrategy(replicas)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    return strategies.torch.Trainer(strategy, module, loss, optimizer, **options)
+
+
+def one_step(module, loss=classify, replicas=2, **options):
+    trainer = trainer_of(module, loss, replicas=replicas, **options)
+    try:
+        return trainer.step(rows_of(0, range(2 * replicas)))
+    finally:
+        trainer.close()
+
+
+class Forgets(nn.Module):
+    """A layer whose copies are other ones: what a library does that does not heed the memo of `copy.deepcopy`."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(FEATURES, 3)
+        self.is_copy = False
+
+    def __deepcopy__(self, memo):
+        found = type(self)()
+        found.last = copy.deepcopy(self.last, memo)
+        found.is_copy = True
+        return found
+
+    def forward(self, x):
+        return self.last(x) * (2 if self.is_copy else 1)
+
+
+class TestADifference:
+    def test_from_plain_pytorch_names_the_loss_and_the_step(self):
+        with pytest.raises(
+            StrategyError, match=r"in step 0 the loss of micro-batch 0 on replica 0 is .* plain PyTorch"
+        ):
+            one_step(Forgets())
+
+    def test_names_the_first_parameter_and_both_norms(self):
+        class Halves(Forgets):
+            def forward(self, x):
+                found = self.last(x)
+                if self.is_copy:
+                    found.register_hook(lambda gradient: gradient / 2)
+                return found
+
+        with pytest.raises(
+            StrategyError,
+            match=r"the gradient of last\.weight on replica 0 has the norm .*, the norm .* verify_steps=0",
+        ):
+            one_step(Halves())
+
+    def test_leaves_everything_as_it_was(self):
+        module = Forgets()
+        before = copy.deepcopy(module.last.state_dict())
+        with pytest.raises(StrategyError, match="the step was not applied"):
+            one_step(module)
+        assert all(torch.equal(one, before[name]) for name, one in module.last.state_dict().items())
+
+    def test_is_raised_on_all_instances(self, on_instances):
+        def refused(strategy):
+            trainer = trainer_of(Forgets(), strategy=strategy)
+            with pytest.raises(StrategyError, match="in step 0 the loss"):
+                trainer.step(rows_of(0, strategy.local_replicas))
+
+        torch.manual_seed(0)
+        on_instances(2, 4, refused)
+
+    def test_is_not_looked_for_where_the_program_says_so_or_later(self):
+        one_step(Forgets(), verify_steps=0)
+        module, factors = mlp(), [1]
+        trainer = trainer_of(module, lambda own, batch: classify(own, batch) * (1 if own is module else factors[0]))
+        trainer.step(rows_of(0, range(2)))
+        factors[0] = 2
+        trainer.step(rows_of(1, range(2)))
+        trainer.close()
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"stream_gradients": True},
+            {"gradient_accumulation_count": 2},
+            {"gradient_accumulation_count": 2, "reduction_method": "running_mean"},
+            {"gradient_accumulation_count": 2, "reduction_method": "sum"},
+            {"gradient_transfer_dtype": "int8", "loss_scaling": 8.0},
+            {"gradient_transfer_dtype": "bfloat16"},
+            {"compute_dtype": "bfloat16", "loss_scaling": "dynamic"},
+            {"replicated_optimizer_state_sharding": True},
+            {"replica_device": "cpu"},
+        ],
+        ids=str,
+    )
+    def test_is_found_with_every_option_and_without_one_there_is_none(self, options):
+        told = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Comparison, "_tell", lambda self, *words: told.append(words))
+            one_step(layered(nn.BatchNorm1d(6), nn.Dropout(0.3)), **options)
+            assert told == []
+            one_step(Forgets(), **options)
+        assert len(told) >= 2
+
+
+class TestInstancesThatDrift:
+    def test_are_refused_when_the_second_step_begins(self, on_instances):
+        def drift(strategy):
+            module = nn.Linear(FEATURES, 3)
+            trainer = trainer_of(module, strategy=strategy)
+            trainer.step(rows_of(0, strategy.local_replicas))
+            with torch.no_grad():
+                module.bias += strategy.instance_index
+            with pytest.raises(DivergenceError, match=r"before step 1 .*\['bias'\], of the norms .* on the instances"):
+                trainer.step(rows_of(1, strategy.local_replicas))
+
+        on_instances(2, 4, drift)
+
+    def test_are_refused_in_a_loop_after_the_first_update(self, on_instances):
+        def drift(strategy):
+            module = drawn_linear()
+            model = strategies.torch.DistributedModel(module, strategy)
+            classify(model, rows_of(0, strategy.local_replicas)).backward()
+            with torch.no_grad():
+                module.bias -= 0.1 * strategy.instance_index
+            with pytest.raises(DivergenceError, match=r"before step 1 .*\['bias'\]"):
+                classify(model, rows_of(1, strategy.local_replicas)).backward()
+
+        on_instances(2, 2, drift)
+
+    def test_may_do_so_where_nobody_compares(self, on_instances):
+        def drift(strategy):
+            module = drawn_linear()
+            model = strategies.torch.DistributedModel(module, strategy, verify_steps=0)
+            for step in range(2):
+                classify(model, rows_of(step, strategy.local_replicas)).backward()
+                with torch.no_grad():
+                    module.bias -= 0.1 * strategy.instance_index
+
+        on_instances(2, 2, drift)
+
+
+def drawn_linear():
+    return nn.Linear(FEATURES, 3)
+
+
+class TestNothingIsChanged:
+    """By the pass that plain PyTorch makes besides: a training without has the same bits."""
+
+    def test_in_what_is_trained(self):
+        found = []
+        for steps in (0, 1):
+            torch.manual_seed(0)
+            module = nn.Sequential(Teacher(), nn.BatchNorm1d(3, momentum=None), nn.Dropout(0.4))
+            trainer = trainer_of(module, verify_steps=steps)
+            for step in range(3):
+                trainer.step(rows_of(step, range(2)))
+            trainer.close()
+            found.append(strategies.fingerprint([one.numpy() for one in module.state_dict().values()]))
+        assert found[0] == found[1]
+
+    def test_in_generators(self):
+        own, array = torch.Generator().manual_seed(1), np.random.default_rng(2)
+
+        def loss(module, batch):
+            noise = random.random() + np.random.rand() + array.random() + torch.rand((), generator=own)  # noqa: NPY002
+            return classify(module, batch) * noise
+
+        def after(steps):
+            random.seed(3)
+            np.random.seed(4)  # noqa: NPY002
+            own.manual_seed(1)
+            array.bit_generator.state = state
+            return float(one_step(nn.Linear(FEATURES, 3), loss, replicas=1, verify_steps=steps)["loss"])
+
+        state, before = array.bit_generator.state, torch.get_rng_state()
+        torch.manual_seed(5)
+        one = after(0)
+        torch.manual_seed(5)
+        assert after(1) == one
+        torch.set_rng_state(before)
+
+    def test_in_gradients_and_batches(self):
+        def loss(module, batch):
+            batch["x"].mul_(2)
+            return classify(module, batch)
+
+        batch = rows_of(0, range(1))
+        expected = batch["x"] * 2
+        trainer = trainer_of(nn.Linear(FEATURES, 3), loss, replicas=1)
+        trainer.step(batch)
+        trainer.close()
+        assert torch.equal(batch["x"], expected)
+
+    def test_in_what_the_loss_function_and_hooks_reach(self):
+        seen, counts, center = [], collections.Counter(), torch.zeros(3)
+        calls = 0
+
+        def loss(module, batch):
+            nonlocal calls
+            calls += 1
+            counts["calls"] += 1
+            center.add_(1)
+            return classify(module, batch)
+
+        module = nn.Linear(FEATURES, 3)
+        module.register_forward_hook(lambda *_: seen.append(1))
+        one_step(module, loss, replicas=1)
+        assert (calls, counts["calls"], len(seen), center.tolist()) == (1, 1, 1, [1.0, 1.0, 1.0])
+
+    def test_where_a_loss_function_takes_elements_of_an_iterator_it_is_called_as_often_as_before(self):
+        numbers = itertools.count(1)
+        metrics = one_step(
+            mlp(), lambda module, batch: (classify(module, batch), {"number": next(numbers)}), replicas=1
+        )
+        assert metrics["number"] == 1
+
+    def test_in_the_attributes_of_a_module(self):
+        class Remembers(nn.Linear):
+            def __init__(self):
+                super().__init__(FEATURES, 3)
+                self.calls, self.log, self.by_name = 0, collections.deque(), {"x": {1}}
+                self.register_buffer("grown", torch.zeros(1))
+
+            def forward(self, x):
+                self.calls += 1
+                self.log.append(x)
+                self.by_name["x"].add(len(self.log))
+                self.by_name["y"] = self.hidden = super().forward(x)
+                self.grown = torch.ones(2)
+                self.weight.data.mul_(2)
+                self.bias.data = self.bias.data + 1
+                return self.hidden
+
+        module = Remembers()
+        weight, bias = module.weight.clone(), module.bias.clone()
+        with undone(module, classify):
+            classify(module, rows_of(0, range(1))).backward()
+        assert (module.calls, len(module.log), module.by_name, module.grown.shape) == (0, 0, {"x": {1}}, (1,))
+        assert not hasattr(module, "hidden")
+        assert torch.equal(module.weight, weight)
+        assert torch.equal(module.bias, bias)
+        assert module.weight.grad is None
+
+    def test_where_too_much_would_have_to_be_copied(self):
+        large = [torch.zeros(9 << 20), torch.zeros(9 << 20)]
+        with pytest.raises(CannotBeUndoneError, match="more than can be copied"), undone(mlp(), lambda *_: large):
+            raise AssertionError
+
+
+class TestWhatCounts:
+    """As alike, and as different."""
+
+    GRADIENT = torch.linspace(-1, 1, 64)
+
+    def found(self, mine, expected=GRADIENT, dtype=None):
+        comparison = Comparison(Expected((1.0,), (expected, torch.ones(4)), ("one", "other"), frozenset(), dtype))
+        comparison.gradient(0, mine)
+        return comparison.difference
+
+    def test_half_of_the_digits(self):
+        assert not self.found(self.GRADIENT * (1 + 1e-4))
+        assert self.found(self.GRADIENT * (1 + 1e-3))
+        assert not self.found(self.GRADIENT * (1 + 1e-2), dtype=torch.bfloat16)
+        assert self.found(self.GRADIENT * 1.2, dtype=torch.bfloat16)
+
+    def test_rounding_where_a_gradient_is_nothing_else(self):
+        assert not self.found(self.GRADIENT * 1e-8, -self.GRADIENT * 1e-8)
+        assert self.found(self.GRADIENT * 1e-4, -self.GRADIENT * 1e-4)
+
+    def test_a_gradient_that_is_missing(self):
+        assert "has no value, and plain PyTorch" in self.found(None)
+        assert self.found(self.GRADIENT, None)
+        assert not self.found(None, None)
+        assert not self.found(None, torch.zeros(3))
+
+    def test_numbers_that_are_not_finite(self):
+        broken = self.GRADIENT * torch.inf
+        assert not self.found(broken, broken + torch.nan)
+        assert self.found(self.GRADIENT, broken)
+
+    def test_shapes(self):
+        assert self.found(self.GRADIENT[:3])
+
+
+class TestWhatIsNotCompared:
+    def expected(self, module, loss=classify, **options):
+        return expected_of(module, loss, rows_of(0, range(1)), 0, 1.0, strategies.torch.TorchOptions(**options))
+
+    def test_is_where_plain_pytorch_fails_which_the_replica_says_then(self):
+        def loss(module, batch):
+            return F.cross_entropy(module(batch["x"]), batch["y"][:1])
+
+        assert self.expected(mlp()) is not None
+        assert self.expected(mlp(), loss) is None
+        with pytest.raises(ValueError, match="Expected input batch_size"):
+            one_step(mlp(), loss)
+
+    def test_is_where_replicas_compute_together_or_have_rows_of_their_own(self):
+        module = Apply(lambda self, x: x @ self.table[0], table=nn.Parameter(torch.ones(2, FEATURES, 3)))
+        assert self.expected(module) is not None
+        strategies.torch.group_replicas(module.table, strategies.torch.ReplicaGroups())
+        assert self.expected(module) is None
+        assert self.expected(layered(nn.SyncBatchNorm(6))) is None
