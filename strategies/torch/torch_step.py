@@ -76,7 +76,7 @@ class TorchStep:
         self._agreed: set[Any] = set()  # the shapes of batches
         self._settings = Settings(training.parameters, training.optimizer)
         self._has_warned = False  # of what is lost with an instance
-        self._first_step: int | None = None  # that this program makes
+        self._first_step: int | None = None  # with these copies of the module
 
     def scale_losses(self, scale: float) -> None:
         """See `Trainer.scale_losses`; how the scale moves on stays what it was."""
@@ -149,7 +149,7 @@ class TorchStep:
             root = majority_of(self._replicas, training.recorded(), training.step)
             if root is not None:
                 training.share(root)
-        elif 0 < self._made_here <= self._options.verify_steps:
+        elif 0 < self._made_with_these <= self._options.verify_steps:
             state = training.recorded()
             insist_on_same_bits(self._replicas, [state.variables, state.model_state], training.step)
 
@@ -191,15 +191,13 @@ class TorchStep:
     # ---- the first steps
 
     @property
-    def _made_here(self) -> int:
-        """How many steps this program has made, the same on all instances."""
-        if self._first_step is None:
-            self._first_step = self._training.step
-        return self._training.step - self._first_step
+    def _made_with_these(self) -> int:
+        """How many steps were made with these copies, the same on all instances."""
+        return 0 if self._first_step is None else self._training.step - self._first_step
 
     @property
     def _is_to_be_verified(self) -> bool:
-        return self._made_here < self._options.verify_steps
+        return self._made_with_these < self._options.verify_steps
 
     def _expected(self, batch: Batch, scale: float) -> Comparison | None:
         """What plain PyTorch computes for replica 0, on the instance that has that."""
@@ -344,6 +342,7 @@ class TorchStep:
             self._communicator = self._replicas.communicator
             self._exchange = None
             self._agreed.clear()
+            self._first_step = self._training.step
             local, count = self._replicas.local_replicas, self._replicas.num_replicas_in_sync
             self._training.buffers.follow()
             refuse_groups(self._training.module, self._training.optimizer, self._options)

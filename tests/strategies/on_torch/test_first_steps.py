@@ -17,6 +17,7 @@ from torch import nn
 
 import strategies
 import strategies.torch
+import strategies.torch.poptorch as poptorch
 from strategies import DivergenceError, StrategyError
 from strategies.torch.plain_pass import Comparison, Expected, expected_of
 from strategies.torch.undoing import CannotBeUndoneError, undone
@@ -98,6 +99,9 @@ class TestADifference:
         trainer.step(rows_of(0, range(2)))
         factors[0] = 2
         trainer.step(rows_of(1, range(2)))
+        module[0].requires_grad_(False)  # replicas get new copies
+        with pytest.raises(StrategyError, match="in step 2 the loss"):
+            trainer.step(rows_of(2, range(2)))
         trainer.close()
 
     @pytest.mark.parametrize(
@@ -123,6 +127,39 @@ class TestADifference:
             assert told == []
             one_step(Forgets(), **options)
         assert len(told) >= 2
+
+    def test_is_found_in_a_pipeline(self):
+        class Staged(Forgets):
+            def __init__(self):
+                super().__init__()
+                self.first = nn.Linear(FEATURES, FEATURES)
+
+            def forward(self, x, labels):
+                with poptorch.Block("first", ipu_id=0):
+                    hidden = F.dropout(self.first(x), 0.3)
+                with poptorch.Block("second", ipu_id=1):
+                    output = super().forward(hidden)
+                    return output, F.cross_entropy(output, labels)
+
+            def __deepcopy__(self, memo):
+                found = super().__deepcopy__(memo)
+                found.first, found.is_copy = copy.deepcopy(self.first, memo), not self.is_right
+                return found
+
+        options = poptorch.Options()
+        options.Training.gradientAccumulation(2)
+        batch = rows_of(0, range(2))
+        for is_right in (True, False):
+            model = Staged()
+            model.is_right = is_right
+            optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
+            training = poptorch.trainingModel(model, options, optimizer)
+            if is_right:
+                training(batch["x"], batch["y"])
+            else:
+                with pytest.raises(StrategyError, match="the loss of micro-batch 0 on replica 0"):
+                    training(batch["x"], batch["y"])
+            training.destroy()
 
 
 class TestInstancesThatDrift:
