@@ -150,8 +150,7 @@ class TorchStep:
             if root is not None:
                 training.share(root)
         elif 0 < self._made_with_these <= self._options.verify_steps:
-            state = training.recorded()
-            insist_on_same_bits(self._replicas, [state.variables, state.model_state], training.step)
+            insist_on_same_bits(self._replicas, training.tensors(), training.step)
 
     # ---- one step
 

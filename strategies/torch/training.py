@@ -118,8 +118,9 @@ class Training:
 
     def state(self) -> TrainState:
         """The state now: views of the memory of tensors, which the next step uses up."""
-        variables = {name: as_array(parameter) for name, parameter in self.module.named_parameters()}
-        model_state = {name: as_array(tensor) for name, tensor in self.buffers.named().items()} or None
+        variables: Tree
+        model_state: Tree
+        variables, model_state = self.tensors()
         residuals = None
         if self._options.transfer.is_quantised:
             of_each = zip(*self.residuals, strict=True)
@@ -132,10 +133,14 @@ class Training:
 
     def recorded(self) -> TrainState:
         """What is compared between instances: parameters, buffers, and optimizer state unless it is sharded."""
-        variables = {name: as_array(parameter) for name, parameter in self.module.named_parameters()}
-        model_state = {name: as_array(tensor) for name, tensor in self.buffers.named().items()} or None
+        variables, model_state = self.tensors()
         optimizer = None if isinstance(self.update, ShardedUpdate) else state_of(self.optimizer)
         return TrainState(variables, optimizer, self.step, self.scale, None, model_state)
+
+    def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
+        """The memory of parameters, and of buffers; None where there are none."""
+        variables = {name: as_array(parameter) for name, parameter in self.module.named_parameters()}
+        return variables, {name: as_array(tensor) for name, tensor in self.buffers.named().items()} or None
 
     def _optimizer_tree(self) -> Tree:
         made = state_of(self.optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import random
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-MOST_BYTES, MOST_OBJECTS = 64 << 20, 20_000
+MOST_BYTES, MOST_OBJECTS = 64 << 20, 200_000
 """Of arrays, besides those of the module, that are copied; and of all that is looked at."""
 
 _LIBRARIES = {"torch", "strategies", "collectives", "popdist", "poprun", "jax", "numpy", "builtins"}
@@ -82,10 +83,10 @@ class _Search:
             one = waiting.pop()
             if id(one) in self._seen or isinstance(one, str | bytes | int | float | type | None):
                 continue
-            if len(self._seen) > MOST_OBJECTS or self.own_bytes > MOST_BYTES:
-                raise CannotBeUndoneError("the loss function reaches more than can be copied")
             self._seen[id(one)] = one
             waiting.extend(self._reached(one))
+            if len(self._seen) + len(waiting) > MOST_OBJECTS or self.own_bytes > MOST_BYTES:
+                raise CannotBeUndoneError("the loss function reaches more than can be copied")
 
     def keep(self, one: torch.Tensor) -> None:
         """Put back what is in a tensor."""
@@ -144,10 +145,9 @@ class _Search:
         if _root_of(function) in _LIBRARIES:
             return found
         names = function.__globals__
-        for name in _names_in(function.__code__) & names.keys():
-            self.restores.append(partial(names.__setitem__, name, names[name]))
-            found.append(names[name])
-        return found
+        loaded, stored = _names_in(function.__code__, "LOAD_"), _names_in(function.__code__, "STORE_GLOBAL")
+        self.restores += [partial(names.__setitem__, name, names[name]) for name in stored & names.keys()]
+        return found + [names[name] for name in loaded & names.keys()]
 
 
 def _root_of(one: Any) -> str:
@@ -156,10 +156,10 @@ def _root_of(one: Any) -> str:
     return str(name).partition(".")[0]
 
 
-def _names_in(code: CodeType) -> set[str]:
-    """The names of global variables, and of attributes, in a function and those inside of it."""
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
+def _names_in(code: CodeType, operation: str) -> set[str]:
+    """The names that operations of a kind have in a function and in those inside of it."""
+    own = {str(one.argval) for one in dis.get_instructions(code) if one.opname.startswith(operation)}
+    return own.union(*(_names_in(one, operation) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def _elements_of(container: Any) -> Restore:

@@ -37,6 +37,22 @@ def one_step(module, loss=classify, replicas=2, **options):
         trainer.close()
 
 
+TOLD, CALLS = [], 0
+
+
+class Kept:
+    """An object whose method is the loss function, with state of its own and in global variables."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def loss(self, module, batch):
+        global CALLS
+        self.calls, CALLS = self.calls + 1, CALLS + 1
+        TOLD.append(1)
+        return classify(module, batch)
+
+
 class Forgets(nn.Module):
     """A layer whose copies are other ones: what a library does that does not heed the memo of `copy.deepcopy`."""
 
@@ -266,6 +282,11 @@ class TestNothingIsChanged:
         module.register_forward_hook(lambda *_: seen.append(1))
         one_step(module, loss, replicas=1)
         assert (calls, counts["calls"], len(seen), center.tolist()) == (1, 1, 1, [1.0, 1.0, 1.0])
+
+    def test_in_global_variables_and_objects_of_the_program(self):
+        kept = Kept()
+        one_step(mlp(), kept.loss, replicas=1)
+        assert (kept.calls, TOLD, CALLS) == (1, [1], 1)
 
     def test_where_a_loss_function_takes_elements_of_an_iterator_it_is_called_as_often_as_before(self):
         numbers = itertools.count(1)
