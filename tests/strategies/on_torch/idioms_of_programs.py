@@ -33,10 +33,14 @@ def masked() -> nn.Module:
     return module
 
 
+def halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
 def scaled_after() -> nn.Module:
     """A gradient that is changed once it is complete."""
     module = smooth()
-    module[0].weight.register_post_accumulate_grad_hook(lambda one: one.grad.mul_(0.5) and None)
+    module[0].weight.register_post_accumulate_grad_hook(halve)
     return module
 
 
@@ -293,8 +297,9 @@ CHANGES = [
     Idiom("sharded state, and a layer that is frozen", mlp, program=frozen, waiting=LOOP,
           optimizer=lambda module: torch.optim.Adam(module.parameters(), 0.1),
           options={"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 4}),
-    Idiom("a layer that is replaced", mlp, program=replaced, waiting=COPIES),
-    Idiom("an activation that is replaced", mlp, program=activation_replaced, waiting=COPIES),
+    Idiom("a layer that is replaced", mlp, program=replaced, refused="was replaced, added", waiting=COPIES),
+    Idiom("an activation that is replaced", mlp, program=activation_replaced, waiting=COPIES,
+          refused="was replaced, added"),
     Idiom("parameters with other memory", mlp, program=moved, waiting=COPIES),
     Idiom("parameters that are edited", mlp, program=edited),
     Idiom("sharded state, and parameters that are edited", mlp, program=edited,
