@@ -158,7 +158,7 @@ class Comparison:
         if one is None or other is None:
             return _norm_of(one) == _norm_of(other) == 0
         if one.layout is not torch.strided or other.layout is not torch.strided:
-            return one.layout == other.layout  # sparse ones are refused elsewhere
+            return bool(one.layout == other.layout)  # sparse ones are refused elsewhere
         if one.shape != other.shape:
             return False
         if torch.equal(one, other):
