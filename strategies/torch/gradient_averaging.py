@@ -126,7 +126,8 @@ class GradientAveraging:
         digests = {id(one): f", digest {digest_of(as_array(one))[0]:x}" for one in new}
         terms = {name: f"{_described(one)}{digests.get(id(one), '')}" for name, one in self._watch.named}
         buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self._buffers.slots}
-        options = {"seed": str(self._options.seed), "gradient_transfer_dtype": str(self._options.transfer.dtype)}
+        seed, dtype, steps = self._options.seed, self._options.transfer.dtype, self._options.verify_steps
+        options = {"seed": str(seed), "gradient_transfer_dtype": str(dtype), "verify_steps": str(steps)}
         insist_on_agreement(self._replicas, [options, terms, buffers])
         self._known = {id(one) for _, one in self._watch.named}
 

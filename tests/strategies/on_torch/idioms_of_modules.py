@@ -216,7 +216,6 @@ def of_images(*layers: nn.Module) -> nn.Module:
 
 
 SYNC = "syncbn"
-COPIES = "torch1"
 
 LAYERS = [
     Idiom("a linear layer", lambda: nn.Linear(FEATURES, CLASSES)),
@@ -248,7 +247,7 @@ LAYERS = [
     Idiom("a table", table, read),
     Idiom("a table with padding", lambda: table(padding_idx=0), read),
     Idiom("a table that counts words", lambda: table(scale_grad_by_freq=True), read),
-    Idiom("a table of bounded norm", lambda: table(max_norm=0.5), read, waiting=COPIES,
+    Idiom("a table of bounded norm", lambda: table(max_norm=0.5), read,
           refused="was written while a replica computed"),
     Idiom("a table with sparse gradients", lambda: table(sparse=True), read, refused="is sparse, .* sparse=False",
           optimizer=lambda module: torch.optim.SGD(module.parameters(), 0.1)),
@@ -272,7 +271,7 @@ WRAPPERS = [
     Idiom("spectral norm, the old one", lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(FEATURES, 6)), HEAD())),
     Idiom("orthogonal weights", lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(FEATURES, 6)), HEAD())),
     Idiom("a parametrization of one's own", sphered),
-    Idiom("pruned weights", pruned, waiting=COPIES),
+    Idiom("pruned weights", pruned),
     Idiom("tied weights", Tied, read),
     Idiom("lists and dictionaries of parameters", listed),
     Idiom("lazy layers, called once", lazy),
@@ -281,16 +280,16 @@ WRAPPERS = [
     Idiom("frozen layers", half_frozen),
     Idiom("unused parameters", lambda: Apply(lambda self, x: self.last(x), last=nn.Linear(FEATURES, CLASSES),
                                              unused=nn.Linear(2, 2))),
-    Idiom("a scripted module", lambda: torch.jit.script(layered(nn.Tanh())), tolerance=1e-5, waiting=COPIES),
-    Idiom("a traced module", lambda: torch.jit.trace(layered(nn.Tanh()), torch.zeros(2, FEATURES)), waiting=COPIES),
-    Idiom("a scripted layer", lambda: layered(torch.jit.script(nn.Linear(6, 6))), waiting=COPIES),
-    Idiom("a compiled module", compiled, waiting=COPIES),
-    Idiom("a module that compiles itself", compiled_in_place, waiting=COPIES),
+    Idiom("a scripted module", lambda: torch.jit.script(layered(nn.Tanh())), tolerance=1e-5),
+    Idiom("a traced module", lambda: torch.jit.trace(layered(nn.Tanh()), torch.zeros(2, FEATURES))),
+    Idiom("a scripted layer", lambda: layered(torch.jit.script(nn.Linear(6, 6)))),
+    Idiom("a compiled module", compiled),
+    Idiom("a module that compiles itself", compiled_in_place),
     Idiom("DataParallel", lambda: nn.DataParallel(layered(nn.Tanh()))),
     Idiom("a mean of weights in a buffer", Teacher),
-    Idiom("a momentum encoder", Momentum, waiting=COPIES),
+    Idiom("a momentum encoder", Momentum),
     Idiom("a number that forward counts", Counts),
-    Idiom("fake quantisation", quantised, waiting=COPIES),
+    Idiom("fake quantisation", quantised),
     Idiom("checkpointing", lambda: checkpointed(use_reentrant=False), loops=False),
     Idiom("reentrant checkpointing", lambda: checkpointed(use_reentrant=True), loops=False),
     Idiom("a function with its own gradient", lambda: Apply(lambda self, x: self.last(Doubles.apply(self.first(x))),

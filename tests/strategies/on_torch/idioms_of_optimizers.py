@@ -163,7 +163,7 @@ OPTIMIZERS = [
     Idiom("a moving mean of weights", program=moving),
     Idiom("gradients clipped by norm", options={"before_update": clipped}),
     Idiom("gradients clipped by value", options={"before_update": clipped_by_value}),
-    Idiom("gradients that are centralised", options={"before_update": centralised}, waiting="net"),
+    Idiom("gradients that are centralised", options={"before_update": centralised}),
     Idiom("hooks of the optimizer", program=step_hooked),
     Idiom("sharded state", optimizer=of("Adam", lr=0.1), options={"replicated_optimizer_state_sharding": True},
           module=lambda: layered(nn.BatchNorm1d(6), nn.Tanh())),

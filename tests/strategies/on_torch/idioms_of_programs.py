@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from idiom import CLASSES, FEATURES, STEPS, Apply, Idiom, classify, drawn, hooked, mlp
-from idioms_of_modules import COPIES, HEAD, layered
+from idioms_of_modules import HEAD, layered
 from torch import nn
 
 Steps = Generator[None, float, None]
-LOOP = "loop"
 
 
 def smooth() -> nn.Module:
@@ -279,38 +278,38 @@ def reset(module: nn.Module, optimizer: Any) -> Steps:
 
 
 HOOKS = [
-    Idiom("a gradient that a hook masks", masked, waiting=COPIES),
-    Idiom("a hook on complete gradients", scaled_after, waiting=COPIES),
+    Idiom("a gradient that a hook masks", masked),
+    Idiom("a hook on complete gradients", scaled_after),
     Idiom("hooks that change what layers return", hooked_forward),
     Idiom("hooks of backward passes", hooked_backward),
     Idiom("a hook that keeps what it sees", watched, with_what_was_seen, loops=False),
     Idiom("a hook of all modules", program=hooked_everywhere),
-    Idiom("a hook that comes between steps", smooth, program=hooked_later, waiting=COPIES),
+    Idiom("a hook that comes between steps", smooth, program=hooked_later),
     Idiom("hooks of tensors in forward", Registers),
     Idiom("hooks of the state's dictionary", prefixed),
 ]
 
 CHANGES = [
-    Idiom("a layer that is thawed", mlp, program=thawed, waiting=LOOP),
-    Idiom("a layer that was frozen when it was made", frozen_first, program=thawed_later, waiting=LOOP),
-    Idiom("a layer that is frozen", mlp, program=frozen, waiting=LOOP),
-    Idiom("sharded state, and a layer that is frozen", mlp, program=frozen, waiting=LOOP,
+    Idiom("a layer that is thawed", mlp, program=thawed),
+    Idiom("a layer that was frozen when it was made", frozen_first, program=thawed_later),
+    Idiom("a layer that is frozen", mlp, program=frozen),
+    Idiom("sharded state, and a layer that is frozen", mlp, program=frozen,
           optimizer=lambda module: torch.optim.Adam(module.parameters(), 0.1),
           options={"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 4}),
-    Idiom("a layer that is replaced", mlp, program=replaced, refused="was replaced, added", waiting=COPIES),
-    Idiom("an activation that is replaced", mlp, program=activation_replaced, waiting=COPIES,
+    Idiom("a layer that is replaced", mlp, program=replaced, refused="was replaced, added"),
+    Idiom("an activation that is replaced", mlp, program=activation_replaced,
           refused="was replaced, added"),
-    Idiom("parameters with other memory", mlp, program=moved, waiting=COPIES),
+    Idiom("parameters with other memory", mlp, program=moved),
     Idiom("parameters that are edited", mlp, program=edited),
     Idiom("sharded state, and parameters that are edited", mlp, program=edited,
           options={"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 4}),
     Idiom("states that are loaded", normed, program=loaded),
-    Idiom("buffers that are loaded as they are", normed, program=assigned, waiting=COPIES),
-    Idiom("buffers that are edited", normed, program=buffers_edited, waiting=COPIES),
-    Idiom("a constant that is replaced", scaled, program=constant_replaced, waiting=COPIES),
+    Idiom("buffers that are loaded as they are", normed, program=assigned),
+    Idiom("buffers that are edited", normed, program=buffers_edited),
+    Idiom("a constant that is replaced", scaled, program=constant_replaced),
     Idiom("a rate of dropout that changes", mlp, program=rate_changed),
     Idiom("modes that change", normed, program=modes_changed),
-    Idiom("attributes that change", with_lists, program=attribute_changed, waiting=COPIES),
+    Idiom("attributes that change", with_lists, program=attribute_changed),
     Idiom("a module that is used between steps", normed, program=used_between, loops=False),
     Idiom("a layer that is reset", mlp, program=reset),
 ]  # fmt: skip
