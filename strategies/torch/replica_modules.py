@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from strategies.errors import StrategyError
+from strategies.torch.attribute_contents import Contents
 from strategies.torch.compiled_modules import IN_PLACE, compile_like, is_compiled_in_place, kept_contexts
 from strategies.torch.module_parts import Parts, Slot, differs, resized, slots_of
 from strategies.torch.replica_groups import part_of, row_of
@@ -83,6 +84,7 @@ class ReplicaModule:
                 compile_like(mine, one)
         self._last = [dict(_plain_attributes(one)) for one, _ in self._pairs]
         self._seen = [dict(vars(one)) for one, _ in self._pairs]
+        self._contents = [Contents(one) for one, _ in self._pairs]
         self._hooks = [_hooks_of(mine) for _, mine in self._pairs]
         self._follow_hooks()
         self._parts = Parts(self.module)
@@ -182,7 +184,11 @@ class ReplicaModule:
                 mine.requires_grad_(original.requires_grad)
 
     def _follow_attributes(self) -> None:
-        for (original, mine), last, seen in zip(self._pairs, self._last, self._seen, strict=True):
+        for (original, mine), contents in zip(self._pairs, self._contents, strict=True):
+            for name in contents.changed():
+                vars(mine)[name] = copy.deepcopy(vars(original)[name], self._memo())
+        rows = zip(self._pairs, self._last, self._seen, self._contents, strict=True)
+        for (original, mine), last, seen, contents in rows:
             now = vars(original)
             is_scripted = isinstance(original, torch.jit.ScriptModule)
             if not is_scripted and now.keys() == seen.keys() and all(map(is_, now.values(), seen.values())):
@@ -193,6 +199,7 @@ class ReplicaModule:
                     setattr(mine, name, value)
             if not is_scripted:
                 self._follow_others(original, mine, seen)
+                contents.look()
 
     def _follow_others(self, original: torch.nn.Module, mine: torch.nn.Module, seen: dict[str, Any]) -> None:
         """Take over attributes that are no numbers, words or None."""

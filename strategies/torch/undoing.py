@@ -42,13 +42,15 @@ def undone(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[No
         CannotBeUndoneError: before anything is run, if an iterator is among these, or too much.
     """
     search = _Search(_root_of(function))
+    hooks = []
     for one in module.parameters():
+        hooks.append(one._backward_hooks)
         search.restores.append(partial(setattr, one, "grad", one.grad))
         search.keep(one)
     for one in module.buffers():
         search.keep(one)
     search.own_bytes = 0
-    search.look([module, function])
+    search.look([module, function, hooks])
     state, legacy = random.getstate(), np.random.get_state()
     try:
         yield

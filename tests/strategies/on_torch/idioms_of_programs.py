@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -245,14 +246,18 @@ def attribute_changed(module: nn.Module, optimizer: Any) -> Steps:
     """Attributes that are lists, functions and tensors."""
     yield
     module.widths.append(2.0)
+    module.scales["left"].gain = 3.0
     yield
     module.function = lambda self, x: self.last(x) * sum(self.widths)
     yield
 
 
 def with_lists() -> nn.Module:
-    module = Apply(lambda self, x: self.last(x) / sum(self.widths), last=nn.Linear(FEATURES, CLASSES))
+    module = Apply(
+        lambda self, x: self.last(x) * self.scales["left"].gain / sum(self.widths), last=nn.Linear(FEATURES, CLASSES)
+    )
     module.widths = [1.0, 2.0]
+    module.scales = {"left": SimpleNamespace(gain=1.0)}
     return module
 
 
