@@ -195,6 +195,54 @@ IN_FRONT_ENDS = (
         ),
     ),
     Fault(
+        name="buffers of replicas do not follow what the program changes in the module",
+        path="strategies/torch/replica_modules.py",
+        old="                    tensor.copy_(master)\n",
+        new="                    pass\n",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_trainer.py::TestBuffers::test_that_the_program_changes_are_those_of_all_replicas",
+        ),
+    ),
+    Fault(
+        name="of buffers that each replica keeps the first one alone follows the program",
+        path="strategies/torch/model_buffers.py",
+        old="own.copy_(self.slots[number].tensor.detach().expand_as(own))",
+        new="own[self._shown].copy_(self.slots[number].tensor.detach())",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_trainer.py::TestBuffers::test_that_the_program_changes_are_those_of_all_replicas",
+        ),
+    ),
+    Fault(
+        name="gradients of 16 bits are divided by the scale of the loss in 16 bits",
+        path="strategies/torch/gradient_exchange.py",
+        old="mean.copy_(received.to(wide) / scale)",
+        new="mean.copy_(received / scale)",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_trainer.py::TestLossScaling::test_gradients_of_16_bits_are_divided_in_32",
+        ),
+    ),
+    Fault(
+        name="nobody looks whether the first step is that of plain PyTorch",
+        path="strategies/torch/torch_step.py",
+        old="            self._refuse_difference(watch)\n",
+        new="            pass\n",
+        caught_by=("tests/strategies/on_torch/test_first_steps.py::TestADifference::test_is_raised_on_all_instances",),
+    ),
+    Fault(
+        name="a pass that compares leaves its statistics in the module",
+        path="strategies/torch/undoing.py",
+        old="                memory.copy_(saved)\n",
+        new="                pass\n",
+        caught_by=("tests/strategies/on_torch/test_first_steps.py::TestNothingIsChanged::test_in_what_is_trained",),
+    ),
+    Fault(
+        name="lists in a module that the program changes are those from before in replicas",
+        path="strategies/torch/replica_modules.py",
+        old="            for name in contents.changed():\n",
+        new="            for name in ():\n",
+        caught_by=("tests/strategies/on_torch/test_idioms.py::test_one_replica_has_the_bits_of_plain_pytorch",),
+    ),
+    Fault(
         name="a bucket is sent before its last gradient has come",
         path="strategies/torch/replica_run.py",
         old="if not self._missing[bucket] and bucket",

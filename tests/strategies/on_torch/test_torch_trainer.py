@@ -206,6 +206,26 @@ class TestBuffers:
         assert torch.equal(module.constant, before)
         assert module.seen.sum() == 2 * 64, "replica 0 has seen two rows"
 
+    def test_that_the_program_changes_are_those_of_all_replicas(self):
+        """In place, by another tensor, and where each replica keeps its own."""
+
+        def loss(module, batch):
+            return loss_fn(module, batch)[0], {"constant": module.constant.sum()}
+
+        for aggregation in (None, "per_replica"):
+            module = new_module("embedding")
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            trainer = strategies.torch.Trainer(
+                strategies.IPUStrategy(3), module, loss, optimizer, model_state_aggregation=aggregation
+            )
+            batch = {name: each[:6] for name, each in data().items()}
+            trainer.step(batch)
+            module.constant.fill_(2)
+            assert trainer.step(batch)["constant"] == 2 * module.constant.numel()
+            module.constant = torch.full_like(module.constant, 4)
+            assert trainer.step(batch)["constant"] == 4 * module.constant.numel()
+            trainer.close()
+
     def test_may_be_named(self):
         with pytest.raises(
             ValueError, match="there is no buffer or frozen parameter 'mean'; there are norm.running_mean"
@@ -313,6 +333,13 @@ class TestLossScaling:
             return before == after, first["loss_scale"], first["skipped_steps"], optimizer.state == {}
 
         assert on_instances(2, 2, train) == [(True, 2.0**14, 1, True)] * 2
+
+    def test_gradients_of_16_bits_are_divided_in_32(self):
+        module = new_module("mlp")
+        one_step(module, loss_scaling=3.0, gradient_transfer_dtype="bfloat16")
+        mean = module[1].weight.grad
+        assert torch.equal((mean * 3).bfloat16().float() / 3, mean)
+        assert not torch.equal(mean.bfloat16().float(), mean)
 
     def test_powers_of_two_change_no_bit(self):
         module = new_module("mlp")
