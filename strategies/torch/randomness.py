@@ -23,6 +23,9 @@ import torch._functorch.config
 
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
+_OF_INDUCTOR = {"randint.low_out": "randint.low_generator_out"}
+"""What compiled code draws its seeds with. The first call runs under a mode of dispatch, which no key reaches below."""
+
 _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,
     torch._C._dispatch_tls_is_dispatch_key_included,
@@ -105,6 +108,8 @@ def _install() -> None:
         everything.fallback(torch.library.fallthrough_kernel, _KEY)
         for name in _names_of_random_operators():
             aten.impl(name, _drawing(name), _KEY)
+        for name, with_generator in _OF_INDUCTOR.items():
+            aten.impl(name, _drawing(with_generator), _KEY)
         torch.random.default_generator = _GeneratorOfThread(torch.random.default_generator)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from strategies.torch.randomness import drawing_from, seed_of
@@ -128,3 +129,23 @@ def test_after_an_error_the_thread_draws_from_the_process_again():
 def test_seeds_differ_for_each_replica_step_and_micro_batch():
     seeds = {seed_of(*words) % 2**32 for words in itertools.product((0, 1), repeat=4)}
     assert len(seeds) == 16
+
+
+def test_compiled_code_draws_its_seeds_from_the_thread_in_its_first_call_too():
+    """That call runs under a mode of dispatch, below which a key of the thread is not seen."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    def drawn():
+        found = torch.empty(3, dtype=torch.int64)
+        torch.ops.aten.randint.low_out(-(2**63), 2**63 - 1, [3], out=found)
+        return found.tolist()
+
+    with drawing_from(5):
+        expected = drawn()
+    with drawing_from(5), Mode():
+        assert drawn() == expected
+    torch.manual_seed(5)
+    assert drawn() == expected

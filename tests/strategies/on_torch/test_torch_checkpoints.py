@@ -165,3 +165,23 @@ def test_a_state_is_used_up_by_the_next_step(tmp_path):
         training.trainer.step(data())
         with pytest.raises(ValueError, match="used up"):
             checkpoints.save(state)
+
+
+def test_the_scale_of_the_loss_goes_on_where_it_was(tmp_path):
+    """As do the steps that were skipped, and those since the scale has changed."""
+    module, strategy = new_module("mlp"), strategies.IPUStrategy(2)
+
+    def trainer():
+        own = copy.deepcopy(module)
+        optimizer = torch.optim.SGD(own.parameters(), 0.1)
+        return strategies.torch.Trainer(strategy, own, loss_fn, optimizer, loss_scaling="dynamic")
+
+    one, other = trainer(), trainer()
+    one.step({**data(), "x": torch.full_like(data()["x"], torch.nan)})
+    one.step(data())
+    with Checkpoints(tmp_path, one) as checkpoints:
+        checkpoints.save(one.state)
+    with Checkpoints(tmp_path, other) as checkpoints:
+        other.restore(checkpoints)
+    assert other.state.loss_scale == one.state.loss_scale
+    assert other.step(data())["loss_scale"] == 2.0**14
