@@ -17,36 +17,44 @@ MOST_ELEMENTS = 256
 
 
 class Contents:
-    """What one module has in containers and objects; of layers of PyTorch nothing, which nobody edits.
+    """What a module and those inside of it have in containers and objects; layers of PyTorch, which nobody edits, not.
 
     Args:
-        module: looked at now, and whenever `changed` is asked.
+        module: looked at now, and whenever it is asked for.
+
+    Attributes:
+        version: how often something was found to have changed.
+        changed_at: for the id of each object that has changed the version then.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._attributes = vars(module)
-        self._is_of_pytorch = type(module).__module__.startswith("torch.")
-        self._known = dict(self._found())
+        self._module = module
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self.version = 0
+        self.changed_at: dict[int, int] = {}
+        self.search()
 
-    def changed(self) -> list[str]:
-        """The names of attributes whose contents are other ones than when this was asked before."""
-        attributes = self._attributes
-        names = [name for name, known in self._known.items() if _plain_part(attributes.get(name)) != known]
-        if names:
-            self.look()
-        return [name for name in names if name in attributes]
+    def search(self) -> None:
+        """Look for the objects that the attributes have now."""
+        found = {id(value): value for one in self._module.modules() for value in _objects_of(one)}
+        self._known = {key: self._known.get(key, (value, _plain_part(value))) for key, value in found.items()}
 
     def look(self) -> None:
-        """Take what is there now for known."""
-        self._known = dict(self._found())
+        """Look whether one of the objects has other contents than before."""
+        changed = {key: value for key, (value, known) in self._known.items() if _plain_part(value) != known}
+        if changed:
+            self.version += 1
+            self.changed_at |= dict.fromkeys(changed, self.version)
+            self._known |= {key: (value, _plain_part(value)) for key, value in changed.items()}
 
-    def _found(self) -> Iterator[tuple[str, Any]]:
-        if self._is_of_pytorch:
-            return
-        for name, value in self._attributes.items():
-            is_object = hasattr(value, "__dict__") and not isinstance(value, _OTHERS)
-            if name not in _OF_MODULES and (is_object or isinstance(value, _CONTAINERS)):
-                yield name, _plain_part(value)
+
+def _objects_of(module: torch.nn.Module) -> Iterator[Any]:
+    if type(module).__module__.startswith("torch."):
+        return
+    for name, value in vars(module).items():
+        is_object = hasattr(value, "__dict__") and not isinstance(value, _OTHERS)
+        if name not in _OF_MODULES and (is_object or isinstance(value, _CONTAINERS)):
+            yield value
 
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))

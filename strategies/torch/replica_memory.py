@@ -11,6 +11,7 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.roles import Tree
+from strategies.torch.attribute_contents import Contents
 from strategies.torch.module_parts import Parts
 from strategies.torch.parameter_writes import refuse_writes
 
@@ -33,6 +34,7 @@ class ReplicaMemory:
         device: see above; the CPU where there is none.
         is_shared: whether replicas share a device, and so take turns on it.
         parameters: for each of the module's what replicas have in its place.
+        contents: of its attributes.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device | None = None) -> None:
@@ -43,6 +45,7 @@ class ReplicaMemory:
         self.originals = [parameter for _, parameter in self._named]
         self._shapes = [parameter.shape for parameter in self.originals]
         self._parts = Parts(module)
+        self.contents = Contents(module)
         self.parameters: list[torch.Tensor] = list(self.originals)
         if self.is_shared:
             self.parameters = [one.detach().to(self.device, copy=True) for one in self.originals]
@@ -74,6 +77,7 @@ class ReplicaMemory:
                     f"{name} is of shape {list(parameter.shape)}, and was {list(shape)} when the module was given to "
                     "strategies.torch; close the Trainer and make another, with a new optimizer"
                 )
+        self.contents.look()
         with torch.no_grad():
             for mine, original in zip(self.copies, self.originals, strict=False):
                 mine.copy_(original)

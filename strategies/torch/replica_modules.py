@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from strategies.errors import StrategyError
-from strategies.torch.attribute_contents import Contents
 from strategies.torch.compiled_modules import IN_PLACE, compile_like, is_compiled_in_place, kept_contexts
 from strategies.torch.module_parts import Parts, Slot, differs, resized, slots_of
 from strategies.torch.replica_groups import part_of, row_of
@@ -84,7 +83,7 @@ class ReplicaModule:
                 compile_like(mine, one)
         self._last = [dict(_plain_attributes(one)) for one, _ in self._pairs]
         self._seen = [dict(vars(one)) for one, _ in self._pairs]
-        self._contents = [Contents(one) for one, _ in self._pairs]
+        self._version = memory.contents.version
         self._hooks = [_hooks_of(mine) for _, mine in self._pairs]
         self._follow_hooks()
         self._parts = Parts(self.module)
@@ -184,11 +183,9 @@ class ReplicaModule:
                 mine.requires_grad_(original.requires_grad)
 
     def _follow_attributes(self) -> None:
-        for (original, mine), contents in zip(self._pairs, self._contents, strict=True):
-            for name in contents.changed():
-                vars(mine)[name] = copy.deepcopy(vars(original)[name], self._memo())
-        rows = zip(self._pairs, self._last, self._seen, self._contents, strict=True)
-        for (original, mine), last, seen, contents in rows:
+        if self._memory.contents.version != self._version:
+            self._follow_contents()
+        for (original, mine), last, seen in zip(self._pairs, self._last, self._seen, strict=True):
             now = vars(original)
             is_scripted = isinstance(original, torch.jit.ScriptModule)
             if not is_scripted and now.keys() == seen.keys() and all(map(is_, now.values(), seen.values())):
@@ -199,7 +196,16 @@ class ReplicaModule:
                     setattr(mine, name, value)
             if not is_scripted:
                 self._follow_others(original, mine, seen)
-                contents.look()
+                self._memory.contents.search()
+
+    def _follow_contents(self) -> None:
+        """Take over lists, dictionaries and objects that were changed inside."""
+        contents, memo = self._memory.contents, self._memo()
+        for original, mine in self._pairs:
+            for name, value in vars(original).items():
+                if contents.changed_at.get(id(value), 0) > self._version:
+                    vars(mine)[name] = copy.deepcopy(value, memo)
+        self._version = contents.version
 
     def _follow_others(self, original: torch.nn.Module, mine: torch.nn.Module, seen: dict[str, Any]) -> None:
         """Take over attributes that are no numbers, words or None."""

@@ -121,9 +121,10 @@ class Trainer:
         Raises:
             TypeError: if the loss is no floating-point scalar that depends on a parameter.
             ValueError: if the batch cannot be divided among replicas and micro-batches.
-            StrategyError: if gradients are sparse, or None on some replicas only; metrics change their names.
+            StrategyError: if gradients are sparse, or None on some replicas only; metrics change their names; a replica
+                computes something else than plain PyTorch in a step that `verify_steps` has compared.
             NonFiniteGradientError: with `check_numerics`; nothing is changed then.
-            DivergenceError: with `digest_every`.
+            DivergenceError: with `digest_every`, and after the first steps with `verify_steps`.
             DisagreementError: on all instances, before the first step with batches of a shape, if they differ in the
                 options, the data set, the module, the optimizer or the loss function.
         """
