@@ -8,14 +8,19 @@ import functools
 import numpy as np
 import pytest
 import torch
+from idiom import Apply
 from losing import OnMessage
 from surviving_instances import run_instances
+from torch import nn
 from torch_modules import data, loss_fn, new_module
 
 import strategies
 import strategies.torch
 from collectives import ThreadHub
+from collectives.instruments import Instruments
 from strategies import DisagreementError
+from strategies.torch.inference import InferenceReplicas
+from strategies.torch.replica_memory import ReplicaMemory
 
 REPLICAS = 4
 ROWS = 43  # neither a multiple of the replicas nor of a batch
@@ -143,3 +148,23 @@ class TestRefusals:
 
         with pytest.raises(DisagreementError, match="closes over 1.0"):
             on_instances(2, 2, evaluate)
+
+
+def test_replicas_that_stay_follow_what_the_program_changes_between_calls():
+    """As those of PopTorch's models do."""
+    module = Apply(lambda self, x: x * self.weight * self.factor + self.shift, weight=nn.Parameter(torch.ones(1)),
+                   shift=torch.zeros(1))  # fmt: skip
+    module.factor = 1.0
+    replicas = InferenceReplicas(range(2), 2, ReplicaMemory(module), lambda own, x: own(x), 0, Instruments())
+
+    def called():
+        [of_replicas] = replicas([[torch.ones(1), torch.ones(1)]], 0)
+        return [one.item() for one in of_replicas]
+
+    try:
+        assert called() == [1, 1]
+        module.factor = 3.0
+        module.shift = torch.full((1,), 0.5)
+        assert called() == [3.5, 3.5]
+    finally:
+        replicas.close()
