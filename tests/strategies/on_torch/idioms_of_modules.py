@@ -215,8 +215,6 @@ def of_images(*layers: nn.Module) -> nn.Module:
     return module.train()
 
 
-SYNC = "syncbn"
-
 LAYERS = [
     Idiom("a linear layer", lambda: nn.Linear(FEATURES, CLASSES)),
     Idiom("dropout", lambda: layered(nn.Dropout(0.5))),
@@ -231,8 +229,7 @@ LAYERS = [
     Idiom("batch norm", lambda: layered(nn.BatchNorm1d(6), nn.Tanh())),
     Idiom("batch norm with a cumulative mean", lambda: layered(nn.BatchNorm1d(6, momentum=None))),
     Idiom("batch norm without statistics", lambda: layered(nn.BatchNorm1d(6, track_running_stats=False))),
-    Idiom("synchronised batch norm", lambda: nn.SyncBatchNorm.convert_sync_batchnorm(layered(nn.BatchNorm1d(6))),
-          waiting=SYNC),
+    Idiom("synchronised batch norm", lambda: nn.SyncBatchNorm.convert_sync_batchnorm(layered(nn.BatchNorm1d(6)))),
     Idiom("other norms", lambda: layered(nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6))),
     Idiom("instance norm", lambda: of_images(nn.InstanceNorm2d(2, affine=True, track_running_stats=True))),
     Idiom("an LSTM", lambda: recurrent(nn.LSTM)),
