@@ -83,6 +83,7 @@ class ReplicaModule:
                 compile_like(mine, one)
         self._last = [dict(_plain_attributes(one)) for one, _ in self._pairs]
         self._seen = [dict(vars(one)) for one, _ in self._pairs]
+        self._containers = [_plain_containers(one) for one, _ in self._pairs]
         self._hooks = [_hooks_of(mine) for _, mine in self._pairs]
         self._follow_hooks()
         self._parts = Parts(self.module)
@@ -181,7 +182,17 @@ class ReplicaModule:
             if mine.requires_grad is not original.requires_grad:
                 mine.requires_grad_(original.requires_grad)
 
+    def _follow_containers(self) -> None:
+        """Take over lists, dictionaries and sets of numbers and words that were changed in place."""
+        for (original, mine), containers in zip(self._pairs, self._containers, strict=True):
+            for name, before in containers.items():
+                now = vars(original).get(name)
+                if now != before:
+                    containers[name] = copy.deepcopy(now)
+                    vars(mine)[name] = copy.deepcopy(now)
+
     def _follow_attributes(self) -> None:
+        self._follow_containers()
         for (original, mine), last, seen in zip(self._pairs, self._last, self._seen, strict=True):
             now = vars(original)
             is_scripted = isinstance(original, torch.jit.ScriptModule)
@@ -271,6 +282,19 @@ def _recomputed(module: torch.nn.Module) -> dict[int, torch.Tensor]:
         for value in vars(one).values()
         if isinstance(value, torch.Tensor) and not value.is_leaf
     }
+
+
+def _plain_containers(module: torch.nn.Module) -> dict[str, Any]:
+    """Copies of the lists, dictionaries and sets of numbers and words among the attributes of a module."""
+    kinds = (list, dict, set)
+    found = {name: value for name, value in vars(module).items() if type(value) in kinds and not name.startswith("_")}
+    return {name: copy.deepcopy(value) for name, value in found.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple | set) else isinstance(value, _PLAIN)
 
 
 def _hooks_of(module: torch.nn.Module) -> dict[str, set[int]]:
