@@ -235,6 +235,22 @@ class TestChangesBetweenSteps:
         found = by_trainer(copy.deepcopy(first), change)
         assert all(map(torch.equal, found, by_plain_pytorch(first, change)))
 
+    def test_a_list_that_is_changed_in_place_is_followed(self):
+        class Scaled(Net):
+            def __init__(self):
+                super().__init__()
+                self.scales = [1.0, {"last": 2.0}]
+
+            def forward(self, x):
+                return super().forward(x) * self.scales[0] * self.scales[1]["last"]
+
+        def change(module):
+            module.scales[1]["last"] /= 4
+
+        first = Scaled()
+        found = by_trainer(copy.deepcopy(first), change)
+        assert all(map(torch.equal, found, by_plain_pytorch(first, change)))
+
     @pytest.mark.parametrize(
         ("change", "name"),
         [
