@@ -14,6 +14,7 @@ from strategies.gradients.accumulation import GradientAccumulationReductionMetho
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
 from strategies.switches import require_switches, require_switches_or_none
+from strategies.torch.gradient_map import GradientMap, MapGradient
 from strategies.torch.replica_memory import as_device
 from strategies.torch.stages import Pipeline
 
@@ -36,6 +37,7 @@ class Options(TypedDict, total=False):
     verify_steps: int
     gradient_accumulation_count: int
     reduction_method: GradientAccumulationReductionMethod | str
+    map_gradient: MapGradient | None
     replicated_optimizer_state_sharding: bool
     min_elements_for_sharding: int
     compute_dtype: torch.dtype | str | None
@@ -63,6 +65,9 @@ class TorchOptions:
         gradient_accumulation_count: micro-batches of each replica for one update.
         reduction_method: how micro-batches are reduced, over replicas it is always the mean. MEAN divides each loss by
             the count before its backward pass.
+        map_gradient: None, or a function `(gradient, parameter) -> gradient` of each parameter that is trained: of each
+            micro-batch on each replica, before anything is divided or added up. Without the loss scale. It runs in the
+            replicas' threads, behind the hooks of the parameter.
         replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that; for
             optimizers that compute element by element.
         min_elements_for_sharding: the state of smaller parameters stays whole.
@@ -95,6 +100,7 @@ class TorchOptions:
     verify_steps: int = 1
     gradient_accumulation_count: int = 1
     reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.MEAN
+    map_gradient: MapGradient | None = None
     replicated_optimizer_state_sharding: bool = False
     min_elements_for_sharding: int = 32
     compute_dtype: torch.dtype | str | None = None
@@ -121,6 +127,11 @@ class TorchOptions:
         positive("intra_op_threads", self.intra_op_threads)
         _ = self.method, self.autocast_dtype, self.scaling  # each refuses what is out of range
         _ = self.transfer, self.device
+        if self.map_gradient is not None and not callable(self.map_gradient):
+            raise TypeError(
+                f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
+                "(gradient, parameter) -> gradient, or None"
+            )
         words = [self.model_state_aggregation] if isinstance(self.model_state_aggregation, str) else []
         for word in words or (self.model_state_aggregation or {}).values():  # type: ignore[union-attr]
             if word not in WORDS:
@@ -150,6 +161,22 @@ class TorchOptions:
     def method(self) -> GradientAccumulationReductionMethod:
         """How micro-batches become one gradient."""
         return GradientAccumulationReductionMethod.parse(self.reduction_method)
+
+    def divisor(self, number: int) -> int:
+        """By which micro-batch `number` is divided, so that the sum of all is what `method` says."""
+        if self.method is GradientAccumulationReductionMethod.SUM:
+            return 1
+        is_running = self.method is GradientAccumulationReductionMethod.RUNNING_MEAN
+        return number + 1 if is_running else self.gradient_accumulation_count
+
+    def mapping(self) -> GradientMap | None:
+        """Return what maps the gradients of one replica, if anything does."""
+        if self.map_gradient is None:
+            return None
+        keeps_bad = self.check_numerics or self.scaling is not None
+        return GradientMap(
+            self.map_gradient, keeps_bad, 1 if self.pipeline is None else self.gradient_accumulation_count
+        )
 
     @cached_property
     def autocast_dtype(self) -> torch.dtype | None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import torch
 
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.roles import Batch
+from strategies.torch.gradient_map import GradientMap
 from strategies.torch.options import TorchOptions
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_groups import groups_of
@@ -26,7 +27,7 @@ from strategies.torch.undoing import CannotBeUndoneError, undone
 
 logger = logging.getLogger(__name__)
 
-SUM, RUNNING_MEAN = GradientAccumulationReductionMethod.SUM, GradientAccumulationReductionMethod.RUNNING_MEAN
+RUNNING_MEAN = GradientAccumulationReductionMethod.RUNNING_MEAN
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def expected_of(
         return None
     own = jax.tree.map(_copied, batch)
     try:
-        with undone(module, loss_fn), intra_op_threads(options.intra_op_threads):
+        with undone(module, loss_fn, options.map_gradient), intra_op_threads(options.intra_op_threads):
             return _computed(module, loss_fn, own, step, scale, options)
     except CannotBeUndoneError as error:
         logger.debug("step %d is not compared with plain PyTorch: %s", step, error)
@@ -98,20 +99,24 @@ def _copied(leaf: Any) -> Any:
 def _computed(
     module: torch.nn.Module, loss_fn: LossFunction, batch: Batch, step: int, scale: float, options: TorchOptions
 ) -> Expected:
-    count, method = options.gradient_accumulation_count, options.method
+    mapping = options.mapping()
     named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
     parameters = [one for _, one in named]
     losses = []
-    for number, part in enumerate(parts_of(batch, count)):
+    for number, part in enumerate(parts_of(batch, options.gradient_accumulation_count)):
         with drawing_from(seed_of(options.seed, 0, step, number)):
             with nullcontext() if options.autocast_dtype is None else torch.autocast(HOST.type, options.autocast_dtype):
                 loss, _, _ = outcome_of(loss_fn(module, part))
             losses.append(float(loss.detach()))
-            if method is RUNNING_MEAN:
+            if options.method is RUNNING_MEAN:
                 for one in parameters:
                     one.grad = None if one.grad is None else one.grad * (number / (number + 1))
-            divisor = 1 if method is SUM else number + 1 if method is RUNNING_MEAN else count
-            gradients = torch.autograd.grad(loss / divisor * scale, parameters, allow_unused=True)
+            divisor = options.divisor(number)
+            if mapping is None:
+                gradients = torch.autograd.grad(loss / divisor * scale, parameters, allow_unused=True)
+            else:
+                mapping.begin(number, scale, divisor)
+                gradients = _mapped_gradients(mapping, loss * scale, parameters)
         for one, gradient in zip(parameters, gradients, strict=True):  # not by backward(): others have gradients, too
             if gradient is not None:
                 one.grad = gradient if one.grad is None else one.grad + gradient
@@ -123,6 +128,17 @@ def _computed(
         frozenset(hooked),
         options.autocast_dtype,
     )
+
+
+def _mapped_gradients(
+    mapping: GradientMap, loss: torch.Tensor, parameters: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Map gradients in the order in which autograd comes to them: the function may draw random numbers."""
+    hooks = [one.register_hook(partial(mapping, parameter=one)) for one in parameters]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for hook in hooks:
+        hook.remove()
+    return gradients
 
 
 class Comparison:

@@ -36,7 +36,7 @@ LossFunction = Callable[[torch.nn.Module, Any], Any]
 """(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs); of one replica and one
 micro-batch."""
 
-SUM, RUNNING_MEAN = GradientAccumulationReductionMethod.SUM, GradientAccumulationReductionMethod.RUNNING_MEAN
+RUNNING_MEAN = GradientAccumulationReductionMethod.RUNNING_MEAN
 
 
 class Watch(Protocol):
@@ -138,12 +138,15 @@ class ReplicaRun:
         self.residuals: Sequence[np.ndarray] = ()
         self.outputs: list[Tree] = []
         self._hooks: list[ParameterHooks] = []  # of the parameters that are trained
+        self._map = options.mapping()
         for number, (original, parameter) in enumerate(zip(memory.originals, self.copy.parameters, strict=True)):
             if parameter.requires_grad:
                 told = partial(_tell, weakref.ref(self), len(self._trained))
                 parameter.register_post_accumulate_grad_hook(told)
                 self._trained.append(number)
                 self._hooks.append(ParameterHooks(original, parameter))
+                if self._map is not None:
+                    self._map.attach(original, parameter)
 
     @property
     def is_of_these(self) -> bool:
@@ -197,7 +200,7 @@ class ReplicaRun:
                 values[number] = [float(loss.detach()), *(_number(*each) for each in metrics.items())]
                 if number == 0:
                     self._prepare(turn.plan(("loss", *metrics)))
-                loss = self._weighted(loss, number, count, turn.scale)
+                loss = self._weighted(loss, number, turn.scale)
                 if walk is not None:
                     walk.turn_round(loss, walk.last_stage)
                 if number == count - 1 and self._leaves:
@@ -229,14 +232,16 @@ class ReplicaRun:
         dtype = self._options.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self._memory.device.type, dtype)
 
-    def _weighted(self, loss: torch.Tensor, number: int, count: int, scale: float) -> torch.Tensor:
+    def _weighted(self, loss: torch.Tensor, number: int, scale: float) -> torch.Tensor:
         """That from which a backward pass begins; of a running mean the gradients are made ready for it, too."""
         if self._options.method is RUNNING_MEAN and number:
             for parameter in self.copy.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(number / (number + 1))
-        divisor = 1 if self._options.method is SUM else number + 1 if self._options.method is RUNNING_MEAN else count
-        if divisor != 1:
+        divisor = self._options.divisor(number)
+        if self._map is not None:
+            self._map.begin(number, scale, divisor)
+        elif divisor != 1:
             loss = loss / divisor
         return loss * scale if scale != 1 else loss
 

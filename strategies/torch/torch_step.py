@@ -436,6 +436,7 @@ class TorchStep:
                 "the module": lines_of_module(training.module),
                 "the loss function": lines_of_function(self._loss_fn),
                 "the update": lines_of_optimizer(training.optimizer),
+                "map_gradient": lines_of_function(self._options.map_gradient),
             }
             local = len(replicas.local_replicas)
             shapes = jax.tree.map(lambda leaf: _shape_for_one(leaf, local), batch)

@@ -27,7 +27,9 @@ class CannotBeUndoneError(Exception):
 
 
 @contextmanager
-def undone(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+def undone(
+    module: torch.nn.Module, function: Callable[..., Any], other: Callable[..., Any] | None = None
+) -> Iterator[None]:
     """Put back, at the end, what was changed in a module and in what a function reaches.
 
     These are parameters, gradients and buffers; attributes; elements of lists, dictionaries and sets; tensors and
@@ -37,6 +39,7 @@ def undone(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[No
     Args:
         module: on the CPU.
         function: of the program; called with the module.
+        other: one more function of the program, if there is one.
 
     Raises:
         CannotBeUndoneError: before anything is run, if an iterator is among these, or too much.
@@ -50,7 +53,7 @@ def undone(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[No
     for one in module.buffers():
         search.keep(one)
     search.own_bytes = 0
-    search.look([module, function, hooks])
+    search.look([module, function, hooks, other])
     state, legacy = random.getstate(), np.random.get_state()
     try:
         yield

@@ -18,6 +18,7 @@ from strategies.loss_scaling import LossScaling
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
 from strategies.switches import require_switches
+from strategies.torch.gradient_map import MapGradient, multiplied
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
@@ -61,7 +62,12 @@ class PoplarExecutor:
     """
 
     def __init__(
-        self, model: torch.nn.Module, options: Options | None, training: bool, optimizer: torch.optim.Optimizer | None
+        self,
+        model: torch.nn.Module,
+        options: Options | None,
+        training: bool,
+        optimizer: torch.optim.Optimizer | None,
+        map_gradient: MapGradient | None = None,
     ) -> None:
         options = Options() if options is None else options
         if not isinstance(options, Options):
@@ -77,6 +83,7 @@ class PoplarExecutor:
         self.options = options
         self._is_training = training
         self._optimizer = optimizer
+        self._map_gradient = map_gradient
         self._trainer: Trainer | None = None
         self._inference: InferenceReplicas | None = None
         self._calls = 0  # of an inference
@@ -196,8 +203,9 @@ class PoplarExecutor:
 
     def _new_trainer(self, optimizer: torch.optim.Optimizer) -> Trainer:
         options, training = self.options, self.options.Training
-        replicas = options.strategy.replicas.num_replicas_in_sync
         is_sum = training.reduction is ReductionType.Sum
+        factor = options.strategy.replicas.num_replicas_in_sync if is_sum else 1
+        mapping = None if self._map_gradient is None else multiplied(self._map_gradient, factor)
         running = training.mean_strategy is MeanReductionStrategy.Running and not is_sum
         of_optimizer = options.TensorLocations.of_optimizer
         refuse_pairs(options, self._scale)
@@ -207,11 +215,12 @@ class PoplarExecutor:
         return Trainer(
             options.strategy,
             self.model,
-            loss_function(replicas if is_sum else 1, options.Precision.autocasts),
+            loss_function(1 if mapping else factor, options.Precision.autocasts),
             optimizer,
             options.seed,
             check_numerics=options.Precision.checks_numerics,
             gradient_accumulation_count=training.gradient_accumulation,
+            map_gradient=mapping,
             reduction_method=Method.SUM if is_sum else Method.RUNNING_MEAN if running else Method.MEAN,
             loss_scaling=scaling,
             replicated_optimizer_state_sharding=self._shards,
@@ -407,13 +416,19 @@ class PoplarExecutor:
             save_rng_state: accepted: the seed is among the options, and a model that is loaded begins anew.
 
         Raises:
-            StrategyError: if the state of the optimizer is sharded, and is to be in the file.
+            StrategyError: if the state of the optimizer is sharded, and is to be in the file; or there is a
+                `map_gradient`, which no file has.
         """
         require_switches(export_model=export_model, save_rng_state=save_rng_state)
         if export_model and self._shards:
             raise StrategyError(
                 "the state of the optimizer is sharded, and a file would have this instance's part of it; use "
                 "strategies.Checkpoints(folder, training.trainer), or export_model=False"
+            )
+        if export_model and self._map_gradient is not None:
+            raise StrategyError(
+                "a file has no functions, and a model loaded from it would train without map_gradient; use "
+                "export_model=False, make the model with trainingModel(..., map_gradient=...), and load its state_dict"
             )
         content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
         if export_model:
@@ -458,6 +473,8 @@ def trainingModel(
     model: torch.nn.Module | PoplarExecutor,
     options: Options | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    map_gradient: MapGradient | None = None,
 ) -> PoplarExecutor:
     """A model whose calls make updates. To make one is a collective call.
 
@@ -465,8 +482,9 @@ def trainingModel(
         model: returns a loss: a scalar that `identity_loss` has marked, or else the last scalar of what it returns.
         options: frozen from here on.
         optimizer: of its parameters; None for SGD with a learning rate of 0.01.
+        map_gradient: None, or a function of each micro-batch's gradients, see `TorchOptions`; PopTorch has none.
     """
-    return PoplarExecutor(_module_of(model), options, True, optimizer)
+    return PoplarExecutor(_module_of(model), options, True, optimizer, map_gradient)
 
 
 def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:

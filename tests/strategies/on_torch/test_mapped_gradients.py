@@ -1,11 +1,21 @@
-"""Hooks of parameters see the gradient of each micro-batch, as the original's `MapGradientOptimizer` does."""
+"""The gradients of each micro-batch are mapped on each replica, as the original's `MapGradientOptimizer` does."""
+
+import gc
+import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from strategies.torch import Trainer
+import strategies
+import strategies.torch.poptorch as poptorch
+from strategies import DisagreementError, NonFiniteGradientError, StrategyError
+from strategies.torch import DistributedModel, Trainer
 
 SLOPES = torch.tensor([[3.0], [-2.0], [5.0], [0.5], [4.0], [2.0], [-7.0], [1.0]])
+CLIPPED = SLOPES.clamp(-1, 1)
+METHODS = {"sum": 1, "mean": 4, "running_mean": 4}
+SCHEDULES = ["grouped", "one_forward_one_backward", "zero_bubble"]
 
 
 class Weighted(torch.nn.Module):
@@ -17,17 +27,254 @@ class Weighted(torch.nn.Module):
         return (self.weight * x).sum()
 
 
+class Blocks(torch.nn.Module):
+    """Four layers in stages, of which one is frozen, and a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(4))
+        self.layers[2].requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            with poptorch.Block(f"B{number}"):
+                x = torch.tanh(layer(x))
+        return self.norm(x).square().sum()
+
+
+def clipped(gradient, parameter):
+    return gradient.clamp(-1, 1)
+
+
+def call(module, batch):
+    return module(batch)
+
+
+def trained(strategy, loss_fn=call, change=lambda module: None, **options):
+    module = Weighted()
+    change(module)
+    optimizer = torch.optim.SGD(module.parameters(), 1.0)
+    options = {"gradient_accumulation_count": 4, "reduction_method": "sum"} | options
+    trainer = Trainer(strategy, module, loss_fn, optimizer, **options)
+    trainer.step(SLOPES[4 * strategy.local_replicas.start : 4 * strategy.local_replicas.stop])
+    trainer.close()
+    return module.weight.item()
+
+
+def two():
+    return strategies.IPUStrategy(2)
+
+
+class TestTheOption:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_maps_before_anything_is_divided_or_added(self, method, on_instances):
+        def train(strategy):
+            return trained(strategy, map_gradient=clipped, reduction_method=method)
+
+        expected = -CLIPPED.sum().item() / 2 / METHODS[method]
+        assert on_instances(1, 2, train) + on_instances(2, 2, train) == [pytest.approx(expected)] * 3
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"loss_scaling": 1024.0},
+            {"stream_gradients": True},
+            {"replica_device": "cpu"},
+            {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1},
+        ],
+        ids=str,
+    )
+    def test_has_the_same_bits_with_other_options(self, options):
+        assert trained(two(), map_gradient=clipped, **options) == -CLIPPED.sum().item() / 2
+
+    def test_leaves_gradients_inside_of_the_loss_function_alone(self):
+        def penalised(module, batch):
+            loss = module(batch)
+            (inner,) = torch.autograd.grad(loss, [module.weight], create_graph=True)
+            assert inner.item() == batch.sum()
+            return loss
+
+        assert trained(two(), penalised, map_gradient=clipped) == -CLIPPED.sum().item() / 2
+
+    def test_comes_behind_the_hooks_of_the_parameter(self):
+        def register(module):
+            module.weight.register_hook(lambda gradient: gradient / 10)
+
+        assert trained(two(), call, register, map_gradient=clipped) == pytest.approx(-SLOPES.sum().item() / 20)
+
+    def test_gets_the_parameter_of_the_module(self):
+        kept = []
+
+        def decayed(gradient, parameter):
+            return gradient + 2 if parameter is kept[0].weight else gradient
+
+        expected = -(SLOPES.sum().item() / 2 + 8)
+        assert trained(two(), call, kept.append, map_gradient=decayed) == expected
+
+    def test_may_draw_random_numbers_which_are_those_of_the_replica(self, on_instances):
+        def train(strategy):
+            return trained(strategy, map_gradient=lambda gradient, _: gradient + torch.randn_like(gradient))
+
+        found = on_instances(1, 2, train) + on_instances(2, 2, train)
+        assert len(set(found)) == 1
+        assert found[0] != -SLOPES.sum().item() / 2
+
+    def test_does_not_hide_what_is_not_finite(self):
+        def overflows(module, batch):
+            return module(batch) * 1e38
+
+        with pytest.raises(NonFiniteGradientError):
+            trained(two(), overflows, map_gradient=clipped, check_numerics=True)
+        assert trained(two(), overflows, map_gradient=clipped, loss_scaling="dynamic") == 0
+
+    @pytest.mark.parametrize(
+        ("function", "error", "match"),
+        [
+            (3, TypeError, "map_gradient is 3, a int"),
+            (lambda gradient, _: None, TypeError, "map_gradient returns a NoneType"),
+            (lambda gradient, _: gradient.sum(), ValueError, r"shape \[\] for a gradient of \[1\]"),
+            (lambda gradient, _: gradient.clamp_(-1, 1), StrategyError, "map_gradient writes to the gradient"),
+        ],
+    )
+    def test_refuses_what_is_no_such_function(self, function, error, match):
+        with pytest.raises(error, match=match):
+            trained(two(), map_gradient=function)
+
+    def test_refuses_gradients_that_come_in_parts(self):
+        def reentrant(module, batch):
+            own = batch.clone().requires_grad_()
+            return sum(checkpoint(module, own, use_reentrant=True) for _ in range(2))
+
+        with pytest.raises(StrategyError, match=r"comes in parts, .* use checkpoint\(\.\.\., use_reentrant=False\)"):
+            trained(two(), reentrant, map_gradient=clipped)
+
+    def test_is_compared_between_instances(self, on_instances):
+        def train(strategy):
+            most = 1 + strategy.instance_index
+            with pytest.raises(DisagreementError, match="map_gradient"):
+                trained(strategy, map_gradient=lambda gradient, _: gradient.clamp(-most, most))
+
+        on_instances(2, 2, train)
+
+    def test_is_freed_with_its_trainer(self):
+        kept = []
+
+        def function(gradient, parameter):
+            assert kept is not None
+            return gradient
+
+        trained(two(), map_gradient=function)
+        found = weakref.ref(function)
+        del function
+        gc.collect()
+        assert found() is None
+
+
+def by_plain_pytorch(module, x, most):
+    """Train for three steps on two replicas with four micro-batches each."""
+    optimizer = torch.optim.Adam(module.parameters(), 0.1)
+    trained = [one for one in module.parameters() if one.requires_grad]
+    for _ in range(3):
+        of_replicas = []
+        for rows in x.chunk(2):
+            sums = [torch.zeros_like(one) for one in trained]
+            for part in rows.chunk(4):
+                for total, one in zip(sums, torch.autograd.grad(module(part), trained), strict=True):
+                    total += one.clamp(-most, most) / 4
+            of_replicas.append(sums)
+        for parameter, one, other in zip(trained, *of_replicas, strict=True):
+            parameter.grad = (one + other) / 2
+        optimizer.step()
+    return [one.detach() for one in trained]
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_a_module_with_a_frozen_layer_is_mapped_in_stages_too(schedule, on_instances):
+    x = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
+
+    def train(strategy):
+        module, pipeline = Blocks(), None
+        if schedule is not None:
+            pipeline = poptorch.PipelinedExecution("B0", "B1", "B2", "B3", schedule=schedule).pipeline
+        optimizer = torch.optim.Adam(module.parameters(), 0.1)
+        options = {"gradient_accumulation_count": 4, "map_gradient": lambda gradient, _: gradient.clamp(-0.1, 0.1)}
+        trainer = Trainer(strategy, module, call, optimizer, pipeline=pipeline, **options)
+        for _ in range(3):
+            trainer.step(x[12 * strategy.local_replicas.start : 12 * strategy.local_replicas.stop])
+        trainer.close()
+        return [one.detach() for one in module.parameters() if one.requires_grad]
+
+    expected = by_plain_pytorch(Blocks(), x, 0.1)
+    for found in on_instances(1, 2, train) + on_instances(2, 2, train):
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize(("method", "divisor"), [("sum", 1), ("mean", 4)])
 def test_a_hook_gets_each_micro_batch_on_each_replica_before_they_are_added(on_instances, method, divisor):
     def train(strategy):
-        module = Weighted()
-        module.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
-        optimizer = torch.optim.SGD(module.parameters(), 1.0)
-        options = {"gradient_accumulation_count": 4, "reduction_method": method}
-        trainer = Trainer(strategy, module, lambda module, batch: module(batch), optimizer, **options)
-        rows = slice(4 * strategy.local_replicas.start, 4 * strategy.local_replicas.stop)
-        trainer.step(SLOPES[rows])
-        return module.weight.item()
+        def register(module):
+            module.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+        return trained(strategy, call, register, reduction_method=method)
 
     wanted = -(SLOPES / divisor).clamp(-1, 1).sum().item() / 2
     assert on_instances(1, 2, train) + on_instances(2, 2, train) == [wanted] * 3
+
+
+def test_a_hook_gets_each_micro_batch_of_a_distributed_model(on_instances):
+    def train(strategy):
+        module = Weighted()
+        module.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        model, optimizer = DistributedModel(module, strategy), torch.optim.SGD(module.parameters(), 1.0)
+        *first, last = SLOPES.chunk(2)[strategy.local_replicas.start].chunk(4)
+        with model.no_sync():
+            for part in first:
+                model(part).backward()
+        model(last).backward()
+        optimizer.step()
+        return module.weight.item()
+
+    assert on_instances(2, 2, train) == [-CLIPPED.sum().item() / 2] * 2
+
+
+class TestPopTorch:
+    """The rows of replicas lie beside each other for each micro-batch."""
+
+    class Model(Weighted):
+        def forward(self, x):
+            return poptorch.identity_loss(super().forward(x), "none")
+
+    def train(self, kind, change=lambda module: None, strategy="Post", **options):
+        model = self.Model()
+        change(model)
+        settings = poptorch.Options().replicationFactor(2)
+        settings.Training.gradientAccumulation(4)
+        settings.Training.accumulationAndReplicationReductionType(poptorch.ReductionType[kind])
+        settings.Training.setMeanAccumulationAndReplicationReductionStrategy(poptorch.MeanReductionStrategy[strategy])
+        optimizer = poptorch.optim.SGD(model.parameters(), 1.0, loss_scaling=16.0)
+        training = poptorch.trainingModel(model, settings, optimizer, **options)
+        training(SLOPES)
+        return training, model.weight.item()
+
+    @pytest.mark.parametrize(
+        ("kind", "strategy", "divisor"), [("Sum", "Post", 1), ("Mean", "Post", 8), ("Mean", "Running", 8)]
+    )
+    def test_maps_gradients_as_the_loss_has_them(self, kind, strategy, divisor):
+        _, found = self.train(kind, strategy=strategy, map_gradient=clipped)
+        assert found == pytest.approx(-CLIPPED.sum().item() / divisor)
+
+    @pytest.mark.parametrize(("kind", "factor", "divisor"), [("Sum", 2 * 16, 2), ("Mean", 16 / 4, 2)])
+    def test_hooks_get_gradients_that_are_scaled_for_what_follows(self, kind, factor, divisor):
+        def register(module):
+            module.weight.register_hook(lambda gradient: (gradient / factor).clamp(-1, 1) * factor)
+
+        expected = -CLIPPED.sum().item() * factor / 16 / divisor
+        assert self.train(kind, register)[1] == pytest.approx(expected)
+
+    def test_refuses_to_save_a_model_without_its_function(self, tmp_path):
+        training, _ = self.train("Mean", map_gradient=clipped)
+        with pytest.raises(StrategyError, match="a file has no functions"):
+            training.save(tmp_path / "model.pt")
+        training.save(tmp_path / "state.pt", export_model=False)

@@ -1,0 +1,120 @@
+"""A function of the program through which the gradients of each micro-batch go, on each replica."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from strategies.errors import StrategyError
+
+MapGradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(gradient, parameter) -> gradient."""
+
+
+class GradientMap:
+    """Maps the gradients of one replica, before they are added up.
+
+    The function sees them without the loss scale, and before they are divided by the number of micro-batches.
+
+    Args:
+        function: the program's.
+        keeps_bad: whether elements that are not finite stay so, for those who look for them later.
+        at_once: how many micro-batches go back at the same time, in a pipeline.
+    """
+
+    def __init__(self, function: MapGradient, keeps_bad: bool, at_once: int = 1) -> None:
+        self._function = function
+        self._keeps_bad = keeps_bad
+        self._at_once = at_once
+        self._scale, self._divisor = 1.0, 1
+        self._nodes: list[Any] = []  # PyTorch drops a node that nobody holds, with its hook
+        self._calls: Counter[int] = Counter()
+
+    def attach(self, original: torch.Tensor, mine: torch.Tensor) -> None:
+        """Map what is added to the `grad` of a replica's parameter; `autograd.grad` in a loss function is not mapped.
+
+        Args:
+            original: the module's parameter, which the function gets where both share memory.
+            mine: the replica's.
+        """
+        node = get_gradient_edge(mine).node
+        node.register_prehook(partial(_mapped, weakref.ref(self), original, mine))
+        self._nodes.append(node)
+
+    def begin(self, number: int, scale: float, divisor: int) -> None:
+        """Say how gradients of a micro-batch come, from a loss that is multiplied but not divided.
+
+        Args:
+            number: of the micro-batch.
+            scale: by which its loss is multiplied.
+            divisor: by which its gradients are divided when they are mapped.
+        """
+        self._scale, self._divisor = scale, divisor
+        if self._at_once == 1 or number == 0:
+            self._calls.clear()
+
+    def __call__(self, gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that is added up, in memory of its own.
+
+        Raises:
+            TypeError: if the function returns no tensor.
+            ValueError: if the function returns another shape.
+            StrategyError: if the function writes to the gradient, or gets parts of it one after another.
+        """
+        self._count(parameter)
+        plain = gradient
+        if self._scale != 1:
+            plain = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self._scale
+        version = plain._version
+        new = self._function(plain, parameter)
+        _refuse_others(new, plain)
+        if plain._version != version:
+            raise StrategyError(
+                "map_gradient writes to the gradient that it is given, which autograd may use elsewhere; return a new "
+                "tensor, as gradient.clamp(-1, 1) in place of gradient.clamp_(-1, 1)"
+            )
+        new = new.to(plain.dtype)
+        if self._keeps_bad:
+            new = torch.where(plain.isfinite(), new, plain)
+        return (new * self._scale / self._divisor).to(gradient.dtype)
+
+    def _count(self, parameter: torch.Tensor) -> None:
+        self._calls[id(parameter)] += 1
+        if self._calls[id(parameter)] > self._at_once:
+            raise StrategyError(
+                f"map_gradient needs the whole gradient of a micro-batch, and that of a parameter of shape "
+                f"{list(parameter.shape)} comes in parts, as of parameters in several reentrant checkpoints; use "
+                "checkpoint(..., use_reentrant=False)"
+            )
+
+
+def multiplied(function: MapGradient, factor: int) -> MapGradient:
+    """Return a function whose results are so many times as large."""
+    return function if factor == 1 else lambda gradient, parameter: factor * function(gradient, parameter)
+
+
+def _mapped(
+    own: weakref.ref[GradientMap], original: torch.Tensor, mine: torch.Tensor, gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Called by autograd; the collector does not see what hooks of nodes keep alive."""
+    found, gradient = own(), gradients[0]
+    if found is None or gradient is None:
+        return tuple(gradients)
+    is_same = original.data_ptr() == mine.data_ptr() and original.shape == mine.shape
+    return (found(gradient, original if is_same else mine),)
+
+
+def _refuse_others(new: object, gradient: torch.Tensor) -> None:
+    if not isinstance(new, torch.Tensor):
+        raise TypeError(f"map_gradient returns a {type(new).__name__}; it must return the gradient, a tensor")
+    if new.shape != gradient.shape:
+        raise ValueError(
+            f"map_gradient returns shape {list(new.shape)} for a gradient of {list(gradient.shape)}; it must return a "
+            "tensor of the gradient's shape"
+        )
