@@ -315,6 +315,42 @@ IN_FRONT_ENDS = (
         ),
     ),
     Fault(
+        name="gradients of PyTorch are divided before map_gradient gets them",
+        path="strategies/torch/replica_run.py",
+        old="elif divisor != 1:",
+        new="if divisor != 1:",
+        caught_by=(
+            "tests/strategies/on_torch/test_mapped_gradients.py::TestTheOption::test_maps_before_anything_is_divided_or_added",
+        ),
+    ),
+    Fault(
+        name="map_gradient of PyTorch sees the loss scale",
+        path="strategies/torch/gradient_map.py",
+        old="if self._scale != 1:",
+        new="if self._scale < 0:",
+        caught_by=(
+            "tests/strategies/on_torch/test_mapped_gradients.py::TestTheOption::test_has_the_same_bits_with_other_options",
+        ),
+    ),
+    Fault(
+        name="map_gradient of PyTorch hides gradients that are not finite",
+        path="strategies/torch/options.py",
+        old="keeps_bad = self.check_numerics or self.scaling is not None",
+        new="keeps_bad = False",
+        caught_by=(
+            "tests/strategies/on_torch/test_mapped_gradients.py::TestTheOption::test_does_not_hide_what_is_not_finite",
+        ),
+    ),
+    Fault(
+        name="with sums PopTorch's map_gradient sees gradients times the number of replicas",
+        path="strategies/torch/poptorch/executor.py",
+        old="loss_function(1 if mapping else factor, ",
+        new="loss_function(factor, ",
+        caught_by=(
+            "tests/strategies/on_torch/test_mapped_gradients.py::TestPopTorch::test_maps_gradients_as_the_loss_has_them",
+        ),
+    ),
+    Fault(
         name="gradients that before_update puts in place are dropped",
         path="strategies/torch/torch_step.py",
         old="[(parameter, parameter.grad) for parameter in training.trained]",

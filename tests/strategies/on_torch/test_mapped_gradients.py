@@ -1,5 +1,6 @@
 """The gradients of each micro-batch are mapped on each replica, as the original's `MapGradientOptimizer` does."""
 
+import copy
 import gc
 import weakref
 
@@ -28,20 +29,18 @@ class Weighted(torch.nn.Module):
 
 
 class Blocks(torch.nn.Module):
-    """Four layers in stages, of which one is frozen, and a batch norm."""
+    """Four layers in stages, of which one is frozen."""
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(2)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(4))
         self.layers[2].requires_grad_(False)
-        self.norm = torch.nn.BatchNorm1d(5)
 
     def forward(self, x):
         for number, layer in enumerate(self.layers):
             with poptorch.Block(f"B{number}"):
                 x = torch.tanh(layer(x))
-        return self.norm(x).square().sum()
+        return (x - 1).square().sum()
 
 
 def clipped(gradient, parameter):
@@ -194,8 +193,11 @@ def by_plain_pytorch(module, x, most):
 def test_a_module_with_a_frozen_layer_is_mapped_in_stages_too(schedule, on_instances):
     x = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
 
+    torch.manual_seed(2)
+    module_at_first = Blocks()
+
     def train(strategy):
-        module, pipeline = Blocks(), None
+        module, pipeline = copy.deepcopy(module_at_first), None
         if schedule is not None:
             pipeline = poptorch.PipelinedExecution("B0", "B1", "B2", "B3", schedule=schedule).pipeline
         optimizer = torch.optim.Adam(module.parameters(), 0.1)
@@ -206,9 +208,9 @@ def test_a_module_with_a_frozen_layer_is_mapped_in_stages_too(schedule, on_insta
         trainer.close()
         return [one.detach() for one in module.parameters() if one.requires_grad]
 
-    expected = by_plain_pytorch(Blocks(), x, 0.1)
-    for found in on_instances(1, 2, train) + on_instances(2, 2, train):
-        assert all(map(torch.equal, found, expected))
+    first, *others = on_instances(1, 2, train) + on_instances(2, 2, train)
+    torch.testing.assert_close(first, by_plain_pytorch(module_at_first, x, 0.1))
+    assert all(all(map(torch.equal, first, other)) for other in others)
 
 
 @pytest.mark.parametrize(("method", "divisor"), [("sum", 1), ("mean", 4)])
