@@ -132,10 +132,10 @@ def _computed(
 
 def _mapped_gradients(
     mapping: GradientMap, loss: torch.Tensor, parameters: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
+) -> Sequence[torch.Tensor | None]:
     """Map gradients in the order in which autograd comes to them: the function may draw random numbers."""
     hooks = [one.register_hook(partial(mapping, parameter=one)) for one in parameters]
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(loss, parameters, allow_unused=True)
     for hook in hooks:
         hook.remove()
     return gradients
