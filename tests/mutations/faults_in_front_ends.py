@@ -254,8 +254,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="micro-batches of a module are not divided by their number",
         path="strategies/torch/replica_run.py",
-        old="if self._options.method is RUNNING_MEAN else count",
-        new="if self._options.method is RUNNING_MEAN else 1",
+        old="elif divisor != 1:",
+        new="elif divisor < 1:",
         caught_by=(
             "tests/strategies/on_torch/test_poptorch.py::TestTraining::test_gradients_are_reduced_over_micro_batches_and_replicas",
         ),
