@@ -108,6 +108,8 @@ def _computed(
             with nullcontext() if options.autocast_dtype is None else torch.autocast(HOST.type, options.autocast_dtype):
                 loss, _, _ = outcome_of(loss_fn(module, part))
             losses.append(float(loss.detach()))
+            if _has_reentrant_checkpoint(loss):
+                raise CannotBeUndoneError("gradients inside of a reentrant checkpoint cannot be asked for alone")
             if options.method is RUNNING_MEAN:
                 for one in parameters:
                     one.grad = None if one.grad is None else one.grad * (number / (number + 1))
@@ -128,6 +130,21 @@ def _computed(
         frozenset(hooked),
         options.autocast_dtype,
     )
+
+
+def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
+    """Whether `torch.utils.checkpoint` with `use_reentrant=True` was on the way to a loss."""
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 def _mapped_gradients(

@@ -289,6 +289,9 @@ WRAPPERS = [
     Idiom("fake quantisation", quantised),
     Idiom("checkpointing", lambda: checkpointed(use_reentrant=False), loops=False),
     Idiom("reentrant checkpointing", lambda: checkpointed(use_reentrant=True), loops=False),
+    Idiom("reentrant checkpointing of the first layer", lambda: Apply(
+        lambda self, x: self.last(checkpoint(self.first, x.detach().requires_grad_(), use_reentrant=True)),
+        first=nn.Linear(FEATURES, 6), last=HEAD()), loops=False),
     Idiom("a function with its own gradient", lambda: Apply(lambda self, x: self.last(Doubles.apply(self.first(x))),
                                                             first=nn.Linear(FEATURES, 6), last=HEAD())),
     Idiom("a module that cannot be copied", lambda: layered(Unlike(6, 6)), refused="cannot be copied for a replica"),
