@@ -39,7 +39,7 @@ def marks_of(value: Any, known: Collection[int]) -> Iterator[Any]:
         value: not changed.
         known: the identities of modules, parameters and buffers that are followed by other means.
     """
-    waiting, passed = [value], set(known)
+    waiting, passed = [value], set[int]()
     for _ in range(MOST_VALUES):
         if not waiting:
             return
@@ -48,7 +48,7 @@ def marks_of(value: Any, known: Collection[int]) -> Iterator[Any]:
             yield one
             continue
         yield id(one)
-        if id(one) in passed:
+        if id(one) in passed or id(one) in known:
             continue
         passed.add(id(one))
         if isinstance(one, torch.Tensor):
