@@ -16,7 +16,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -58,16 +58,19 @@ class _Read:
         get: what it is now.
         seen: what it was, see `remembered`.
         may_grow: whether it is a tuple of what is in a list, to which a function may add when it is traced.
+        grows: whether the function has added to it, as to a table of what it has computed, to which others may add.
     """
 
     name: str
     get: Callable[[], Any]
     seen: Any
     may_grow: bool = False
+    grows: bool = False
 
     @property
     def is_same(self) -> bool:
-        return is_what(self.seen, self.get())
+        now = self.get()
+        return is_what(self.seen, now) or (self.grows and is_more(self.seen, now))
 
     @property
     def has_grown(self) -> bool:
@@ -116,7 +119,9 @@ class Reads:
         for read in self._reads:
             if read.is_same:
                 kept.append(read)
-            elif read.seen != (None,) and not read.has_grown:
+            elif read.has_grown:
+                kept.append(replace(read, seen=remembered(read.get()), grows=True))
+            elif read.seen != (None,):
                 raise RuntimeError(self._would_be_once(f"has changed {read.name}", "arguments and results for it"))
         self._reads = kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
 import gc
@@ -140,6 +141,21 @@ def test_all_keys_of_a_dictionary_are_read_where_another_function_reads_them(alo
     found = [float(alone.run(function, (ONE,)).values[0])]
     config["others"] = 3.0
     assert [*found, float(alone.run(function, (ONE,)).values[0])] == [1, 3]
+
+
+def test_an_element_that_a_function_has_added_and_the_program_changes_is_followed(alone):
+    weights, traces = collections.defaultdict(lambda: 1.0), []
+
+    def function(x):
+        traces.append(1)
+        return x * weights["first"]
+
+    found = [float(alone.run(function, (ONE,)).values[0])]
+    weights["another"] = 5.0
+    found.append(float(alone.run(function, (ONE,)).values[0]))
+    assert len(traces) == 1
+    weights["first"] = 2.0
+    assert [*found, float(alone.run(function, (ONE,)).values[0])] == [1, 1, 2]
 
 
 def test_a_module_that_a_function_imports_is_followed(alone, tmp_path, monkeypatch):
