@@ -16,7 +16,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,11 +25,13 @@ import numpy as np
 from strategies.programs.remembering import SCALARS, digest, is_more, is_what, remembered, state_of
 from strategies.programs.users_code import (
     GONE,
+    asked_by_name,
     contents_of,
     handed_over,
     instructions_of,
     is_of_user,
     is_users_module,
+    keys_of,
     only_grown,
     refuse_clocks,
 )
@@ -56,16 +58,19 @@ class _Read:
         get: what it is now.
         seen: what it was, see `remembered`.
         may_grow: whether it is a tuple of what is in a list, to which a function may add when it is traced.
+        grows: whether the function has added to it, as to a table of what it has computed, to which others may add.
     """
 
     name: str
     get: Callable[[], Any]
     seen: Any
     may_grow: bool = False
+    grows: bool = False
 
     @property
     def is_same(self) -> bool:
-        return is_what(self.seen, self.get())
+        now = self.get()
+        return is_what(self.seen, now) or (self.grows and is_more(self.seen, now))
 
     @property
     def has_grown(self) -> bool:
@@ -114,7 +119,9 @@ class Reads:
         for read in self._reads:
             if read.is_same:
                 kept.append(read)
-            elif read.seen != (None,) and not read.has_grown:
+            elif read.has_grown:
+                kept.append(replace(read, seen=remembered(read.get()), grows=True))
+            elif read.seen != (None,):
                 raise RuntimeError(self._would_be_once(f"has changed {read.name}", "arguments and results for it"))
         self._reads = kept
 
@@ -187,7 +194,10 @@ class _Walk:
             self._wrapped(function, name)
             return
         instructions = list(instructions_of(function.__code__))
-        self._names.update(one.argval for one in instructions if one.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+        self._names.update(
+            one.argval for one in instructions if one.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+        )
+        self._names |= asked_by_name(function.__code__)
         self._handed |= handed_over(instructions)
         grown, others = only_grown(instructions)
         self._grown |= grown
@@ -195,12 +205,16 @@ class _Walk:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(value, f"a default of {function.__qualname__}")
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        keys = keys_of(instructions)
         for each, cell in cells.items():
-            self._bound(each, functools.partial(contents_of, cell), id(cell))
+            self._bound(each, functools.partial(contents_of, cell), id(cell), keys.get(each))
         spaces = function.__globals__
         loaded = {one.argval for one in instructions if one.opname == "LOAD_GLOBAL"}
         for each in sorted(loaded & spaces.keys()):  # in one order on all instances
-            self._bound(each, functools.partial(spaces.get, each, GONE), id(spaces))
+            self._bound(each, functools.partial(spaces.get, each, GONE), id(spaces), keys.get(each))
+        for each in sorted({one.argval for one in instructions if one.opname == "IMPORT_NAME"}):
+            if is_users_module(sys.modules.get(each)):
+                self._value(sys.modules[each], each)
         refuse_clocks(function, instructions, cells)
 
     def _wrapped(self, function: types.FunctionType, name: str) -> None:
@@ -216,7 +230,8 @@ class _Walk:
                     if isinstance(each, types.FunctionType):
                         self._value(each, name)
 
-    def _bound(self, name: str, get: Callable[[], Any], place: int) -> None:
+    def _bound(self, name: str, get: Callable[[], Any], place: int, keys: Sequence[Any] | None = None) -> None:
+        """Read what a name stands for; of a dictionary only what the keys have, where no others are used."""
         value = get()
         if value is GONE or isinstance(value, types.ModuleType) and not is_users_module(value):
             return
@@ -225,7 +240,11 @@ class _Walk:
         if is_log or (last in self._handed and isinstance(value, _FUNCTIONS)):
             return
         self._read(name, get, place)
-        self._value(value, name)
+        if keys is None or type(value) is not dict:
+            self._value(value, name)
+            return
+        for key in dict.fromkeys(keys):
+            self._bound(f"{name}[{key!r}]", functools.partial(value.get, key, GONE), id(value))
 
     def _read(self, name: str, get: Callable[[], Any], place: int, may_grow: bool = False) -> None:
         """Note a read; `place` is the identity of what holds the value."""

@@ -60,6 +60,31 @@ def only_grown(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[s
     return grown - others, others
 
 
+def keys_of(instructions: Sequence[dis.Instruction]) -> dict[str, list[Any]]:
+    """For the names of what a function only takes elements from, as `config["rate"]`, the constant keys of these."""
+    keys: dict[str, list[Any]] = {}
+    others = set()
+    for place, one in enumerate(instructions):
+        if one.opname in _LOADS or one.opname in ("LOAD_CLOSURE", "STORE_DEREF", "STORE_GLOBAL"):
+            load, take = (*instructions[place + 1 : place + 3], None, None)[:2]
+            if load is not None and take is not None and load.opname == "LOAD_CONST" and _takes_element(take):
+                keys.setdefault(one.argval, []).append(load.argval)
+            elif one.opname != "LOAD_CLOSURE":
+                others.add(one.argval)
+    return {name: found for name, found in keys.items() if name not in others}
+
+
+def _takes_element(one: dis.Instruction) -> bool:
+    return one.opname == "BINARY_SUBSCR" or (one.opname == "BINARY_OP" and one.argrepr == "[]")
+
+
+def asked_by_name(code: types.CodeType) -> set[str]:
+    """The names that a function may hand to `getattr`."""
+    if "getattr" not in code.co_names:
+        return set()
+    return {one for one in code.co_consts if isinstance(one, str) and one.isidentifier()}
+
+
 def _has_callbacks(instructions: Sequence[dis.Instruction]) -> bool:
     return any(one.opname in _LOADS and one.argval in _CALLBACKS for one in instructions)
 
@@ -92,7 +117,8 @@ def refuse_clocks(
         if value is not None and (what := _changing(value)):
             raise RuntimeError(
                 f"{function.__qualname__} calls {name}, {what}, which would be read once, while the function is "
-                "compiled, and not in each run; hand the value over as an argument, or use jax.random with a key"
+                "compiled, and not in each run; hand the value over as an argument, use jax.random with a key, or take "
+                "times for the log outside of the function"
             )
 
 

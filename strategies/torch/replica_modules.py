@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from strategies.torch.module_parts import Parts, Slot, differs, resized, slots_o
 from strategies.torch.replica_groups import part_of, row_of
 from strategies.torch.replica_memory import ReplicaMemory
 
+_Any = TypeVar("_Any")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOOKS = (
     "_forward_pre_hooks",
@@ -204,7 +205,7 @@ class ReplicaModule:
         for original, mine in self._pairs:
             for name, value in vars(original).items():
                 if contents.changed_at.get(id(value), 0) > self._version:
-                    vars(mine)[name] = copy.deepcopy(value, memo)
+                    vars(mine)[name] = _copied(value, memo)
         self._version = contents.version
 
     def _follow_others(self, original: torch.nn.Module, mine: torch.nn.Module, seen: dict[str, Any]) -> None:
@@ -256,12 +257,11 @@ def _cannot_copy(why: str) -> str:
     )
 
 
-def _copied(original: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+def _copied(original: _Any, memo: dict[int, Any]) -> _Any:
     try:
-        copied: torch.nn.Module = copy.deepcopy(original, memo)
+        return copy.deepcopy(original, memo)
     except (TypeError, RuntimeError) as error:
         raise TypeError(_cannot_copy(str(error))) from error
-    return copied
 
 
 def _pairs(original: torch.nn.Module, copied: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:

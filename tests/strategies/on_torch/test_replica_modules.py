@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,33 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.second(torch.tanh(self.first(x.flatten(1))))
+
+
+class Scale:
+    def __init__(self):
+        self.by = 1.0
+
+
+class Held(Net):
+    """Computes with what it holds besides parameters and buffers."""
+
+    def __init__(self, held):
+        torch.manual_seed(1)
+        super().__init__()
+        self.held = held
+
+    def forward(self, x):
+        outputs, held = super().forward(x), self.held
+        if isinstance(held, list) and held and isinstance(held[0], nn.Module):
+            return held[0](outputs)
+        if isinstance(held, list) and not held or isinstance(held, list) and isinstance(held[0], int):
+            held.append(1)
+            return outputs / len(held)
+        if isinstance(held, torch.Tensor | np.ndarray):
+            return outputs * torch.as_tensor(held)
+        if isinstance(held, list):
+            return outputs * held[0][-1]
+        return outputs * (held["by"] if isinstance(held, dict) else held.by)
 
 
 def net():
@@ -250,6 +279,27 @@ class TestChangesBetweenSteps:
         first = Scaled()
         found = by_trainer(copy.deepcopy(first), change)
         assert all(map(torch.equal, found, by_plain_pytorch(first, change)))
+
+    @pytest.mark.parametrize(
+        ("held", "change"),
+        [
+            ({"by": 1.0}, lambda held: held.update(by=0.5)),
+            ([[1.0]], lambda held: held[0].append(0.5)),
+            (SimpleNamespace(by=1.0), lambda held: setattr(held, "by", 0.5)),
+            (Scale(), lambda held: setattr(held, "by", 0.5)),
+            (torch.ones(5), lambda held: held.data.mul_(0.5)),
+            (np.ones(5, np.float32), lambda held: held.__setitem__(0, 0.5)),
+            ([nn.Linear(5, 5)], lambda held: held[0].weight.data.mul_(0.5)),
+        ],
+    )
+    def test_an_attribute_that_is_changed_in_place_is_followed(self, held, change):
+        first = Held(held)
+        found = by_trainer(copy.deepcopy(first), lambda module: change(module.held))
+        assert all(map(torch.equal, found, by_plain_pytorch(first, lambda module: change(module.held))))
+
+    def test_what_a_replica_keeps_in_a_list_stays_with_it(self):
+        found = by_trainer(Held([]))
+        assert all(map(torch.equal, found, by_plain_pytorch(Held([]))))
 
     @pytest.mark.parametrize(
         ("change", "name"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
 import gc
 import itertools
+import math
 import random
 import time
 import weakref
@@ -95,6 +97,8 @@ def followed():
     yield "an array that is written to", lambda x: x * array[0], lambda: array.fill(2)
     yield "an array in a list", lambda x: x * kept[0], lambda: kept.__setitem__(0, jnp.float32(2))
     yield "a list in a dictionary", lambda x: x * values["list"][0], lambda: values["list"].__setitem__(0, 2.0)
+    named = SimpleNamespace(scale=1.0)
+    yield "getattr", lambda x: x * getattr(named, "scale"), lambda: setattr(named, "scale", 2.0)  # noqa: B009
     yield "an argument of a partial", functools.partial(lambda x, by: x * by.scale, by=one), one.grow
 
 
@@ -113,6 +117,60 @@ def test_what_a_function_reads_and_has_changed_is_followed(alone, name):
     change()
     found.append(float(alone.run(function, (ONE,)).values[0]))
     assert found == [1, 2]
+
+
+def test_keys_of_a_dictionary_that_a_function_does_not_read_may_change(alone):
+    config, traces = {"scale": 1.0, "step": 0, "nested": {"by": 1.0}}, []
+
+    def function(x):
+        traces.append(1)
+        return x * config["scale"] * config["nested"]["by"]
+
+    for step in range(3):
+        alone.run(function, (ONE,))
+        config |= {"step": step, f"loss {step}": 0.5}
+    assert len(traces) == 1
+    config["nested"]["by"] = 2.0
+    assert float(alone.run(function, (ONE,)).values[0]) == 2
+
+
+def test_all_keys_of_a_dictionary_are_read_where_another_function_reads_them(alone):
+    config = {"scale": 1.0, "others": 1.0}
+    product = lambda: math.prod(config.values())  # noqa: E731  # reads them all
+    function = lambda x: x * product() / config["scale"]  # noqa: E731  # the same each time
+    found = [float(alone.run(function, (ONE,)).values[0])]
+    config["others"] = 3.0
+    assert [*found, float(alone.run(function, (ONE,)).values[0])] == [1, 3]
+
+
+def test_an_element_that_a_function_has_added_and_the_program_changes_is_followed(alone):
+    weights, traces = collections.defaultdict(lambda: 1.0), []
+
+    def function(x):
+        traces.append(1)
+        return x * weights["first"]
+
+    found = [float(alone.run(function, (ONE,)).values[0])]
+    weights["another"] = 5.0
+    found.append(float(alone.run(function, (ONE,)).values[0]))
+    assert len(traces) == 1
+    weights["first"] = 2.0
+    assert [*found, float(alone.run(function, (ONE,)).values[0])] == [1, 1, 2]
+
+
+def test_a_module_that_a_function_imports_is_followed(alone, tmp_path, monkeypatch):
+    (tmp_path / "settings_of_a_program.py").write_text("scale = 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import settings_of_a_program
+
+    def function(x):
+        import settings_of_a_program
+
+        return x * settings_of_a_program.scale
+
+    found = [float(alone.run(function, (ONE,)).values[0])]
+    settings_of_a_program.scale = 2.0
+    assert [*found, float(alone.run(function, (ONE,)).values[0])] == [1, 2]
 
 
 def test_a_loop_called_from_python_follows_too():
