@@ -472,4 +472,40 @@ IN_FRONT_ENDS = (
             "tests/strategies/on_torch/test_torch_settings.py::test_what_one_instance_changes_alone_is_an_error_by_name",
         ),
     ),
+    Fault(
+        name="replicas evaluate with the buffers of the first one of their instance",
+        path="strategies/torch/evaluation.py",
+        old="buffers.masters_of(replica) for replica in local]",
+        new="buffers.masters_of(local[0]) for replica in local]",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_replica_groups.py::TestBuffersOfEachReplica::test_are_those_with_which_each_replica_predicts",
+        ),
+    ),
+    Fault(
+        name="a replica without a gradient sends the one of the step before",
+        path="strategies/torch/contribution.py",
+        old="        if gradient is None:\n            view.zero_()",
+        new="        if gradient is None:\n            pass",
+        caught_by=(
+            "tests/strategies/on_torch/test_replica_run.py::test_a_parameter_without_a_gradient_adds_nothing_of_the_step_before",
+        ),
+    ),
+    Fault(
+        name="rows behind a batch that is not filled have the numbers of others",
+        path="strategies/keras/batches.py",
+        old="self.first_row += given",
+        new="self.first_row += len(positions)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_rows_behind_a_step_that_is_not_filled_have_the_numbers_that_follow",
+        ),
+    ),
+    Fault(
+        name="rows of an epoch that is gone on with have the numbers of its first step",
+        path="strategies/keras/batches.py",
+        old="dealer.first_row = start * self._layout.global_batch_size",
+        new="dealer.first_row = 0",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_rows_have_the_same_numbers_where_an_epoch_is_gone_on_with",
+        ),
+    ),
 )

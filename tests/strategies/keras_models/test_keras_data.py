@@ -185,9 +185,9 @@ def test_an_epoch_begins_with_the_same_shuffle_wherever_training_begins(alone):
 # ---- dealing
 
 
-def rows(source, local, batch_size=2, replicas=4, remainder="short", accumulated=1, **opened):
+def rows(source, local, batch_size=2, replicas=4, remainder="short", accumulated=1, start=0):
     layout = Layout(batch_size, replicas, local, remainder, accumulated)
-    return list(source.open(layout, seed=0, shuffle=False, **opened).batches(0, 0))
+    return list(source.open(layout, seed=0, shuffle=False).batches(0, start))
 
 
 def batches(sizes):
@@ -235,6 +235,17 @@ def test_where_nothing_is_trained_every_row_comes_once_with_its_number(make, siz
             np.testing.assert_array_equal(numbers, values)
             seen += values[batch.mask].tolist()
     assert sorted(seen) == list(range(sum(sizes)))
+
+
+def test_rows_behind_a_step_that_is_not_filled_have_the_numbers_that_follow():
+    steps = rows(stream([2, 2, 2, 1, 2, 2, 2, 2]), range(2), remainder="pad")
+    assert [step.values[0].tolist() for step in steps] == [[0, 1, 2, 3], [7, 8, 9, 10]]
+
+
+@pytest.mark.parametrize(("make", "sizes"), [(numbered, [2] * 8), (stream, [2] * 8), (stream, [2, 2, 2, 1] + [2] * 4)])
+def test_rows_have_the_same_numbers_where_an_epoch_is_gone_on_with(make, sizes):
+    whole, rest = (rows(make(sizes), range(2), remainder="pad", start=start) for start in (0, 1))
+    assert [step.values[0].tolist() for step in rest] == [step.values[0].tolist() for step in whole[1:]]
 
 
 def test_a_replica_takes_its_micro_batches_one_after_another():
