@@ -491,6 +491,15 @@ IN_FRONT_ENDS = (
         ),
     ),
     Fault(
+        name="LAMB has no limit for the norm of a parameter",
+        path="strategies/torch/poptorch/optim.py",
+        old='parameter.norm().clamp(max=group["max_weight_norm"])',
+        new="parameter.norm()",
+        caught_by=(
+            "tests/strategies/on_torch/test_poptorch_optimizers.py::test_lamb_takes_no_more_than_its_limit_for_the_norm_of_a_parameter",
+        ),
+    ),
+    Fault(
         name="rows behind a batch that is not filled have the numbers of others",
         path="strategies/keras/batches.py",
         old="self.first_row += given",
@@ -506,6 +515,24 @@ IN_FRONT_ENDS = (
         new="dealer.first_row = 0",
         caught_by=(
             "tests/strategies/keras_models/test_keras_data.py::test_rows_have_the_same_numbers_where_an_epoch_is_gone_on_with",
+        ),
+    ),
+    Fault(
+        name="what does not decay does where its optimizer state is sharded",
+        path="strategies/keras/optimizer.py",
+        old="if optimizer._var_key(old) in excluded",
+        new="if False",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_training.py::test_what_does_not_decay_does_not_where_an_instance_has_a_part_of_it",
+        ),
+    ),
+    Fault(
+        name="steps_per_epoch of Keras leaves rows of arrays out",
+        path="strategies/keras/data.py",
+        old="-(-rows // (given.steps * per_step))",
+        new="max(1, rows // (given.steps * per_step))",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_arrays_are_read_whole_in_the_steps_that_are_said",
         ),
     ),
 )

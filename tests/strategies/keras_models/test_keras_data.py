@@ -154,6 +154,17 @@ def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
     assert alone(program) == [True, True, False, False, False]
 
 
+@pytest.mark.parametrize(("steps", "batch_size"), [(3, 4), (5, 3), (12, 1)])
+def test_arrays_are_read_whole_in_the_steps_that_are_said(alone, steps, batch_size):
+    """48 rows of 4 replicas."""
+
+    def program(strategy):
+        feed = open_feed(Given(X[:48], TARGETS[:48], steps=steps), strategy, trains=True)
+        return feed.batch_size // strategy.num_replicas_in_sync
+
+    assert alone(program) == batch_size
+
+
 def test_a_source_in_batches_has_a_batch_size_of_its_own(alone):
     """Keras leaves `batch_size` unused then, and so does this; one for all replicas would say what is not so."""
 
