@@ -140,6 +140,18 @@ def test_data_are_shuffled_alike_on_all_instances(in_scopes):
     assert len(set(one)) == 3
 
 
+def test_batches_with_numbers_have_the_weights_of_their_classes(alone):
+    class Kinds(Numbered):
+        def __getitem__(self, number):
+            return X[:3], np.array([0, 1, 0])
+
+    def program(strategy):
+        feed = open_feed(Given(Kinds(), class_weight={0: 1.0, 1: 2.5}), strategy, trains=True)
+        return feed.example[2].tolist()
+
+    assert alone(program) == [1.0, 2.5, 1.0]
+
+
 def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
     """1 is true there. Words that mean nothing are true too, which is refused here."""
 

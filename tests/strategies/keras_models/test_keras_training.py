@@ -383,12 +383,14 @@ def test_frozen_layers_stay_as_they_are_and_nothing_of_them_travels(alone):
     assert alone(program) == ([True, True], ["constant", "constant"])
 
 
-def test_what_does_not_decay_does_not_where_an_instance_has_a_part_of_it():
+def test_what_keras_says_of_a_variable_holds_where_an_instance_has_a_part_of_it():
+    """One decays, and does not become negative; the other one neither."""
     kernel, bias = (keras.Variable(np.ones(size, np.float32), name=name) for name, size in (("k", 4), ("b", 2)))
+    kernel.constraint = keras.constraints.NonNeg()
     optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_list=[bias])
     optimizer.build([kernel, bias])
     state, parts = [variable.value for variable in optimizer.variables], [jnp.ones(2), jnp.ones(1)]
-    known = Known(jnp.float32(0), jnp.float32(0))
-    new, _ = KerasOptimizer(optimizer).apply([jnp.zeros(2), jnp.zeros(1)], state, parts, known, AS_WRITTEN)
-    assert [each.tolist() for each in new] == [[0.75, 0.75], [1.0]]
+    gradients, known = [jnp.array([0.0, 4.0]), jnp.array([4.0])], Known(jnp.float32(0), jnp.float32(0))
+    new, _ = KerasOptimizer(optimizer).apply(gradients, state, parts, known, AS_WRITTEN)
+    assert [each.tolist() for each in new] == [[0.75, 0.0], [-1.0]]
