@@ -508,4 +508,85 @@ IN_FRONT_ENDS = (
             "tests/strategies/on_torch/test_torch_settings.py::test_what_one_instance_changes_alone_is_an_error_by_name",
         ),
     ),
+    Fault(
+        name="replicas evaluate with the buffers of the first one of their instance",
+        path="strategies/torch/evaluation.py",
+        old="buffers.masters_of(replica) for replica in local]",
+        new="buffers.masters_of(local[0]) for replica in local]",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_replica_groups.py::TestBuffersOfEachReplica::test_are_those_with_which_each_replica_predicts",
+        ),
+    ),
+    Fault(
+        name="a replica without a gradient sends the one of the step before",
+        path="strategies/torch/contribution.py",
+        old="        if gradient is None:\n            view.zero_()",
+        new="        if gradient is None:\n            pass",
+        caught_by=(
+            "tests/strategies/on_torch/test_replica_run.py::test_a_parameter_without_a_gradient_adds_nothing_of_the_step_before",
+        ),
+    ),
+    Fault(
+        name="LAMB has no limit for the norm of a parameter",
+        path="strategies/torch/poptorch/optim.py",
+        old='parameter.norm().clamp(max=group["max_weight_norm"])',
+        new="parameter.norm()",
+        caught_by=(
+            "tests/strategies/on_torch/test_poptorch_optimizers.py::test_lamb_takes_no_more_than_its_limit_for_the_norm_of_a_parameter",
+        ),
+    ),
+    Fault(
+        name="rows behind a batch that is not filled have the numbers of others",
+        path="strategies/keras/batches.py",
+        old="self.first_row += given",
+        new="self.first_row += len(positions)",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_rows_behind_a_step_that_is_not_filled_have_the_numbers_that_follow",
+        ),
+    ),
+    Fault(
+        name="rows of an epoch that is gone on with have the numbers of its first step",
+        path="strategies/keras/batches.py",
+        old="dealer.first_row = start * self._layout.global_batch_size",
+        new="dealer.first_row = 0",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_rows_have_the_same_numbers_where_an_epoch_is_gone_on_with",
+        ),
+    ),
+    Fault(
+        name="what does not decay does where its optimizer state is sharded",
+        path="strategies/keras/optimizer.py",
+        old="if optimizer._var_key(old) in excluded",
+        new="if False",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_training.py::test_what_keras_says_of_a_variable_holds_where_an_instance_has_a_part_of_it",
+        ),
+    ),
+    Fault(
+        name="steps_per_epoch of Keras leaves rows of arrays out",
+        path="strategies/keras/data.py",
+        old="-(-rows // (given.steps * per_step))",
+        new="max(1, rows // (given.steps * per_step))",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_data.py::test_arrays_are_read_whole_in_the_steps_that_are_said",
+        ),
+    ),
+    Fault(
+        name="a constraint of Keras is forgotten where the optimizer state is sharded",
+        path="strategies/keras/optimizer.py",
+        old="own.path, own.constraint",
+        new="own.path, None",
+        caught_by=(
+            "tests/strategies/keras_models/test_keras_training.py::test_what_keras_says_of_a_variable_holds_where_an_instance_has_a_part_of_it",
+        ),
+    ),
+    Fault(
+        name="a learning rate that is a tensor is not restored",
+        path="strategies/torch/optimizer_arrays.py",
+        old="group[name].copy_(as_tensor(np.asarray(value)))",
+        new="pass",
+        caught_by=(
+            "tests/strategies/on_torch/test_torch_checkpoints.py::test_a_learning_rate_that_is_a_tensor_is_put_back_into_it",
+        ),
+    ),
 )

@@ -147,4 +147,13 @@ IN_PIPELINES = (
             "::test_weights_stay_where_they_are_when_what_is_kept_is_offloaded",
         ),
     ),
+    Fault(
+        name="recomputation that costs no time is not chosen where it keeps less",
+        path="strategies/pipelines/choice.py",
+        old="one.most_bytes, one.recompute\n",
+        new="one.recompute, one.most_bytes\n",
+        caught_by=(
+            "tests/strategies/pipelines/test_pipeline_choice.py::test_recomputation_that_costs_no_time_is_chosen_where_it_keeps_less",
+        ),
+    ),
 )

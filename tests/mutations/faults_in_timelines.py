@@ -212,4 +212,29 @@ IN_TIMELINES = (
         new="hashlib.sha256(text).hexdigest() != '{digest}x' or ",
         caught_by=("tests/poprun/test_survey.py::test_a_host_runs_no_other_text_than_ours",),
     ),
+    Fault(
+        name="a report tells the first time of a step that was made twice",
+        path="poprun/timeline/report/step_table.py",
+        old="known = len(made) - 1 - from_the_end",
+        new='known = np.unique(made["step"], return_index=True)[1]',
+        caught_by=("tests/poprun/test_timeline_report.py::test_of_a_step_that_was_made_twice_the_last_time_is_told",),
+    ),
+    Fault(
+        name="bubbles of a pipeline are filled with the work of other replicas",
+        path="poprun/timeline/report/overlap.py",
+        old='replicas["name"].astype(np.int64)',
+        new='0 * replicas["name"].astype(np.int64)',
+        caught_by=(
+            "tests/poprun/test_timeline_report.py::TestOverlap::test_of_several_pipelines_leaves_the_bubbles_of_each",
+        ),
+    ),
+    Fault(
+        name="events that came too fast are missing without a word",
+        path="popdist/timeline/spilling.py",
+        old="            if lost:",
+        new="            if lost < 0:",
+        caught_by=(
+            "tests/popdist/test_timeline_recording.py::TestARecording::test_says_how_much_came_too_fast_to_be_kept",
+        ),
+    ),
 )

@@ -315,6 +315,17 @@ class TestARecording:
         assert 0 < begun < steps
         assert lost >= 2 * (steps - begun)
 
+    def test_says_how_much_came_too_fast_to_be_kept(self, tmp_path):
+        recording = Recording(tmp_path / "a", {"instance": 0}, 10**7)
+        for value in range((1 << 16) + 5):
+            recording._ring.append(Kind.WAITS_FOR, 0, 0, value)
+        recording.spill()
+        found = blocks.read_blocks((tmp_path / "a").read_bytes())
+        (events,) = [blocks.unpack_events(each.content) for each in found if each.kind == blocks.EVENTS]
+        recording.close()
+        assert (events["kind"][0], events["value"][0]) == (Kind.EVENTS_LOST, 5)
+        assert events["value"][1:].tolist() == list(range(5, (1 << 16) + 5))
+
     def test_writes_all_of_a_block_of_which_the_disk_takes_a_part(self, tmp_path):
         class Little(io.FileIO):
             def write(self, data):

@@ -244,6 +244,22 @@ class TestOverlap:
         spans = replica_spans((0, 10, 0, 1), (10, 20, 0, 2), (100, 120, 1, 1), (100, 120, 1, 2))
         assert bubbles_of(spans) == pytest.approx(1 - 60 / 80)
 
+    def test_of_several_pipelines_leaves_the_bubbles_of_each(self):
+        spans = replica_spans(*[(0, 10, 0, 1), (10, 20, 0, 2)] * 2)
+        spans["name"] = [0, 0, 1, 1]
+        assert bubbles_of(spans) == pytest.approx(1 / 2)
+
+
+def test_of_a_step_that_was_made_twice_the_last_time_is_told():
+    recordings = Made(2, steps=6).recordings()
+    once = table_of(put_together(recordings))
+    for each in recordings:
+        begins = each.events["kind"] == Kind.STEP_BEGINS
+        each.events["value"][begins & (each.events["value"] == 5)] = 4
+    twice = table_of(put_together(recordings))
+    assert twice.steps.tolist() == list(range(5))
+    assert twice.end_ns[:, -1].tolist() == once.end_ns[:, -1].tolist()
+
 
 class Page(HTMLParser):
     """What is in a page: tags that are open, those there were, links, text."""

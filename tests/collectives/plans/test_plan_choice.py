@@ -83,6 +83,12 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert [load.local_bytes for load in loads] == [2, 0, 0, 2]
 
 
+def test_a_link_is_as_busy_as_its_busier_direction() -> None:
+    """Of three hosts the last one sends to two, and then has the answers of both."""
+    loads = loads_of(plan_for(Spread.apart([1] * 3), "halving"), FLOAT32)
+    assert [load.link_bytes for load in loads] == pytest.approx([8 / 3] * 4)
+
+
 def test_bytes_inside_of_a_host_are_those_that_a_rank_sends() -> None:
     """Two ranks send their contributions to a third one, which sends both of them the result."""
     loads = loads_of(plan_for(Spread((1, 1, 1, 1), (0, 0, 0, 1)), "direct", columns=1), FLOAT32)

@@ -140,6 +140,18 @@ def test_data_are_shuffled_alike_on_all_instances(in_scopes):
     assert len(set(one)) == 3
 
 
+def test_batches_with_numbers_have_the_weights_of_their_classes(alone):
+    class Kinds(Numbered):
+        def __getitem__(self, number):
+            return X[:3], np.array([0, 1, 0])
+
+    def program(strategy):
+        feed = open_feed(Given(Kinds(), class_weight={0: 1.0, 1: 2.5}), strategy, trains=True)
+        return feed.example[2].tolist()
+
+    assert alone(program) == [1.0, 2.5, 1.0]
+
+
 def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
     """1 is true there. Words that mean nothing are true too, which is refused here."""
 
@@ -152,6 +164,17 @@ def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
         return [is_shuffled(shuffle) for shuffle in (1, np.True_, 0, None, "batch")]
 
     assert alone(program) == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(("steps", "batch_size"), [(3, 4), (5, 3), (12, 1)])
+def test_arrays_are_read_whole_in_the_steps_that_are_said(alone, steps, batch_size):
+    """48 rows of 4 replicas."""
+
+    def program(strategy):
+        feed = open_feed(Given(X[:48], TARGETS[:48], steps=steps), strategy, trains=True)
+        return feed.batch_size // strategy.num_replicas_in_sync
+
+    assert alone(program) == batch_size
 
 
 def test_a_source_in_batches_has_a_batch_size_of_its_own(alone):
@@ -185,9 +208,9 @@ def test_an_epoch_begins_with_the_same_shuffle_wherever_training_begins(alone):
 # ---- dealing
 
 
-def rows(source, local, batch_size=2, replicas=4, remainder="short", accumulated=1, **opened):
+def rows(source, local, batch_size=2, replicas=4, remainder="short", accumulated=1, start=0):
     layout = Layout(batch_size, replicas, local, remainder, accumulated)
-    return list(source.open(layout, seed=0, shuffle=False, **opened).batches(0, 0))
+    return list(source.open(layout, seed=0, shuffle=False).batches(0, start))
 
 
 def batches(sizes):
@@ -235,6 +258,17 @@ def test_where_nothing_is_trained_every_row_comes_once_with_its_number(make, siz
             np.testing.assert_array_equal(numbers, values)
             seen += values[batch.mask].tolist()
     assert sorted(seen) == list(range(sum(sizes)))
+
+
+def test_rows_behind_a_step_that_is_not_filled_have_the_numbers_that_follow():
+    steps = rows(stream([2, 2, 2, 1, 2, 2, 2, 2]), range(2), remainder="pad")
+    assert [step.values[0].tolist() for step in steps] == [[0, 1, 2, 3], [7, 8, 9, 10]]
+
+
+@pytest.mark.parametrize(("make", "sizes"), [(numbered, [2] * 8), (stream, [2] * 8), (stream, [2, 2, 2, 1] + [2] * 4)])
+def test_rows_have_the_same_numbers_where_an_epoch_is_gone_on_with(make, sizes):
+    whole, rest = (rows(make(sizes), range(2), remainder="pad", start=start) for start in (0, 1))
+    assert [step.values[0].tolist() for step in rest] == [step.values[0].tolist() for step in whole[1:]]
 
 
 def test_a_replica_takes_its_micro_batches_one_after_another():

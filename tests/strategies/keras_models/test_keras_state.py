@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 
-from strategies.keras.state import Seeds
+from strategies.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN
+from strategies.keras.state import Seeds, words_of
 
 SEEDS = Seeds((True, False))
 VALUES = [jnp.array([3, 7], jnp.uint32), jnp.float32(5)]
@@ -32,3 +34,11 @@ def test_afterwards_all_have_moved_on_by_what_one_of_them_has_drawn():
         made = [begun[0] + jnp.array([0, 2], jnp.uint32), jnp.float32(6)]
         state, other = SEEDS.after(VALUES, begun, made)
         assert (np.asarray(state).tolist(), other) == ([3, 9], 6)
+
+
+def test_replicas_agree_on_a_variable_as_it_says():
+    first = keras.Variable(0.0, trainable=False, aggregation="only_first_replica")
+    mean, count = keras.Variable(0.0, trainable=False), keras.Variable(0, trainable=False, dtype="int32")
+    variables = [first, mean, count, mean, count]
+    flags, changed = [False] * 4 + [True], [True] * 3 + [False, True]
+    assert words_of(variables, flags, changed) == [FIRST, MEAN, FIRST, CONSTANT, ALIKE]

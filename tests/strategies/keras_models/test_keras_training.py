@@ -2,6 +2,7 @@
 
 import threading
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ import strategies
 from collectives.backends.thread import run_on_threads
 from collectives.instruments import Instruments
 from popdist import Instance
+from strategies.keras.optimizer import KerasOptimizer
+from strategies.updates.optimizers import AS_WRITTEN, Known
 
 
 def trained_classifier(strategy):
@@ -378,3 +381,16 @@ def test_frozen_layers_stay_as_they_are_and_nothing_of_them_travels(alone):
         return [bool((a == b).all()) for a, b in zip(frozen, model.layers[0].get_weights(), strict=True)], words
 
     assert alone(program) == ([True, True], ["constant", "constant"])
+
+
+def test_what_keras_says_of_a_variable_holds_where_an_instance_has_a_part_of_it():
+    """One decays, and does not become negative; the other one neither."""
+    kernel, bias = (keras.Variable(np.ones(size, np.float32), name=name) for name, size in (("k", 4), ("b", 2)))
+    kernel.constraint = keras.constraints.NonNeg()
+    optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_list=[bias])
+    optimizer.build([kernel, bias])
+    state, parts = [variable.value for variable in optimizer.variables], [jnp.ones(2), jnp.ones(1)]
+    gradients, known = [jnp.array([0.0, 4.0]), jnp.array([4.0])], Known(jnp.float32(0), jnp.float32(0))
+    new, _ = KerasOptimizer(optimizer).apply(gradients, state, parts, known, AS_WRITTEN)
+    assert [each.tolist() for each in new] == [[0.75, 0.0], [-1.0]]

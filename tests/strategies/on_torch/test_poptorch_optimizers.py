@@ -91,6 +91,14 @@ class TestAdamWithoutCorrection:
         assert on_instances(2, 2, lambda strategy: train(strategy, True)) == whole * 2
 
 
+@pytest.mark.parametrize(("limit", "size"), [(None, 5.0), (2.0, 2.0)])
+def test_lamb_takes_no_more_than_its_limit_for_the_norm_of_a_parameter(limit, size):
+    parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
+    parameter.grad = torch.ones(2)
+    poptorch.optim.LAMB([parameter], 0.1, eps=0.0, weight_decay=0.0, max_weight_norm=limit).step()
+    torch.testing.assert_close(parameter.detach(), torch.tensor([3.0, 4.0]) - 0.1 * size / 2**0.5)
+
+
 class TestStatesThatStayWhole:
     @pytest.mark.parametrize(
         "make",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from strategies.exchange.transfer import Transfer
+from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_plan import BUCKET_BYTES, GradientPlan, Parameter
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import ReplicaMemory
@@ -62,3 +63,14 @@ def test_a_bucket_is_ready_when_its_last_gradient_has_come():
     run.compute(torch.ones(2), Turn(0, 1.0, False, planned, [], frozenset(), []))
     assert ready == [False, True]
     assert sum(array.size for array in run.contribution.arrays(0)) == ROWS
+
+
+def test_a_parameter_without_a_gradient_adds_nothing_of_the_step_before():
+    """Another replica may have one, so it travels; alone in a buffer, and together with a second one."""
+    for shapes in ([(3,)], [(3,), (2,)]):
+        parameters = tuple(Parameter(f"p{n}", shape, np.dtype(np.float32)) for n, shape in enumerate(shapes))
+        contribution = Contribution(GradientPlan(parameters, Transfer(), streams=False, tail=0))
+        for gradients in ([torch.ones(shape)[:] for shape in shapes], [None] * len(shapes)):
+            contribution.take_all(gradients)
+            found = sum(array.sum() for array in contribution.arrays(0))
+        assert found == 0

@@ -13,6 +13,7 @@ from torch_modules import data, loss_fn, new_module
 import strategies
 import strategies.torch
 from strategies import CheckpointError, Checkpoints
+from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -185,3 +186,12 @@ def test_the_scale_of_the_loss_goes_on_where_it_was(tmp_path):
         other.restore(checkpoints)
     assert other.state.loss_scale == one.state.loss_scale
     assert other.step(data())["loss_scale"] == 2.0**14
+
+
+def test_a_learning_rate_that_is_a_tensor_is_put_back_into_it():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], torch.tensor(0.25))
+    rate, numbers = optimizer.param_groups[0]["lr"], numbers_of_groups(optimizer)
+    rate.fill_(1.0)
+    set_numbers(optimizer, numbers)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.25

@@ -185,6 +185,19 @@ class TestBuffersOfEachReplica:
             assert torch.equal(each, expected)
             assert torch.equal(shown, expected[0]), "the module has those of replica 0"
 
+    def test_are_those_with_which_each_replica_predicts(self):
+        module, strategy = new_grouped(1), strategies.IPUStrategy(REPLICAS)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        options = {"model_state_aggregation": {"calls": "per_replica"}}
+        trainer = strategies.torch.Trainer(strategy, module, lambda module, x: module(x), optimizer, **options)
+        trainer.step(batch())
+        dataset = strategies.torch.distribute_dataset(strategy, batch(), 2, shuffle=False, remainder="pad")
+        (told,) = trainer.predict(dataset, lambda module, x: module.calls[0].expand(len(x)))
+        trainer.close()
+        torch.testing.assert_close(
+            torch.from_numpy(told), torch.cat([rows.sum().expand(2) for rows in batch().chunk(REPLICAS)])
+        )
+
     def test_are_those_of_the_module_where_each_instance_is_a_replica(self, on_instances):
         module = new_module("convolutions")
 

@@ -97,6 +97,12 @@ def test_of_equally_long_ones_it_is_the_one_that_keeps_less():
     assert names == ["interleaved"]
 
 
+def test_recomputation_that_costs_no_time_is_chosen_where_it_keeps_less():
+    free = StageTimes((0.0,) * 4, (0.02,) * 4, (0.0,) * 4)
+    assert chosen(None, times=free) == ("interleaved", True)
+    assert chosen(None, times=free, stash=StashBytes((MIB,) * 4, (MIB,) * 4)) == ("interleaved", False)
+
+
 def test_schedules_that_do_not_take_the_number_or_the_mapping_are_left_out():
     of_seven = choose(TIMES, STASH, FOUR, 7)
     names = {one.schedule for one in (of_seven.chosen, *of_seven.others)}

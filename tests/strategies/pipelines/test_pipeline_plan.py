@@ -33,6 +33,10 @@ def test_length_and_bubbles_of_equal_stages():
     assert plan(4, 24, "sequential").length == 24 * 4 * 3 + 1
 
 
+def test_a_device_without_a_stage_is_no_bubble():
+    assert plan(2, 4, device_mapping=[0, 2]).bubble_share == plan(2, 4).bubble_share
+
+
 def test_recomputation_makes_backward_passes_longer_by_forward_passes():
     assert plan(4, 24, recompute=True).length == (24 + 3) * 4 + 1
     assert plan(4, 24, recompute=True).stash == plan(4, 24).stash
