@@ -320,7 +320,7 @@ IN_FRONT_ENDS = (
         old="elif divisor != 1:",
         new="if divisor != 1:",
         caught_by=(
-            "tests/strategies/on_torch/test_mapped_gradients.py::TestTheOption::test_maps_before_anything_is_divided_or_added",
+            "tests/strategies/on_torch/test_torch_mapped_gradients.py::TestTheOption::test_maps_before_anything_is_divided_or_added",
         ),
     ),
     Fault(
@@ -329,7 +329,7 @@ IN_FRONT_ENDS = (
         old="if self._scale != 1:",
         new="if self._scale < 0:",
         caught_by=(
-            "tests/strategies/on_torch/test_mapped_gradients.py::TestTheOption::test_has_the_same_bits_with_other_options",
+            "tests/strategies/on_torch/test_torch_mapped_gradients.py::TestTheOption::test_has_the_same_bits_with_other_options",
         ),
     ),
     Fault(
@@ -338,7 +338,7 @@ IN_FRONT_ENDS = (
         old="keeps_bad = self.check_numerics or self.scaling is not None",
         new="keeps_bad = False",
         caught_by=(
-            "tests/strategies/on_torch/test_mapped_gradients.py::TestTheOption::test_does_not_hide_what_is_not_finite",
+            "tests/strategies/on_torch/test_torch_mapped_gradients.py::TestTheOption::test_does_not_hide_what_is_not_finite",
         ),
     ),
     Fault(
@@ -347,7 +347,7 @@ IN_FRONT_ENDS = (
         old="loss_function(1 if mapping else factor, ",
         new="loss_function(factor, ",
         caught_by=(
-            "tests/strategies/on_torch/test_mapped_gradients.py::TestPopTorch::test_maps_gradients_as_the_loss_has_them",
+            "tests/strategies/on_torch/test_torch_mapped_gradients.py::TestPopTorch::test_maps_gradients_as_the_loss_has_them",
         ),
     ),
     Fault(

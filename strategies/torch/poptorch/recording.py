@@ -7,16 +7,20 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from collectives.instruments import Instrument
 from popdist.instance import Instance
 from popdist.timeline.asked import FOLDER_VARIABLE, Asked
 from strategies.torch.poptorch.errors import ConfigFileError
 
+if TYPE_CHECKING:
+    from popdist.timeline.attaching import Timeline
+
 ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
 _FOLDER, _REPORTS = "autoReport.directory", "autoReport."
 
-_recordings: dict[Path, tuple[Instrument, ...]] = {}
+_recordings: dict[Path, Timeline] = {}
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +70,14 @@ def recording_into(folder: Path, num_replicas: int) -> tuple[Instrument, ...]:
     if folder not in _recordings:
         _tell(folder)
         alone = Instance(0, 1, num_replicas, 0, num_replicas, 0)
-        _recordings[folder] = Timeline(Asked(folder), alone, os.environ).instruments
-    return _recordings[folder]
+        _recordings[folder] = Timeline(Asked(folder), alone, os.environ)
+    return _recordings[folder].instruments
+
+
+def close_recordings() -> None:
+    """Write what is left of the recordings of this process, and end them; at its exit that happens by itself."""
+    while _recordings:
+        _recordings.popitem()[1].close()
 
 
 def _tell(folder: Path) -> None:

@@ -14,7 +14,7 @@ import strategies.torch.poptorch as poptorch
 from popdist.timeline.asked import FOLDER_VARIABLE
 from strategies import StrategyError
 from strategies.torch.poptorch import option_groups
-from strategies.torch.poptorch.recording import tell_too_late
+from strategies.torch.poptorch.recording import close_recordings, tell_too_late
 
 
 class Line(nn.Module):
@@ -167,6 +167,11 @@ class TestStages:
 
 
 class TestRecordings:
+    @pytest.fixture(autouse=True)
+    def end_with_the_test(self):
+        yield
+        close_recordings()
+
     def test_are_made_where_profiling_is_enabled(self, model, tmp_path, caplog):
         options = poptorch.Options().enableProfiling(tmp_path)
         poptorch.trainingModel(model, options)(torch.ones(4, 3))
