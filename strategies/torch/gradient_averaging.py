@@ -28,6 +28,7 @@ from strategies.torch.module_parts import Slot
 from strategies.torch.module_watch import ModuleWatch
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
+from strategies.torch.settings import differ, word_of
 from strategies.torch.sync_batch_norm import seat_in_loop
 from strategies.torch.tensors import as_array, dtype_of
 from strategies.torch.training import receive_into, refuse_modules
@@ -69,6 +70,7 @@ class GradientAveraging:
         self._round: Round | None = None
         self._is_behind = False  # whether a backward pass has other gradients than there is a plan for
         self._has_warned = False
+        self._writes_before = 0  # to parameters, when they were last compared
         self._title = ""
         self._nodes: dict[str, Any] = {}  # where autograd adds to the gradients of parameters
         self._named: list[tuple[str, torch.nn.Parameter]] = []
@@ -95,6 +97,7 @@ class GradientAveraging:
         for name, tensor in [*self._module.named_parameters(), *self._module.named_buffers()]:
             receive_into(tensor, partial(broadcast, root=root, name=name))
         self._masters = {slot.name: slot.tensor.detach().clone() for slot in self._buffers.buffer_slots}
+        self._writes_before = self._watch.writes
 
     def join_once(self) -> bool:
         """Take part in a backward pass of others; whether there was none."""
@@ -141,6 +144,7 @@ class GradientAveraging:
             name: torch.autograd.graph.get_gradient_edge(one).node for name, one in self._named if one.requires_grad
         }
         self._is_behind = False
+        self._writes_before = self._watch.writes
         parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in self._named)
         tail = Tail.size(len(_NAMES), len(parameters), len(self._buffers.slots))
         plan = GradientPlan(parameters, self._options.transfer, self._streams, tail=tail, title=self._title)
@@ -331,7 +335,9 @@ class GradientAveraging:
         gradients = self._gradients(round_)
         changes = [float(self._has_changed(number, slot)) for number, slot in enumerate(self._buffers.slots)]
         flags = [float(gradient is not None) for gradient in gradients]
-        self._contribution.set_tail([float(is_active), float(self._is_behind), 0.0, 0.0, 0.0, *flags, *changes])
+        word = word_of(self.loop.step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
+        known = float(is_active), float(self._is_behind), 0.0, float(word), float(word**2)
+        self._contribution.set_tail([*known, *flags, *changes])
         self.reduce(len(self._exchange.plan.members) - 1)
         self._contribution.give_back()
         return self._exchange.tail
@@ -353,9 +359,11 @@ class GradientAveraging:
                 if not slot.is_parameter:
                     self._masters[slot.name] = slot.tensor.detach().clone()
         self.writes.frozen.clear()
-        if tail.metrics[0] == 1 and 0 < self.loop.step <= self._options.verify_steps:  # nobody has left the loop
+        all_are_there = tail.metrics[0] == 1
+        if all_are_there and (differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
             state = {name: as_array(parameter) for name, parameter in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, state, self.loop.step)
+            self._writes_before = self._watch.writes  # an instance may write more often, and put back what it wrote
 
     def _refuse_gradients_of_some(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
         active = float(tail.metrics[0])

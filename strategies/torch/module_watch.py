@@ -39,6 +39,11 @@ class ModuleWatch:
         return any(not isinstance(one, torch.nn.Parameter) for one in self._module.parameters())
 
     @property
+    def writes(self) -> int:
+        """How often PyTorch has counted a write to a parameter."""
+        return sum(one._version for one in self._parameters)
+
+    @property
     def has_other_kinds(self) -> bool:
         """Whether a parameter has another shape or dtype than it had."""
         return self._kinds != self._kinds_now()

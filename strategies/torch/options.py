@@ -61,7 +61,8 @@ class TorchOptions:
         digest_every: compare the bits of parameters, buffers and optimizer state between instances before every so
             many steps.
         verify_steps: in so many first steps of a training compare the loss and gradients of replica 0 with plain
-            PyTorch on the module itself, and then the bits of the state between instances; 0 for none.
+            PyTorch on the module itself, and then the bits of the state between instances, these also later, in steps
+            whose numbers are powers of two; 0 for none.
         gradient_accumulation_count: micro-batches of each replica for one update.
         reduction_method: how micro-batches are reduced, over replicas it is always the mean. MEAN divides each loss by
             the count before its backward pass.
@@ -161,6 +162,11 @@ class TorchOptions:
     def method(self) -> GradientAccumulationReductionMethod:
         """How micro-batches become one gradient."""
         return GradientAccumulationReductionMethod.parse(self.reduction_method)
+
+    def compares_bits(self, steps_made: int) -> bool:
+        """Return whether instances compare the bits of the state when so many steps are made."""
+        is_power_of_two = steps_made > 0 and not steps_made & (steps_made - 1)
+        return self.verify_steps > 0 and (is_power_of_two or 0 < steps_made <= self.verify_steps)
 
     def divisor(self, number: int) -> int:
         """By which micro-batch `number` is divided, so that the sum of all is what `method` says."""

@@ -42,7 +42,7 @@ class Settings:
             seen += [float(one) if _is_scalar(one) else one for name, one in group.items() if name != PARAMS]
         if seen != self._seen:
             self._seen, self._hash = seen, self._hashed()
-        return hash((step, self._hash)) % _WORDS
+        return word_of(step, self._hash)
 
     def _hashed(self) -> int:
         groups = (
@@ -53,6 +53,11 @@ class Settings:
             for group in self._optimizer.param_groups
         )
         return hash((tuple(one.requires_grad for one in self._parameters), *groups))
+
+
+def word_of(step: int, number: int) -> int:
+    """Return a number below 64 for another one; the same two others have different ones in all but one of 64 steps."""
+    return hash((step, number)) % _WORDS
 
 
 def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:

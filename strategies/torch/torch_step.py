@@ -149,7 +149,7 @@ class TorchStep:
             root = majority_of(self._replicas, training.recorded(), training.step)
             if root is not None:
                 training.share(root)
-        elif 0 < self._made_with_these <= self._options.verify_steps:
+        elif self._options.compares_bits(self._made_with_these):
             insist_on_same_bits(self._replicas, training.tensors(), training.step)
 
     # ---- one step

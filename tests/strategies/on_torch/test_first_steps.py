@@ -203,6 +203,53 @@ class TestInstancesThatDrift:
 
         on_instances(2, 2, drift)
 
+    def test_are_refused_in_the_next_step_that_is_a_power_of_two(self, on_instances):
+        def drift(strategy):
+            module = drawn_linear()
+            trainer = trainer_of(module, strategy=strategy)
+            for step in range(4):
+                if step == 3:
+                    module.bias.data += strategy.instance_index
+                trainer.step(rows_of(step, strategy.local_replicas))
+            with pytest.raises(DivergenceError, match=r"before step 4 .*\['bias'\]"):
+                trainer.step(rows_of(4, strategy.local_replicas))
+
+        on_instances(2, 4, drift)
+
+    @pytest.mark.parametrize("is_counted", [True, False])
+    def test_are_refused_in_a_loop_at_once_or_at_a_power_of_two(self, on_instances, is_counted):
+        def drift(strategy):
+            module = drawn_linear()
+            model = strategies.torch.DistributedModel(module, strategy)
+            for step in range(9):
+                if step == 6:
+                    with torch.no_grad():
+                        (module.bias if is_counted else module.bias.data).add_(strategy.instance_index)
+                        (module.weight if is_counted and strategy.instance_index else torch.zeros(1)).add_(0)
+                try:
+                    classify(model, rows_of(step, strategy.local_replicas)).backward()
+                except DivergenceError as error:
+                    return step, str(error)
+            return None
+
+        for step, said in on_instances(2, 2, drift):
+            assert step == (6 if is_counted else 8)
+            assert "['bias']" in said
+
+    def test_are_none_where_one_writes_and_puts_back_what_was_there(self, on_instances):
+        def evaluate_with_other_weights(strategy):
+            module = drawn_linear()
+            model = strategies.torch.DistributedModel(module, strategy)
+            for step in range(7):
+                if strategy.is_chief:
+                    with torch.no_grad():
+                        kept = module.weight.clone()
+                        module.weight.zero_()
+                        module.weight.copy_(kept)
+                classify(model, rows_of(step, strategy.local_replicas)).backward()
+
+        on_instances(2, 2, evaluate_with_other_weights)
+
     def test_may_do_so_where_nobody_compares(self, on_instances):
         def drift(strategy):
             module = drawn_linear()
