@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch._functorch.config
 
+from strategies.errors import StrategyError
+
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
 _OF_INDUCTOR = {"randint.low_out": "randint.low_generator_out"}
@@ -42,10 +44,15 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.generator: Any = None
+        self.replica: int | None = None
         torch._functorch.config.check_custom_op_aliasing = False
 
 
 _of_thread = _OfThread()
+_drawn_by: dict[int, tuple[int, torch.Generator]] = {}
+"""For the address of a generator of the program the replica that has drawn from it first; kept, so that the address
+belongs to no other one."""
+_MOST_KEPT = 256
 _installing = threading.Lock()
 _installed: list[Any] = []  # what keeps the kernels where they are
 
@@ -67,18 +74,23 @@ def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
 
 
 @contextmanager
-def drawing_from(seed: int, device: torch.device = _CPU) -> Iterator[None]:
+def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = None) -> Iterator[None]:
     """Have this thread draw all random numbers of PyTorch on the CPU from a generator with that seed.
 
     Args:
         seed: see above.
         device: on which it computes besides. An accelerator has one generator in a process, which is seeded with it.
+        replica: for which it computes. Generators of the program that several replicas draw from are refused then.
     """
     if device.type != _CPU.type:
         accelerator: Any = torch.get_device_module(device)
         getattr(accelerator, "manual_seed_all", accelerator.manual_seed)(seed)
-    with drawing_by(torch.Generator().manual_seed(seed)):
-        yield
+    before, _of_thread.replica = _of_thread.replica, replica
+    try:
+        with drawing_by(torch.Generator().manual_seed(seed)):
+            yield
+    finally:
+        _of_thread.replica = before
 
 
 @contextmanager
@@ -155,14 +167,38 @@ def _drawing(name: str) -> Callable[..., Any]:
     def draw(*arguments: Any, **named: Any) -> Any:
         _include(_KEY, False)  # the kernels behind this one draw from what they are given
         try:
+            given = arguments[place] if len(arguments) > place else named.get(argument)
+            if given is None:
+                given = _generator_for(arguments, named)
+            else:
+                _refuse_to_share(given)
             if len(arguments) > place:
-                given = arguments[place] or _generator_for(arguments, named)
                 return operator(*arguments[:place], given, *arguments[place + 1 :], **named)
-            return operator(*arguments, **(named | {argument: named.get(argument) or _generator_for(arguments, named)}))
+            return operator(*arguments, **(named | {argument: given}))
         finally:
             _include(_KEY, True)
 
     return draw
+
+
+def _refuse_to_share(generator: torch.Generator) -> None:
+    """Refuse a generator of the program that another replica has drawn from: the order would be that of threads.
+
+    Raises:
+        StrategyError: it has.
+    """
+    replica = _of_thread.replica
+    if replica is None:
+        return
+    if len(_drawn_by) > _MOST_KEPT:
+        _drawn_by.clear()
+    other, _ = _drawn_by.setdefault(generator._cdata, (replica, generator))
+    if other != replica:
+        raise StrategyError(
+            f"replicas {other} and {replica} draw from one torch.Generator, so what they draw would depend on the "
+            "order of threads; leave the generator out, as each replica draws from one of its own, or make one in "
+            "loss_fn"
+        )
 
 
 def _generator_for(arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:

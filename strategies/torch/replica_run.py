@@ -192,7 +192,7 @@ class ReplicaRun:
             seed = seed_of(self._options.seed, self.replica, turn.step, number)
             _of_thread.run = self
             seat, device = self._seat.computing(number), self._memory.device
-            with seat, drawing_from(seed, device), optimized_execution(False):  # see docs/torch.md
+            with seat, drawing_from(seed, device, self.replica), optimized_execution(False):  # see docs/torch.md
                 with self._autocast():
                     returned = self._loss_fn(self.copy.module, self._memory.put(parts[number]))
                 loss, metrics, outputs = outcome_of(returned)

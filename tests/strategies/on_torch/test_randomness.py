@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from strategies import StrategyError
 from strategies.torch.randomness import drawing_from, seed_of
 
 
@@ -149,3 +150,18 @@ def test_compiled_code_draws_its_seeds_from_the_thread_in_its_first_call_too():
         assert drawn() == expected
     torch.manual_seed(5)
     assert drawn() == expected
+
+
+def test_replicas_do_not_draw_from_one_generator_of_the_program():
+    shared = torch.Generator()
+
+    def draw(replica, generator=shared):
+        with drawing_from(seed_of(0, replica, 0), replica=replica):
+            return torch.rand(3, generator=generator)
+
+    for _ in range(2):
+        draw(1)
+    with pytest.raises(StrategyError, match=r"replicas 1 and 0 draw from one torch\.Generator"):
+        draw(0)
+    assert torch.equal(draw(0, torch.Generator().manual_seed(7)), draw(1, torch.Generator().manual_seed(7)))
+    torch.rand(3, generator=shared)  # outside of replicas
