@@ -1,4 +1,4 @@
-"""Optimizers that decide by the loss, such as LBFGS, get the mean loss of all instances, so that all decide alike."""
+"""Mean losses of all instances for optimizers that decide by the loss, such as LBFGS, so that all decide alike."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from strategies.torch.optimizer_arrays import parameters_of
 
 
 class Averaging(Protocol):
-    """What averages the gradients of some parameters."""
+    """An object that averages the gradients of some parameters."""
 
     def averages(self, parameter: torch.Tensor) -> bool:
-        """Return whether it does those of one."""
+        """Return whether the gradients of a parameter are averaged."""
 
 
 def agree_on_losses(averaging: Averaging, replicas: Replicas) -> None:
@@ -42,7 +42,7 @@ def _before_step(
     arguments: tuple[Any, ...],
     named: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Called by PyTorch, with the optimizer as the first of the arguments; returns those with another closure."""
+    """Replace the closure among the arguments of `step`, of which PyTorch hands over the optimizer first."""
     if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS):
         return None
     known = averaging()

@@ -1,4 +1,4 @@
-"""Lists, dictionaries and objects in the attributes of a module, of which a program may change the contents."""
+"""Lists, dictionaries and objects in the attributes of a module, whose contents a program may change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strategies.torch.held_values import marks_of, may_change
 
 
 class Contents:
-    """What a module and those inside of it have in containers and objects; layers of PyTorch, which nobody edits, not.
+    """The contents of containers and objects in the attributes of a module and its submodules, but layers of PyTorch.
 
     Args:
         module: looked at now, and whenever it is asked for.
@@ -30,14 +30,14 @@ class Contents:
         self.search()
 
     def search(self) -> None:
-        """Look for the objects that the attributes have now."""
+        """Find the objects that the attributes have now."""
         module = self._module
         self._parts = set(map(id, chain(module.modules(), module.parameters(), module.buffers())))
         found = {id(value): value for one in module.modules() for value in self._objects_of(one)}
         self._known = {key: self._known.get(key, (value, self._marks(value))) for key, value in found.items()}
 
     def look(self) -> None:
-        """Look whether one of the objects has other contents than before."""
+        """Note the objects whose contents have changed since the last look."""
         changed = {key: value for key, (value, known) in self._known.items() if self._marks(value) != known}
         if changed:
             self.version += 1

@@ -33,7 +33,7 @@ class Model(Protocol):
         """Exchange the last bucket and what follows from it; the queue has nothing to do."""
 
     def ended_without_gradients(self) -> None:
-        """The backward pass went through the outputs of the model, and no gradient was accumulated."""
+        """Take note of a backward pass through the model's outputs in which no gradient was accumulated."""
 
 
 class Round:
@@ -98,7 +98,7 @@ class BackwardPass:
 
 
 class BackwardPasses:
-    """Follows the backward passes of all models that share a communicator.
+    """A follower of the backward passes of all models that share a communicator.
 
     Gradients that leave while a backward pass runs do so model by model, in the order in which the first gradients have
     come. Where that order differs between instances, the names of the collectives do, and all raise.
@@ -153,7 +153,7 @@ class BackwardPasses:
                 return
 
     def _end(self, ended: BackwardPass) -> None:
-        """The backward pass has ended: what has not left yet, tails and means of each model."""
+        """Exchange what is left when a backward pass has ended: the last buckets, tails and means of each model."""
         self._running = None
         rounds = ended.rounds
         for model in ended.reached:
@@ -172,7 +172,7 @@ _passes: WeakKeyDictionary[Communicator, BackwardPasses] = WeakKeyDictionary()
 
 
 def passes_over(communicator: Communicator) -> BackwardPasses:
-    """Return what follows the backward passes of models that share a communicator."""
+    """Return the `BackwardPasses` of the models that share a communicator."""
     return _passes.setdefault(communicator, BackwardPasses(queue_of(communicator)))
 
 

@@ -15,17 +15,17 @@ IN_PLACE = "_compiled_call_impl"
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile` has wrapped a module or a part of it, in place or not."""
+    """Return whether `torch.compile` has wrapped a module or a part of it, in place or not."""
     return any(_context_around(one) is not None or is_compiled_in_place(one) for one in module.modules())
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Whether `module.compile()` was called."""
+    """Return whether `module.compile()` was called."""
     return getattr(module, IN_PLACE, None) is not None
 
 
 def kept_contexts(module: torch.nn.Module) -> dict[int, Any]:
-    """What `copy.deepcopy` must not copy, as its memo: compilations are found by the identity of their context."""
+    """Return a memo by which `copy.deepcopy` keeps contexts of compilations, whose identity finds the compilation."""
     contexts = [_context_around(one) for one in module.modules()]
     return {id(context): context for context in contexts if context is not None}
 

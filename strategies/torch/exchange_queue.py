@@ -11,7 +11,7 @@ from collectives import Communicator
 
 
 class ExchangeQueue:
-    """Makes collective calls in the order in which they are submitted, which all instances have to share."""
+    """A queue of collective calls, made in the order of submission, which all instances have to share."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "gradients")

@@ -34,13 +34,13 @@ from strategies.torch.tensors import as_array, dtype_of
 from strategies.torch.training import receive_into, refuse_modules
 
 _NAMES = ("active", "changed")
-"""What travels besides: whether the replica is in its loop, and whether others are to be averaged than before."""
+"""Flags that travel with gradients: the replica is in its loop; other parameters are to be averaged than before."""
 
 _MOST = 3  # parameters that a warning names
 
 
 class GradientAveraging:
-    """Follows the backward passes through a module; one replica per instance.
+    """The averaging of a module's gradients in backward passes; one replica per instance.
 
     Nothing is exchanged before `start`, or the first backward pass, which compares what the instances have.
 
@@ -121,11 +121,11 @@ class GradientAveraging:
 
     @property
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Those that are trained, and those that were: a layer that is frozen for a while needs no other plan."""
+        """The parameters that are trained now, or were: a layer that is frozen for a while needs no new plan."""
         return [(name, one) for name, one in self._watch.named if one.requires_grad or id(one) in self._numbers]
 
     def _insist_on_agreement(self, new: Sequence[torch.Tensor]) -> None:
-        """Compare what is averaged, and the values of parameters that were not until now; a collective call."""
+        """Compare the parameters that are averaged, and the values of the new ones; a collective call."""
         digests = {id(one): f", digest {digest_of(as_array(one))[0]:x}" for one in new}
         terms = {name: f"{_described(one)}{digests.get(id(one), '')}" for name, one in self._watch.named}
         buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self._buffers.slots}
@@ -229,7 +229,7 @@ class GradientAveraging:
             self._passes.begin_ready()
 
     def reached(self) -> None:
-        """A backward pass comes to the outputs of the module; called by autograd."""
+        """Take note that a backward pass comes to the outputs of the module; called by autograd."""
         if self.loop.syncs:
             running = self._passes.enter()
             if all(one is not self for one in running.reached):
@@ -313,7 +313,7 @@ class GradientAveraging:
         self.loop.next_step()
 
     def _average(self, round_: Round, is_active: bool) -> Tail:
-        """A whole exchange, nothing of which has begun."""
+        """Make a whole exchange, nothing of which has begun."""
         self.fill(round_)
         for bucket in round_.ready():
             self.reduce(bucket)
@@ -343,7 +343,7 @@ class GradientAveraging:
         return self._exchange.tail
 
     def _has_changed(self, number: int, slot: Slot) -> bool:
-        """Whether forward passes have changed a buffer or a frozen parameter."""
+        """Return whether forward passes have changed a buffer or a frozen parameter."""
         if slot.is_parameter:
             return slot.name in self.writes.frozen
         return number in self._buffers.moving or not torch.equal(slot.tensor, self._masters[slot.name])
@@ -400,7 +400,7 @@ class GradientAveraging:
 
 
 def _tell(averaging: weakref.ref[GradientAveraging], parameter: torch.Tensor) -> None:
-    """Called by autograd; parameters do not keep alive what averages them."""
+    """Report a complete gradient, for autograd; the weak reference lets a dropped model be freed."""
     if (found := averaging()) is not None:
         found.arrived(parameter)
 
@@ -419,7 +419,7 @@ def _described(parameter: torch.Tensor) -> str:
 
 
 def _is_returned(node: Any) -> bool:
-    """Whether the backward pass that runs returns what others add to a parameter: PyTorch refuses to say."""
+    """Return whether the running backward pass returns the gradient of this node; PyTorch raises an error only then."""
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError:

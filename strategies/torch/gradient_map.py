@@ -18,7 +18,7 @@ MapGradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class GradientMap:
-    """Maps the gradients of one replica, before they are added up.
+    """The map of one replica's gradients, before they are added up.
 
     The function sees them without the loss scale, and before they are divided by the number of micro-batches.
 
@@ -102,7 +102,7 @@ def multiplied(function: MapGradient, factor: int) -> MapGradient:
 def _mapped(
     own: weakref.ref[GradientMap], original: torch.Tensor, mine: torch.Tensor, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Called by autograd; the collector does not see what hooks of nodes keep alive."""
+    """Map a gradient, for autograd; a weak reference, as the garbage collector does not see hooks of nodes."""
     found, gradient = own(), gradients[0]
     if found is None or gradient is None:
         return tuple(gradients)

@@ -1,4 +1,4 @@
-"""What tells the contents of an attribute from others: of lists, dictionaries, objects, arrays and tensors."""
+"""Marks of the contents of attributes: of lists, dictionaries, objects, arrays and tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from strategies.programs.remembering import SCALARS, digest
 from strategies.programs.users_code import is_users_module
 
 MOST_VALUES = 500
-"""No more of a module's attribute is looked at."""
+"""Most values that are looked at in one attribute of a module."""
 _SAMPLED = 1 << 16
-"""Elements of a tensor that are compared, all over it; versions do not tell, as a comparison that is undone counts."""
+"""Elements of a tensor that are compared, all over it; versions do not tell, as a write that is undone counts."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _COMPARED = (torch.Tensor, np.ndarray, dict, *_CONTAINERS)
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -28,12 +28,12 @@ _NAME_SPACES = (argparse.Namespace, SimpleNamespace, torch.nn.Module)
 
 
 def may_change(value: Any) -> bool:
-    """Whether the contents of an attribute may be changed in place, and can be compared."""
+    """Return whether the contents of an attribute may be changed in place, and can be compared."""
     return isinstance(value, _COMPARED) or _is_open(value)
 
 
 def marks_of(value: Any, known: Collection[int]) -> Iterator[Any]:
-    """What tells a value, and all that is in it, from others.
+    """Yield marks that tell a value and its contents from others.
 
     Args:
         value: not changed.
@@ -64,7 +64,7 @@ def marks_of(value: Any, known: Collection[int]) -> Iterator[Any]:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether it is an object whose attributes are the user's."""
+    """Return whether a value is an object whose attributes are the user's."""
     if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__"):
         return False
     return isinstance(value, _NAME_SPACES) or is_users_module(sys.modules.get(type(value).__module__))

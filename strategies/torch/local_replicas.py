@@ -156,7 +156,7 @@ class LocalReplicas:
             self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
 
     def _new_compilation(self, batch: Batch) -> AbstractContextManager[Any]:
-        """What replicas hold while they compute: a lock, if the first of them compiles for the others."""
+        """Return the lock to hold while the first replica compiles; a null context if nothing is compiled."""
         if self._compiling is None:
             return nullcontext()
         shapes = tuple(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(batch))
@@ -201,7 +201,7 @@ class LocalReplicas:
             yield bucket, [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
 
     def share_frozen(self, all_but: frozenset[str]) -> None:
-        """Have replicas share frozen parameters, but for those with these names, which steps change."""
+        """Have replicas share frozen parameters, except those that steps change, by their names."""
         for run in self.runs:
             run.copy.share(all_but)
 

@@ -1,4 +1,4 @@
-"""Where a loop of the program's own is, and the random numbers that its forward passes draw."""
+"""The position of a loop of the program's own, and the random numbers that its forward passes draw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strategies.torch.randomness import drawing_by, seed_of
 
 
 class LoopState:
-    """Counts steps and micro-batches. Attributes of a module are slow to set, those of this are not.
+    """The counters of steps and micro-batches, apart from the module, whose attributes are slow to set.
 
     A micro-batch ends with a backward pass. All forward passes before go on drawing from one generator, as those in a
     loss function of `Trainer` do.
@@ -40,7 +40,7 @@ class LoopState:
         self._generator: torch.Generator | None = None
 
     def copied(self) -> LoopState:
-        """Return one that is as far in its steps."""
+        """Return a new state that is as far in its steps."""
         found = LoopState(self._seed, self._replica, self._begins)
         found.step = self.step
         return found

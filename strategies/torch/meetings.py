@@ -21,7 +21,7 @@ Add = Callable[[str, Sequence[np.ndarray]], np.ndarray]
 
 
 def adding_over(communicator: Communicator, is_busy: bool) -> Add:
-    """Sums over the replicas of all instances.
+    """Return a function that sums over the replicas of all instances.
 
     Args:
         communicator: connects the instances.
@@ -62,7 +62,7 @@ class _Meeting:
 
 
 class Meetings:
-    """Where the local replicas of a module wait for each other, and for those of other instances.
+    """Meetings in which the local replicas of a module wait for each other, and for those of other instances.
 
     All of them have to be on the way at once, so there are as many threads as replicas. As many compute at the same
     time as there are cores: who waits lets another one compute.
@@ -93,7 +93,7 @@ class Meetings:
         self._failure: BaseException | None = None
 
     def begin(self) -> None:
-        """A step begins, for which all local replicas come."""
+        """Begin a step, for which all local replicas come."""
         with self._lock:
             self._gone.clear()
             self._open.clear()
@@ -101,7 +101,7 @@ class Meetings:
 
     @contextmanager
     def attended_by(self, replica: int) -> Iterator[None]:
-        """The calling thread computes the passes of a replica, when a core is free; afterwards nobody waits for it."""
+        """Let this thread compute a replica's passes when a core is free; afterwards nobody waits for the replica."""
         is_on_host = self._generator is None
         with nullcontext() if is_on_host else torch.autograd.set_multithreading_enabled(False), self._cores:
             try:  # autograd has one thread for all backward passes on a device, which must not wait
@@ -112,7 +112,7 @@ class Meetings:
                     self._look_for_missing()
 
     def sum(self, name: str, replica: int, array: np.ndarray) -> np.ndarray:
-        """The sum of the arrays that all replicas bring to the meeting of this name; it is not to be changed.
+        """Return the sum of the arrays that all replicas bring to the meeting of this name. It must not be changed.
 
         Raises:
             StrategyError: if another local replica has ended its passes without it, or waits at another one.
@@ -172,13 +172,13 @@ class Meetings:
                 )
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """Have all end that wait for a replica, which has failed."""
+        """End the meetings that wait for a replica which has failed."""
         with self._lock:
             if self._failure is None:
                 self._fail(AbandonedError(f"replica {replica} has failed: {error}"))
 
     def _look_for_missing(self) -> None:
-        """Have those fail that wait for what will never come; the lock is held."""
+        """End the meetings in which a replica will never come; the lock is held."""
         for name, meeting in self._open.items():
             if gone := sorted(self._gone - meeting.arrays.keys()):
                 self._fail(

@@ -1,4 +1,4 @@
-"""How replicas agree on the buffers and frozen parameters that a step has changed, such as moving means."""
+"""Agreement of replicas on the buffers and frozen parameters that a step has changed, such as moving means."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class ModelBuffers:
 
     @property
     def declared(self) -> Mapping[str, str]:
-        """How replicas agree on those that were named, by their names."""
+        """The ways of agreement that were declared, by the names of buffers and frozen parameters."""
         return self._named
 
     @property
     def buffer_slots(self) -> list[Slot]:
-        """Those that are buffers of the module, and no parameters."""
+        """The slots of buffers, without frozen parameters."""
         return [slot for slot in self.slots if not slot.is_parameter]
 
     @property
@@ -123,7 +123,7 @@ class ModelBuffers:
                 own.copy_(self.slots[number].tensor.detach().expand_as(own))
 
     def named(self) -> dict[str, torch.Tensor]:
-        """All that there is to be saved besides parameters, by name."""
+        """Return all tensors to be saved besides parameters, by name."""
         found = {slot.name: slot.tensor for slot in self.slots if not slot.is_parameter}
         return found | {f"{self.slots[number].name}{OF_EACH}": own for number, own in self.own.items()}
 
@@ -164,7 +164,7 @@ class ModelBuffers:
             )
 
     def _refuse_other_shapes(self, number: int, of_replicas: Sequence[Sequence[Slot]], replicas: Replicas) -> None:
-        """Compare the shapes of one that has grown; a collective call."""
+        """Compare the shapes of a buffer that has grown; a collective call."""
         name = self.slots[number].name
         if number in self.own:
             raise StrategyError(

@@ -1,4 +1,4 @@
-"""The parts of a module: where its buffers and frozen parameters are, and whether all parts are still those it had."""
+"""The parts of a module: the places of its buffers and frozen parameters, and a check that no part was replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strategies.torch.replica_groups import groups_of
 
 
 class Slot(NamedTuple):
-    """Where a module has a tensor that its forward pass may change: a buffer, or a frozen parameter.
+    """The place of a tensor that a forward pass may change: a buffer, or a frozen parameter.
 
     Attributes:
         name: of the tensor, as `named_buffers` or `named_parameters` has it.
@@ -28,12 +28,12 @@ class Slot(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What is there now."""
+        """The tensor that is there now."""
         return self.holder[self.key]
 
 
 def slots_of(module: torch.nn.Module) -> list[Slot]:
-    """The buffers of a module, then its frozen parameters, each once, in their order.
+    """Return the slots of a module's buffers, then of its frozen parameters, each once, in their order.
 
     Without parameters of which groups of replicas have rows: their replicas share these.
     """
@@ -53,7 +53,7 @@ def _places(module: torch.nn.Module, attribute: str) -> Iterator[tuple[str, dict
 
 
 def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
-    """Whether a tensor has other bits than that with which a replica began.
+    """Return whether a tensor has other bits than the one with which a replica began.
 
     Raises:
         StrategyError: if it has another dtype.
@@ -67,12 +67,12 @@ def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
 
 
 def resized(replicas: int) -> float:
-    """What a replica says of a tensor whose shape has changed: the mean over all replicas is above 1 then."""
+    """Return the flag of a tensor whose shape has changed, which lifts the mean over replicas above 1."""
     return 2.0 * replicas
 
 
 class Parts:
-    """The modules, parameters and buffers that a module had, to find out cheaply whether it has others.
+    """The submodules, parameters and buffers that a module had; finds out cheaply whether it has others.
 
     Args:
         module: looked at now, and whenever `changed` is asked.
@@ -93,7 +93,7 @@ class Parts:
             self._sizes += [(prefix, holder, len(holder)) for holder in holders]
 
     def changed(self) -> str | None:
-        """The name of a part that was replaced, added or removed; None where all are as they were."""
+        """Return the name of a part that was replaced, added or removed; None if there is none."""
         for name, get, key, one in self._kept:
             if get(key) is not one:
                 return name
@@ -107,7 +107,7 @@ class Parts:
 
 
 def _getter(holder: Any) -> Callable[[str], Any]:
-    """How to ask for a key: the dictionaries of scripted modules know no `get`, and lose no key."""
+    """Return a function that looks up a key; the mappings of scripted modules have no `get`, and lose no key."""
     return holder.get if isinstance(holder, dict) else holder.__getitem__
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a module, compared with what they were when they were looked at last; nothing is read."""
+"""The parts of a module, compared with those of the last look; no values are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from strategies.torch.module_parts import Parts
 
 
 class ModuleWatch:
-    """Notices parts of a module that are added, removed or replaced, and parameters of another kind.
+    """A watcher of parts of a module that are added, removed or replaced, and of parameters of another kind.
 
     Args:
         module: not changed.
@@ -22,7 +22,7 @@ class ModuleWatch:
         self.look()
 
     def look(self) -> None:
-        """Take what there is now for what should be there."""
+        """Take the parts that the module has now as the known ones."""
         self._parts = Parts(self._module)
         self.named = list(self._module.named_parameters())
         self._parameters = [one for _, one in self.named]
@@ -40,7 +40,7 @@ class ModuleWatch:
 
     @property
     def writes(self) -> int:
-        """How often PyTorch has counted a write to a parameter."""
+        """The number of writes to parameters that PyTorch has counted."""
         return sum(one._version for one in self._parameters)
 
     @property

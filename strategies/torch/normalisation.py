@@ -42,7 +42,7 @@ def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: Add) -> torc
 
 
 def _statistics(x: torch.Tensor, add: Add) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean and variance, float64 [C], of the values that all replicas have for each channel, and how many they are."""
+    """Return mean and variance, float64 [C], of all replicas' values in each channel, and the number of values."""
     channels = x.shape[1]
     own = x.numel() // channels
     mean = variance = torch.zeros(channels, dtype=torch.float64, device=x.device)
@@ -66,7 +66,7 @@ def _statistics(x: torch.Tensor, add: Add) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In what statistics are computed."""
+    """Return the dtype in which statistics of such values are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

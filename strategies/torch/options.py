@@ -169,14 +169,14 @@ class TorchOptions:
         return self.verify_steps > 0 and (is_power_of_two or 0 < steps_made <= self.verify_steps)
 
     def divisor(self, number: int) -> int:
-        """By which micro-batch `number` is divided, so that the sum of all is what `method` says."""
+        """Return the number by which micro-batch `number` is divided, so that the sum of all is what `method` says."""
         if self.method is GradientAccumulationReductionMethod.SUM:
             return 1
         is_running = self.method is GradientAccumulationReductionMethod.RUNNING_MEAN
         return number + 1 if is_running else self.gradient_accumulation_count
 
     def mapping(self) -> GradientMap | None:
-        """Return what maps the gradients of one replica, if anything does."""
+        """Return the map for the gradients of one replica; None without `map_gradient`."""
         if self.map_gradient is None:
             return None
         keeps_bad = self.check_numerics or self.scaling is not None

@@ -29,14 +29,14 @@ class ParameterHooks:
             self._mine.register_hook(self._on_gradient)
 
     def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What `Tensor.register_hook` was given, on a gradient that is complete."""
+        """Run the hooks of `Tensor.register_hook` on a complete gradient, and return the result."""
         for hook in tuple((self._original._backward_hooks or {}).values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         return gradient
 
     def after_accumulation(self) -> None:
-        """What `Tensor.register_post_accumulate_grad_hook` was given, on the parameter of the replica."""
+        """Run the hooks of `Tensor.register_post_accumulate_grad_hook` on the replica's parameter."""
         hooks = self._original._post_accumulate_grad_hooks
         for hook in tuple(hooks.values()) if hooks else ():
             hook(self._mine)

@@ -1,4 +1,4 @@
-"""Notices parameters that are written while a module computes, which replicas or instances would not have alike.
+"""Detection of parameters that are written while a module computes, so that replicas or instances would differ.
 
 PyTorch counts the writes to a tensor, so counters and addresses are compared every time. A write through
 `parameter.data` is not counted: at the first pass, the second, the fourth, the eighth and so on bits are compared, too.
@@ -18,7 +18,7 @@ from strategies.torch.tensors import as_array
 
 
 class WriteCounters:
-    """Compares counters and addresses of tensors before and after a computation.
+    """A comparison of the counters and addresses of tensors before and after a computation.
 
     Args:
         tensors: that are looked at.
@@ -29,17 +29,17 @@ class WriteCounters:
         self._before: list[tuple[int, int]] = []
 
     def begin(self) -> None:
-        """The computation begins."""
+        """Remember the tensors as they are before a computation."""
         self._before = [(one.data_ptr(), one._version) for one in self._tensors]
 
     def written(self) -> list[int]:
-        """The numbers of the tensors that were written since, or put into other memory."""
+        """Return the numbers of the tensors that were written since, or put into other memory."""
         pairs = enumerate(zip(self._tensors, self._before, strict=True))
         return [number for number, (one, before) in pairs if (one.data_ptr(), one._version) != before]
 
 
 class WrittenBits:
-    """Compares the bits of tensors before and after a computation, each time half as often as before.
+    """A comparison of the bits of tensors before and after a computation, at the passes 1, 2, 4, 8 and so on.
 
     Args:
         tensors: that are looked at.
@@ -56,13 +56,13 @@ class WrittenBits:
         self._before: list[Digest] | None = None
 
     def begin(self) -> None:
-        """The computation begins."""
+        """Remember the tensors as they are before a computation."""
         self.passes += 1
         is_power_of_two = not self.passes & (self.passes - 1)
         self._before = self._digests() if is_power_of_two or self._is_always else None
 
     def written(self) -> list[int]:
-        """The numbers of the tensors whose bits have changed since, if they are looked at this time."""
+        """Return the numbers of the tensors whose bits have changed since, if they are looked at this time."""
         if self._before is None:
             return []
         pairs = enumerate(zip(self._digests(), self._before, strict=True))
@@ -73,7 +73,7 @@ class WrittenBits:
 
 
 class ForwardWatch:
-    """Watches the forward passes of a module that is a replica itself, and may write what is frozen.
+    """A watcher of the forward passes of a module that is itself a replica, and may write frozen parameters.
 
     Args:
         module: whose parameters are looked at.

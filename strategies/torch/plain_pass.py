@@ -32,7 +32,7 @@ RUNNING_MEAN = GradientAccumulationReductionMethod.RUNNING_MEAN
 
 @dataclass(frozen=True)
 class Expected:
-    """What plain PyTorch has computed for a replica.
+    """The losses and gradients that plain PyTorch has computed for a replica.
 
     Attributes:
         losses: of its micro-batches.
@@ -133,7 +133,7 @@ def _computed(
 
 
 def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
-    """Whether `torch.utils.checkpoint` with `use_reentrant=True` was on the way to a loss."""
+    """Return whether `torch.utils.checkpoint` with `use_reentrant=True` was on the way to a loss."""
     seen: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:
@@ -159,7 +159,7 @@ def _mapped_gradients(
 
 
 class Comparison:
-    """Compares what replica 0 computes with what plain PyTorch has computed; told by the thread of the replica.
+    """A comparison of replica 0's results with those of plain PyTorch, made in the thread of the replica.
 
     Args:
         expected: see there.
@@ -218,7 +218,7 @@ class Comparison:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """How far two results may lie apart, relative to their norms: half of the digits that a dtype has."""
+    """Return the allowed difference of two results, relative to their norms: half of the digits of a dtype."""
     return math.sqrt(torch.finfo(dtype).eps)
 
 

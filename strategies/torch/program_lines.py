@@ -39,7 +39,7 @@ def _of_module(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _is_compared(module: torch.nn.Module, name: str, value: Any) -> bool:
-    """Whether an attribute belongs to the program: what PyTorch keeps under private names may number a process."""
+    """Return whether an attribute belongs to the program; private ones of PyTorch may differ between processes."""
     is_private = name.startswith("_") and type(module).__module__.partition(".")[0] == "torch"
     return isinstance(value, _PLAIN) and not is_private and not name.startswith("_torch")
 

@@ -26,7 +26,7 @@ from strategies.errors import StrategyError
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
 _OF_INDUCTOR = {"randint.low_out": "randint.low_generator_out"}
-"""What compiled code draws its seeds with. The first call runs under a mode of dispatch, which no key reaches below."""
+"""Operators with which compiled code draws seeds; its first call runs in a dispatch mode, below which no key acts."""
 
 _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,
@@ -35,7 +35,7 @@ _include, _is_included = (
 
 
 class _OfThread(threading.local):
-    """What a thread has of its own.
+    """The state of a thread.
 
     Compiled programs make their first call inside of a dispatch mode that looks for mistakes in operators of the
     program's own. In such a mode the key is switched off, and the call would draw from the generator of the process.
@@ -50,8 +50,8 @@ class _OfThread(threading.local):
 
 _of_thread = _OfThread()
 _drawn_by: dict[int, tuple[int, torch.Generator]] = {}
-"""For the address of a generator of the program the replica that has drawn from it first; kept, so that the address
-belongs to no other one."""
+"""The first replica that drew from a generator of the program, by the generator's address. The generator is kept:
+no other one can get its address."""
 _MOST_KEPT = 256
 _installing = threading.Lock()
 _installed: list[Any] = []  # what keeps the kernels where they are

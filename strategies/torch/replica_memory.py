@@ -83,7 +83,7 @@ class ReplicaMemory:
                 mine.copy_(original)
 
     def refuse_gradients_of_originals(self) -> None:
-        """Look where gradients have gone, when replicas have computed and the module had none before.
+        """Refuse gradients that went to the module instead of its copies; it had none before replicas computed.
 
         Raises:
             StrategyError: if the module has one, and not only its copies.
@@ -97,7 +97,7 @@ class ReplicaMemory:
                 )
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
-        """Look at the parameters that replicas have in common, and that were written while they computed.
+        """Refuse writes to parameters that replicas share, made while they computed.
 
         Args:
             numbers: of these parameters.

@@ -105,7 +105,7 @@ class ReplicaModule:
         return not slot.is_parameter or slot.name in self._own
 
     def share(self, all_but: frozenset[str]) -> None:
-        """Have frozen parameters in common with the other replicas again, but for those with these names."""
+        """Share frozen parameters with the other replicas again, except those with these names."""
         if self._own - all_but:
             self._own &= all_but
             own = {id(slot.tensor) for slot in self.slots if self._is_own(slot)}
@@ -127,7 +127,7 @@ class ReplicaModule:
                     slot.holder[slot.key] = master.detach().to(self._memory.device, copy=True)
 
     def changed(self, masters: Sequence[torch.Tensor], moving: frozenset[int]) -> list[float]:
-        """For each slot whether it differs from what it began with, 0 or 1; where its shape does, see `resized`.
+        """Return for each slot whether its tensor has changed, 0 or 1; if its shape has, see `resized`.
 
         Args:
             masters: with which the replica began.
@@ -144,7 +144,7 @@ class ReplicaModule:
         return float(is_moving or differs(slot.tensor, master))
 
     def refuse_other_parts(self) -> None:
-        """Look at what the forward pass has left.
+        """Refuse other parts than the replica had before the forward pass.
 
         Raises:
             StrategyError: if it has replaced, added or removed a module, a parameter or a buffer.
@@ -156,7 +156,7 @@ class ReplicaModule:
             )
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
-        """Look at the parameters that were written while the replica computed; it may write those of its own.
+        """Refuse writes to shared parameters, made while the replica computed; it may write those of its own.
 
         Args:
             numbers: of these parameters.
@@ -209,7 +209,7 @@ class ReplicaModule:
         self._version = contents.version
 
     def _follow_others(self, original: torch.nn.Module, mine: torch.nn.Module, seen: dict[str, Any]) -> None:
-        """Take over attributes that are no numbers, words or None."""
+        """Take over attributes other than numbers, strings and None."""
         now = vars(original)
         for name, value in now.items():
             if name == IN_PLACE:
@@ -237,12 +237,12 @@ class ReplicaModule:
                 known[name] = set(now)
 
     def _memo(self) -> dict[int, Any]:
-        """What stands for the parts of the original where something else is copied."""
+        """Return a memo by which `copy.deepcopy` puts the copy's parts in place of the original's."""
         return {**{id(original): mine for original, mine in self._pairs}, **self._shared}
 
 
 def _parameter(part: torch.Tensor, is_trained: bool, is_own: bool) -> torch.nn.Parameter:
-    """A parameter in memory that it shares, or in its own: not by `data`, which would share the counter of writes."""
+    """Make a parameter in shared memory, or in its own. Setting `data` would share the counter of writes."""
     return torch.nn.Parameter(part.clone() if is_own else part, is_trained)
 
 
@@ -265,7 +265,7 @@ def _copied(original: _Any, memo: dict[int, Any]) -> _Any:
 
 
 def _pairs(original: torch.nn.Module, copied: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """The modules of the original, each with its copy."""
+    """Return the modules of the original, each with its copy."""
     own, others = list(original.named_modules()), list(copied.named_modules())
     if [name for name, _ in own] != [name for name, _ in others]:
         raise TypeError(_cannot_copy("its copy has other modules"))
@@ -273,7 +273,7 @@ def _pairs(original: torch.nn.Module, copied: torch.nn.Module) -> list[tuple[tor
 
 
 def _recomputed(module: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Values for the tensors that a hook computes before each call, as of weight norm and pruning.
+    """Return values for the tensors that a hook computes before each call, as of weight norm and pruning.
 
     They have a history, which `copy.deepcopy` refuses.
     """

@@ -40,13 +40,13 @@ RUNNING_MEAN = GradientAccumulationReductionMethod.RUNNING_MEAN
 
 
 class Watch(Protocol):
-    """Is told what replica 0 computes, in its thread."""
+    """A watcher of the results of replica 0, called in its thread."""
 
     def losses(self, found: Sequence[float]) -> None:
-        """Be told the losses of all micro-batches."""
+        """Take the losses of all micro-batches."""
 
     def gradient(self, number: int, found: torch.Tensor | None) -> None:
-        """Be told the whole gradient of a parameter that is trained, which is not to be kept or changed."""
+        """Take the whole gradient of a trained parameter, which must not be kept or changed."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class ReplicaRun:
 
 
 def _tell(run: weakref.ref[ReplicaRun], number: int, parameter: torch.Tensor) -> None:
-    """Called by autograd; the collector does not see what hooks of parameters keep alive."""
+    """Report a gradient, for autograd; a weak reference, as the garbage collector does not see hooks of parameters."""
     if (found := run()) is not None:
         found._arrived(number, parameter)
 

@@ -1,4 +1,4 @@
-"""One small number for what a program may change between steps and has to change everywhere, compared in each step."""
+"""Settings that a program may change between steps on all instances alike; each step compares one small number."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from strategies.torch.optimizer_arrays import PARAMS
 
 _WORDS = 64
-"""Squares are below 2**12, so sums over 4,096 replicas are exact in float32, and means of equal numbers are equal."""
+"""Number of words. Squares are below 2**12, so in float32 sums over 4,096 replicas are exact, and equal means equal."""
 _DIFFERENT = 1e-4
 
 
 class Settings:
-    """What is trained, and the numbers and members of the optimizer's groups.
+    """The settings of a training: `requires_grad`, and the numbers and members of the optimizer's groups.
 
     Args:
         parameters: of the module.
@@ -29,7 +29,7 @@ class Settings:
         self._hash = 0
 
     def word(self, step: int) -> int:
-        """Return a number below 64 for them.
+        """Return a number below 64 that stands for the settings.
 
         Different settings have the same number in one of 64 steps, so a difference shows in the first step or soon.
 
@@ -56,12 +56,12 @@ class Settings:
 
 
 def word_of(step: int, number: int) -> int:
-    """Return a number below 64 for another one; the same two others have different ones in all but one of 64 steps."""
+    """Return a number below 64 for `number`; it is the same for two different numbers in one of 64 steps."""
     return hash((step, number)) % _WORDS
 
 
 def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the same by name."""
+    """Return the settings in words, by name."""
     found = {name: "trained" if one.requires_grad else "frozen" for name, one in module.named_parameters()}
     places = {id(one): name for name, one in module.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
@@ -82,7 +82,7 @@ def differ(words: float, squares: float) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """Strings, None and NaN have another hash in every process."""
+    """Return a value in a form with the same hash in every process; strings, None and NaN have none."""
     if isinstance(value, bool | int | float) and value == value:
         return value
     if isinstance(value, tuple | list):

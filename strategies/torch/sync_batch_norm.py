@@ -44,7 +44,7 @@ class Seat:
 
     @contextmanager
     def taken(self, micro_batch: int | None = None) -> Iterator[None]:
-        """The calling thread computes for the replica."""
+        """Let the calling thread compute for the replica."""
         before = _of_thread.seat, _of_thread.micro_batch
         _of_thread.seat, _of_thread.micro_batch = self, micro_batch
         try:
@@ -54,7 +54,7 @@ class Seat:
 
     @contextmanager
     def computing(self, micro_batch: int) -> Iterator[None]:
-        """The calling thread makes the passes of a micro-batch; where they fail, nobody waits for the replica."""
+        """Let the calling thread make the passes of a micro-batch; if they fail, nobody waits for the replica."""
         with self.taken(micro_batch):
             try:
                 yield
@@ -65,7 +65,7 @@ class Seat:
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """The calling thread makes the passes of a step for the replica."""
+        """Let the calling thread make the passes of a step for the replica."""
         if self._meetings is None:
             yield
             return
@@ -73,7 +73,7 @@ class Seat:
             yield
 
     def sum(self, layer: torch.nn.Module, what: str, micro_batch: int | None, row: torch.Tensor) -> torch.Tensor:
-        """The sum of rows of float64 over all replicas."""
+        """Return the sum of the rows, float64, of all replicas."""
         of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
         name = f"SyncBatchNorm {self._name_of(layer)!r}, {what}{of}"
         if self._meetings is None:
@@ -102,7 +102,7 @@ _as_pytorch_has_it = torch.nn.SyncBatchNorm.forward
 
 
 def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
-    """The layers of a module that need sums over replicas, by their names.
+    """Return the layers of a module that need sums over replicas, by their names.
 
     Raises:
         StrategyError: if one of them cannot have them.
@@ -125,7 +125,7 @@ def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]
 
 
 def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> Seat:
-    """The seat of the one replica of this instance in a loop of the program's own.
+    """Make the seat of this instance's one replica in a loop of the program's own.
 
     Args:
         module: the replica itself.
@@ -140,7 +140,7 @@ def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> 
 
 
 def refuse_to_join(module: torch.nn.Module) -> None:
-    """Look for layers in a loop whose instances may have different numbers of batches.
+    """Refuse `SyncBatchNorm` in a loop whose instances may have different numbers of batches.
 
     Raises:
         StrategyError: if there is one, which needs rows of all replicas.

@@ -191,7 +191,7 @@ class TorchStep:
 
     @property
     def _made_with_these(self) -> int:
-        """How many steps were made with these copies, the same on all instances."""
+        """The number of steps made with these copies, the same on all instances."""
         return 0 if self._first_step is None else self._training.step - self._first_step
 
     @property
@@ -199,7 +199,7 @@ class TorchStep:
         return self._made_with_these < self._options.verify_steps
 
     def _expected(self, batch: Batch, scale: float) -> Comparison | None:
-        """What plain PyTorch computes for replica 0, on the instance that has that."""
+        """Compute replica 0's results by plain PyTorch, on the instance that has it; None elsewhere."""
         local = self._replicas.local_replicas
         if local.start:
             return None
@@ -253,7 +253,7 @@ class TorchStep:
         return training.metrics
 
     def _new_buffers(self, shares: np.ndarray, local: LocalReplicas) -> dict[int, torch.Tensor]:
-        """What replicas agree on of buffers and frozen parameters, by the share of the replicas that changed each."""
+        """Return the agreed values of buffers and frozen parameters, from the share of replicas that changed each."""
         if not shares.any():
             return {}
         slots = [run.copy.slots for run in local.runs]

@@ -41,7 +41,7 @@ IS_MADE = "is_made"
 """Of an optimizer's tree: for each parameter whether the optimizer has a state for it; where not, there are zeros."""
 
 AVERAGES_GRADIENTS = "averages_gradients"
-"""An attribute of classes of modules that do."""
+"""The attribute that marks classes of modules which average gradients by themselves."""
 
 
 class Training:
@@ -138,7 +138,7 @@ class Training:
         return TrainState(variables, optimizer, self.step, self.scale, None, model_state)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
-        """The memory of parameters, and of buffers; None where there are none."""
+        """Return the memory of parameters, and that of buffers; None if there are none."""
         variables = {name: as_array(parameter) for name, parameter in self.module.named_parameters()}
         return variables, {name: as_array(tensor) for name, tensor in self.buffers.named().items()} or None
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 MOST_BYTES, MOST_OBJECTS = 64 << 20, 200_000
-"""Of arrays, besides those of the module, that are copied; and of all that is looked at."""
+"""Limits: bytes of arrays outside of the module that are copied, and number of objects that are looked at."""
 
 _LIBRARIES = {"torch", "strategies", "collectives", "popdist", "poprun", "jax", "numpy", "builtins"}
 
@@ -65,7 +65,7 @@ def undone(
 
 
 class _Search:
-    """Finds what can be changed, and how to put it back.
+    """A search for objects that can be changed, and for the ways to put them back.
 
     Args:
         program: the package whose classes are the program's own.
@@ -94,7 +94,7 @@ class _Search:
                 raise CannotBeUndoneError("the loss function reaches more than can be copied")
 
     def keep(self, one: torch.Tensor) -> None:
-        """Put back what is in a tensor."""
+        """Note how to put back the contents of a tensor."""
         self._seen[id(one)] = one
         self.own_bytes += one.nbytes
         memory, saved = one.detach(), one.detach().clone()
@@ -108,7 +108,7 @@ class _Search:
         self.restores.append(restore)
 
     def _reached(self, one: Any) -> Iterable[Any]:
-        """What is to be looked at besides; what can be put back in this one is noted."""
+        """Note how to put an object back, and return the objects that it reaches."""
         if isinstance(one, torch.Tensor):
             if one.layout is torch.strided and one.device.type == "cpu":
                 self.keep(one)
@@ -156,13 +156,13 @@ class _Search:
 
 
 def _root_of(one: Any) -> str:
-    """The package in which a function or class, or that of an object, is written."""
+    """Return the package of a function or class, or of an object's class."""
     name = getattr(one, "__module__", None) or type(one).__module__
     return str(name).partition(".")[0]
 
 
 def _names_in(code: CodeType, operation: str) -> set[str]:
-    """The names that operations of a kind have in a function and in those inside of it."""
+    """Return the names in operations of a kind, in a function and in those inside of it."""
     own = {str(one.argval) for one in dis.get_instructions(code) if one.opname.startswith(operation)}
     return own.union(*(_names_in(one, operation) for one in code.co_consts if isinstance(one, CodeType)))
 

@@ -164,7 +164,7 @@ class DataLoader:
 
     @property
     def _length(self) -> int:
-        """How many elements an epoch has."""
+        """The number of elements in an epoch."""
         return len(self.dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]
 
     def _refuse_samplers(self, sampler: Iterable[int]) -> None:

@@ -447,7 +447,7 @@ class PoplarExecutor:
         return self.train(False)
 
     def compilationTime(self) -> timedelta:
-        """None at all: nothing is compiled."""
+        """Return no time at all: nothing is compiled."""
         return timedelta()
 
     def cycleCount(self) -> NoReturn:

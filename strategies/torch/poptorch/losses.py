@@ -1,4 +1,4 @@
-"""What a replica computes: a module's outputs, and which of them is the loss."""
+"""The outputs of a module on a replica, and the choice of the loss among them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strategies.torch.poptorch.operations import losses_marked_by
 
 
 def calling(autocasts: bool) -> Callable[[torch.nn.Module, Any], Tree]:
-    """What the module returns; inside of it the program is told that an executor calls.
+    """Return a function that calls a module and returns its outputs; the program is told that an executor calls.
 
     Args:
         autocasts: whether `poptorch.autocast` is heeded inside of it.
@@ -31,7 +31,7 @@ def calling(autocasts: bool) -> Callable[[torch.nn.Module, Any], Tree]:
 
 
 def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, list[torch.Tensor]]:
-    """What the module returns, and the losses that it has marked.
+    """Call the module, and return its outputs and the losses that it has marked.
 
     Raises:
         TypeError: if tensors are in something that is not looked into: those of other replicas would be lost.
@@ -48,7 +48,7 @@ def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, lis
 
 
 def loss_function(factor: int, autocasts: bool) -> Callable[[torch.nn.Module, Any], Any]:
-    """A loss function of `Trainer`: a module's loss, with so many times its gradient, and all that the module returns.
+    """Return a loss function of `Trainer`: the module's loss with its gradient times `factor`, and all outputs.
 
     Args:
         factor: R, where gradients are to be summed over replicas, of which `Trainer` takes the mean.
@@ -69,7 +69,7 @@ def with_gradient_of(loss: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The loss among what a training model has returned.
+    """Return the loss among the outputs of a training model.
 
     Raises:
         StrategyError: if there is none, or it is not known which of several is meant.

@@ -1,4 +1,4 @@
-"""Whether modules train or are evaluated: an executor keeps the modes that it began with, as a compiled one does."""
+"""The modes of modules, training or evaluation: an executor keeps those of its first call, as a compiled one does."""
 
 from __future__ import annotations
 

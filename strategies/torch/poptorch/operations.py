@@ -58,7 +58,7 @@ CLAIMED = "POPTORCH_IPU_HARDWARE_VERSION"
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Whether `POPTORCH_IPU_HARDWARE_VERSION` claims that there is one; there is none, and none is needed."""
+    """Return whether `POPTORCH_IPU_HARDWARE_VERSION` claims that there is an IPU; none is needed."""
     return ipuHardwareVersion() > 0
 
 
@@ -193,7 +193,7 @@ class NameScope:
 
 
 class Attribute:
-    """Attributes for the operators of a graph, of which there is none here: changes nothing.
+    """Attributes for the operators of a graph; they change nothing, as there is no graph here.
 
     Args:
         kwargs: the attributes.

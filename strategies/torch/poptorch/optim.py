@@ -55,7 +55,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
     """
 
     def __new__(cls, *arguments: Any, bias_correction: bool | None = None, **named: Any) -> AdamW:
-        """Make one of a class of its own where moments are not corrected."""
+        """Make an `AdamWWithoutCorrection` if `bias_correction` is False."""
         require_switches_or_none(bias_correction=bias_correction)
         made: AdamW = super().__new__(AdamWWithoutCorrection if bias_correction is False else cls)
         return made
@@ -76,7 +76,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
 
 class AdamWWithoutCorrection(OneByOne, AdamW):
-    """What `AdamW(..., bias_correction=False)` is.
+    """The optimizer that `AdamW(..., bias_correction=False)` makes.
 
     Source: Devlin et al., BERT, 2018, whose optimizer is Adam with decoupled weight decay and uncorrected moments.
     """

@@ -1,4 +1,4 @@
-"""What PopTorch's optimizers have besides PyTorch's: scaled losses, a limit for gradients, dtypes of their states."""
+"""The base of PopTorch's optimizers: loss scaling, a limit for gradients, and dtypes of states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE_TYPES = {
     "first_order_momentum_accum_type": ("exp_avg", "grad_avg", "momentum_buffer"),
     "second_order_momentum_accum_type": ("exp_avg_sq", "max_exp_avg_sq", "square_avg"),
 }
-"""For each argument of PopTorch the states whose dtype it says."""
+"""The states whose dtype an argument of PopTorch sets, by the argument."""
 WITHOUT_EFFECT = {
     "velocity_scaling": "velocities are not scaled, as they do not overflow in float32",
     "use_combined_accum": "gradients and velocities have arrays of their own, whose numbers are the same",
@@ -30,7 +30,7 @@ _told: set[str] = set()
 
 
 class VariableAttributes:
-    """Which numbers of an optimizer were said to change: `optimizer.variable_attrs`. All of them may, said or not.
+    """Marks on the variable numbers of an optimizer, `optimizer.variable_attrs`. All numbers may change, marked or not.
 
     Args:
         variable: the names of those that were given when the optimizer was made.
@@ -42,11 +42,11 @@ class VariableAttributes:
         self._variable = {name for name in variable if name in self._known}
 
     def isConstant(self, attr: str) -> bool:
-        """Whether it was not said to change."""
+        """Return whether a number is not marked as variable."""
         return attr not in self._variable
 
     def markAsConstant(self, attr: str) -> None:
-        """Say that it does not change; it stays to be read at every update.
+        """Mark a number as constant; it is read at every update all the same.
 
         Raises:
             ValueError: if there is none of that name.
@@ -54,7 +54,7 @@ class VariableAttributes:
         self._variable.discard(self._checked(attr))
 
     def markAsVariable(self, attr: str) -> None:
-        """Say that it changes.
+        """Mark a number as variable.
 
         Raises:
             ValueError: if there is none of that name.
@@ -199,7 +199,7 @@ _PICKLED = ("loss_scaling", "max_grad_norm", "accum_type", "variable_attrs", "_s
 
 
 class OneByOne(Optimizer, ABC):
-    """Updates each parameter that has a gradient by itself: see `_update`."""
+    """An optimizer that updates each parameter with a gradient by itself: see `_update`."""
 
     def _made(self, closure: Callable[[], float] | None) -> float | None:
         loss = None if closure is None else closure()

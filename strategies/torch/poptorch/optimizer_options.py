@@ -1,4 +1,4 @@
-"""Options that do not go together with an optimizer, or with each other."""
+"""Checks of options that exclude each other, or do not suit an optimizer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 def scale_and_limit(optimizer: object) -> tuple[float, float | None]:
-    """What an optimizer of `poptorch.optim` has besides PyTorch's numbers: loss_scaling, and max_grad_norm."""
+    """Return the `loss_scaling` and `max_grad_norm` of an optimizer; 1 and None for one without them."""
     return float(getattr(optimizer, "loss_scaling", 1.0)), getattr(optimizer, "max_grad_norm", None)
 
 
 @dataclass
 class Clipping:
-    """Clips the mean gradients of a module to a norm.
+    """A limit for the norm of the mean gradients of a module.
 
     Attributes:
         limit: the norm of all of them together; None: they stay.
@@ -41,7 +41,7 @@ class Clipping:
 
 
 def refuse_pairs(options: Options, scale: float) -> None:
-    """Look for options that exclude each other, by their names in programs.
+    """Refuse options that exclude each other, by their names in programs.
 
     Raises:
         StrategyError: if there are such.

@@ -22,7 +22,7 @@ Self = TypeVar("Self", bound="OptionGroup")
 
 _told: set[str] = set()
 _CLOSE = 0.8
-"""How much alike two names are, of 1, if one may be meant by the other."""
+"""Similarity, from 0 to 1, from which one name may be meant by another."""
 
 
 class OptionGroup:

@@ -1,4 +1,4 @@
-"""Options in a file: lines as a program writes them, of which nothing is executed but the setting of options."""
+"""Options in a file, in lines as a program writes them; a line can set an option, and run nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MADE_OF: Mapping[str, type] = {
     **{name: getattr(blocks, name) for name in ("SerialPhasedExecution", "ShardedExecution", "Stage")},
     "TensorLocationSettings": TensorLocationSettings,
 }
-"""Of which a line may make values: `poptorch.Stage("B1")`."""
+"""Classes of which a line may make values, as in `poptorch.Stage("B1")`."""
 _METHODS = {blocks.Stage: ("ipu",), blocks.Phase: ("ipus",)}
 _OF_A_FILE = ("from_json", "loadFromFile")
 

@@ -1,4 +1,4 @@
-"""Files of models: what is read is data, and classes that this process has already; no code of a file runs."""
+"""Files of models, read as data, with classes that are imported already; no code of a file runs."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class States:
 
     @property
     def masters(self) -> Sequence[Sequence[torch.Tensor]] | None:
-        """With which buffers each local replica begins; None for those of the module."""
+        """The buffers with which each local replica begins; None for those of the module."""
         if not any(self._own):
             return None
         of_module = [slot.tensor for slot in slots_of(self._module)]
